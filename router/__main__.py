@@ -14,11 +14,6 @@ from common.errors import ConfigError, ModelError
 from common.observe.logging import setup_logging
 
 if TYPE_CHECKING:  # imported late, see `main`
-    from common.model_files.files import ModelFiles
-    from common.wire.message_fields import Role
-    from router.dispatch.dispatcher import Dispatcher
-    from router.planner.load.window import LoadWindow
-    from router.planner.loop import PlanLoop
     from router.policy.routing import RoutingPolicy
     from router.siblings.part import RouterPart
 
@@ -59,78 +54,21 @@ async def run(
 
     Raises ModelError, and ConfigError for a file that a setting names.
     """
-    from router.dispatch.dispatcher import Dispatcher
     from router.garbage import collect_seldom
-    from router.generation.choices.tracing import Tracing
-    from router.observe.measured_client import MeasuredClient
-    from router.observe.metrics import ENGINE, RouterMetrics
-    from router.observe.plan_metrics import PlanCollector
-    from router.observe.pool_metrics import PoolCollector
-    from router.observe.slo import SLOWindow
-    from router.planner.load.window import LoadWindow
-    from router.planner.sizing_forecaster import SizingForecaster
-    from router.server.app import build_app
     from router.server.server import serve, stop_on_signals
-    from router.text.text_pipeline import TextPipeline
+    from router.server.serving import Serving
 
     stop = stop_on_signals()
-    files, needed = _model(config)
-    text = TextPipeline.from_files(files, threads=config.tokenizer_threads)
-    if text.grammars is not None and files.eos_token_ids:
-        text.grammars.start()
-    dispatcher = Dispatcher(config, policy=policy, splits=SizingForecaster.of(config), needed=needed)
-    name = config.served_model_name or files.model_id
-    metrics = RouterMetrics(name, dispatcher.load)
-    window = SLOWindow.of(config.classes)
-    metrics.registry.register(PoolCollector(dispatcher, window, {"model_name": name, "engine": ENGINE}))
-    load = LoadWindow(config.slo_quantile)
-    plans = config.planner != "off"
-    client = MeasuredClient(dispatcher, window, load=load) if window.has_goals or plans else dispatcher
-    planning = planning_of(config, load, dispatcher, window.tpot_s)
-    metrics.registry.register(PlanCollector(lambda: planning.outlook, {"model_name": name, "engine": ENGINE}))
-    tracing = Tracing.of(config)
-    failure = lambda: dispatcher.fleet.failure or planning.failure  # noqa: E731
-    app = build_app(client, text, files, config, metrics, failure, tracing, part)
-    app.state.service.outlook = lambda: planning.outlook
+    serving = Serving(config, policy, part)
     collect_seldom()
     try:
-        await dispatcher.start()
-        if plans:
-            planning.start()
+        await serving.start()
         where = dict(zip(("host", "port"), listener.getsockname(), strict=False))
-        log.info("listening", extra={**where, "model": files.model_id, "responses": app.state.responses.place})
-        await serve(app, listener, dispatcher.close, stop)
+        models = ", ".join(model.files.model_id for model in serving.models)
+        log.info("listening", extra={**where, "model": models, "responses": serving.app.state.responses.place})
+        await serve(serving.app, listener, serving.close_workers, stop)
     finally:
-        await planning.close()
-        await dispatcher.close()
-        text.close()
-        if tracing is not None:
-            tracing.close()
-
-
-def _model(config: RouterConfig) -> tuple[ModelFiles, Role]:
-    """The model's files, and the workers that it needs. Raises ModelError, and ConfigError where there are none."""
-    from common.model_files.resolve import resolve_model
-    from common.model_files.task import served_task
-
-    files = resolve_model(config.model, progress=False, weights=False)
-    needed = served_task(files, config.task).needed
-    config.check_workers(needed)
-    return files, needed
-
-
-def planning_of(config: RouterConfig, load: LoadWindow, dispatcher: Dispatcher, tpot_s: float) -> PlanLoop:
-    """The planner over a dispatcher's workers; `tpot_s` is the tightest goal for a token, 0 for none."""
-    from router.planner.loop import PlanLoop, scaler_of
-
-    return PlanLoop(
-        config,
-        load,
-        lambda: dispatcher.fleet.registry.workers.values(),
-        lambda: dispatcher.demand(tpot_s).held,
-        scaler_of(config),
-        has_prefill=bool(config.prefill or config.prefill_services or config.discovery_file),
-    )
+        await serving.close()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ ROOMS = {
     ),
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",
-        "siblings", "observe", "auth", "request", "generation", "api", "server", "local", "top", "batch",
+        "siblings", "observe", "auth", "models", "request", "batch", "generation", "api", "server", "local", "top",
     ),
 }  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")

@@ -44,6 +44,7 @@ class CommonConfig(Config):
         pattern=r".+",
         expects="a model name, folder or file",
         metavar="NAME",
+        repeats="more_models",
     )
     task: str = setting(
         "auto",

@@ -57,6 +57,8 @@ class Rule:
     metavar: str = ""
     secret: bool = False
     in_file: bool = True
+    repeats: str = ""
+    """The list that further values of a repeated flag belong to, in a program that has it."""
 
 
 def setting(default: Any, help: str, **rule: Any) -> Any:

@@ -19,6 +19,9 @@ from common.wire.message_fields import MAX_PRIORITY
 
 FIELD = "request_class"
 DEFAULT = "default"
+BATCH = "batch"
+BATCH_CLASSES = ("flex", BATCH)
+"""The class of work without a deadline: the first of these that exists."""
 NAME = re.compile(r"[a-z0-9]([a-z0-9_-]{0,38}[a-z0-9])?")
 MAX_CLASSES = 16
 """Each is a label of metrics, and has queues of its own."""
@@ -34,7 +37,7 @@ COMMON_SHARE = 1.0
 class RequestClass:
     """`ttft_s` and `tpot_s` are goals in seconds, 0 for none. A class of higher `priority` has its turn first.
 
-    Classes of one priority divide tokens by `share`; 0: none of its own.
+    Classes of one priority divide tokens by `share`; 0: none of its own. A class `is_built_in` that no setting names.
     """
 
     name: str = DEFAULT
@@ -42,6 +45,7 @@ class RequestClass:
     tpot_s: float = 0.0
     priority: int = 0
     share: float = 0.0
+    is_built_in: bool = False
 
     @property
     def has_goals(self) -> bool:
@@ -74,6 +78,13 @@ def request_classes(parts: Sequence[str], ttft_ms: float, tpot_ms: float) -> Map
     if len(classes) > MAX_CLASSES:
         raise ConfigError(FIELD, f"{len(classes)} classes", f"at most {MAX_CLASSES}, the class {DEFAULT} included")
     return classes
+
+
+def with_batch(classes: Mapping[str, RequestClass]) -> Mapping[str, RequestClass]:
+    """The classes, and one for lines of batches where none of them stands for these."""
+    if any(name in classes for name in BATCH_CLASSES):
+        return classes
+    return {**classes, BATCH: RequestClass(BATCH, priority=-MAX_PRIORITY, is_built_in=True)}
 
 
 def _split(parts: Sequence[str]) -> list[dict[str, str]]:

@@ -10,15 +10,19 @@ from typing import ClassVar
 from common.config.access import AccessSettings
 from common.config.cluster import DiscoverySettings
 from common.config.common import CommonConfig
-from common.config.field import DURATION, HOST, PORT, TIMEOUT, setting
-from common.config.request_class import EXPECTS, RequestClass, request_classes
+from common.config.field import DURATION, FILE, HOST, PORT, TIMEOUT, fields_of, setting
+from common.config.files import FileSettings
+from common.config.request_class import EXPECTS, RequestClass, request_classes, with_batch
 from common.config.roles import RoleSettings
 from common.config.scaling import PlannerSettings
 from common.config.stored import StoreSettings
+from common.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSettings, AccessSettings, StoreSettings):
+class RouterConfig(
+    CommonConfig, DiscoverySettings, PlannerSettings, RoleSettings, AccessSettings, StoreSettings, FileSettings
+):
     """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
 
     section: ClassVar[str] = "router"
@@ -61,6 +65,22 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
     )
     served_model_name: str = setting(
         "", "name that clients use for the model; empty: the model's own name", group="Model", metavar="NAME"
+    )
+    more_models: tuple[str, ...] = setting(
+        (),
+        "models to serve beside --model, each by the workers that say that they serve it; --model given again does the "
+        "same",
+        group="Model",
+        pattern=r".+",
+        expects="names, folders or files of models",
+        metavar="NAME",
+    )
+    models_file: str = setting(
+        "",
+        "TOML file with all models to serve, in place of --model, with their aliases, fallbacks and limits, and with "
+        "names that divide requests among models (docs/operations.md)",
+        group="Model",
+        **FILE,
     )
     reasoning: str = setting(
         "auto",
@@ -179,6 +199,17 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
         super().check()
         self.check_silence("worker_timeout_s")
         request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
+        self._check_models()
+
+    def _check_models(self) -> None:
+        if not self.models_file and not self.more_models:
+            return
+        if self.served_model_name:
+            allowed = "empty with several models: --models-file names each"
+            raise ConfigError("served_model_name", self.served_model_name, allowed)
+        default = next(field.default for field in fields_of(type(self)) if field.name == "model")
+        if self.models_file and (self.more_models or self.model != default):
+            raise ConfigError("model", ", ".join((self.model, *self.more_models)), "left out with --models-file")
 
     def check_start(self) -> None:
         super().check_start()
@@ -189,5 +220,5 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, RoleSetting
 
     @cached_property
     def classes(self) -> Mapping[str, RequestClass]:
-        """The classes of requests by name; `default` is always there."""
-        return request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
+        """The classes of requests by name; `default` is always there, and a class for lines of batches."""
+        return with_batch(request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms))

@@ -15,12 +15,14 @@ class ServeConfig(Config):
     section: ClassVar[str] = "serve"
     env_prefix: ClassVar[str] = "SERVE"
     about: ClassVar[str] = (
-        "A whole service on this machine: fetches the model, starts the workers and a router, restarts what dies or "
-        "hangs."
+        "A whole service on this machine: fetches the models, starts workers for each and a router, restarts what dies "
+        "or hangs."
     )
 
-    prefill: int = setting(1, "prefill workers to start; 0: decode workers do everything", group="Workers", ge=0, le=64)
-    decode: int = setting(1, "decode workers to start", group="Workers", ge=1, le=64)
+    prefill: int = setting(
+        1, "prefill workers to start for each model; 0: decode workers do everything", group="Workers", ge=0, le=64
+    )
+    decode: int = setting(1, "decode workers to start for each model", group="Workers", ge=1, le=64)
     autoscale: bool = setting(
         False,
         "start and drain workers by the router's plan: --prefill and --decode are the numbers at the start, "

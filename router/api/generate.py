@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from fastapi import APIRouter
@@ -29,13 +28,13 @@ from router.generation.choices.origin import Origin
 from router.generation.choices.request_log import RequestLog
 from router.generation.choices.shape import Shape
 from router.generation.exchange import Exchange
+from router.generation.model_choice import choose_model
 from router.generation.plan import AnswerPlan
 from router.generation.service import Service, service_of
 from router.request.errors import CLIENT_CLOSED, error_response
 from router.request.fields import ChatRequest, CompletionRequest
 from router.request.invocation import Invocation
 from router.request.paths import CHAT_PATH, COMPLETION_PATH, INVOCATIONS_PATH, MESSAGES_PATH
-from router.streams.client import Caller
 
 F = TypeVar(
     "F",
@@ -138,15 +137,18 @@ async def serve(
     try:
         with service.bodies.lease() as lease:
             fields = await service.read(request, model, lease)
-            service.check_task(*(tasks or ("generate",)))
             asked = (request.headers.get(HEADER, ""), fields.request_class, fields.tier)
             request_class = class_of(service.config.classes, visit.key, *asked)
             log.request_class = request_class.name
-            caller = Caller(visit.key.name, (request_class,))
-            service.client.check_room(partial(service.text.exceeds, fields.longest_text()), caller)
-            planned = await plan(service, fields, Origin(visit.key, request_class, traceparent))
+            origin = Origin(visit.key, request_class, traceparent)
+
+            async def plan_at(at: Service) -> AnswerPlan:
+                at.check_task(*(tasks or ("generate",)))
+                return await plan(at, fields, origin)
+
+            chosen, planned = await choose_model(service, log, fields, plan_at, origin)
         service.gate.take_prompt(visit, planned.num_prompt_tokens)
-        return await answer(service, fields, planned, log)
+        return await answer(chosen, fields, planned, log)
     except RequestError as error:
         service.hint(error)
         log.fail(error)

@@ -23,14 +23,15 @@ from router.api.merged_load import merged_load
 from router.api.openai import answers as openai_answers
 from router.api.openai.chat import conversation_tokens
 from router.api.openapi import documented
-from router.api.pages import CHAT, DASHBOARD, page
-from router.generation.service import Service, service_of
+from router.api.pages import CHAT, DASHBOARD, HEADERS, page
+from router.generation.models import ShownModel
+from router.generation.service import Service, key_of, service_of
 from router.generation.structure import functions_of
 from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.request.large_body import check_number_of_ids
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
-from router.text.text_pipeline import SHORT
+from router.text.text_threads import SHORT
 
 NOT_READY_RETRY_S = 1.0
 EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)
@@ -42,13 +43,13 @@ probe_routes = APIRouter(tags=["operate"])
 @probe_routes.get("/", response_class=HTMLResponse)
 async def index() -> Response:
     """A chat page."""
-    return HTMLResponse(page(CHAT))
+    return HTMLResponse(page(CHAT), headers=HEADERS)
 
 
 @probe_routes.get("/dashboard", response_class=HTMLResponse)
 async def dashboard() -> Response:
     """A page that shows what `/load` says, each second: traffic, times, workers, classes, plan."""
-    return HTMLResponse(page(DASHBOARD))
+    return HTMLResponse(page(DASHBOARD), headers=HEADERS)
 
 
 @probe_routes.get("/live", response_class=RedirectResponse, status_code=308)
@@ -68,8 +69,11 @@ async def health(request: Request) -> Response:
 
 @probe_routes.get("/ready", **documented(None, service_answers.Readiness))
 async def ready(request: Request) -> Response:
-    """200 when the service takes requests."""
-    is_ready, detail = service_of(request).ready
+    """200 when the service takes requests: for some model, or with `?model=` for that one."""
+    service, asked = service_of(request), request.query_params.get("model")
+    is_ready, detail = service.ready
+    if asked is not None and (is_ready or not service.draining):
+        is_ready, detail = service.models.one(asked).able
     if not is_ready:
         return error_response(Unavailable(detail, retry_after_s=NOT_READY_RETRY_S))
     return _json({"status": "ready", "detail": detail})
@@ -98,8 +102,13 @@ async def version() -> Response:
 
 @probe_routes.get("/load", **documented(None, service_answers.Load))
 async def load(request: Request) -> Response:
-    """Requests by stage and class, the traffic of late, each worker's load, the plan, and the latest events."""
-    service = service_of(request)
+    """Requests by stage and class, the traffic of late, each worker's load, the plan, and the latest events.
+
+    Of several models together, or with `?model=` of that one.
+    """
+    service, asked = service_of(request), request.query_params.get("model")
+    if asked is not None:
+        return _json(load_of(service.models.one(asked)))
     if service.siblings is None:
         return _json(load_of(service))
     others = (orjson.loads(body) for body in (await service.siblings.told("/load")).values())
@@ -123,12 +132,12 @@ model_routes = APIRouter(tags=["models"])
     **documented(None, openai_answers.ModelList | anthropic_answers.AnthropicModelList, errors=EITHER_ERROR),
 )
 async def models(request: Request) -> Response:
-    """The served model; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
+    """What a key may ask for now; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
     service = service_of(request)
-    name = service.model_name
+    shown = service.models.listed(key_of(request))
     if speaks_anthropic(request.scope):
-        return _json(_anthropic_page(_anthropic_model(service, name), request.query_params))
-    return _json({"object": "list", "data": [_model(service, name)]})
+        return _json(_anthropic_page([_anthropic_model(service, one) for one in shown], request.query_params))
+    return _json({"object": "list", "data": [_model(service, one) for one in shown]})
 
 
 @model_routes.get(
@@ -136,35 +145,41 @@ async def models(request: Request) -> Response:
     **documented(None, openai_answers.Model | anthropic_answers.AnthropicModel, errors=EITHER_ERROR),
 )
 async def model(model: str, request: Request) -> Response:
-    """The served model, by name."""
+    """One model, by name."""
     service = service_of(request)
-    name = service.check_model(model)
-    return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(service, name))
+    one = service.models.shown(model, key_of(request))
+    return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(service, one))
 
 
-def _model(service: Service, name: str) -> dict[str, object]:
+def _model(service: Service, one: ShownModel[Service]) -> dict[str, object]:
     return {
-        "id": name,
+        "id": one.name,
         "object": "model",
         "created": service.created,
         "owned_by": "diptych",
-        "root": service.files.model_id,
-        "max_model_len": service.max_model_len,
+        "root": one.name if one.service is None else one.service.files.model_id,
+        "max_model_len": one.max_model_len,
+        "ready": one.ready,
     }
 
 
-def _anthropic_model(service: Service, name: str) -> dict[str, object]:
+def _anthropic_model(service: Service, one: ShownModel[Service]) -> dict[str, object]:
+    name = one.name
     created = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     unknown = dict.fromkeys(("max_tokens", "capabilities", "deprecated_at", "retires_at", "line"))
     known = {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active"}
-    return {**known, "max_input_tokens": service.max_model_len, **unknown}
+    return {**known, "max_input_tokens": one.max_model_len, **unknown}
 
 
-def _anthropic_page(model: dict[str, object], asked: Mapping[str, str]) -> dict[str, object]:
-    """The one page of models: it is empty before and after the only model."""
-    data = [] if model["id"] in (asked.get("after_id"), asked.get("before_id")) else [model]
-    ends = model["id"] if data else None
-    return {"data": data, "has_more": False, "first_id": ends, "last_id": ends}
+def _anthropic_page(models: list[dict[str, object]], asked: Mapping[str, str]) -> dict[str, object]:
+    """The models behind `after_id` and before `before_id`, all on one page."""
+    names = [one["id"] for one in models]
+    after, before = asked.get("after_id"), asked.get("before_id")
+    first = names.index(after) + 1 if after in names else 0
+    last = names.index(before) if before in names else len(names)
+    data = models[first:last]
+    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"data": data, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
 
 
 token_routes = APIRouter(tags=["tokens"])
@@ -177,7 +192,7 @@ async def tokenize(request: Request) -> Response:
     service = service_of(request)
     with service.bodies.lease() as lease:
         fields = await service.read(request, TokenizeRequest, lease)
-        service.check_model(fields.model)
+        service = service.models.one(fields.model, key_of(request))
         token_ids = await _tokens(service, fields)
     body = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
 
@@ -195,7 +210,7 @@ async def detokenize(request: Request) -> Response:
     service = service_of(request)
     with service.bodies.lease() as lease:
         fields = await service.read(request, DetokenizeRequest, lease)
-        service.check_model(fields.model)
+        service = service.models.one(fields.model, key_of(request))
         check_number_of_ids(len(fields.tokens), service.max_detokenize_ids)
         shown = await service.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
     many = len(fields.tokens) > SHORT
@@ -211,13 +226,14 @@ async def message_tokens(request: Request) -> Response:
     service = service_of(request)
     with service.bodies.lease() as lease:
         fields = await service.read(request, CountTokensRequest, lease)
+        service = service.models.one(fields.model, key_of(request))
         return _json({"input_tokens": await count_tokens(service, fields)})
 
 
 @token_routes.get("/tokenizer_info", **documented(None, service_answers.TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
-    """Special tokens and the chat template."""
-    service = service_of(request)
+    """Special tokens and the chat template; with `?model=` those of that model."""
+    service = service_of(request).models.one(request.query_params.get("model"), key_of(request))
     text, files = service.text, service.files
     tokens = {"bos_token": files.bos_token or None, "eos_token": files.eos_token or None}
     ids = {f"{name}_id": text.tokenizer.token_to_id(token) if token else None for name, token in tokens.items()}

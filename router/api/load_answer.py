@@ -13,8 +13,10 @@ from router.planner.sizing.pool import Goals
 
 
 def load_of(service: Service) -> dict[str, object]:
-    """What this process knows."""
-    models = [{"id": service.model_name, "max_model_len": service.max_model_len}]
+    """What this process knows of a model, or of all that are behind a front."""
+    members = list(service.models.services.values())
+    shown = [service] if any(one is service for one in members) else members
+    models = [{"id": one.model_name, "max_model_len": one.max_model_len, "ready": one.able[0]} for one in shown]
     traffic = service.metrics.traffic.summary(time.monotonic())
     return load_body(service.client.load(), service.outlook(), goals_of(service.config), models, traffic)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-import orjson
 from fastapi import APIRouter
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -20,12 +18,12 @@ from router.api.inner import CANCEL, DELETE, EVENTS
 from router.api.openai import answers as openai_answers
 from router.api.openai.translated import plan_translated
 from router.api.openapi import documented
+from router.api.query import flag, json_answer, number, order_of, owner_of, parameters
 from router.api.responses.answers import ResponsesFrames
 from router.api.responses.background import BackgroundAnswer
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.items import DEFAULT_LIMIT, MAX_LIMIT, page_of
-from router.api.responses.kept import RETRY_AFTER_S, KeptResponses
-from router.auth.visit import Visit
+from router.api.responses.kept import KeptResponses
 from router.generation.choices.origin import Origin
 from router.generation.choices.request_log import RequestLog
 from router.generation.choices.shape import Object
@@ -33,26 +31,20 @@ from router.generation.exchange import STREAM_HEADERS, Exchange
 from router.generation.plan import AnswerPlan
 from router.generation.service import Service, service_of
 from router.request.paths import RESPONSES_PATH
-from router.store.errors import StoreFailed
+from router.store.errors import RETRY_AFTER_S, StoreFailed
 
 response_routes = APIRouter()
 """`/v1/responses` and the responses below it."""
 
 TAGS: list[str | Enum] = ["responses"]
 ONE = f"{RESPONSES_PATH}/{{response_id}}"
-MAX_SHOWN_CHARS = 40
-
-
-def _parameters(**names: dict[str, Any]) -> dict[str, Any]:
-    """Query parameters for the schema: endpoints read them themselves, so that errors have OpenAI's shape."""
-    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in names.items()]}
 
 
 SHOWN: dict[str, Any] = documented(None, openai_answers.ResponseBody, streams=True) | {
-    "openapi_extra": _parameters(stream={"type": "boolean"}, starting_after={"type": "integer", "minimum": 0})
+    "openapi_extra": parameters(stream={"type": "boolean"}, starting_after={"type": "integer", "minimum": 0})
 }
 LISTED: dict[str, Any] = documented(None, openai_answers.InputItems) | {
-    "openapi_extra": _parameters(
+    "openapi_extra": parameters(
         limit={"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
         order={"enum": ["asc", "desc"], "default": "desc"},
         after={"type": "string"},
@@ -99,11 +91,11 @@ async def respond(request: Request) -> Response:
 @response_routes.get(ONE, tags=TAGS, **SHOWN)
 async def show(response_id: str, request: Request) -> Response:
     """A stored response, or one that is made in the background; with `stream` the events of the latter."""
-    kept, owner = kept_of(request), _owner(request)
+    kept, owner = kept_of(request), owner_of(request)
     asked = request.query_params
-    if not _flag(asked, "stream"):
-        return _json(await kept.find(response_id, owner))
-    start = _number(asked, "starting_after", default=-1, least=0, most=2**31) + 1
+    if not flag(asked, "stream"):
+        return json_answer(await kept.find(response_id, owner))
+    start = number(asked, "starting_after", default=-1, least=0, most=2**31) + 1
     answer = kept.background.find(response_id, owner)
     if answer is None and (theirs := await _by_maker(request, response_id, EVENTS, start=str(start))):
         return theirs
@@ -123,8 +115,8 @@ async def delete(response_id: str, request: Request) -> Response:
     """Forget a response."""
     if theirs := await _by_maker(request, response_id, DELETE):
         return theirs
-    await kept_of(request).delete(response_id, _owner(request))
-    return _json({"id": response_id, "object": "response", "deleted": True})
+    await kept_of(request).delete(response_id, owner_of(request))
+    return json_answer({"id": response_id, "object": "response", "deleted": True})
 
 
 @response_routes.post(f"{ONE}/cancel", tags=TAGS, **documented(None, openai_answers.ResponseBody))
@@ -132,19 +124,17 @@ async def cancel(response_id: str, request: Request) -> Response:
     """End a response that is made in the background."""
     if theirs := await _by_maker(request, response_id, CANCEL):
         return theirs
-    return _json(await kept_of(request).cancel(response_id, _owner(request)))
+    return json_answer(await kept_of(request).cancel(response_id, owner_of(request)))
 
 
 @response_routes.get(f"{ONE}/input_items", tags=TAGS, **LISTED)
 async def list_input_items(response_id: str, request: Request) -> Response:
     """The items that a response was made from, those of the conversation before it included."""
     asked = request.query_params
-    limit = _number(asked, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
-    order = asked.get("order") or "desc"
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order: must be asc or desc (got {order[:MAX_SHOWN_CHARS]!r})", param="order")
-    items = await kept_of(request).input_items(response_id, _owner(request))
-    return _json(page_of(items, order=order, limit=limit, after=asked.get("after")))
+    limit = number(asked, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
+    order = order_of(asked)
+    items = await kept_of(request).input_items(response_id, owner_of(request))
+    return json_answer(page_of(items, order=order, limit=limit, after=asked.get("after")))
 
 
 async def _in_background(
@@ -161,12 +151,12 @@ async def _in_background(
         await kept.background.start(answer, Exchange(service, plan, frames, log), frames)
     except StoreFailed as failed:
         raise Unavailable(f"background: {failed}", param="background", retry_after_s=RETRY_AFTER_S) from failed
-    return _stream(service, answer, 0) if fields.stream else _json(answer.response)
+    return _stream(service, answer, 0) if fields.stream else json_answer(answer.response)
 
 
 async def _by_maker(request: Request, response_id: str, path: str, **params: str) -> Response | None:
     """The answer of that process of this router which makes a response in the background, if that is another one."""
-    service, owner = service_of(request), _owner(request)
+    service, owner = service_of(request), owner_of(request)
     if service.siblings is None or kept_of(request).background.find(response_id, owner) is not None:
         return None
     method = "GET" if path == EVENTS else "POST"
@@ -186,29 +176,3 @@ async def _by_maker(request: Request, response_id: str, path: str, **params: str
 def _stream(service: Service, answer: BackgroundAnswer, start: int) -> Response:
     events = answer.follow(start, service.config.keepalive_s)
     return StreamingResponse(events, headers={name.decode(): value.decode() for name, value in STREAM_HEADERS})
-
-
-def _owner(request: Request) -> str:
-    visit: Visit = request.state.visit
-    return visit.key.name
-
-
-def _flag(asked: Mapping[str, str], name: str) -> bool:
-    value = asked.get(name, "false").lower()
-    if value not in ("true", "false", "1", "0"):
-        raise InvalidRequest(f"{name}: must be true or false (got {value[:MAX_SHOWN_CHARS]!r})", param=name)
-    return value in ("true", "1")
-
-
-def _number(asked: Mapping[str, str], name: str, *, default: int, least: int, most: int) -> int:
-    text = asked.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
-        shown = text[:MAX_SHOWN_CHARS]
-        raise InvalidRequest(f"{name}: must be a whole number from {least:,} to {most:,} (got {shown!r})", param=name)
-    return int(text)
-
-
-def _json(body: object) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")

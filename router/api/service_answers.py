@@ -51,6 +51,7 @@ class WorkerStatus(BaseModel):
     num_dropped_frames: int
     num_unsent: int
     num_cuts: int
+    model: str
 
 
 class ClassStatus(BaseModel):
@@ -106,8 +107,11 @@ class PlanStatus(BaseModel):
 
 
 class ModelLimits(BaseModel):
+    """`ready`: whether a worker of it would answer now."""
+
     id: str
     max_model_len: int
+    ready: bool
 
 
 class TimesStatus(BaseModel):

@@ -6,9 +6,9 @@ that names none is of its key's own class: the first of `classes` in the key fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from common.config.request_class import DEFAULT, RequestClass
+from common.config.request_class import BATCH_CLASSES, DEFAULT, RequestClass
 from common.errors import InvalidRequest
 from router.auth.errors import Forbidden
 from router.auth.keys import ApiKey
@@ -18,7 +18,7 @@ HEADER = "x-request-class"
 PARAM = "request_class"
 MAX_SHOWN = 40
 """Characters of a wrong name that an error shows."""
-TIERS: Mapping[str, tuple[str, ...]] = {"flex": ("flex", "batch"), "priority": ("priority", "interactive")}
+TIERS: Mapping[str, tuple[str, ...]] = {"flex": BATCH_CLASSES, "priority": ("priority", "interactive")}
 """Classes that stand for a service tier: the first that exists. Other tiers ask for the key's own class."""
 
 
@@ -34,8 +34,13 @@ def class_of(
         raise InvalidRequest(f"{PARAM}: is {_shown(field)}, but the header {HEADER} says {_shown(header)}", param=PARAM)
     if name := field or header:
         return _named(classes, key, name)
-    stand = (classes[name] for name in TIERS.get(tier or "", ()) if name in classes and _may_use(key, name))
-    return next(stand, _own(classes, key))
+    return next(_stands_for(classes, key, tier), _own(classes, key))
+
+
+def batch_class_of(classes: Mapping[str, RequestClass], key: ApiKey) -> RequestClass:
+    """The class of a batch's line that names none: also a built-in one, whose priority is the lowest."""
+    built_in = (one for one in classes.values() if one.is_built_in)
+    return next(built_in, None) or next(_stands_for(classes, key, "flex"), _own(classes, key))
 
 
 def caller_of(classes: Mapping[str, RequestClass], key: ApiKey, header: str = "") -> Caller:
@@ -43,8 +48,15 @@ def caller_of(classes: Mapping[str, RequestClass], key: ApiKey, header: str = ""
     if header:
         return Caller(key.name, (_named(classes, key, header),))
     own = _own(classes, key)
-    others = (one for name, one in classes.items() if one is not own and _may_use(key, name))
+    others = (one for name, one in classes.items() if one is not own and _may_use(key, name) and not one.is_built_in)
     return Caller(key.name, (own, *others))
+
+
+def _stands_for(classes: Mapping[str, RequestClass], key: ApiKey, tier: str | None) -> Iterator[RequestClass]:
+    """The classes that stand for a service tier, of those that are named for this router and allowed to the key."""
+    for name in TIERS.get(tier or "", ()):
+        if (one := classes.get(name)) is not None and _may_use(key, name) and not one.is_built_in:
+            yield one
 
 
 def _own(classes: Mapping[str, RequestClass], key: ApiKey) -> RequestClass:
@@ -59,7 +71,7 @@ def _named(classes: Mapping[str, RequestClass], key: ApiKey, name: str) -> Reque
     if name not in classes:
         known = ", ".join(classes)
         raise InvalidRequest(f"{PARAM}: there is no class {_shown(name)} here, only {known}", param=PARAM)
-    if not _may_use(key, name):
+    if not _may_use(key, name) and not classes[name].is_built_in:  # the lowest priority is no privilege
         allowed = ", ".join(key.classes)
         raise Forbidden(f"key {key.name!r} may not use class {name!r}, only {allowed}", param=PARAM)
     return classes[name]

@@ -18,8 +18,8 @@ class Forbidden(RequestError):
 
 
 class RateLimited(Overloaded):
-    """A key has used up one of its limits; `limit` is requests, tokens or concurrency."""
+    """A key, or a model for all keys, has used up a limit; `limit` is requests, tokens or concurrency."""
 
-    def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, limit: str, retry_after_s: float, of_key: bool = True) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        self.limit = limit
+        self.limit, self.of_key = limit, of_key

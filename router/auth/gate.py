@@ -22,7 +22,8 @@ from router.auth.audit import AuditLog
 from router.auth.errors import Forbidden, RateLimited, Unauthorized
 from router.auth.key_file import ring_of
 from router.auth.keys import ANONYMOUS, ApiKey, KeyRing
-from router.auth.limits import Denied, Quota
+from router.auth.limits import PER, Denied, Quota
+from router.auth.model_limits import ModelLimits
 from router.auth.shared_limits import SharedQuota
 from router.auth.tls import Certificate
 from router.auth.visit import Visit
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(("/", "/dashboard", "/live", "/health", "/ready", "/metrics", "/ping"))
 ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache"))
 LOOK_EVERY_S = 0.5
-PER = {"requests": "requests per minute", "tokens": "tokens per minute", "concurrency": "requests at once"}
 
 
 class Gate:
@@ -63,6 +63,7 @@ class Gate:
         self._audit = AuditLog(config.audit_log, metrics.count_audit_dropped) if config.audit_log else None
         self._anonymous = Quota(ANONYMOUS.limits, clock())
         self._quotas: dict[str, Quota] = {}
+        self.models = ModelLimits(metrics.count_rate_limited, clock)
 
     # ------------------------------------------------------------ a request
 
@@ -87,6 +88,16 @@ class Gate:
             raise self._refusal(visit, denied)
         visit.admitted = True
 
+    def on_behalf(self, owner: str, request_id: str, *, method: str, path: str, client: str) -> Visit | None:
+        """The visit of a request that the router makes for the holder of the key of this name; None without the key.
+
+        It takes the key's tokens like any other. The limits of its requests are not touched: the router has its own.
+        """
+        if self.ring is None:
+            return None if owner else Visit(request_id, method, path, client, ANONYMOUS, self._anonymous)
+        key = self.ring.named(owner)
+        return None if key is None else Visit(request_id, method, path, client, key, self._quota(key))
+
     def check_tokens(self, visit: Visit) -> None:
         """Raises RateLimited when the key has no token left."""
         denied = visit.quota.check_tokens(self._clock())
@@ -98,6 +109,7 @@ class Gate:
         denied = visit.quota.take_prompt(num_tokens, self._clock())
         if denied is None:
             return
+        self.models.spend(visit, -num_tokens)
         if math.isinf(denied.retry_after_s):
             raise InvalidRequest(
                 f"the prompt has {num_tokens:,} tokens, and this key may use {denied.allowed:,} tokens per minute",
@@ -108,6 +120,8 @@ class Gate:
     def spend(self, visit: Visit, num_tokens: int) -> None:
         """Count generated tokens; a negative number gives back those of a prompt that was not computed."""
         visit.quota.spend(num_tokens, self._clock())
+        if visit.model_quotas:
+            self.models.spend(visit, num_tokens)
 
     def headers(self, visit: Visit) -> dict[str, str]:
         """The headers of an answer about the limits of its key."""
@@ -118,6 +132,7 @@ class Gate:
         if visit.admitted:
             visit.admitted = False
             visit.quota.leave()
+        self.models.leave(visit)
         if visit.path in OPEN_PATHS:
             return
         self._metrics.count_key_request(visit.key.name, visit.status)
@@ -125,6 +140,10 @@ class Gate:
             self._audit.write(visit.audit_entry())
 
     # ------------------------------------------------------------ the files
+
+    def also_watch(self, field: str, watch: FileWatch, reload: Callable[[], Awaitable[None]]) -> None:
+        """Have `watch` apply changes of another setting's file. `reload` raises ConfigError for one that is refused."""
+        self._watches.append((field, watch, reload))
 
     async def watch(self) -> None:
         """Watch the files until cancelled."""
@@ -179,6 +198,7 @@ class Gate:
                 quota.change(known[name].limits, now)
             elif not quota.num_active:
                 del self._quotas[name]
+        self.models.change_keys(tuple(known.values()))
 
     def _quota(self, key: ApiKey) -> Quota:
         quota = self._quotas.get(key.name)

@@ -9,6 +9,8 @@
     cache_group = "team-a"         # keys of a group share cached prefixes
     admin = false                  # may use /load and /reset_prefix_cache
     classes = ["batch"]            # that its requests may be of (--request-class); the first where they name none
+    models = ["small"]             # that it may use: names, aliases and splits of this or of other routers
+    by_model.small = { tokens_per_minute = 1000 }   # limits at one model
 
 No message contains the value of `key` or `sha256`.
 """
@@ -34,8 +36,9 @@ PRINTABLE = re.compile(r"[!-~]+")
 HEX = re.compile(r"[0-9A-Fa-f]{64}")
 HEADER = re.compile(r"\s*\[\[\s*key\s*\]\]")
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
-FIELDS = ("name", "key", "sha256", *LIMITS, "cache_group", "admin", "classes")
+FIELDS = ("name", "key", "sha256", *LIMITS, "cache_group", "admin", "classes", "models", "by_model")
 MAX_LIMIT = 10**12
+MAX_MODELS, MAX_MODEL_CHARS = 256, 256
 
 
 def read_keys(path: str, classes: Collection[str] = (DEFAULT,)) -> list[ApiKey]:
@@ -118,7 +121,31 @@ class _Reader:
         if not isinstance(admin, bool):
             self._refuse(index, "admin", "true or false")
         limits = Limits(**{field: self._limit(index, field, entry.get(field, 0)) for field in LIMITS})
-        return ApiKey(name, self._digests(index, entry), limits, group, admin, self._key_classes(index, entry))
+        classes, models = self._key_classes(index, entry), self._key_models(index, entry)
+        by_model = self._by_model(index, entry.get("by_model", {}))
+        return ApiKey(name, self._digests(index, entry), limits, group, admin, classes, models, by_model)
+
+    def _by_model(self, index: int, given: object) -> tuple[tuple[str, Limits], ...]:
+        allowed = f"a table of up to {MAX_MODELS} models, each with {', '.join(LIMITS)}"
+        if not isinstance(given, dict) or len(given) > MAX_MODELS:
+            self._refuse(index, "by_model", allowed)
+        found = []
+        for model, limits in given.items():
+            if not isinstance(limits, dict) or not limits or limits.keys() - set(LIMITS):
+                self._refuse(index, "by_model", allowed)
+            checked = {field: self._limit(index, "by_model", value) for field, value in limits.items()}
+            found.append((model, Limits(**checked)))
+        return tuple(found)
+
+    def _key_models(self, index: int, entry: Mapping[str, Any]) -> tuple[str, ...]:
+        """Routers of other models may share the file, so unknown names are no error."""
+        given = entry.get("models")
+        if given is None:
+            return ()
+        fits = isinstance(given, list) and 0 < len(given) <= MAX_MODELS
+        if not fits or not all(isinstance(name, str) and 0 < len(name) <= MAX_MODEL_CHARS for name in given):
+            self._refuse(index, "models", f"a list of 1 to {MAX_MODELS} names of models")
+        return tuple(dict.fromkeys(given))
 
     def _key_classes(self, index: int, entry: Mapping[str, Any]) -> tuple[str, ...]:
         given = entry.get("classes")

@@ -29,12 +29,16 @@ class Limits:
     concurrent_requests: int = 0
 
 
+NO_LIMITS = Limits()
+
+
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     """A name and the digests of its secrets (two while one replaces the other).
 
     `admin` allows `/load` and `/reset_prefix_cache`, which concern every client. Its requests may be of these `classes`
-    only, and are of the first unless they name another; without any they may be of every class.
+    only, and are of the first unless they name another; without any they may be of every class. So may they ask for
+    these `models`, by the names that clients use; without any for every model. `by_model` are limits at single models.
     """
 
     name: str
@@ -43,6 +47,12 @@ class ApiKey:
     cache_group: str = ""
     admin: bool = False
     classes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    by_model: tuple[tuple[str, Limits], ...] = ()
+
+    def limits_at(self, model: str) -> Limits:
+        """Its limits at one model, beside its limits at all of them together."""
+        return next((limits for name, limits in self.by_model if name == model), NO_LIMITS)
 
     def salt(self, own: str) -> str:
         """The salt of this key's prompts in the prefix caches; `own` is the client's `cache_salt`.
@@ -65,11 +75,16 @@ class KeyRing:
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self.keys = tuple(keys)
         self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._named = {key.name: key for key in self.keys}
         self._table = {self._blinded(digest): key for key in self.keys for digest in key.digests}
 
     def find(self, given: bytes) -> ApiKey | None:
         """The key with the secret `given`."""
         return self._table.get(self._blinded(digest_of(given)))
+
+    def named(self, name: str) -> ApiKey | None:
+        """The key of this name."""
+        return self._named.get(name)
 
     def _blinded(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret).digest()

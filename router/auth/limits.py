@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from router.auth.keys import Limits
 
 CONCURRENCY_RETRY_S = 1.0
+PER = {"requests": "requests per minute", "tokens": "tokens per minute", "concurrency": "requests at once"}
+"""What each limit allows, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,15 @@ class Quota:
                 found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(level)))
                 found[f"x-ratelimit-reset-{name}"] = duration(full_s)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class ModelQuota:
+    """A quota that a request counts against, in words: "model 'small'". `of_key`: of its key at this model."""
+
+    quota: Quota
+    whose: str
+    of_key: bool
 
 
 def duration(seconds: float) -> str:

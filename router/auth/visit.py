@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from router.auth.keys import ANONYMOUS, ApiKey, Limits
-from router.auth.limits import Quota
+from router.auth.limits import ModelQuota, Quota
 from router.observe.request_record import RequestRecord
 
 MAX_SHOWN_CHARS = 200
@@ -17,9 +17,9 @@ MAX_SHOWN_CHARS = 200
 class Visit:
     """Made when the request's head is here; `began` is perf_counter seconds, `client` an address and port.
 
-    `admitted` is set while the request counts among the active ones of its key. `status` is what the client was told,
-    or in the end was not: 499 for one that went away, 5xx for a stream that broke. `record` is there once a generation
-    request has ended.
+    `admitted` is set while the request counts among the active ones of its key, and it counts against `model_quotas`
+    while a model answers it. `status` is what the client was told, or in the end was not: 499 for one that went away,
+    5xx for a stream that broke. `record` is there once a generation request has ended.
     """
 
     request_id: str
@@ -30,6 +30,7 @@ class Visit:
     quota: Quota = field(default_factory=lambda: Quota(Limits(), 0.0))
     began: float = field(default_factory=time.perf_counter)
     admitted: bool = False
+    model_quotas: tuple[ModelQuota, ...] = ()
     status: int = 0
     error: str = ""
     record: RequestRecord | None = None

@@ -40,24 +40,30 @@ class BatchResult:
     request_id: str = ""
     body: Any = None
     problem: str = ""
+    code: str = "no_answer"
 
     @property
     def is_good(self) -> bool:
         return 200 <= self.status < 300
 
-    def line(self) -> bytes:
-        """As a line of the output."""
+    def line(self, name: str = "") -> bytes:
+        """As a line of the output; `name` is its id, a new one without it."""
         answer = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
-        error = {"code": "no_answer", "message": self.problem}
+        error = {"code": self.code, "message": self.problem}
         return orjson.dumps(
             {
-                "id": f"batch_req_{uuid.uuid4().hex}",
+                "id": name or new_request_id(),
                 "custom_id": self.custom_id,
                 "response": answer if self.status else None,
                 "error": None if self.status else error,
             },
             option=orjson.OPT_APPEND_NEWLINE,
         )
+
+
+def new_request_id() -> str:
+    """The id of a request of a batch."""
+    return f"batch_req_{uuid.uuid4().hex}"
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:

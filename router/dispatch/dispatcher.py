@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
+from dataclasses import replace
 
 from common.config import RouterConfig
 from common.errors import Unavailable
@@ -23,6 +24,9 @@ from router.policy.routing import RoutingPolicy
 from router.policy.split import SplitForecaster
 from router.streams.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest, TokenEvent
 
+PASSED_ON_S = 60.0
+"""How long a request that went to another model counts as held here: autoscalers look a few times a minute."""
+
 
 class Dispatcher:
     """Serves token streams from the pools. Owned by one event loop: `start`, serve, `close`."""
@@ -35,8 +39,9 @@ class Dispatcher:
         policy: RoutingPolicy | None = None,
         splits: SplitForecaster | None = None,
         needed: Role = "decode",
+        models: Collection[str] = (),
     ) -> None:
-        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles.
+        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles. `models`: see the fleet.
 
         Nothing is served without a worker of the role that is `needed`: prefill for a model that generates no text.
         """
@@ -45,8 +50,9 @@ class Dispatcher:
         self._last_max_model_len = 0
         self._open = False
         self._needed = needed
+        self._passed_on_at = -PASSED_ON_S
         self._classes = config.classes
-        self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock)
+        self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock, models=models)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
         self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy, splits)
 
@@ -121,7 +127,14 @@ class Dispatcher:
 
     def demand(self, slo_s: float) -> Demand:
         """The load that autoscalers read; see `DemandMeter.measure`."""
-        return self.core.demand(slo_s)
+        demand = self.core.demand(slo_s)
+        if self._clock() - self._passed_on_at > PASSED_ON_S or self.fleet.registry.ready("decode"):
+            return demand
+        return replace(demand, held={**demand.held, "decode": demand.held["decode"] + 1})
+
+    def passed_on(self) -> None:
+        """See `ServingClient.passed_on`. Without a decode worker it counts as a request that is held for one."""
+        self._passed_on_at = self._clock()
 
     # ------------------------------------------------------------ for the fleet
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import zmq.asyncio
@@ -52,10 +52,15 @@ class WorkerFleet:
         *,
         hwm: int = CONTROL_HWM,
         clock: Callable[[], float] = time.monotonic,
+        models: Collection[str] = (),
     ) -> None:
+        """With `models`, its workers come from a census by `reconcile`, and serve one of these names of a model."""
         self.router_id = secrets.token_hex(8)
         self.registry = WorkerRegistry(
-            config.prefill, config.decode, worker_timeout_s=config.worker_timeout_s, router_id=self.router_id
+            () if models else config.prefill,
+            () if models else config.decode,
+            worker_timeout_s=config.worker_timeout_s,
+            router_id=self.router_id,
         )
         self.index = PrefixIndex()
         self.failure = ""
@@ -67,13 +72,14 @@ class WorkerFleet:
         self._beat = RouterHeartbeat(router_id=self.router_id)
         self._curve = Curve.load(config.curve_key, config.curve_authorized)
         warn_of_readers(config.curve_key)
-        self._hwm = hwm
+        self._hwm, self._models = hwm, models
+        self.on_stranger: Callable[[str, str], None] = lambda address, model: None
         self._events = ConnectionEvents(
             self._on_message, self._greet, self._on_cut, self.registry.on_refused, self.registry.on_unreadable
         )
         self.connections = {address: self._connection(address) for address in self.registry.workers}
         self.pairing = Pairing()
-        self.source = open_source(config, self.reconcile)
+        self.source = None if models else open_source(config, self.reconcile)
         if self.source is not None:
             self.registry.explain = self.source.status.explain
         self._wanted = {
@@ -88,7 +94,7 @@ class WorkerFleet:
     async def start(self) -> None:
         """Connect to every worker; returns at once, workers become ready as they answer."""
         self._context = zmq.asyncio.Context()
-        most = max(len(self.connections), 0 if self.source is None else MAX_DISCOVERED)
+        most = max(len(self.connections), MAX_DISCOVERED if self.source is not None or self._models else 0)
         self._context.set(zmq.MAX_SOCKETS, max(1024, SOCKETS_PER_WORKER * most + 64))
         for connection in self.connections.values():
             self._open(connection, self._context)
@@ -238,6 +244,10 @@ class WorkerFleet:
         self.connections[address].send(self._hello)
 
     def _on_message(self, address: str, message: ToRouter) -> None:
+        if self._models and isinstance(message, WorkerHello) and message.model not in self._models:
+            # Not at once: the worker may leave by it, and this connection has more messages to pass on.
+            asyncio.get_running_loop().call_soon(self.on_stranger, address, message.model)
+            return
         self._lives.on_message(address, message, self._clock())
         if isinstance(message, WorkerHello) and not message.lost_router:
             self.connections[address].flush_aborts()

@@ -11,17 +11,21 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from common.config import RouterConfig
-from common.errors import InvalidRequest, ModelNotFound, RequestError, Unavailable
+from common.errors import InvalidRequest, RequestError, Unavailable
 from common.model_files.files import ModelFiles
 from common.model_files.task import ServedTask, Task, served_task
 from router.admission.load import DispatchLoad
 from router.auth.end_rate import Pace
 from router.auth.gate import Gate
+from router.auth.keys import ApiKey
 from router.auth.visit import Visit
 from router.generation.choices.logprob_budget import LogprobBudget
 from router.generation.choices.request_log import RequestLog
 from router.generation.choices.tracing import Tracing
 from router.generation.choices.unread import UnreadBudget
+from router.generation.models import Models
+from router.models.catalog import Catalog
+from router.models.entry import ModelEntry, ModelTable
 from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
 from router.request.body import BodyBudget, BodyLease, parse, read_body
@@ -37,8 +41,6 @@ if TYPE_CHECKING:  # only routers of several processes need its HTTP client
 
 M = TypeVar("M", bound=BaseModel)
 
-MAX_SHOWN_NAME = 100
-"""Characters of a wrong model name that an error shows."""
 # Bounds of texts that are only tokenised, and of ids that are only made into text.
 MIN_TOKENIZE_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
@@ -58,6 +60,10 @@ class ServingClient(GenerationClient, Protocol):
         """Have every worker forget what it cached."""
         ...
 
+    def passed_on(self) -> None:
+        """Another model answers a request of this one: what scales its pools must know that it is asked for."""
+        ...
+
 
 @dataclass
 class Service:
@@ -67,6 +73,9 @@ class Service:
     `siblings` are the other processes that serve the port; None for a router of one process.
     `dialect` is how the model calls functions, and `marks` are the special tokens of its form. Its `task` is what it is
     served for. Raises ModelError for a task that it cannot do.
+
+    Of several models each has a service of its own, and requests come in through another, the `front`, which stands for
+    all: its `models` are the others, its client is for what concerns all of them. Bounds and counts are the front's.
     """
 
     client: ServingClient
@@ -78,6 +87,7 @@ class Service:
     failure: Callable[[], str] = str
     tracing: Tracing | None = None
     siblings: Siblings | None = None
+    front: Service | None = None
     outlook: Callable[[], Outlook | None] = lambda: None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -90,10 +100,18 @@ class Service:
     dialect: Dialect = field(init=False)
     marks: MarkTokens = field(init=False)
     task: ServedTask = field(init=False)
+    models: Models[Service] = field(init=False)
 
     def __post_init__(self) -> None:
         self.task = served_task(self.files, self.config.task)
         self.bodies = BodyBudget(self.config.max_body_bytes)
+        if self.front is None:
+            entry = ModelEntry(self.config.model, self.config.served_model_name)
+            catalog = Catalog(ModelTable((entry,)), (self.files.model_id,))
+            self.models = Models(catalog, {self.model_name: self})
+        else:
+            self.pace, self.bodies = self.front.pace, self.front.bodies
+            self.prompt_logprob_budget, self.unread = self.front.prompt_logprob_budget, self.front.unread
         self.dialect = dialect_of(self.text.template, self.config.tool_parser)
         self.marks = self.text.mark_tokens(self.dialect.form)
         self.large = LargeBodies(self.text, lambda: self.max_model_len, lambda: self.max_detokenize_ids)
@@ -148,13 +166,8 @@ class Service:
         return min(number, size)
 
     def check_model(self, name: str | None) -> str:
-        """The name for the answer. Raises ModelNotFound for another model's name."""
-        if name is None or name == self.model_name:
-            return self.model_name
-        if name in (self.files.model_id, self.config.model):
-            return name
-        shown = name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…"
-        raise ModelNotFound(f"there is no model {shown!r} here, only {self.model_name!r}", param="model")
+        """The name for the answer. Raises ModelNotFound for the name of no model here."""
+        return self.models.name_of(name, self.model_name)
 
     def check_task(self, *tasks: Task) -> None:
         """Raises InvalidRequest for an endpoint that serves `tasks`, where the model is served for another one."""
@@ -184,15 +197,27 @@ class Service:
 
     def hint(self, error: RequestError) -> None:
         """Let a refusal for lack of room say when there will be some, if it does not know better."""
+        front = self.front or self
         unknown = error.retry_after_s is None or error.retry_after_s <= RETRY_AFTER_S
-        if error.status in (429, 503) and unknown and not self.draining:
-            seconds = self.pace.drain_s(self.num_active, time.monotonic())
+        if error.status in (429, 503) and unknown and not front.draining:
+            seconds = self.pace.drain_s(front.num_active, time.monotonic())
             error.retry_after_s = error.retry_after_s if seconds is None else max(RETRY_AFTER_S, seconds)
+
+    @property
+    def able(self) -> tuple[bool, str]:
+        """Whether workers would answer a request now, and what is missing."""
+        return self.client.ready
 
     @property
     def ready(self) -> tuple[bool, str]:
         """Whether this router serves requests, and if not, why."""
         return (False, "this router is shutting down") if self.draining else self.client.ready
+
+
+def key_of(request: Request) -> ApiKey:
+    """The key that the request came with."""
+    visit: Visit = request.state.visit
+    return visit.key
 
 
 def service_of(request: Request) -> Service:

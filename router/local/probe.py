@@ -9,6 +9,7 @@ import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlencode
 
 from common.errors import ConfigError
 from common.wire.listening import listening_host
@@ -52,13 +53,14 @@ def claim_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-async def ready_reason(host: str, port: int, *, tls: bool = False) -> str:
-    """Why `GET /ready` is not 200 yet; "" when it is.
+async def ready_reason(host: str, port: int, *, tls: bool = False, model: str = "") -> str:
+    """Why `GET /ready` is not 200 yet, for some model or for this one; "" when it is.
 
     With `tls` any certificate is accepted: it belongs to our own child, and need not name this host.
     """
     try:
-        status, body = await _get((host, port), "/ready", PROBE_TIMEOUT_S, tls=tls)
+        path = f"/ready?{urlencode({'model': model})}" if model else "/ready"
+        status, body = await _get((host, port), path, PROBE_TIMEOUT_S, tls=tls)
     except _NO_ANSWER as error:
         return f"the router does not answer ({error or type(error).__name__})"
     return "" if status == 200 else _message(body)

@@ -17,6 +17,7 @@ from common.config.field import Config, Field, fields_of
 from common.config.sources import FlagParser, Sources
 from common.errors import ConfigError
 from common.wire.message_fields import Role
+from router.models.models_file import table_of
 
 C = TypeVar("C", bound=Config)
 W = TypeVar("W", bound=WorkerConfig)
@@ -48,6 +49,7 @@ A flag wins over the environment, the environment over the file. docs/configurat
 class ServePlan:
     """The settings of every process to start. Worker i of a pool is named `prefill-i` or `decode-i`.
 
+    Each of the `models` has the workers of one model, in the order of the models; their numbers run on.
     With `autoscale` workers come and go: `kinds` are the settings of any worker of a role, without its name.
     """
 
@@ -58,6 +60,7 @@ class ServePlan:
     liveness_s: float
     autoscale: bool = False
     kinds: Mapping[Role, WorkerConfig] = dataclasses.field(default_factory=dict)
+    models: tuple[str, ...] = ()
 
 
 def fields_set_by(cls: type[Config]) -> list[Field]:
@@ -112,14 +115,24 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
     # A worker that leaves while the service goes on may hand its streams over in peace.
     drain_s = prefill.drain_timeout_s if serve.autoscale else WORKER_DRAIN_S
     router = _hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S)
+    models = tuple(entry.model for entry in table_of(router).models)
+    if serve.autoscale and len(models) > 1:
+        allowed = "left out with several models; else a `diptych serve` for each, on a port of its own"
+        raise ConfigError("autoscale", True, allowed)
+
+    def workers(config: W, role: Role, num: int) -> tuple[W, ...]:
+        ours = [dataclasses.replace(config, model=model) for model in models for _ in range(num)]
+        return tuple(_worker(own, f"{role}-{i}", cores, drain_s) for i, own in enumerate(ours))
+
     return ServePlan(
         router=_planning(router, serve, cores) if serve.autoscale else router,
-        prefill=tuple(_worker(prefill, f"prefill-{i}", cores, drain_s) for i in range(serve.prefill)),
-        decode=tuple(_worker(decode, f"decode-{i}", cores, drain_s) for i in range(serve.decode)),
+        prefill=workers(prefill, "prefill", serve.prefill),
+        decode=workers(decode, "decode", serve.decode),
         start_timeout_s=serve.start_timeout_s,
         liveness_s=serve.liveness_s,
         autoscale=serve.autoscale,
         kinds={"prefill": _worker(prefill, "", cores, drain_s), "decode": _worker(decode, "", cores, drain_s)},
+        models=models,
     )
 
 

@@ -27,6 +27,8 @@ from router.local.keeper import StartFailed
 from router.local.probe import claim_port, reachable_host
 from router.local.processes import ServePlan, read_plan
 from router.local.supervisor import Supervisor
+from router.models.catalog import Catalog
+from router.models.models_file import table_of
 from router.request.paths import CHAT_PATH, EMBEDDINGS_PATH, SCORE_PATH
 
 log = logging.getLogger(__name__)
@@ -39,30 +41,33 @@ EXAMPLES: Mapping[Task, tuple[str, dict[str, object]]] = {
 """What to try with a model, by its task."""
 
 
-def pools_for(plan: ServePlan, task: ServedTask) -> ServePlan:
-    """The plan without decode workers for a model that generates no text. Raises ConfigError for what needs some."""
-    if task.generates:
-        return plan
-    if not plan.prefill:
-        raise ConfigError("prefill", 0, f"at least 1: prefill workers alone {task.name}")
-    if plan.autoscale:
-        raise ConfigError("autoscale", True, f"off: a model that is served to {task.name} has no pools to balance")
-    return dataclasses.replace(plan, decode=())
+def pools_for(plan: ServePlan, tasks: Sequence[ServedTask]) -> ServePlan:
+    """The plan without decode workers for models that generate no text; `tasks` are those of its models.
+
+    Raises ConfigError for what needs some.
+    """
+    pooled = {model for model, task in zip(plan.models, tasks, strict=True) if not task.generates}
+    for task in (task for task in tasks if not task.generates):
+        if not plan.prefill:
+            raise ConfigError("prefill", 0, f"at least 1: prefill workers alone {task.name}")
+        if plan.autoscale:
+            raise ConfigError("autoscale", True, f"off: a model that is served to {task.name} has no pools to balance")
+    return dataclasses.replace(plan, decode=tuple(one for one in plan.decode if one.model not in pooled))
 
 
-def summary(plan: ServePlan, model_name: str, took_s: float, task: ServedTask = GENERATES) -> str:
+def summary(plan: ServePlan, names: Sequence[str], took_s: float, task: ServedTask = GENERATES) -> str:
     """What `diptych serve` prints once the service answers."""
     host = reachable_host(plan.router.host)
     scheme = "https" if plan.router.tls_cert else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{plan.router.port}"
     path, fields = EXAMPLES[task.name]
-    request = {"model": model_name, **fields}
+    request = {"model": names[0], **fields}
     wants_key = plan.router.api_key or plan.router.api_key_file
     key = '-H "Authorization: Bearer $DIPTYCH_API_KEY" ' if wants_key else ""
     pools = f"{len(plan.prefill)} prefill + {len(plan.decode)} decode"
     chat = f"    chat in the browser   {url}/\n" if task.generates else ""
     return f"""
-  Diptych serves {model_name}, ready after {took_s:.1f} s: {pools} + router
+  Diptych serves {", ".join(names)}, ready after {took_s:.1f} s: {pools} + router
 
 {chat}    see it work           {url}/dashboard
     OpenAI base URL       {url}/v1
@@ -72,7 +77,7 @@ def summary(plan: ServePlan, model_name: str, took_s: float, task: ServedTask = 
 """
 
 
-async def supervise(plan: ServePlan, model_name: str, runtime: Path, task: ServedTask = GENERATES) -> int:
+async def supervise(plan: ServePlan, names: Sequence[str], runtime: Path, task: ServedTask = GENERATES) -> int:
     """Run the service until a signal stops it. Returns the exit status."""
     supervisor = Supervisor(plan, runtime)
     loop = asyncio.get_running_loop()
@@ -81,7 +86,7 @@ async def supervise(plan: ServePlan, model_name: str, runtime: Path, task: Serve
     try:
         took_s = await supervisor.start()
         if not supervisor.stopping.is_set():
-            print(summary(plan, model_name, took_s, task), flush=True)
+            print(summary(plan, names, took_s, task), flush=True)
             await supervisor.run()
     except StartFailed as error:
         log.error("the service did not start: %s; its own message is above", error)
@@ -99,16 +104,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         port = claim_port(plan.router.host, plan.router.port)
         plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, port=port))
         setup_logging("serve", plan.router.log_level, plan.router.log_json)
-        files = resolve_model(plan.router.model, progress=sys.stderr.isatty())
-        task = served_task(files, plan.router.task)
-        plan = pools_for(plan, task)
+        files = [resolve_model(model, progress=sys.stderr.isatty()) for model in plan.models]
+        names = Catalog(table_of(plan.router), [one.model_id for one in files]).models
+        tasks = [served_task(one, plan.router.task) for one in files]
+        plan = pools_for(plan, tasks)
     except (ConfigError, ModelError) as error:
         exit_refused(error, "diptych serve")
     except KeyboardInterrupt:
         return 130
-    log.info("starting", extra={"model": files.model_id, "prefill": len(plan.prefill), "decode": len(plan.decode)})
+    models = ", ".join(one.model_id for one in files)
+    log.info("starting", extra={"model": models, "prefill": len(plan.prefill), "decode": len(plan.decode)})
     with tempfile.TemporaryDirectory(prefix="diptych-") as runtime:
-        return asyncio.run(supervise(plan, plan.router.served_model_name or files.model_id, Path(runtime), task))
+        return asyncio.run(supervise(plan, names, Path(runtime), tasks[0]))
 
 
 if __name__ == "__main__":

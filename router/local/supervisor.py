@@ -110,11 +110,13 @@ class Supervisor(Keeper):
         self.router.config = dataclasses.replace(self.plan.router, **found)
         self.router.start()
         router = self.plan.router
-        while reason := await ready_reason(router.host, router.port, tls=bool(router.tls_cert)):
-            if not self.router.alive:
-                raise StartFailed(f"router ended while starting ({describe_exit(await self.router.ended())})")
-            self._awaited = reason
-            await self._wait_on()
+        several = len(self.plan.models) > 1
+        for model in self.plan.models if several else ("",):
+            while reason := await ready_reason(router.host, router.port, tls=bool(router.tls_cert), model=model):
+                if not self.router.alive:
+                    raise StartFailed(f"router ended while starting ({describe_exit(await self.router.ended())})")
+                self._awaited = reason
+                await self._wait_on()
 
     async def _wait_on(self) -> None:
         """Wait a little, and log now and then what the start waits for."""

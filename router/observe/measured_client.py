@@ -84,6 +84,9 @@ class MeasuredClient:
     def reset_prefix_cache(self) -> None:
         self._client.reset_prefix_cache()
 
+    def passed_on(self) -> None:
+        self._client.passed_on()
+
     def load(self) -> DispatchLoad:
         load, attained = self._client.load(), self._window.class_attainment(self._clock())
         classes = tuple(replace(one, attainment=attained.get(one.name, {})) for one in load.classes)

@@ -6,15 +6,18 @@ Times begin when the request's head has arrived, so they include reading and tok
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
 from common.worker.metrics import SECONDS, SHORT_SECONDS
 from router.admission.load import DispatchLoad
+from router.observe.batch_metrics import BatchMetrics
 from router.observe.load_metrics import LoadCollector
 from router.observe.loop_histogram import LoopHistogram
+from router.observe.merged_families import MergedFamilies
 from router.observe.recent_traffic import RecentTraffic
 from router.observe.request_record import ChoiceRecord, RequestRecord
 from router.store.record import StoreSize
@@ -29,14 +32,23 @@ class RouterMetrics:
     """Counters and histograms that the HTTP front writes; `render` is for `/metrics`, `traffic` for `/load`."""
 
     def __init__(
-        self, model_name: str, load: Callable[[], DispatchLoad], clock: Callable[[], float] = time.monotonic
+        self,
+        model_name: str,
+        load: Callable[[], DispatchLoad] | None,
+        clock: Callable[[], float] = time.monotonic,
+        front: RouterMetrics | None = None,
     ) -> None:
+        """Of several models each has metrics of its own, which the `front` shows; it has no `load`, and no name."""
         self.traffic, self._clock = RecentTraffic(), clock
+        self._traffics = (self.traffic,) if front is None else (self.traffic, front.traffic)
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
-        self.registry.register(LoadCollector(load, self._labels))
-        register_process(self.registry, self._labels)
-        histogram, counter = self._histogram, self._counter
+        self._shown: Collector = self.registry
+        if load is not None:
+            self.registry.register(LoadCollector(load, self._labels))
+        if front is None:
+            register_process(self.registry, self._labels)
+        histogram = self._histogram
         self.ttft = histogram("vllm:time_to_first_token_seconds", "From the request's head to its first token")
         self.inter_token = histogram(
             "vllm:inter_token_latency_seconds", "Between one token and the next", PER_TOKEN_SECONDS
@@ -57,6 +69,13 @@ class RouterMetrics:
         self.tpot_ratio = histogram(
             "diptych_tpot_prediction_ratio", "Mean time of a later token, over what was predicted for it", RATIOS
         )
+        self._add_counters()
+        if front is None:
+            self._add_front()
+
+    def _add_counters(self) -> None:
+        """Tokens, and requests by how they ended."""
+        counter = self._counter
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token")
         self.cached_tokens = counter("diptych_cached_prompt_tokens", "Those of them that a prefix cache held")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
@@ -75,9 +94,19 @@ class RouterMetrics:
             "Connections and requests that were turned away before the API saw them, by reason",
             "reason",
         )
+        self._key_tokens = self._labelled(
+            "diptych_key_tokens", "Tokens by the name of the key that used them, prompt or output", "key", "kind"
+        )
+        self._fallbacks = self._labelled(
+            "diptych_model_fallbacks", "Requests for the model that another one answered, by its name", "to"
+        )
+
+    def _add_front(self) -> None:
+        """What belongs to no model: connections, keys, the store."""
         self.connections = self._gauge("diptych_http_connections", "Open HTTP connections")
         self._add_access()
         self._add_store()
+        self.batches = BatchMetrics(self.registry, self._labels)
 
     def _add_access(self) -> None:
         """The counters of `router.auth`: keys and their limits, the audit log, files that are read again."""
@@ -87,12 +116,9 @@ class RouterMetrics:
             "key",
             "status",
         )
-        self._key_tokens = self._labelled(
-            "diptych_key_tokens", "Tokens by the name of the key that used them, prompt or output", "key", "kind"
-        )
         self._rate_limited = self._labelled(
             "diptych_rate_limited",
-            "Requests refused because a key had used up a limit: requests, tokens or concurrency",
+            "Requests refused because a key, or a model, had used up a limit: requests, tokens or concurrency",
             "key",
             "limit",
         )
@@ -125,7 +151,15 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """Prometheus text of everything."""
-        return generate_latest(self.registry)
+        return generate_latest(self._shown)
+
+    def show_models(self, models: Sequence[RouterMetrics]) -> None:
+        """Render those of `models` as well, each family once."""
+        self._shown = MergedFamilies([self.registry, *(one.registry for one in models)])
+
+    def count_fallback(self, model: str) -> None:
+        """This `model` answers a request in place of another."""
+        self._add(self._fallbacks, model)
 
     def count_request(self, path: str, status: int) -> None:
         """An HTTP request has ended. `path` is a route, never a client's text."""
@@ -158,17 +192,20 @@ class RouterMetrics:
     def observe_first(self, ttft_s: float, num_tokens: int) -> None:
         """The first tokens of an answer came `ttft_s` after its request's head."""
         self.ttft.observe(ttft_s)
-        self.traffic.first_tokens(ttft_s, num_tokens, self._clock())
+        for traffic in self._traffics:
+            traffic.first_tokens(ttft_s, num_tokens, self._clock())
 
     def observe_gap(self, gap_s: float, num_tokens: int) -> None:
         """`num_tokens` came `gap_s` after the tokens before them."""
         self.inter_token.observe(gap_s / num_tokens, num_tokens)
-        self.traffic.tokens(gap_s, num_tokens, self._clock())
+        for traffic in self._traffics:
+            traffic.tokens(gap_s, num_tokens, self._clock())
 
     def observe_request(self, record: RequestRecord) -> None:
         """A generation request has ended."""
         self.count_request(record.path, record.status)
-        self.traffic.ended(record, self._clock())
+        for traffic in self._traffics:
+            traffic.ended(record, self._clock())
         if record.error is not None:
             self.count_error(record.error.status, record.error.type)
         elif record.client_left:

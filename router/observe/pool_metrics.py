@@ -52,13 +52,27 @@ class PoolCollector(Collector):
                 ("class", "slo"),
             )
         if fleet.source is not None:
-            yield from self._discovery(fleet.source.status, now)
+            yield from discovery_families(fleet.source.status, self._families, now)
 
-    def _discovery(self, status: DiscoveryStatus, now: float) -> Iterator[Metric]:
-        gauge = self._families.gauge
-        yield gauge(
-            "diptych_discovery_endpoints", "Workers that discovery sees", status.counts().items(), ("role", "state")
-        )
-        yield gauge("diptych_discovery_last_sync_age_seconds", "Since all was last looked up", status.age_s(now))
-        syncs = [((result,), count) for result, count in status.num_syncs.items()]
-        yield self._families.counter("diptych_discovery_syncs", "Lookups of all", syncs, ("result",))
+
+class DiscoveryCollector(Collector):
+    """What discovery sees of the workers of all models together."""
+
+    def __init__(
+        self, status: DiscoveryStatus, labels: Mapping[str, str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._status, self._families, self._clock = status, Families(labels), clock
+
+    def collect(self) -> Iterable[Metric]:
+        return discovery_families(self._status, self._families, self._clock())
+
+
+def discovery_families(status: DiscoveryStatus, families: Families, now: float) -> Iterator[Metric]:
+    """What discovery sees, and how it fares."""
+    gauge = families.gauge
+    yield gauge(
+        "diptych_discovery_endpoints", "Workers that discovery sees", status.counts().items(), ("role", "state")
+    )
+    yield gauge("diptych_discovery_last_sync_age_seconds", "Since all was last looked up", status.age_s(now))
+    syncs = [((result,), count) for result, count in status.num_syncs.items()]
+    yield families.counter("diptych_discovery_syncs", "Lookups of all", syncs, ("result",))

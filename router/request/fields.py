@@ -63,7 +63,7 @@ class ResponseFormat(Fields):
 class SamplingFields(Extensions):
     """The fields of both of OpenAI's older endpoints."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default 1; 0 is greedy")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -123,6 +123,11 @@ class SamplingFields(Extensions):
         for name, same in BEAMS_LACK.items():
             if getattr(self, name, None) not in (None, same):
                 raise InvalidRequest(f"{name}: not allowed with use_beam_search", param=name)
+
+    @property
+    def end_user(self) -> str:
+        """The client's own user, if the body names one."""
+        return self.user or ""
 
     @abstractmethod
     def longest_text(self) -> str | list[int]:

@@ -19,8 +19,12 @@ from common.errors import RequestError
 from common.model_files.files import ModelFiles
 from router.api.anthropic.answers import AnthropicErrorBody
 from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
+from router.api.batch_routes import batch_routes
+from router.api.batches.fields import NewBatch
+from router.api.batches.kept import KeptBatches
 from router.api.embedding_routes import embedding_routes
 from router.api.embeddings.fields import EmbeddingRequest, RerankRequest, ScoreRequest
+from router.api.file_routes import file_routes
 from router.api.generate import generate_routes
 from router.api.info import model_routes, probe_routes, token_routes
 from router.api.openai.answers import ErrorBody
@@ -40,14 +44,17 @@ from router.server.front import Front
 from router.siblings.part import RouterPart
 from router.siblings.usage import SharedUsage
 from router.store.database import IN_MEMORY
-from router.store.location import store_of
+from router.store.location import file_store_of, store_of
 from router.text.text_pipeline import TextPipeline
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings.siblings import Siblings
 
 MAX_SHOWN_PATH = 200
-ROUTERS = (generate_routes, response_routes, embedding_routes, model_routes, token_routes, probe_routes)
+ROUTERS = (
+    *(generate_routes, response_routes, embedding_routes, file_routes, batch_routes),
+    *(model_routes, token_routes, probe_routes),
+)
 ROUTES = [route for router in ROUTERS for route in router.routes]
 """All applications of a process share them, because FastAPI takes long to make routes."""
 
@@ -64,7 +71,7 @@ def build_app(
 ) -> FastAPI:
     """The application over a client of the pools. `app.state.service` is its `Service`, which `serve` drains.
 
-    `app.state.responses` are its `KeptResponses`, which `serve` closes.
+    `app.state.responses` are its `KeptResponses` and `app.state.batches` its `KeptBatches`, which `serve` closes.
     `part` says which process of a router this is, of several. `failure` says why `/health` must not be 200; "" while
     the process is healthy. Raises ConfigError when a file that the configuration names cannot be used.
     """
@@ -74,18 +81,28 @@ def build_app(
     app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     memory = IN_MEMORY if part is None else part.memory_store
-    kept = app.state.responses = KeptResponses(service, store_of(config, metrics.count_store_failure, memory))
+    store = store_of(config, metrics.count_store_failure, memory)
+    kept = app.state.responses = KeptResponses(service, store)
     metrics.watch_store(lambda: (kept.size, kept.background.num_running))
+    generating = _Generating()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = app
+        await generating(scope, receive, send)
+
+    uploaded = file_store_of(config, store, metrics.batches.count_failure, memory)
+    batches = app.state.batches = KeptBatches(service, uploaded, answer)
+    metrics.batches.watch(lambda: batches.size, lambda: batches.running)
     app.router.routes.extend(ROUTES)  # `include_router` would make each of them again, for its first request
     refusals = _Refusals(service)
     app.add_exception_handler(RequestError, refusals.of_ours)
     app.add_exception_handler(HTTPException, refusals.of_framework)
     app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
     app.add_middleware(Front, service=service)
-    app.short_cut = Front(_Generating(), service)
-    generating = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+    app.short_cut = Front(generating, service)
+    bodies = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, NewBatch)
     pooling = (EmbeddingRequest, ScoreRequest, RerankRequest)
-    asked = (*generating, *pooling, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
+    asked = (*bodies, *pooling, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
     install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody))
     return app
 

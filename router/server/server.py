@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.wire import listening
+from router.api.batches.kept import KeptBatches
 from router.api.inner import inner_app
 from router.api.responses.kept import KeptResponses
 from router.fleet.fleet import MAX_DISCOVERED
@@ -149,6 +150,7 @@ async def serve(
     """Serve on `listener` until `stop` is set. `close` ends the app's client after the drain."""
     service: Service = app.state.service
     kept: KeptResponses = app.state.responses
+    batches: KeptBatches = app.state.batches
     allow_files(service.config)
     inner = (
         None if service.siblings is None else InnerServer(inner_app(service, kept, service.siblings), service.siblings)
@@ -161,10 +163,13 @@ async def serve(
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     watching = asyncio.create_task(service.gate.watch(), name="watch")
+    batches.start()
     await asyncio.wait((running, stopping, watching), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     try:
+        batches.drain()
         await _drain(service)
+        await batches.stop()
         await kept.background.close()
         await close()
         server.should_exit = True
@@ -174,6 +179,7 @@ async def serve(
             await inner.close()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+        await batches.close()
         await kept.close()
         await asyncio.to_thread(service.gate.close)
     if watching.done() and not watching.cancelled():

@@ -13,7 +13,7 @@ NOT_MINE = HTTPStatus.MISDIRECTED_REQUEST
 """What a process answers to another that asks for what it does not have."""
 OWNER = "x-owner"
 """The header with the name of the API key for which another process asks."""
-DIVIDED = ("max_inflight", "max_connections", "max_background")
+DIVIDED = ("max_inflight", "max_connections", "max_background", "batch_concurrency")
 
 
 @dataclass(frozen=True, slots=True)

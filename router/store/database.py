@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from router.store.errors import StoreFailed
-from router.store.schema import check_format, create_tables
+from router.store.schema import Schema, check_format, create_tables
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +55,18 @@ class Database:
     """
 
     def __init__(
-        self, path: str, on_failure: Callable[[str], None], chore: Work[None], chore_s: float, *, busy_s: float = BUSY_S
+        self,
+        path: str,
+        schema: Schema,
+        on_failure: Callable[[str], None],
+        chore: Work[None],
+        chore_s: float,
+        *,
+        busy_s: float = BUSY_S,
     ) -> None:
         self.path, self._on_failure, self._chore, self._chore_s = path, on_failure, chore, chore_s
-        self._connection = _opened(path, busy_s)
+        self._name = schema.name
+        self._connection = _opened(path, schema, busy_s)
         self._queue: queue.Queue[_Job | None] = queue.Queue()
         self._lock = threading.Lock()  # of the two counts
         self._num_waiting = self._num_bytes = 0
@@ -158,16 +166,16 @@ class Database:
         now = time.monotonic()
         if now - self._complained_at >= COMPLAIN_EVERY_S:
             self._complained_at = now
-            log.error("the store of responses fails: %s", message, extra={"path": self.path, "reason": reason})
+            log.error("the store of %s fails: %s", self._name, message, extra={"path": self.path, "reason": reason})
         return StoreFailed(reason, message)
 
 
-def _opened(path: str, busy_s: float) -> sqlite3.Connection:
+def _opened(path: str, schema: Schema, busy_s: float) -> sqlite3.Connection:
     if path != IN_MEMORY:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # conversations are their owner's alone
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
-        check_format(connection)
+        check_format(connection, schema)
         for statement in (
             "PRAGMA auto_vacuum = INCREMENTAL",  # before the first table
             "PRAGMA secure_delete = ON",  # what is deleted must not stay in the file
@@ -179,7 +187,7 @@ def _opened(path: str, busy_s: float) -> sqlite3.Connection:
         mode = _write_ahead(connection, busy_s)
         if path != IN_MEMORY and mode != "wal":
             raise sqlite3.OperationalError(f"the file system does not allow WAL mode (journal mode {mode})")
-        create_tables(connection)
+        create_tables(connection, schema)
     except BaseException:
         connection.close()
         raise

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from common.errors import DiptychError
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from common.errors import DiptychError, Unavailable
+
+T = TypeVar("T")
+
+RETRY_AFTER_S = 1.0
 
 
 class StoreFailed(DiptychError):
@@ -23,3 +30,22 @@ class ConversationGone(DiptychError):
 
 class ConversationTooLong(DiptychError):
     """A stored conversation is larger than what its reader takes."""
+
+
+class StoreFull(DiptychError):
+    """There is no room for more files. The message has the numbers."""
+
+
+class FileInUse(DiptychError):
+    """A file cannot be deleted: `batch`, which has not ended, reads it."""
+
+    def __init__(self, file: str, batch: str) -> None:
+        super().__init__(f"file {file!r} is the input of batch {batch!r}, which has not ended: cancel that first")
+
+
+async def asked(question: Awaitable[T]) -> T:
+    """A store's answer. Raises Unavailable when it has none."""
+    try:
+        return await question
+    except StoreFailed as failed:
+        raise Unavailable(str(failed), retry_after_s=RETRY_AFTER_S) from failed

@@ -1,4 +1,4 @@
-"""Where the store of responses lies, by the settings."""
+"""Where the stores of responses and of files lie, by the settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from common.config import RouterConfig
 from common.config.stored import AUTO, MEMORY, OFF
 from common.errors import ConfigError
 from router.store.database import IN_MEMORY
+from router.store.files import FileStore
 from router.store.responses import ResponseStore
 
 log = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
 DEFAULT_FILE_MIB, DEFAULT_MEMORY_MIB = 1024, 128
+FILES_DEFAULT_FILE_MIB, FILES_DEFAULT_MEMORY_MIB = 4096, 128
 
 
 def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: str = IN_MEMORY) -> ResponseStore | None:
@@ -43,6 +45,35 @@ def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: st
         return _open(config, memory, on_failure, DEFAULT_MEMORY_MIB)
     except sqlite3.DatabaseError as error:
         raise _refusal(str(path), error) from error
+
+
+def file_store_of(
+    config: RouterConfig, responses: ResponseStore | None, on_failure: Callable[[str], None], memory: str = IN_MEMORY
+) -> FileStore | None:
+    """The store of files beside that of `responses`; None without one. Raises ConfigError for an unusable file.
+
+    `memory`: as for `store_of`.
+    """
+    if responses is None:
+        return None
+    path = IN_MEMORY if responses.path == IN_MEMORY else files_path(responses.path)
+    default = FILES_DEFAULT_MEMORY_MIB if responses.path == memory else FILES_DEFAULT_FILE_MIB
+    try:
+        return FileStore(
+            path,
+            on_failure,
+            max_bytes=MIB * (config.file_store_mib or default),
+            max_entries=config.file_store_entries,
+            max_age_s=config.file_store_hours * 3600,
+        )
+    except (sqlite3.Error, OSError) as error:
+        raise _refusal(path, error) from error
+
+
+def files_path(path: str) -> str:
+    """responses.sqlite3 -> responses-files.sqlite3"""
+    place = Path(path)
+    return str(place.with_name(f"{place.stem}-files{place.suffix}"))
 
 
 def default_path() -> Path | None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from router.store.database import Database
 from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed
 from router.store.record import RUNNING, StoredResponse, StoredTurn, StoreSize
+from router.store.schema import RESPONSES
 
 LEASE_S = 15.0
 CHORE_S = 3.0
@@ -63,7 +64,7 @@ class ResponseStore:
         self._running: set[str] = set()
         self.on_cancel: Callable[[Sequence[str]], None] = lambda ids: None
         self.size = StoreSize()
-        self._database = Database(path, on_failure, self._look_around, chore_s)
+        self._database = Database(path, RESPONSES, on_failure, self._look_around, chore_s)
 
     def close(self) -> None:
         """Write what waits, and close the file."""

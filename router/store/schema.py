@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import dataclass
 
-APPLICATION_ID = 0x64707463
-"""Marks a SQLite file as one of ours."""
-VERSION = 1
-TABLES = """
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The tables of a SQLite file with the things of this `name`, which `application_id` marks as ours.
+
+    `checked` names the tables whose pages are read at each start, to find damage; without names all are.
+    """
+
+    name: str
+    application_id: int
+    version: int
+    tables: str
+    checked: tuple[str, ...] = ()
+
+
+RESPONSE_TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY,
     owner TEXT NOT NULL,
@@ -41,9 +54,10 @@ CREATE TRIGGER IF NOT EXISTS responses_deleted AFTER DELETE ON responses BEGIN
     DELETE FROM owners WHERE owner = old.owner AND num_entries <= 0;
 END;
 """
+RESPONSES = Schema("responses", application_id=0x64707463, version=1, tables=RESPONSE_TABLES)
 
 
-def check_format(connection: sqlite3.Connection) -> None:
+def check_format(connection: sqlite3.Connection, schema: Schema) -> None:
     """Raises sqlite3.DatabaseError for a file of another program, of a newer version, or that is damaged."""
     connection.execute("BEGIN")  # one view of the file: another process may be making its tables
     try:
@@ -52,23 +66,25 @@ def check_format(connection: sqlite3.Connection) -> None:
         (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     finally:
         connection.execute("ROLLBACK")
-    if num_tables and application != APPLICATION_ID:
+    if num_tables and application != schema.application_id:
         raise sqlite3.DatabaseError("it is a database of another program")
-    if version > VERSION:
-        raise sqlite3.DatabaseError(f"it is of version {version}, and this program knows versions up to {VERSION}")
-    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if found != "ok":
-        raise sqlite3.DatabaseError(f"it is damaged: {' '.join(str(found).split())}")
+    if version > schema.version:
+        known = f"this program knows versions up to {schema.version}"
+        raise sqlite3.DatabaseError(f"it is of version {version}, and {known}")
+    for what in schema.checked if num_tables and schema.checked else ("1",):
+        (found,) = connection.execute(f"PRAGMA quick_check({what})").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(f"it is damaged: {' '.join(str(found).split())}")
 
 
-def create_tables(connection: sqlite3.Connection) -> None:
+def create_tables(connection: sqlite3.Connection, schema: Schema) -> None:
     """Raises sqlite3.OperationalError for a file that cannot be written."""
     connection.execute("BEGIN IMMEDIATE")
     try:
-        for statement in _statements(TABLES):
+        for statement in _statements(schema.tables):
             connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {VERSION}")
+        connection.execute(f"PRAGMA application_id = {schema.application_id}")
+        connection.execute(f"PRAGMA user_version = {schema.version}")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:

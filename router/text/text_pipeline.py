@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
+from common.errors import ContextLengthExceeded, InvalidRequest
 from common.grammar.checks import GrammarChecks
 from common.model_files.files import ModelFiles
 from common.model_files.template import ChatTemplate
@@ -20,16 +18,12 @@ from router.text.calls.form import CallForm
 from router.text.calls.function import Function
 from router.text.chat_prompt import chat_prompt
 from router.text.known_prefixes import KnownPrefixes
+from router.text.text_threads import MAX_PENDING, SHORT, TINY, TextThreads
 from router.text.token_floor import TokenFloor, token_floor
 from router.text.token_table import TokenText, token_table
 
 Result = TypeVar("Result")
 
-RETRY_AFTER_S = 1.0
-SHORT = 8192
-"""Texts of so many characters or tokens take a few milliseconds and never wait behind megabytes."""
-TINY = 1024
-"""These take less time than a thread's turn costs: they have none."""
 CHARS_PER_TOKEN = 8
 """More than nearly every text has."""
 
@@ -37,9 +31,9 @@ CHARS_PER_TOKEN = 8
 class TextPipeline:
     """A model's tokenizer and chat template behind a bounded pool of threads. One event loop owns it.
 
-    With two threads or more, short texts have a thread of their own and do not wait for long ones. `vocab_size` is the
-    number of ids that the model takes (by default the tokenizer's). At most `max_pending` jobs wait or run; one more
-    raises Unavailable. `max_model_len` is 0 when unknown. The pipeline closes `grammars`; without them it checks none.
+    `threads` are those of several pipelines, or the number of its own. `vocab_size` is the number of ids that the model
+    takes (by default the tokenizer's). At most `max_pending` jobs wait or run; one more raises Unavailable.
+    `max_model_len` is 0 when unknown. The pipeline closes its threads and `grammars`; without these it checks none.
     """
 
     def __init__(
@@ -48,8 +42,8 @@ class TextPipeline:
         template: ChatTemplate | None,
         *,
         max_model_len: int,
-        threads: int,
-        max_pending: int = 1024,
+        threads: int | TextThreads,
+        max_pending: int = MAX_PENDING,
         model_id: str = "",
         vocab_size: int = 0,
         eos_token: str = "",
@@ -64,13 +58,12 @@ class TextPipeline:
         self._floor, self.grammars = floor or TokenFloor(), grammars
         self._table = token_table(tokenizer)
         self._prefixes = KnownPrefixes(tokenizer, f"{self.template.source or ''}{eos_token}")
-        self._long = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-long")
-        self._short = ThreadPoolExecutor(1, thread_name_prefix="text-short") if threads > 1 else self._long
-        self._max_pending, self._pending, self._lock = max_pending, 0, threading.Lock()
-        self._closed = False
+        self._threads = threads if isinstance(threads, TextThreads) else TextThreads(threads, max_pending)
 
     @classmethod
-    def from_files(cls, files: ModelFiles, *, threads: int = 2, max_pending: int = 1024) -> TextPipeline:
+    def from_files(
+        cls, files: ModelFiles, *, threads: int | TextThreads = 2, max_pending: int = MAX_PENDING
+    ) -> TextPipeline:
         """The pipeline of a resolved model. Raises ModelError for a damaged tokenizer or template."""
         tokenizer = Tokenizer.from_file(files.tokenizer)
         return cls(
@@ -95,7 +88,7 @@ class TextPipeline:
     @property
     def num_pending(self) -> int:
         """How many jobs wait or run."""
-        return self._pending
+        return self._threads.num_pending
 
     async def encode(
         self,
@@ -113,7 +106,9 @@ class TextPipeline:
         InvalidRequest for too many bytes or text that is not Unicode, Unavailable.
         """
         size = len(text) + len(second or "")
-        return await self._run(lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt", second), size)
+        return await self._threads.run(
+            lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt", second), size
+        )
 
     async def encode_chat(
         self,
@@ -147,7 +142,7 @@ class TextPipeline:
             return self._encode(text, False, limit, max_bytes, "messages")
 
         plain = not functions and not extra  # what these add to the text is not counted
-        return await self._run(job, max(_num_chars(messages), 0 if plain else TINY + 1))
+        return await self._threads.run(job, max(_num_chars(messages), 0 if plain else TINY + 1))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Raises InvalidRequest for an id outside the vocabulary, Unavailable."""
@@ -156,7 +151,7 @@ class TextPipeline:
             self.check_ids(token_ids)
             return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-        return await self._run(job, len(token_ids))
+        return await self._threads.run(job, len(token_ids))
 
     async def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word as it is, and as it follows a space; each once. Raises as `encode` does."""
@@ -166,7 +161,7 @@ class TextPipeline:
             found = [tuple(self._encode(text, False, 0, 0, "bad_words")) for text in texts]
             return tuple(dict.fromkeys(filter(None, found)))
 
-        return await self._run(job, len(words) * max(map(len, words), default=0))
+        return await self._threads.run(job, len(words) * max(map(len, words), default=0))
 
     async def grammar_problem(self, grammar: str) -> str:
         """Why workers could not use a grammar, or "". Raises Unavailable when it cannot be checked."""
@@ -178,7 +173,7 @@ class TextPipeline:
 
     async def apart(self, job: Callable[[], Result]) -> Result:
         """The result of other long work, run in the threads for long texts. Raises Unavailable."""
-        return await self._run(job, SHORT + 1)
+        return await self._threads.run(job, SHORT + 1)
 
     def exceeds(self, prompt: str | Sequence[int], num_tokens: int) -> bool:
         """Whether a prompt surely has more than `num_tokens`, found quickly from the beginning of a text.
@@ -229,9 +224,7 @@ class TextPipeline:
 
     def close(self) -> None:
         """Drop waiting jobs; the threads end after their current ones."""
-        self._closed = True
-        for pool in (self._short, self._long):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         if self.grammars is not None:
             self.grammars.close()
 
@@ -259,28 +252,6 @@ class TextPipeline:
         if ids and max(ids) >= self.vocab_size:
             self.check_ids(ids, param=param)
         return ids
-
-    async def _run(self, job: Callable[[], Result], size: int) -> Result:
-        """The result of a job on so many characters or tokens, at once or in a thread. Raises Unavailable."""
-        if self._pending >= self._max_pending:
-            raise Unavailable(
-                f"{self._pending:,} texts wait to be tokenised, the bound is {self._max_pending:,}",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        if size <= TINY and not self._closed:
-            return job()
-        try:
-            future = (self._short if size <= SHORT else self._long).submit(job)
-        except RuntimeError as error:  # closed
-            raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S) from error
-        with self._lock:
-            self._pending += 1
-        future.add_done_callback(self._done)  # runs in the job's thread, so an abandoned job counts until it ends
-        return await asyncio.wrap_future(future)
-
-    def _done(self, _: Future[Any]) -> None:
-        with self._lock:
-            self._pending -= 1
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:

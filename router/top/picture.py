@@ -65,9 +65,10 @@ def _now(load: Mapping[str, Any]) -> list[Line]:
     cached, prompt = rates["cached_tokens_per_s"], rates["prompt_tokens_per_s"]
     hits = f" ({percent(cached / prompt)} cached)" if prompt else ""
     failed = f", {number(rates['failed_per_s'])}/s failed" if rates["failed_per_s"] else ""
-    names = ", ".join(f"{clean(one['id'])} ({one['max_model_len']:,} tokens)" for one in load["models"])
+    models = load["models"]
+    names = ", ".join(_model(one) for one in models)
     return [
-        Line(f"Model       {names}"),
+        Line(f"{'Models' if len(models) > 1 else 'Model':<12}{names}", PLAIN if all(map(_is_ready, models)) else WARM),
         Line(f"Requests    {number(rates['requests_per_s'])}/s{failed}", WARM if failed else PLAIN),
         Line(
             f"In flight   {load['server_load']:,}: "
@@ -79,13 +80,23 @@ def _now(load: Mapping[str, Any]) -> list[Line]:
     ]
 
 
+def _is_ready(model: Mapping[str, Any]) -> bool:
+    """Routers of before say nothing of it."""
+    return bool(model.get("ready", True))
+
+
+def _model(one: Mapping[str, Any]) -> str:
+    away = "" if _is_ready(one) else ", no worker is ready"
+    return f"{clean(one['id'])} ({one['max_model_len']:,} tokens{away})"
+
+
 def _pools(load: Mapping[str, Any]) -> list[Line]:
     lines = []
     for role in ("prefill", "decode"):
         all_of = [one for one in load["workers"] if one["role"] == role]
         ready = [one for one in all_of if one["state"] == "ready"]
         used = _used(ready)
-        blocks = f", KV blocks {_bar(used)} {percent(used)}" if used is not None else ""
+        blocks = f", KV blocks {percent(used):>5} {_bar(used)}" if used is not None else ""
         text = f"{role.capitalize():<11} {len(ready):,} of {len(all_of):,} ready{blocks}"
         lines.append(Line(text, WARM if len(ready) < len(all_of) else PLAIN))
     return lines
@@ -151,7 +162,8 @@ def _workers(load: Mapping[str, Any]) -> list[Line]:
     """Workers in trouble first."""
     head = f"{'worker':<21}{'role':<8}{'state':<10}{'requests':>8}{'queued':>8}{'wait':>8}{'KV used':>8}{'tok/s':>8}"
     order = sorted(load["workers"], key=lambda one: (one["state"] == "ready", one["role"] != "prefill", _name(one)))
-    return [Line(head, BOLD), *(line for one in order for line in _worker(one))]
+    several = len(load["models"]) > 1
+    return [Line(head, BOLD), *(line for one in order for line in _worker(one, several=several))]
 
 
 def _name(worker: Mapping[str, Any]) -> tuple[int, str]:
@@ -160,7 +172,7 @@ def _name(worker: Mapping[str, Any]) -> tuple[int, str]:
     return len(name), name
 
 
-def _worker(one: Mapping[str, Any]) -> list[Line]:
+def _worker(one: Mapping[str, Any], *, several: bool) -> list[Line]:
     used = _used([one])
     name = _name(one)[1]
     name = name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}~"
@@ -169,6 +181,8 @@ def _worker(one: Mapping[str, Any]) -> list[Line]:
         f"{number(one['num_queued_tokens']):>8}{duration(one['wait_s'] * 1e3):>8}"
         f"{NONE if used is None else percent(used):>8}{number(one['tokens_per_s']):>8}"
     )
+    if several and one.get("model"):
+        text += f"  {clean(one['model'])}"
     if one["state"] == "ready":
         return [Line(text)]
     reason = clean(one["reason"])

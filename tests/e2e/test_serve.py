@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from common.model_files.tiny import make_tiny_model
+
 from ..program import Program
 from .asking import PATIENCE_S, wait_until
 
@@ -96,9 +98,9 @@ def served(tmp_path: Path) -> Iterator[list[Served]]:
         one.kill()
 
 
-def ask(url: str) -> str:
+def ask(url: str, model: str = "tiny-random") -> str:
     messages = [{"role": "user", "content": "x" * 200}]
-    body = {"model": "tiny-random", "messages": messages, "max_tokens": 5, "temperature": 0}
+    body = {"model": model, "messages": messages, "max_tokens": 5, "temperature": 0}
     reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["choices"][0]["message"]["content"]
@@ -129,6 +131,15 @@ def test_two_services_side_by_side_end_by_control_c_and_by_sigterm(served: list[
     assert first.end(signal.SIGINT, whole_group=True) == set()
     assert ask(second.url)
     assert second.end(signal.SIGTERM, whole_group=True) == set()
+
+
+def test_two_models_behind_one_router(served: list[Served], tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "another", seed=7)
+    served.append(Served(tmp_path / "a.log", "--model", str(folder), "--prefill", "0"))
+    assert served[0].said("Diptych serves tiny-random, another, ready after", "0 prefill + 2 decode + router")
+    answers = {model: ask(served[0].url, model) for model in ("tiny-random", "another")}
+    assert answers["tiny-random"] != answers["another"]
+    assert served[0].end(signal.SIGTERM, whole_group=False) == set()
 
 
 def test_sigterm_to_the_parent_alone_ends_everything(served: list[Served], tmp_path: Path) -> None:

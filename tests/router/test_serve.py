@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import signal
 import socket
@@ -17,14 +16,13 @@ from benchmarks.stack import free_port
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig
 from common.config.field import fields_of, to_argv
 from common.errors import ConfigError
-from common.model_files.task import GENERATES, ServedTask, Task
 from router.local import keeper as keeper_module
 from router.local import supervisor as supervisor_module
 from router.local.child import Child, child_environment
 from router.local.keeper import StartFailed, describe_exit
 from router.local.probe import claim_port, ready_reason
 from router.local.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
-from router.local.serve import main, pools_for, summary
+from router.local.serve import main
 from router.local.supervisor import Supervisor
 
 # ---------------------------------------------------------------- the plan
@@ -66,6 +64,36 @@ def test_file_and_environment_reach_the_children(tmp_path: Path) -> None:
     assert plan.decode[0].port == 0  # two workers cannot share the file's port
 
 
+def test_several_models_have_workers_each_and_one_router() -> None:
+    plan = plan_of("--model", "a", "--model", "b", "--prefill", "2", "--more-models", "c", "--block-size", "64")
+    assert plan.models == (plan.router.model, *plan.router.more_models) == ("a", "b", "c")
+    assert [(worker.worker_id, worker.model) for worker in plan.prefill] == [
+        ("prefill-0", "a"), ("prefill-1", "a"), ("prefill-2", "b"), ("prefill-3", "b"), ("prefill-4", "c"),
+        ("prefill-5", "c"),
+    ]  # fmt: skip
+    assert [(worker.worker_id, worker.model, worker.block_size) for worker in plan.decode] == [
+        ("decode-0", "a", 64), ("decode-1", "b", 64), ("decode-2", "c", 64),
+    ]  # fmt: skip
+
+
+def test_a_file_of_models_is_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[[model]]\nmodel = "a"\nname = "x"\n[[model]]\nmodel = "b"\n')
+    plan = plan_of("--models-file", str(file))
+    assert plan.models == tuple(worker.model for worker in plan.decode) == ("a", "b")
+    assert f"--models-file={file}" in to_argv(plan.router)
+
+
+def test_several_models_do_not_scale_by_themselves() -> None:
+    with pytest.raises(ConfigError, match="a `diptych serve` for each"):
+        plan_of("--model", "a", "--model", "b", "--autoscale")
+
+
+def test_one_pool_cannot_have_a_list_of_models() -> None:
+    with pytest.raises(ConfigError, match="given once here"):
+        plan_of("--model", "a", "--decode-model", "b", "--decode-model", "c")
+
+
 @pytest.mark.parametrize("argv", ["--decode=0", "--prefil=1", "--kv-port=1", "--decode-block-size=5"])
 def test_a_bad_plan_is_refused(argv: str) -> None:
     with pytest.raises(ConfigError):
@@ -100,32 +128,6 @@ def test_workers_that_may_change_their_role_know_the_settings_of_the_other(tmp_p
         {"DIPTYCH_PREFILL_MAX_NUM_SEQS": "5"},
     ]
     assert environments() == [{}, {}]
-
-
-def test_the_summary_shows_tls_and_keys() -> None:
-    text = summary(plan_of("--tls-cert", "a.crt", "--tls-key", "a.key", "--api-key-file", "keys.toml"), "tiny", 3.21)
-    assert "https://127.0.0.1:8000/v1" in text and "$DIPTYCH_API_KEY" in text
-
-
-def test_the_summary_has_a_curl_that_parses() -> None:
-    text = summary(plan_of("--host", "0.0.0.0", "--port", "8123"), "tiny", 3.21)
-    assert "http://127.0.0.1:8123/v1/chat/completions" in text
-    assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == "tiny"
-
-
-@pytest.mark.parametrize(("name", "path"), [("embed", "/v1/embeddings"), ("score", "/v1/score")])
-def test_a_model_that_generates_no_text_has_no_decode_workers(name: Task, path: str) -> None:
-    task, plan = ServedTask(name, "last", 4), plan_of("--prefill", "2", "--decode", "2")
-    served = pools_for(plan, task)
-    assert (len(served.prefill), served.decode) == (2, ()) and pools_for(plan, GENERATES) is plan
-    text = summary(served, "tiny", 3.21, task)
-    assert (
-        f"http://127.0.0.1:8000{path}" in text and "2 prefill + 0 decode" in text and "chat in the browser" not in text
-    )
-    assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == "tiny"
-    for flags, why in ((("--prefill", "0"), "prefill=0 is refused"), (("--autoscale",), "autoscale=True is refused")):
-        with pytest.raises(ConfigError, match=why):
-            pools_for(plan_of(*flags), task)
 
 
 # ---------------------------------------------------------------- ports

@@ -103,7 +103,7 @@ class Conversation(Fields):
 
     names: ClassVar = NAMES
 
-    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
     messages: Annotated[
         list[Turn],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
@@ -189,6 +189,11 @@ class MessagesRequest(Conversation, Extensions):
     n: Annotated[Any, Only((1,))] = None
     stop: Refused = None
     response_format: Refused = None
+
+    @property
+    def end_user(self) -> str:
+        """The client's own user, if the body names one."""
+        return (self.metadata.user_id if self.metadata is not None else None) or ""
 
     def _members(self) -> dict[str, Any]:
         same = ("max_tokens", "stream", "temperature", "top_p", *EXTENSIONS)

@@ -54,6 +54,11 @@ class PoolingFields(Fields):
         """The service tier that it asks for; any other value than a text has no effect."""
         return self.service_tier if isinstance(self.service_tier, str) else None
 
+    @property
+    def end_user(self) -> str:
+        """The client's own user, if the body names one."""
+        return self.user or ""
+
     def longest_text(self) -> str | list[int]:
         """See `SamplingFields.longest_text`: of a text that may be cut nothing is sure."""
         return ""

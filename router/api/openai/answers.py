@@ -234,6 +234,7 @@ class Model(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
+    ready: bool
 
 
 class ModelList(BaseModel):

@@ -207,7 +207,7 @@ class BackgroundAnswers:
             self.forget(answer.id)
             raise
         came, answer.visit = answer.visit, _continued(answer.visit)
-        came.admitted = False
+        came.admitted, came.model_quotas = False, ()
         answer.log.visit = answer.visit
         answer.on_growth = self._bound_events
         task = asyncio.create_task(self._run(answer, exchange, frames), name=f"{answer.id}-background")
@@ -283,4 +283,6 @@ class BackgroundAnswers:
 
 def _continued(visit: Visit) -> Visit:
     """The visit of an answer whose request is over: the same key and its place, and a line of its own."""
-    return Visit(visit.request_id, METHOD, visit.path, visit.client, visit.key, visit.quota, admitted=visit.admitted)
+    continued = Visit(visit.request_id, METHOD, visit.path, visit.client, visit.key, visit.quota)
+    continued.admitted, continued.model_quotas = visit.admitted, visit.model_quotas
+    return continued

@@ -103,7 +103,7 @@ class ResponsesRequest(Extensions):
     names: ClassVar = NAMES
     id_prefix: ClassVar = "resp_"
 
-    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the served model")
+    model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
     input: Annotated[
         str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)],
         BeforeValidator(ours.not_too_many_parts),
@@ -141,6 +141,11 @@ class ResponsesRequest(Extensions):
     messages: Refused = None
     response_format: Refused = None
     reasoning_effort: Refused = None
+
+    @property
+    def end_user(self) -> str:
+        """The client's own user, if the body names one."""
+        return self.user or ""
 
     def longest_text(self) -> str | list[int]:
         """The text of the last item, because templates may leave others out."""

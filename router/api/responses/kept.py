@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from common.errors import InvalidRequest, RequestError, Unavailable
+from common.errors import InvalidRequest, RequestError
 from router.api.responses.background import BackgroundAnswers
 from router.api.responses.fields import Item, ResponsesRequest
 from router.api.responses.items import conversation_items, input_items, record_of, shown
 from router.generation.choices.shape import Object
 from router.generation.service import Service
 from router.request.fields import MAX_MESSAGES
-from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed
+from router.store.errors import ConversationGone, ConversationTooLong, asked
 from router.store.record import RUNNING, StoredResponse, StoredTurn, StoreSize
 from router.store.responses import ResponseStore
 
 T = TypeVar("T")
 
-RETRY_AFTER_S = 1.0
 MAX_SHOWN_ID = 80
 MANY_BYTES = 64 * 1024
 """A conversation of more bytes is read in a thread."""
@@ -99,9 +98,9 @@ class KeptResponses:
             return []
         await self.background.settled(name, owner)
         try:
-            turns = await _asked(self.store.conversation(name, owner, most))
+            turns = await asked(self.store.conversation(name, owner, most))
             if (not turns or turns[-1].status in RUNNING) and await self._settle_others(name, owner):
-                turns = await _asked(self.store.conversation(name, owner, most))
+                turns = await asked(self.store.conversation(name, owner, most))
         except ConversationGone as gone:
             hint = f"; the conversation that leads to {name[:MAX_SHOWN_ID]!r} begins before it"
             raise UnknownResponse(gone.missing, param=PREVIOUS, hint=hint) from gone
@@ -123,7 +122,7 @@ class KeptResponses:
         """Wait until all that ended here so far can be read by other processes. Raises RequestError."""
         await self.background.settled(response_id, owner)
         if self._store is not None:
-            await _asked(self._store.settle())
+            await asked(self._store.settle())
 
     async def find(self, response_id: str, owner: str) -> Object:
         """A response as it is now, for `orjson`. Raises RequestError."""
@@ -143,8 +142,8 @@ class KeptResponses:
         else:
             record, lapsed = await self._stored(response_id, owner)
             if record.status in RUNNING and not lapsed:
-                await _asked(self.store.ask_to_cancel(response_id, owner))
-        if not await _asked(self.store.delete(response_id, owner)) and answer is None:
+                await asked(self.store.ask_to_cancel(response_id, owner))
+        if not await asked(self.store.delete(response_id, owner)) and answer is None:
             raise UnknownResponse(response_id)
 
     async def cancel(self, response_id: str, owner: str) -> Object:
@@ -157,13 +156,13 @@ class KeptResponses:
         if not record.background:
             raise InvalidRequest("only a response that was made with background: true can be cancelled")
         if record.status in RUNNING and not lapsed:
-            await _asked(self.store.ask_to_cancel(response_id, owner))
+            await asked(self.store.ask_to_cancel(response_id, owner))
         return _shown(record, lapsed=lapsed)
 
     async def input_items(self, response_id: str, owner: str) -> list[Object]:
         """All that a response was made from, but its instructions. Raises RequestError."""
         try:
-            turns = await _asked(self.store.turns_left(response_id, owner, 2 * self._service.config.max_body_bytes))
+            turns = await asked(self.store.turns_left(response_id, owner, 2 * self._service.config.max_body_bytes))
         except ConversationTooLong as long:
             raise InvalidRequest(str(long)) from long
         if not turns:
@@ -177,9 +176,9 @@ class KeptResponses:
             await asyncio.to_thread(self._store.close)
 
     async def _stored(self, response_id: str, owner: str) -> tuple[StoredResponse, bool]:
-        found = await _asked(self.store.find(response_id, owner))
+        found = await asked(self.store.find(response_id, owner))
         if found is None and await self._settle_others(response_id, owner):
-            found = await _asked(self.store.find(response_id, owner))
+            found = await asked(self.store.find(response_id, owner))
         if found is None:
             raise UnknownResponse(response_id)
         return found
@@ -198,11 +197,3 @@ def _shown(record: StoredResponse, *, lapsed: bool) -> Object:
     if not lapsed:
         return shown(record)
     return shown(record, status="failed", error={"code": "server_error", "message": LAPSED})
-
-
-async def _asked(question: Awaitable[T]) -> T:
-    """The store's answer. Raises Unavailable when it has none."""
-    try:
-        return await question
-    except StoreFailed as failed:
-        raise Unavailable(str(failed), retry_after_s=RETRY_AFTER_S) from failed

@@ -10,13 +10,23 @@ from common.config.request_class import MAX_CLASSES, RequestClass
 from common.config.sources import read
 from common.errors import ConfigError
 
+BUILT_IN = RequestClass("batch", priority=-10, is_built_in=True)
+
 
 def config(*parts: str, **fields: object) -> RouterConfig:
     return RouterConfig(request_class=parts, **fields)  # type: ignore[arg-type]
 
 
 def test_without_classes_there_is_one_with_the_goals_of_the_router() -> None:
-    assert config(slo_ttft_ms=500.0).classes == {"default": RequestClass("default", 0.5)}
+    assert config(slo_ttft_ms=500.0).classes == {"default": RequestClass("default", 0.5), "batch": BUILT_IN}
+
+
+def test_lines_of_batches_have_a_class_of_the_lowest_priority_unless_one_is_named() -> None:
+    assert config("name=fast").classes["batch"] == BUILT_IN
+    assert config("name=batch,priority=2").classes["batch"] == RequestClass("batch", priority=2)
+    assert "batch" not in config("name=flex").classes
+    names = [f"name=c{number}" for number in range(15)]
+    assert len(config(*names).classes) == 17, "it takes no place of those that may be named"
 
 
 def test_a_name_begins_the_next_class() -> None:
@@ -45,7 +55,7 @@ def test_flags_environment_and_the_next_process_say_the_same() -> None:
 
 def test_the_default_class_takes_what_is_said_of_it() -> None:
     classes = config("name=default,tpot_ms=40,priority=1", slo_ttft_ms=500.0).classes
-    assert classes == {"default": RequestClass("default", 0.5, 0.04, 1)}
+    assert classes == {"batch": BUILT_IN, "default": RequestClass("default", 0.5, 0.04, 1)}
 
 
 @pytest.mark.parametrize(

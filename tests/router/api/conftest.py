@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,6 +29,8 @@ from router.server.app import build_app
 from router.server.server import Server, listen, server_of
 from router.streams.client import ANYONE, Caller, GenerationRequest, RequestTimeline, TokenEvent
 from router.text.text_pipeline import TextPipeline
+
+from .chromium import Browser
 
 MODEL = "tiny-random"
 EOS = 259
@@ -59,6 +62,7 @@ class Engine:
     requests: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_resets: int = 0
+    num_passed_on: int = 0
     with_logprobs: set[str] = field(default_factory=set)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -120,6 +124,9 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
 
+    def passed_on(self) -> None:
+        self.num_passed_on += 1
+
 
 @dataclass
 class Running:
@@ -179,13 +186,18 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         engine: Engine | None = None,
         headers: dict[str, str] | None = None,
         pipeline: TextPipeline | None = None,
+        application: Callable[[RouterConfig], FastAPI] | None = None,
         **settings: Any,
     ) -> Running:
+        """`application` makes one in place of the usual."""
         engine = engine or Engine()
         config = RouterConfig(model=MODEL, **({"response_store": "memory"} | settings))
         name = config.served_model_name or files.model_id
         tracing = Tracing.of(config)
-        app = build_app(engine, pipeline or text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
+        if application is None:
+            app = build_app(engine, pipeline or text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
+        else:
+            app = application(config)
         listener = listen("127.0.0.1", 0)
         server = await listening(app, listener)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -198,6 +210,7 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         await client.aclose()
         server.stop_listening()
         await until(lambda server=server: not server.server_state.connections and not server.server_state.tasks)
+        await server.config.app.state.batches.close()
         await server.config.app.state.responses.close()
         server.config.app.state.service.gate.close()
         if tracing is not None:
@@ -221,6 +234,14 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 async def running(start: Start) -> Running:
     return await start()
+
+
+@pytest.fixture
+async def browser(start: Start, tmp_path: Path) -> AsyncIterator[Browser]:
+    """A Chromium; it ends before the routers, which wait for the end of their connections."""
+    one = await Browser.start(tmp_path / "profile")
+    yield one
+    await one.close()
 
 
 class Tools:

@@ -15,6 +15,8 @@ import pytest
 
 from router.api import pages
 
+from . import chromium
+
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed")
 DEADLINE_S = 60.0
@@ -26,7 +28,7 @@ SEES = ["until", "!get('picture').hidden"]
 def figures(*expressions: str) -> list[Any]:
     """Values of expressions over the page's pure parts, `F` and `C`."""
     assert NODE is not None
-    files = [json.dumps(str(pages.STATIC / f"dashboard_{part}.js")) for part in ("figures", "cards")]
+    files = [json.dumps(str(pages.STATIC / "dashboard" / f"{part}.js")) for part in ("figures", "cards")]
     code = f"const [F, C] = [{files[0]}, {files[1]}].map(require);"
     code += f"console.log(JSON.stringify([{', '.join(expressions)}]))"
     done = subprocess.run([NODE, "-"], input=code, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -89,6 +91,22 @@ def test_workers_in_trouble_come_first_and_a_page_shows_not_all_of_a_thousand() 
     assert (len(rows["rows"]), rows["told"]) == (100, "100 of 1,000 workers")
     assert [row["key"] for row in filtered["rows"]] == [f"tcp://d:{i}" for i in (99, 990, 991, 992, 993)]
     assert (none["rows"], none["told"]) == ([], "0 of 1,000 workers")
+
+
+def test_of_several_models_each_worker_names_its_own() -> None:
+    worker = {"num_requests": 0, "num_booked_requests": 0, "num_queued_tokens": 0, "num_available_blocks": 5}
+    worker |= {"num_blocks": 10, "wait_s": 0, "tokens_per_s": 0, "reason": "", "step_model": {"num_steps": 0}}
+    worker |= {"batch_cap": 4, "step_tokens": 0, "role": "decode", "home": "decode", "state": "ready", "model": "org/b"}
+    workers = [worker | {"address": "tcp://d:1", "worker_id": "decode-1"}]
+    both = [{"id": "a", "max_model_len": 10, "ready": True}, {"id": "b", "max_model_len": 2000, "ready": False}]
+    load = f"({json.dumps({'workers': workers, 'models': both})})"
+    one = f"({json.dumps({'workers': workers, 'models': both[:1]})})"
+    several, found, alone, line = figures(
+        f"F.workerRows({load})", f"F.workerRows({load}, 'org/b')", f"F.workerRows({one})", f"F.modelsLine({load})"
+    )
+    assert several["rows"][0]["cells"][0]["text"] == "decode-1 · org/b"
+    assert (len(found["rows"]), alone["rows"][0]["cells"][0]["text"]) == (1, "decode-1")
+    assert line == "a · 10 tokens at most, b · 2,000 tokens at most · no worker is ready"
 
 
 def test_the_plan_says_what_binds_and_what_cannot_be() -> None:
@@ -163,9 +181,29 @@ def test_the_cards_say_what_matters() -> None:
     }  # fmt: skip
     assert (found["goals"]["level"], found["kv"]["level"]) == ("bad", "warm")
     texts = [detail["text"] for detail in found["ttft"]["details"]]
-    assert texts == ["p50", "p99 1.5 s", "p90 480 ms", "goal 400 ms"]
-    assert found["ttft"]["details"][2]["level"] == "warm", "the goal is exceeded"
+    assert texts == ["p50", "p90 480 ms", "p99 1.5 s", "goal 400 ms"]
+    assert found["ttft"]["details"][1]["level"] == "warm", "the goal is exceeded"
     assert "25 % cached" in [detail["text"] for detail in found["output"]["details"]]
+
+
+def test_the_summary_says_how_it_stands_and_what_is_wrong() -> None:
+    prefill, decode = ({"role": role, "state": "ready"} for role in ("prefill", "decode"))
+    missed = {"name": "default", "attainment": {"ttft": 0.5, "tpot": 1}}
+    loads = [
+        LOAD | {"workers": [prefill, decode], "stages": {"queue": 0}},
+        LOAD | {"workers": [prefill, prefill | {"state": "suspect"}, decode | {"state": "dead"}], "classes": [missed]},
+        LOAD | {"stages": {"queue": 2}, "plan": {"quantile": 0.4, "unmet": "too dear"}, "classes": [missed]},
+    ]
+    found = figures(*(f"C.summary({json.dumps(load)}).map((one) => [one.text, one.level])" for load in loads))
+    assert found[0] == [["1 of 1 prefill workers ready", "good"], ["1 of 1 decode workers ready", "good"]]
+    assert found[1] == [
+        ["1 of 2 prefill workers ready", "warm"], ["0 of 1 decode workers ready", "bad"], ["goals are missed", "bad"],
+        ["1 request waits", "warm"],
+    ]  # fmt: skip
+    assert found[2] == [
+        ["no prefill workers", ""], ["no decode workers", ""], ["goals are met", "good"], ["2 requests wait", "warm"],
+        ["the plan cannot meet the goals", "bad"],
+    ]  # fmt: skip
 
 
 def test_a_service_without_goals_and_workers_says_so() -> None:
@@ -178,7 +216,7 @@ def test_a_chart_is_as_high_as_its_lines_and_says_so_aloud() -> None:
     card, points = f"C.all({json.dumps(LOAD)})[4]", json.dumps([{"ttft50": 120, "ttft99": 1500}, {"ttft50": None}])
     high, least, label = figures(f"C.topOf({card}, {points})", f"C.topOf({card}, [])", f"C.labelOf({card}, 1500)")
     assert (high, least) == (1500, 1)
-    assert label == "First token (TTFT): 120 ms, p50, p99 1.5 s, p90 480 ms; the chart's top is 1.5 s"
+    assert label == "First token (TTFT): 120 ms, p50, p90 480 ms, p99 1.5 s; the chart's top is 1.5 s"
 
 
 def test_pools_sum_their_ready_workers() -> None:
@@ -273,3 +311,19 @@ async def test_hidden_or_paused_it_does_not_ask(start: Any) -> None:
         ["do", "document.hidden = false; document.fire('visibilitychange')"], ["show", "asked.length - before"],
     )  # fmt: skip
     assert shown == [["up to date, paused", {"aria-pressed": "true"}], 0, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(chromium.PROGRAM is None, reason="Chromium is not installed (apt-get install chromium)")
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+async def test_a_real_browser_has_room_for_all_of_it(browser: Any, start: Any, width: int, height: int) -> None:
+    running = await start()
+    assert (await running.completion(max_tokens=5)).status_code == 200
+    page = await browser.page(f"{running.url}/dashboard", width=width, height=height)
+    await page.until("document.getElementById('times').innerText.includes('KV transfer')")
+    assert "1 of 1 decode workers ready" in await page.text("#summary")
+    assert await page.value("document.documentElement.scrollWidth <= innerWidth")
+    wide = "[...document.querySelectorAll('.wide')].filter((one) => one.scrollWidth > one.clientWidth)"
+    cut = f"{wide}.map((one) => one.innerText)"
+    assert await page.value(cut) == []
+    assert page.problems == []

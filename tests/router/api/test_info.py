@@ -154,6 +154,7 @@ async def test_pages(running: Any, path: str, other: str) -> None:
     reply = await running.http.get(path)
     assert reply.headers["content-type"].startswith("text/html")
     assert "Diptych" in reply.text and f'href="{other}"' in reply.text
+    assert reply.headers["content-security-policy"] == "frame-ancestors 'none'"
 
 
 async def test_the_schema_has_every_endpoint_and_real_models(running: Any) -> None:

@@ -10,9 +10,11 @@ from router.siblings.part import DIVIDED, RouterPart
 
 
 def test_processes_take_together_what_one_would() -> None:
-    config = RouterConfig(max_inflight=10, max_connections=100, max_background=1, router_processes=4)
+    config = RouterConfig(
+        max_inflight=10, max_connections=100, max_background=1, batch_concurrency=7, router_processes=4
+    )
     share = RouterPart(1, 4, Path("/run")).share_of(config)
-    assert [getattr(share, name) for name in DIVIDED] == [3, 25, 1]
+    assert [getattr(share, name) for name in DIVIDED] == [3, 25, 1, 2]
     assert share.queue_timeout_s == config.queue_timeout_s
 
 

@@ -64,6 +64,14 @@ def test_what_is_going_on() -> None:
     assert "KV transfer" in found(lines, "KV transfer").text and "ms" in found(lines, "KV transfer").text
 
 
+def test_of_several_models_each_worker_names_its_own() -> None:
+    load = load_of(PREFILL, dataclasses.replace(DECODE, model="org/b"))
+    both = [{"id": "a", "max_model_len": 10, "ready": True}, {"id": "b", "max_model_len": 2000, "ready": False}]
+    lines = picture(load | {"models": both})
+    assert found(lines, "Models") == Line("Models      a (10 tokens), b (2,000 tokens, no worker is ready)", WARM)
+    assert found(lines, "decode-0").text.endswith("1,234  org/b")
+
+
 def test_a_service_that_did_nothing_has_no_times() -> None:
     lines = picture(load_of())
     assert found(lines, "First token").text.split()[2:] == ["(TTFT)", "-", "-", "-", "0"]

@@ -47,7 +47,7 @@ const Figures = (() => {
     return `${scaled >= 100 || power === 0 ? scaled.toFixed(0) : scaled.toFixed(1)} ${units[power]}`;
   }
 
-  const modelsLine = (load) => load.models.map((one) => `${one.id} · ${whole(one.max_model_len)} tokens at most`).join(", ");
+  const modelsLine = (load) => load.models.map((one) => `${one.id} · ${whole(one.max_model_len)} tokens at most${one.ready === false ? " · no worker is ready" : ""}`).join(", ");
 
   const TIME_COLUMNS = ["", "p50", "p90", "p99", "Number"];
   const TIMES = {
@@ -110,11 +110,11 @@ const Figures = (() => {
   }
 
   const WORKER_COLUMNS = ["Worker", "Role", "State", "Requests", "Queued tokens", "Wait", "KV blocks in use", "Tokens/s of steps", "Most at once", "Its steps take"];
-  function workerRow(one) {
+  function workerRow(one, several) {
     const used = one.num_blocks ? 1 - one.num_available_blocks / one.num_blocks : 0;
     const knobs = [one.batch_cap && `${whole(one.batch_cap)} sequences`, one.step_tokens && `${whole(one.step_tokens)} prompt tokens`];
     return { key: one.address, cells: [
-      { text: one.worker_id || one.address, title: one.address },
+      { text: `${one.worker_id || one.address}${several && one.model ? ` · ${one.model}` : ""}`, title: one.address },
       { text: one.home && one.home !== one.role ? `${one.role} (home: ${one.home})` : one.role, level: one.home && one.home !== one.role ? "warm" : "" },
       { text: one.reason && one.reason !== one.state ? `${one.state}: ${one.reason}` : one.state, level: STATES[one.state] ?? "bad" },
       { text: whole(one.num_requests), title: `${whole(one.num_booked_requests)} of this router` },
@@ -128,13 +128,13 @@ const Figures = (() => {
   // Those that are not ready come first; of very many the page shows a part.
   function workerRows(load, filter = "", most = MOST_WORKERS) {
     const words = filter.trim().toLowerCase().split(/\s+/).filter(Boolean);
-    const text = (one) => [one.worker_id, one.address, one.role, one.state].join(" ").toLowerCase();
+    const text = (one) => [one.worker_id, one.address, one.role, one.state, one.model].join(" ").toLowerCase();
     const found = load.workers.filter((one) => words.every((word) => text(one).includes(word)));
     const order = (one) => `${one.state === "ready" ? 1 : 0} ${one.role === "prefill" ? 0 : 1} ${one.worker_id || one.address}`;
     found.sort((a, b) => order(a).localeCompare(order(b), "en", { numeric: true }));
     const shown = found.slice(0, most);
     const part = shown.length < load.workers.length ? `${whole(shown.length)} of ` : "";
-    return { rows: shown.map(workerRow), told: `${part}${whole(load.workers.length)} workers` };
+    return { rows: shown.map((one) => workerRow(one, (load.models ?? []).length > 1)), told: `${part}${whole(load.workers.length)} workers` };
   }
 
   function planLines(load) {

@@ -94,6 +94,7 @@ function cell(element, value, index, columns) {
   const { text, title = "", level = "", part } = typeof value === "string" ? { text: value } : value;
   write(element, text);
   if (element.title !== title) element.title = title;
+  element.dataset.none = text === Figures.NONE; // narrow screens leave it out
   element.className = part === undefined ? level : `${level} meter`.trim();
   if (part !== undefined) element.style.setProperty("--part", part.toFixed(3));
   if (columns) element.dataset.label = columns[index]; // narrow screens show it beside the value
@@ -156,6 +157,7 @@ function card(element, one) {
 
 function draw() {
   write($("models"), Figures.modelsLine(load));
+  each($("summary"), "li", Cards.summary(load), (item, line) => cell(item, line));
   document.title = `Diptych: ${load.models.map((one) => one.id).join(", ")}`;
   each($("cards"), "article", Cards.all(load), card);
   each($("stages"), "div", Figures.stages(load), (tile, one) => {

@@ -1,6 +1,6 @@
 // The cards at the top of the dashboard, as plain data: a figure, what belongs to it, and its lines. No document here.
 const Cards = (() => {
-  const F = typeof require === "undefined" ? Figures : require("./dashboard_figures.js");
+  const F = typeof require === "undefined" ? Figures : require("./figures.js");
   const LEAST_TOP = { requests: 1, tokens: 1, ms: 1, share: 1, bytes: 1000 };
 
   const share = (value) => (value === null ? F.NONE : F.percent(value));
@@ -13,14 +13,31 @@ const Cards = (() => {
     return {
       key, name, none: one.num === 0, value: one.num ? F.ms(one.p50_ms) : "no answer lately",
       details: [
-        { text: "p50", line: "first" }, { text: `p99 ${one.num ? F.ms(one.p99_ms) : F.NONE}`, line: "second" },
-        { text: `p90 ${one.num ? F.ms(one.p90_ms) : F.NONE}`, level: late ? "warm" : "" }, ...(goal ? [{ text: `goal ${F.ms(goal)}` }] : []),
+        { text: "p50", line: "first" }, { text: `p90 ${one.num ? F.ms(one.p90_ms) : F.NONE}`, level: late ? "warm" : "" },
+        { text: `p99 ${one.num ? F.ms(one.p99_ms) : F.NONE}`, line: "second" }, ...(goal ? [{ text: `goal ${F.ms(goal)}` }] : []),
       ],
       lines: [`${key}50`, `${key}99`], least: LEAST_TOP.ms, scale: F.ms,
     };
   }
 
   const goalOf = (load, name) => load.classes.find((one) => one.name === "default")?.[name] || 0;
+
+  // How it stands, in a line: each pool, and what is wrong.
+  function summary(load) {
+    const parts = ["prefill", "decode"].map((role) => {
+      const pool = load.workers.filter((one) => one.role === role), ready = pool.filter((one) => one.state === "ready").length;
+      const level = ready && ready === pool.length ? "good" : ready ? "warm" : pool.length ? "bad" : "";
+      return { text: pool.length ? `${F.whole(ready)} of ${F.whole(pool.length)} ${role} workers ready` : `no ${role} workers`, level };
+    });
+    const met = [F.worst(load, "ttft"), F.worst(load, "tpot")].filter((share) => share !== null);
+    if (met.length) {
+      const isMissed = Math.min(...met) < (load.plan?.quantile ?? 0.95);
+      parts.push({ text: isMissed ? "goals are missed" : "goals are met", level: isMissed ? "bad" : "good" });
+    }
+    if (load.stages.queue) parts.push({ text: `${F.whole(load.stages.queue)} ${load.stages.queue === 1 ? "request waits" : "requests wait"}`, level: "warm" });
+    if (load.plan?.unmet) parts.push({ text: "the plan cannot meet the goals", level: "bad" });
+    return parts;
+  }
 
   function all(load) {
     const { rates, transfer, exposed_transfer: exposed } = load.traffic, point = F.sample(load);
@@ -65,6 +82,6 @@ const Cards = (() => {
   // What a screen reader says of the chart.
   const labelOf = (card, top) => `${card.name}: ${card.value}, ${card.details.map((one) => one.text).join(", ")}; the chart's top is ${card.scale(top)}`;
 
-  return { all, topOf, labelOf };
+  return { all, summary, topOf, labelOf };
 })();
 if (typeof module !== "undefined") module.exports = Cards;

@@ -1,0 +1,54 @@
+"""The request for a new batch, as OpenAI has it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from router.batch.lines import PATHS
+from router.request.paths import EMBEDDINGS_PATH, GENERATING
+
+ENDPOINTS: Final = tuple(path for path in (*PATHS, EMBEDDINGS_PATH) if path in GENERATING)
+"""What a batch may ask: the endpoints that this router has and that answer without a stream."""
+MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+MAX_FILE_ID_CHARS = 200
+LEAST_RESULT_S, MOST_RESULT_S = 3600, 30 * 86_400
+WINDOW: Final = "24h"
+WINDOW_S = 86_400.0
+
+
+class ResultExpiry(BaseModel):
+    """How long the files of results are kept, from when they are made."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=LEAST_RESULT_S, le=MOST_RESULT_S)
+
+
+class NewBatch(BaseModel):
+    """`POST /v1/batches`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    input_file_id: Annotated[str, Field(max_length=MAX_FILE_ID_CHARS)] = Field(
+        description="an uploaded file with a request a line"
+    )
+    endpoint: str = Field(description=f"where all its requests go: {', '.join(ENDPOINTS)}")
+    completion_window: Literal["24h"] = Field(description="how long the batch may take; the rest of it then expires")
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_PAIRS)] | None = None
+    output_expires_after: ResultExpiry | None = None
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_served(cls, endpoint: str) -> str:
+        if endpoint not in ENDPOINTS:
+            raise ValueError(f"must be one of {', '.join(ENDPOINTS)}")
+        return endpoint
+
+    @field_validator("metadata")
+    @classmethod
+    def _is_short(cls, metadata: dict[str, str] | None) -> dict[str, str] | None:
+        for key, value in (metadata or {}).items():
+            if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS:
+                raise ValueError(f"keys may have {MAX_KEY_CHARS} characters, values {MAX_VALUE_CHARS}")
+        return metadata

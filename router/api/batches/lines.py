@@ -1,0 +1,191 @@
+"""The lines of a batch's input: read from the store in pieces, and checked before anything is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from common.errors import ModelNotFound
+from router.batch.lines import MAX_ID_CHARS, MAX_SHOWN_CHARS
+from router.store.file_record import BatchProblem
+from router.store.files import FileStore
+
+READ_BYTES = 256 * 1024
+LINES_A_TURN = 32
+"""Lines that are parsed before other tasks of the event loop have their turn."""
+ENVELOPE_BYTES = 4096
+"""What a line may have beside the body of its request."""
+MAX_PROBLEMS = 100
+"""Faults that a failed batch names."""
+
+
+class FaultyLine(Exception):
+    """A line that makes its batch invalid."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+    def problem(self, number: int) -> BatchProblem:
+        return BatchProblem(self.code, str(self), number, self.param)
+
+
+class _Line(msgspec.Struct):
+    custom_id: Any = None
+    method: Any = None
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class _Body(msgspec.Struct):
+    model: Any = None
+    stream: Any = None
+    background: Any = None
+    service_tier: Any = None
+    request_class: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputLine:
+    """Line `number`: `body` goes to the batch's endpoint. `names_class`: it says itself which class it is of."""
+
+    number: int
+    custom_id: str
+    body: bytes
+    model: Any = None
+    names_class: bool = False
+
+
+@dataclass
+class InputReport:
+    """What a look at all lines found; the `model` is that of all lines, None where they name several."""
+
+    num_lines: int = 0
+    models: set[str] = field(default_factory=set)
+    problems: list[BatchProblem] = field(default_factory=list)
+
+    @property
+    def model(self) -> str | None:
+        return next(iter(self.models)) if len(self.models) == 1 else None
+
+
+def parse_line(number: int, line: bytes, endpoint: str) -> InputLine:
+    """A line as a request to `endpoint`. Raises FaultyLine. The body itself is checked when it is answered."""
+    try:
+        fields = msgspec.json.decode(line, type=_Line)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
+        raise FaultyLine("invalid_json_line", f"this line is no JSON object: {error}") from error
+    name = fields.custom_id
+    if name is None:
+        raise FaultyLine("missing_required_parameter", "custom_id is required", "custom_id")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARS:
+        raise FaultyLine("invalid_request", f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters", "custom_id")
+    if fields.method != "POST":
+        raise FaultyLine("invalid_method", f"method is {_shown(fields.method)}, and must be POST", "method")
+    if fields.url != endpoint:
+        raise FaultyLine("url_mismatch", f"url is {_shown(fields.url)}, and the batch's endpoint {endpoint!r}", "url")
+    return _with_body(number, name, bytes(fields.body))
+
+
+def _with_body(number: int, name: str, body: bytes) -> InputLine:
+    if not body:
+        raise FaultyLine("missing_required_parameter", "body is required", "body")
+    try:
+        fields = msgspec.json.decode(body, type=_Body)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
+        raise FaultyLine("invalid_request", "body must be a JSON object", "body") from error
+    for param in ("stream", "background"):
+        if getattr(fields, param):
+            raise FaultyLine(
+                "invalid_request", f"a request of a batch has its answer whole, without {param}", f"body.{param}"
+            )
+    names_class = fields.service_tier is not None or fields.request_class is not None
+    return InputLine(number, name, body, fields.model, names_class)
+
+
+async def lines_of(store: FileStore, file_id: str, max_bytes: int) -> AsyncGenerator[tuple[int, bytes | None], None]:
+    """The lines of a file that are not empty, with their numbers from 1 on; None for one of more than `max_bytes`.
+
+    Raises StoreFailed.
+    """
+    number, after, parts, size = 1, -1, [b""], 0
+    while True:
+        pieces = await store.read(file_id, after, READ_BYTES)
+        for after, piece in pieces:  # noqa: B007 (the last number is where the next read begins)
+            *ended, rest = piece.split(b"\n")
+            for i, part in enumerate(ended):
+                whole = b"".join((*parts, part)) if size + len(part) <= max_bytes else None
+                parts, size = [], 0
+                if whole is None or whole.strip():
+                    yield number, whole
+                number += 1
+                if i % LINES_A_TURN == 0:
+                    await asyncio.sleep(0)
+            size += len(rest)
+            parts = [*parts, rest] if size <= max_bytes else []
+        if not pieces:
+            break
+    if size > max_bytes:
+        yield number, None
+    elif last := b"".join(parts).strip():
+        yield number, last
+
+
+async def judge(
+    lines: AsyncIterator[tuple[int, bytes | None]],
+    endpoint: str,
+    check_model: Callable[[Any], str],
+    *,
+    max_lines: int,
+    max_bytes: int,
+    stopped: Callable[[], bool],
+) -> InputReport:
+    """Look at all lines, until `stopped` or as many faults as are shown. `check_model` raises ModelNotFound."""
+    report, known = InputReport(), set()
+    async for number, line in lines:
+        report.num_lines += 1
+        if stopped():
+            return report
+        if report.num_lines > max_lines:
+            text = f"the file has more than {max_lines:,} requests, the most of a batch"
+            report.problems = [BatchProblem("too_many_tasks", text, number)]
+            return report
+        try:
+            if line is None:
+                raise FaultyLine("invalid_request", f"this line has more than {max_bytes:,} bytes")
+            request = parse_line(number, line, endpoint)
+            mark = hashlib.blake2b(request.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            if mark in known:
+                raise FaultyLine(
+                    "duplicate_custom_id",
+                    f"custom_id {_shown(request.custom_id)} is that of another line, and must be unique",
+                    "custom_id",
+                )
+            known.add(mark)
+            report.models.add(_model_of(request, check_model))
+        except FaultyLine as fault:
+            report.problems.append(fault.problem(number))
+            if len(report.problems) >= MAX_PROBLEMS:
+                return report
+    if not report.num_lines:
+        report.problems.append(BatchProblem("empty_file", "the file has no requests"))
+    return report
+
+
+def _model_of(request: InputLine, check_model: Callable[[Any], str]) -> str:
+    if request.model is not None and not isinstance(request.model, str):
+        raise FaultyLine("invalid_request", "model must be a text", "body.model")
+    try:
+        return check_model(request.model)
+    except ModelNotFound as unknown:
+        raise FaultyLine("model_not_found", unknown.message, "body.model") from unknown
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "…"

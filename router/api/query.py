@@ -1,0 +1,58 @@
+"""What endpoints read of a request beside its body: query parameters, in OpenAI's shape of errors, and its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import InvalidRequest
+from router.auth.visit import Visit
+
+MAX_SHOWN_CHARS = 40
+
+
+def parameters(**names: dict[str, Any]) -> dict[str, Any]:
+    """Query parameters for the schema: endpoints read them themselves, so that errors have OpenAI's shape."""
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in names.items()]}
+
+
+def owner_of(request: Request) -> str:
+    """The name of the request's key."""
+    visit: Visit = request.state.visit
+    return visit.key.name
+
+
+def flag(asked: Mapping[str, str], name: str) -> bool:
+    """A parameter that is true or false. Raises InvalidRequest."""
+    value = asked.get(name, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise InvalidRequest(f"{name}: must be true or false (got {value[:MAX_SHOWN_CHARS]!r})", param=name)
+    return value in ("true", "1")
+
+
+def number(asked: Mapping[str, str], name: str, *, default: int, least: int, most: int) -> int:
+    """A parameter that is a whole number. Raises InvalidRequest."""
+    text = asked.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
+        shown = text[:MAX_SHOWN_CHARS]
+        raise InvalidRequest(f"{name}: must be a whole number from {least:,} to {most:,} (got {shown!r})", param=name)
+    return int(text)
+
+
+def order_of(asked: Mapping[str, str]) -> str:
+    """`order`: asc or desc. Raises InvalidRequest."""
+    order = asked.get("order") or "desc"
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order: must be asc or desc (got {order[:MAX_SHOWN_CHARS]!r})", param="order")
+    return order
+
+
+def json_answer(body: object) -> Response:
+    """What `orjson` makes of an answer."""
+    return Response(orjson.dumps(body), media_type="application/json")

@@ -1,0 +1,111 @@
+"""Which of a router's models a request gets: every endpoint asks here.
+
+asked name ── Catalog ──> the models that may answer it ── ready? ──> candidates, the best first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from common.errors import Unavailable
+from router.auth.keys import ANONYMOUS, ApiKey
+from router.models.catalog import Catalog
+from router.streams.client import RETRY_AFTER_S
+
+
+class Served(Protocol):
+    """One model, as far as the choice among models goes."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def able(self) -> tuple[bool, str]:
+        """Whether it would answer a request now, and what is missing."""
+        ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
+S = TypeVar("S", bound=Served)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCandidates(Generic[S]):
+    """The model that a request is for, and those of it and its fallbacks that may answer now, the best first."""
+
+    first: S
+    usable: tuple[S, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownModel(Generic[S]):
+    """What a list of models says of one name. `service`: the model that it stands for; None for a split.
+
+    `ready`: whether a worker would answer now. Every model that it stands for takes `max_model_len` tokens.
+    """
+
+    name: str
+    service: S | None
+    ready: bool
+    max_model_len: int
+
+
+class Models(Generic[S]):
+    """The models of a router: `services` by their names, the default one first. The `catalog` may be replaced."""
+
+    def __init__(self, catalog: Catalog, services: Mapping[str, S]) -> None:
+        self.catalog, self.services = catalog, services
+
+    def candidates(self, asked: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates[S]:
+        """The models to try for a request: those with ready workers, and behind them one that waits for workers.
+
+        `requester` is whom splits draw for. Raises ModelNotFound, Forbidden, and Unavailable when none of them has a
+        worker and none may wait for one.
+        """
+        chain = self.catalog.chain(asked, key, requester)
+        if len(chain) == 1 and self.catalog.entries[chain[0]].holds:
+            return ModelCandidates(only := self.services[chain[0]], (only,))
+        able = {name: self.services[name].able for name in chain}
+        ready = [name for name in chain if able[name][0]]
+        holding = [name for name in chain if not able[name][0] and self.catalog.entries[name].holds]
+        first = chain[0]
+        if usable := tuple(self.services[name] for name in (*ready, *holding[:1])):
+            return ModelCandidates(self.services[first], usable)
+        raise Unavailable(f"model {first!r}: {able[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
+
+    def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> S:
+        """The model for what needs no worker, such as tokenizing. Raises ModelNotFound, Forbidden."""
+        return self.services[self.catalog.chain(asked, key)[0]]
+
+    def name_of(self, asked: str | None, own: str) -> str:
+        """The name that an answer of the model `own` has: as asked, or of the model where another name stands for it.
+
+        Raises ModelNotFound for an unknown name.
+        """
+        if asked is None or asked == own:
+            return own
+        self.catalog.chain(asked)
+        return asked if asked in self.catalog.own_names(own) else own
+
+    def listed(self, key: ApiKey = ANONYMOUS) -> list[ShownModel[S]]:
+        """What clients with this key may ask for now. A model that waits for no worker is there while one is ready."""
+        able = {name: service.able[0] for name, service in self.services.items()}
+        shown = [self._shown(name, able) for name in (one.name for one in self.catalog.listed(key))]
+        return [one for one in shown if one.ready or self._holds(one.name)]
+
+    def shown(self, asked: str, key: ApiKey = ANONYMOUS) -> ShownModel[S]:
+        """One name of the list. Raises ModelNotFound, Forbidden."""
+        self.catalog.chain(asked, key)
+        return self._shown(asked, {name: self.services[name].able[0] for name in self.catalog.targets(asked)})
+
+    def _holds(self, name: str) -> bool:
+        return any(self.catalog.entries[model].holds for model in self.catalog.targets(name))
+
+    def _shown(self, name: str, able: Mapping[str, bool]) -> ShownModel[S]:
+        services = [self.services[model] for model in self.catalog.targets(name)]
+        shortest = min(service.max_model_len for service in services)
+        ready = any(able[service.model_name] for service in services)
+        return ShownModel(name, services[0] if self.catalog.is_model(name) else None, ready, shortest)

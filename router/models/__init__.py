@@ -1,0 +1,1 @@
+"""Which models a router serves, under which names, and which of them a request gets."""

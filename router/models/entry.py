@@ -1,0 +1,43 @@
+"""What an operator says of one model, and of a name that stands for several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from router.auth.keys import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A model to serve. `model` is what `--model` takes, `name` what clients call it; "": the model's own name.
+
+    Requests for it go to the next of its `fallbacks` while it has no ready worker, or no room. Without `holds` they get
+    503 at once while it has no ready worker, instead of waiting for one. All keys together have its `limits`.
+    `tool_parser` and `reasoning` are those of the router unless they are given.
+    """
+
+    model: str
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    holds: bool = True
+    limits: Limits = Limits()
+    tool_parser: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A name whose requests are divided among models: each model's `weights` is its share."""
+
+    name: str
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTable:
+    """All models of a router, the default one first, and its splits."""
+
+    models: tuple[ModelEntry, ...]
+    splits: tuple[Split, ...] = ()

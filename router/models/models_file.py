@@ -1,0 +1,157 @@
+"""The file of `--models-file`: TOML, one `[[model]]` table for each model, the default one first.
+
+[[model]]
+model = "org/small"            # as --model takes it; the rest is optional
+name = "small"                 # as clients call it
+aliases = ["fast"]
+fallbacks = ["large"]          # models for its requests while it has no ready worker, or no room
+hold = true                    # false: 503 at once while it has no ready worker, instead of a wait for one
+requests_per_minute = 600      # of all keys together
+tokens_per_minute = 1000000
+concurrent_requests = 64
+tool_parser = "hermes"         # of this model, if not that of --tool-parser
+reasoning = "none"             # likewise
+
+[[split]]
+name = "chat"
+weights = { small = 95, large = 5 }
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from common.config import RouterConfig
+from common.errors import ConfigError
+from router.auth.key_file import LIMITS, MAX_LIMIT
+from router.auth.keys import Limits
+from router.models.catalog import FIELD
+from router.models.entry import ModelEntry, ModelTable, Split
+
+MAX_FILE_BYTES = 1024 * 1024
+MAX_MODELS = 64
+"""Each has a tokenizer in memory, and tasks and sockets of its own."""
+MAX_SPLITS = 256
+MAX_NAMES = 64
+"""Aliases, fallbacks or weights of one entry."""
+NAME = re.compile(r"[!-~]{1,256}")
+MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", *LIMITS, "tool_parser", "reasoning")
+SPLIT_FIELDS = ("name", "weights")
+
+
+def table_of(config: RouterConfig) -> ModelTable:
+    """The models that a router's settings name: those of its file, or of `--model` and `--more-models`.
+
+    Raises ConfigError.
+    """
+    if config.models_file:
+        return read_models(config.models_file)
+    first = ModelEntry(config.model, config.served_model_name)
+    return ModelTable((first, *(ModelEntry(model) for model in config.more_models)))
+
+
+def read_models(path: str) -> ModelTable:
+    """The models of a file. Raises ConfigError that names the table and the field."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(FIELD, path, f"a file that can be read ({error.strerror})") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(FIELD, path, f"a file of at most {MAX_FILE_BYTES:,} bytes")
+    try:
+        table = tomllib.loads(data.decode("utf-8-sig"))
+    except ValueError as error:
+        raise ConfigError(FIELD, path, f"a valid TOML file ({error})") from error
+    if unknown := sorted(table.keys() - {"model", "split"}):
+        raise ConfigError(FIELD, path, f"only [[model]] and [[split]] tables, not {unknown[0]!r}")
+    models = [_model(one) for one in _tables(path, table, "model", MAX_MODELS)]
+    if not models:
+        raise ConfigError(FIELD, path, "at least one [[model]] table")
+    return ModelTable(tuple(models), tuple(_split(one) for one in _tables(path, table, "split", MAX_SPLITS)))
+
+
+class _Table:
+    """One table of the file; its methods give checked values."""
+
+    def __init__(self, path: str, where: str, values: Mapping[str, Any]) -> None:
+        self._path, self._where, self._values = path, where, values
+
+    def only(self, fields: tuple[str, ...]) -> None:
+        for field in self._values:
+            if field not in fields:
+                self.refuse(field, f"only {', '.join(fields)}")
+
+    def text(self, field: str, *, needed: bool = False) -> str:
+        value = self._values.get(field, "")
+        if not isinstance(value, str) or (value or needed) and not NAME.fullmatch(value):
+            self.refuse(field, "a name of up to 256 printable ASCII characters without spaces")
+        return value
+
+    def names(self, field: str) -> tuple[str, ...]:
+        value = self._values.get(field, [])
+        fits = isinstance(value, list) and len(value) <= MAX_NAMES
+        if not fits or not all(isinstance(one, str) and NAME.fullmatch(one) for one in value):
+            self.refuse(field, f"a list of up to {MAX_NAMES} names")
+        return tuple(value)
+
+    def flag(self, field: str, *, default: bool) -> bool:
+        value = self._values.get(field, default)
+        if not isinstance(value, bool):
+            self.refuse(field, "true or false")
+        return value
+
+    def limit(self, field: str) -> int:
+        value = self._values.get(field, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LIMIT:
+            self.refuse(field, "a whole number from 0 (no limit)")
+        return value
+
+    def weights(self, field: str) -> dict[str, float]:
+        value = self._values.get(field)
+        if not isinstance(value, dict) or not 0 < len(value) <= MAX_NAMES:
+            self.refuse(field, f"a table of up to {MAX_NAMES} models such as {{ small = 95, large = 5 }}")
+        found: dict[str, float] = {}
+        for name, weight in value.items():
+            fits = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
+            if not fits or not 0 <= weight <= MAX_LIMIT:
+                self.refuse(f"{field}.{name}", "a number from 0")
+            found[name] = float(weight)
+        if not any(found.values()):
+            self.refuse(field, "at least one number above 0")
+        return found
+
+    def refuse(self, field: str, allowed: str) -> NoReturn:
+        raise ConfigError(FIELD, self._path, f"{self._where}, {field}: {allowed}")
+
+
+def _tables(path: str, table: Mapping[str, Any], kind: str, most: int) -> list[_Table]:
+    entries = table.get(kind, [])
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        raise ConfigError(FIELD, path, f"[[{kind}]] tables")
+    if len(entries) > most:
+        raise ConfigError(FIELD, path, f"at most {most} [[{kind}]] tables, not {len(entries):,}")
+    return [_Table(path, f"{kind} {number}", one) for number, one in enumerate(entries, 1)]
+
+
+def _model(table: _Table) -> ModelEntry:
+    table.only(MODEL_FIELDS)
+    return ModelEntry(
+        model=table.text("model", needed=True),
+        name=table.text("name"),
+        aliases=table.names("aliases"),
+        fallbacks=table.names("fallbacks"),
+        holds=table.flag("hold", default=True),
+        limits=Limits(**{field: table.limit(field) for field in LIMITS}),
+        tool_parser=table.text("tool_parser"),
+        reasoning=table.text("reasoning"),
+    )
+
+
+def _split(table: _Table) -> Split:
+    table.only(SPLIT_FIELDS)
+    return Split(table.text("name", needed=True), table.weights("weights"))

@@ -1,0 +1,91 @@
+"""One model of a router with all that it has of its own: workers, tokenizer, metrics, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from common.config import RouterConfig
+from common.model_files.files import ModelFiles
+from common.model_files.task import served_task
+from router.dispatch.dispatcher import Dispatcher
+from router.generation.service import ServingClient
+from router.observe.measured_client import MeasuredClient
+from router.observe.metrics import ENGINE, RouterMetrics
+from router.observe.plan_metrics import PlanCollector
+from router.observe.pool_metrics import PoolCollector
+from router.observe.slo import SLOWindow
+from router.planner.load.window import LoadWindow
+from router.planner.loop import Outlook, PlanLoop, scaler_of
+from router.planner.sizing_forecaster import SizingForecaster
+from router.policy.routing import RoutingPolicy
+from router.text.text_pipeline import TextPipeline
+from router.text.text_threads import TextThreads
+
+
+class ServedModel:
+    """Owned by the router's event loop: `start`, serve, `close`."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        files: ModelFiles,
+        threads: TextThreads,
+        *,
+        policy: RoutingPolicy | None = None,
+        front: RouterMetrics | None = None,
+        models: Collection[str] = (),
+    ) -> None:
+        """`config` names this model alone. `front`: the metrics of a router of several models, whose census sends it
+        the workers that serve one of these `models`. Raises ModelError, and ConfigError for a file of a setting or
+        where there are no workers of the role that the model's task needs.
+        """
+        needed = served_task(files, config.task).needed
+        config.check_workers(needed)
+        self.config, self.files = config, files
+        self.name = config.served_model_name or files.model_id
+        self.text = TextPipeline.from_files(files, threads=threads)
+        if self.text.grammars is not None and files.eos_token_ids:
+            self.text.grammars.start()
+        splits = SizingForecaster.of(config)
+        self.dispatcher = Dispatcher(config, policy=policy, splits=splits, needed=needed, models=models)
+        self.metrics = RouterMetrics(self.name, self.dispatcher.load, front=front)
+        window = SLOWindow.of(config.classes)
+        labels = {"model_name": self.name, "engine": ENGINE}
+        self.metrics.registry.register(PoolCollector(self.dispatcher, window, labels))
+        load = LoadWindow(config.slo_quantile)
+        self._plans = config.planner != "off"
+        measures = window.has_goals or self._plans
+        self.client: ServingClient = self.dispatcher
+        if measures:
+            self.client = MeasuredClient(self.dispatcher, window, load=load)
+        self.planning = PlanLoop(
+            config,
+            load,
+            lambda: self.dispatcher.fleet.registry.workers.values(),
+            lambda: self.dispatcher.demand(window.tpot_s).held,
+            scaler_of(config),
+            has_prefill=self.dispatcher.core.has_prefill,
+        )
+        self.metrics.registry.register(PlanCollector(lambda: self.planning.outlook, labels))
+
+    @property
+    def outlook(self) -> Outlook | None:
+        """The planner's latest look."""
+        return self.planning.outlook
+
+    @property
+    def failure(self) -> str:
+        """Why the process must be restarted; "" while it is sound."""
+        return self.dispatcher.fleet.failure or self.planning.failure
+
+    async def start(self) -> None:
+        """Connect to the workers; returns at once."""
+        await self.dispatcher.start()
+        if self._plans:
+            self.planning.start()
+
+    async def close(self) -> None:
+        """End the plan, all requests and all sockets."""
+        await self.planning.close()
+        await self.dispatcher.close()
+        self.text.close()

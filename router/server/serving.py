@@ -1,0 +1,228 @@
+"""All that a router serves: one model, or several behind one front door.
+
+one       app ── Service ── ServedModel ── workers
+several   app ── front Service ── Models ──┬─ Service ── ServedModel ── workers of a <─┐
+                 EveryModel (load, ready)  └─ Service ── ServedModel ── workers of b <─┴─ ModelCensus
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from fastapi import FastAPI
+
+from common.config import RouterConfig
+from common.errors import ConfigError
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
+from router.auth.watch import FileWatch
+from router.fleet.census import ModelCensus
+from router.generation.choices.tracing import Tracing
+from router.generation.models import Models
+from router.generation.service import Service, ServingClient
+from router.models.catalog import FIELD, Catalog
+from router.models.entry import ModelEntry
+from router.models.models_file import table_of
+from router.observe.metrics import ENGINE, RouterMetrics
+from router.observe.pool_metrics import DiscoveryCollector
+from router.planner.loop import Outlook
+from router.policy.routing import RoutingPolicy
+from router.server.app import build_app
+from router.server.every_model import EveryModel
+from router.server.served_model import ServedModel
+from router.siblings.part import RouterPart
+from router.text.text_pipeline import TextPipeline
+from router.text.text_threads import MAX_PENDING, TextThreads
+
+NO_MODEL = ""
+"""The name of a model in metrics of what belongs to none: connections, keys, requests that were refused unread."""
+
+
+class Serving:
+    """Owned by the router's event loop: `start`, serve `app`, `close`."""
+
+    def __init__(
+        self, config: RouterConfig, policy: RoutingPolicy | None = None, part: RouterPart | None = None
+    ) -> None:
+        """Without a `policy`, the usual one routes. `part`: which process of a router this is, of several.
+
+        Raises ModelError and ConfigError.
+        """
+        watch = FileWatch([config.models_file]) if config.models_file else None  # before the file is read
+        table = table_of(config)
+        if len(table.models) > 1 and config.planner == "kubernetes":
+            allowed = "off or advice with several models; to scale their Deployments, a router for each model"
+            raise ConfigError("planner", config.planner, allowed)
+        if len(table.models) > 1 and part is not None:
+            raise ConfigError("router_processes", part.count, "1 with several models")
+        self._config, self._table = config, table
+        files = [resolve_model(entry.model, progress=False, weights=False) for entry in table.models]
+        self.catalog = Catalog(table, [one.model_id for one in files])
+        threads = TextThreads(config.tokenizer_threads, MAX_PENDING * len(files))
+        self.tracing = Tracing.of(config)
+        self.census: ModelCensus | None = None
+        entries = self.catalog.entries.items()
+        configs = [of_model(config, name, entry) for name, entry in entries]
+        if len(files) == 1:
+            self.models: tuple[ServedModel, ...] = (ServedModel(configs[0], files[0], threads, policy=policy),)
+            self.app = app_of_one(self.catalog, self.models[0], lambda: self.failure, self.tracing, part)
+        else:
+            front = RouterMetrics(NO_MODEL, None)
+            names = [frozenset((own.model_id, entry.model)) for own, (_, entry) in zip(files, entries, strict=True)]
+            self.models = tuple(
+                ServedModel(one, own, threads, policy=policy, front=front, models=known)
+                for one, own, known in zip(configs, files, names, strict=True)
+            )
+            self.census = self._census(config, names, front)
+            self.app = app_of_several(config, self.catalog, self.models, front, lambda: self.failure, self.tracing)
+
+        if watch is not None:
+            service: Service = self.app.state.service
+            service.gate.also_watch(FIELD, watch, self._read_anew)
+
+    async def start(self) -> None:
+        """Connect to the workers; returns at once."""
+        for model in self.models:
+            await model.start()
+        if self.census is not None:
+            await self.census.start()
+
+    async def close_workers(self) -> None:
+        """Fail all requests and close every socket to workers."""
+        if self.census is not None:
+            await self.census.close()
+        await asyncio.gather(*(model.dispatcher.close() for model in self.models))
+
+    async def close(self) -> None:
+        """End everything."""
+        await self.close_workers()
+        for model in self.models:
+            await model.close()
+        if self.tracing is not None:
+            self.tracing.close()
+
+    @property
+    def failure(self) -> str:
+        """Why the process must be restarted; "" while it is sound."""
+        found = [model.failure for model in self.models]
+        if self.census is not None:
+            found.append(self.census.failure)
+        return next(filter(None, found), "")
+
+    async def _read_anew(self) -> None:
+        """Take what the file says now of the same models. Raises ConfigError."""
+        table = table_of(self._config)
+        before = [same_model(entry) for entry in self._table.models]
+        if before != [same_model(entry) for entry in table.models]:
+            allowed = "the same models, names, tool_parser and reasoning, in the same order; a restart takes others"
+            raise ConfigError(FIELD, self._config.models_file, allowed)
+        self.catalog = Catalog(table, [model.files.model_id for model in self.models])
+        service: Service = self.app.state.service
+        service.models.catalog = self.catalog
+        service.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
+
+    def _census(self, config: RouterConfig, names: Sequence[frozenset[str]], metrics: RouterMetrics) -> ModelCensus:
+        known = {own: model.name for model, names_of in zip(self.models, names, strict=True) for own in names_of}
+        fleets = {model.name: model.dispatcher.fleet for model in self.models}
+        census = ModelCensus(config, known, {name: fleet.reconcile for name, fleet in fleets.items()})
+        for fleet in fleets.values():
+            fleet.on_stranger = census.on_stranger
+            fleet.registry.explain = census.explain
+        if census.source is not None:
+            labels = {"model_name": NO_MODEL, "engine": ENGINE}
+            metrics.registry.register(DiscoveryCollector(census.source.status, labels))
+        return census
+
+
+class Member(Protocol):
+    """What the front door uses of one model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def client(self) -> ServingClient: ...
+    @property
+    def text(self) -> TextPipeline: ...
+    @property
+    def files(self) -> ModelFiles: ...
+    @property
+    def config(self) -> RouterConfig: ...
+    @property
+    def metrics(self) -> RouterMetrics: ...
+    @property
+    def outlook(self) -> Outlook | None: ...
+
+
+def app_of_one(
+    catalog: Catalog,
+    model: Member,
+    failure: Callable[[], str],
+    tracing: Tracing | None,
+    part: RouterPart | None = None,
+) -> FastAPI:
+    """The application of a router with one model. Raises ConfigError."""
+    app = build_app(model.client, model.text, model.files, model.config, model.metrics, failure, tracing, part)
+    service: Service = app.state.service
+    service.outlook = lambda: model.outlook
+    service.models = Models(catalog, {model.name: service})
+    service.gate.models.change({name: entry.limits for name, entry in catalog.entries.items()})
+    return app
+
+
+def app_of_several(
+    config: RouterConfig,
+    catalog: Catalog,
+    models: Sequence[Member],
+    metrics: RouterMetrics,
+    failure: Callable[[], str] = str,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """The application of a router with several models, whose `metrics` show those of all. Raises ConfigError."""
+    first, clients = models[0], {model.name: model.client for model in models}
+    every = EveryModel(clients, {model.name: model.files.max_model_len for model in models})
+    metrics.show_models([model.metrics for model in models])
+    app = build_app(every, first.text, first.files, config, metrics, failure, tracing)
+    front: Service = app.state.service
+    services = {model.name: _behind(front, model) for model in models}
+    front.models = Models(catalog, services)
+    front.gate.models.change({name: entry.limits for name, entry in catalog.entries.items()})
+    for service in services.values():
+        service.models = front.models
+    return app
+
+
+def _behind(front: Service, model: Member) -> Service:
+    """The service of one model behind the front."""
+    service = Service(
+        model.client,
+        model.text,
+        model.files,
+        model.config,
+        model.metrics,
+        front.gate,
+        tracing=front.tracing,
+        front=front,
+    )
+    service.outlook = lambda: model.outlook
+    return service
+
+
+def same_model(entry: ModelEntry) -> tuple[str, ...]:
+    """What of an entry cannot change while the router runs."""
+    return entry.model, entry.name, entry.tool_parser, entry.reasoning
+
+
+def of_model(config: RouterConfig, name: str, entry: ModelEntry) -> RouterConfig:
+    """The settings of a router as they are for one of its models."""
+    return replace(
+        config,
+        model=entry.model,
+        served_model_name=name if entry.name else "",
+        more_models=(),
+        models_file="",
+        tool_parser=entry.tool_parser or config.tool_parser,
+        reasoning=entry.reasoning or config.reasoning,
+    )

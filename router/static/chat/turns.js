@@ -1,0 +1,87 @@
+// What is seen of a conversation: a tree for each turn, from its data alone. What can be done is named by `data-do`.
+const Turns = (() => {
+  const isNode = typeof require !== "undefined";
+  const { node } = isNode ? require("../markdown/tree.js") : Tree;
+  const M = isNode ? require("../markdown/markdown.js") : Markdown;
+  const N = isNode ? require("./timings.js") : Timings;
+  const C = isNode ? require("./conversations.js") : Conversations;
+
+  const button = (name, label, text, attributes = {}) => node("button", { type: "button", "data-do": name, ...(label ? { "aria-label": label, title: label } : {}), ...attributes }, text);
+  const quiet = (name, label, text, attributes = {}) => button(name, label, text, { class: "quiet", ...attributes });
+  const onlyRead = (text) => node("span", { class: "only-read" }, text);
+
+  // {index, isEditing, isLast, isBusy, numLater, run} of `view`: `isBusy` says that an answer of the conversation is being
+  // made, `run` is that of this turn.
+  function questionNodes(turn, view) {
+    if (view.isEditing) return [editor(turn, view)];
+    const mine = node("div", { class: "mine" }, onlyRead("You: "), turn.question);
+    return [mine, node("div", { class: "under mine-buttons" },
+      view.isBusy ? null : quiet("edit", "Edit and send again", "Edit"), quiet("copy-question", "Copy your message", "Copy"))];
+  }
+
+  function editor(turn, view) {
+    const lost = view.numLater === 1 ? "The turn below goes." : `The ${N.whole(view.numLater)} turns below go.`;
+    return node("form", { class: "editor", "data-do": "resend" },
+      node("textarea", { "aria-label": "Your message", rows: "3" }, turn.question),
+      node("div", { class: "under" }, view.numLater ? node("span", { class: "note" }, lost) : null,
+        button("cancel-edit", "", "Cancel"), node("button", { type: "submit", class: "primary" }, "Send")));
+  }
+
+  function thoughtNodes(answer, isThinking) {
+    if (!answer.thought) return [];
+    const ms = answer.times?.thoughtMs ?? 0;
+    const title = isThinking ? "Thinking…" : ms ? `Thought for ${N.time(ms)}` : "What it thought";
+    return [node("details", { class: isThinking ? "thought busy" : "thought" }, node("summary", {}, title), node("p", {}, answer.thought.trim()))];
+  }
+
+  function waitingNodes(run) {
+    const dots = [0, 1, 2].map(() => node("i"));
+    if (run.pauseS) {
+      const text = `${run.problem} Asking again in ${Math.ceil(run.pauseS)} s (${run.tries} of ${run.mostTries}).`;
+      return [node("div", { class: "waiting" }, dots, node("span", {}, text))];
+    }
+    return [node("div", { class: "waiting" }, dots, node("span", {}, run.waitedMs < 1000 ? "" : `waiting for the first token, ${(run.waitedMs / 1000).toFixed(1)} s`))];
+  }
+
+  function errorNode(error, canRetry, pauseS = 0) {
+    const again = pauseS > 0 ? button("retry", "", `Try again in ${Math.ceil(pauseS)} s`, { disabled: "" }) : button("retry", "", "Try again");
+    return node("div", { class: "error" }, node("strong", {}, error.title), node("span", {}, error.message),
+      error.detail ? node("small", {}, error.detail) : null, canRetry ? again : null);
+  }
+
+  function footNode(turn, answer, view) {
+    const numbers = answer.times ? N.shown(answer.times) : [];
+    const parts = numbers.map(({ name, value, title }) => node("span", { title }, name ? `${name} ` : "", node("b", {}, value)));
+    if (answer.note) parts.push(node("span", { class: "note" }, answer.note));
+    const buttons = [
+      answer.text ? quiet("copy-answer", "Copy answer", "Copy") : null,
+      view.isLast && !view.isBusy && !answer.error ? quiet("retry", "Make another answer", "Retry") : null,
+      ...(turn.answers.length > 1 && !view.isBusy ? pager(turn) : []),
+    ];
+    return node("div", { class: "under foot" }, node("span", { class: "buttons" }, buttons), parts);
+  }
+
+  function pager(turn) {
+    const at = turn.shown, most = turn.answers.length - 1, off = (isOff) => (isOff ? { disabled: "" } : {});
+    return [quiet("answer-before", "Answer before", "‹", off(at === 0)), node("span", { class: "pager" }, `${at + 1} of ${most + 1}`),
+      quiet("answer-after", "Next answer", "›", off(at === most))];
+  }
+
+  function answerNodes(turn, view, reader) {
+    const answer = C.shownAnswer(turn), { run } = view;
+    if (!answer) return [];
+    const isThinking = Boolean(run) && !answer.text, nodes = thoughtNodes(answer, isThinking);
+    if (answer.text) nodes.push(node("div", { class: "answer" }, onlyRead("Answer: "), reader(answer.text, Boolean(run))));
+    else if (run && !answer.thought) nodes.push(...waitingNodes(run));
+    if (answer.error) nodes.push(errorNode(answer.error, view.isLast && !view.isBusy && answer.error.isRetryable, view.pauseS));
+    if (!run) nodes.push(footNode(turn, answer, view));
+    return nodes;
+  }
+
+  // The tree of a turn; `reader` is a Markdown.reader of its own.
+  const turnNode = (turn, view, reader = M.reader()) => node("article", { class: "turn", "data-turn": String(view.index), "aria-busy": String(Boolean(view.run)) },
+    questionNodes(turn, view), answerNodes(turn, view, reader));
+
+  return { turnNode, errorNode };
+})();
+if (typeof module !== "undefined") module.exports = Turns;

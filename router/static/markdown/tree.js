@@ -1,0 +1,54 @@
+// What is to be seen, as plain data, and how a document comes to show it. A node is a string or {tag, attributes, children};
+// the text of a model is only ever a string of this tree, so none of it can become markup.
+const Tree = (() => {
+  const node = (tag, attributes = {}, ...children) => ({ tag, attributes, children: children.flat().filter((one) => one !== null && one !== "") });
+  const shown = new WeakMap(); // element -> the node that it shows
+
+  // The text of a node and all below it.
+  const textOf = (one) => (typeof one === "string" ? one : one.children.map(textOf).join(""));
+
+  function write(text, data) {
+    if (text.data === data) return;
+    if (data.startsWith(text.data)) text.appendData(data.slice(text.data.length)); // what is selected stays selected
+    else text.data = data;
+  }
+
+  function describe(element, wanted, had = {}) {
+    for (const name of Object.keys(had)) if (!(name in wanted)) element.removeAttribute(name);
+    for (const [name, value] of Object.entries(wanted)) if (had[name] !== value) element.setAttribute(name, value);
+  }
+
+  function fill(element, wanted) {
+    const had = shown.get(element);
+    if (had === wanted) return;
+    describe(element, wanted.attributes, had?.attributes);
+    patch(element, wanted.children);
+    shown.set(element, wanted);
+  }
+
+  // Make the children of `parent` show `wanted`, and touch nothing that shows it already.
+  function patch(parent, wanted) {
+    wanted.forEach((one, index) => {
+      const present = parent.childNodes[index];
+      if (typeof one === "string") {
+        if (present?.nodeType === 3) write(present, one);
+        else place(parent, document.createTextNode(one), present);
+      } else if (present && shown.get(present)?.tag === one.tag) {
+        fill(present, one);
+      } else {
+        const made = document.createElement(one.tag);
+        fill(made, one);
+        place(parent, made, present);
+      }
+    });
+    while (parent.childNodes.length > wanted.length) parent.lastChild.remove();
+  }
+
+  function place(parent, made, present) {
+    if (present) present.replaceWith(made);
+    else parent.append(made);
+  }
+
+  return { node, patch, textOf };
+})();
+if (typeof module !== "undefined") module.exports = Tree;

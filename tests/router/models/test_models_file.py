@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.config import PrefillWorkerConfig, RouterConfig
+from common.config.sources import read
+from common.errors import ConfigError
+from router.auth.keys import Limits
+from router.models.entry import ModelEntry, Split
+from router.models.models_file import read_models, table_of
+
+FILE = """
+[[model]]
+model = "org/small"
+name = "small"
+aliases = ["fast"]
+fallbacks = ["large"]
+requests_per_minute = 600
+concurrent_requests = 3
+
+[[model]]
+model = "large"
+hold = false
+
+[[split]]
+name = "chat"
+weights = { small = 95, large = 5 }
+"""
+
+
+def write(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_file_of_models(tmp_path: Path) -> None:
+    table = read_models(write(tmp_path, FILE))
+    limits = Limits(requests_per_minute=600, concurrent_requests=3)
+    small = ModelEntry("org/small", "small", ("fast",), ("large",), limits=limits)
+    assert table.models == (small, ModelEntry("large", holds=False))
+    assert table.splits == (Split("chat", {"small": 95.0, "large": 5.0}),)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", r"at least one \[\[model\]\]"),
+        ("[[models]]\nmodel='a'", "not 'models'"),
+        ("[[model]]\nname='a'", "model 1, model: a name"),
+        ("[[model]]\nmodel='a'\nalias='b'", "model 1, alias: only model, name"),
+        ("[[model]]\nmodel='a'\naliases=['b c']", "model 1, aliases"),
+        ("[[model]]\nmodel='a'\nhold=1", "model 1, hold: true or false"),
+        ("[[model]]\nmodel='a'\ntokens_per_minute=-1", "model 1, tokens_per_minute"),
+        ("[[model]]\nmodel='a'\n[[split]]\nname='s'", "split 1, weights"),
+        ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=0}", "split 1, weights: at least one number above 0"),
+        ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=inf}", "split 1, weights.a: a number from 0"),
+        ("[[model]\n", "a valid TOML file"),
+    ],
+)
+def test_a_file_with_an_error_names_the_place(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_models(write(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_models(str(tmp_path / "none.toml"))
+
+
+def router_of(*flags: str, **environ: str) -> RouterConfig:
+    return read(RouterConfig, [*flags, "--decode", "tcp://127.0.0.1:1"], environ=environ)
+
+
+def test_model_given_again_is_one_more() -> None:
+    config = router_of("--model", "a", "--model", "b", "--model=c")
+    assert (config.model, config.more_models) == ("a", ("b", "c"))
+    assert [entry.model for entry in table_of(config).models] == ["a", "b", "c"]
+    assert router_of("--model", "a", "--more-models", "b", "c").more_models == ("b", "c")
+    assert router_of("--model", "a", DIPTYCH_MORE_MODELS="b,c").more_models == ("b", "c")
+
+
+def test_one_model_is_what_it_was() -> None:
+    config = router_of("--model", "a", "--served-model-name", "mine")
+    assert config.more_models == ()
+    assert table_of(config).models == (ModelEntry("a", "mine"),)
+
+
+def test_a_worker_serves_one_model() -> None:
+    with pytest.raises(ConfigError, match="given once here"):
+        read(PrefillWorkerConfig, ["--model", "a", "--model", "b"], environ={})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model", "a", "--model", "b", "--served-model-name", "c"),
+        ("--models-file", "m.toml", "--model", "a"),
+        ("--models-file", "m.toml", "--more-models", "a"),
+    ],
+)
+def test_settings_that_exclude_each_other(flags: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        router_of(*flags)
+
+
+def test_the_example_of_the_documentation_is_read(tmp_path: Path, repository: Path) -> None:
+    lines = (repository / "docs" / "operations.md").read_text(encoding="utf-8").splitlines()
+    begin = lines.index("    [[model]]")
+    end = next(number for number in range(begin, len(lines)) if lines[number] and not lines[number].startswith("    "))
+    table = read_models(write(tmp_path, "\n".join(lines[begin:end])))
+    assert [entry.name for entry in table.models] == ["small", "large"]
+    assert (table.models[0].fallbacks, table.splits[0].weights) == (("large",), {"small": 95.0, "large": 5.0})
