@@ -74,7 +74,7 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         PromptLogprobs(
             worker_id=worker_id, epoch=epoch, **name, start=1, logprobs=(TokenLogprobs(1e15, ((-1, 0.0),)),)
         ),
-        PooledOutput(worker_id=worker_id, epoch=epoch, **name, values=b"\xff" * 262_144),
+        PooledOutput(worker_id=worker_id, epoch=epoch, **name, values=b"\xff" * 8_000),
         RequestFailed(worker_id=worker_id, **name, phase="queue", message="forged", retryable=False),
         KVOpen(
             **name, worker_id=worker_id, epoch=epoch, decode_epoch=7, fingerprint="layout", num_blocks=3,

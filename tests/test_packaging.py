@@ -80,8 +80,9 @@ def test_the_wheel_holds_every_file(repository: Path, wheel: Path) -> None:
     expected = {
         str(file.relative_to(repository))
         for folder in PACKAGES
-        for pattern in ("*.py", "py.typed", "static/*", "native/*", "data/*")
+        for pattern in ("*.py", "py.typed", "static/**/*", "native/*", "data/*")
         for file in (repository / folder).rglob(pattern)
+        if file.is_file()
     }
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}

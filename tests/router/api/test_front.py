@@ -49,7 +49,7 @@ async def test_the_chat_page_learns_that_it_needs_a_key(start: Any) -> None:
     running = await start(api_key="right")
     page = (await running.http.get("/")).text
     assert page == pages.page(pages.CHAT)
-    paths = set(re.findall(r'\bask\("([^"]+)"', page))
+    paths = set(re.findall(r'"(/v1/[^"]+)"', page))
     assert paths == {"/v1/models", "/v1/chat/completions"}
     for path in paths:  # the paths for which the page shows its form
         method, body = ("GET", None) if path == "/v1/models" else ("POST", {"messages": []})

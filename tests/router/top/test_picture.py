@@ -58,7 +58,7 @@ def test_what_is_going_on() -> None:
     assert found(lines, "In flight").text == "In flight   4: 1 waiting, 0 prompt, 0 KV transfer, 3 answer"
     assert found(lines, "Tokens").text == "Tokens      20/s output, 1,200/s prompt (33 % cached)"
     assert found(lines, "KV moved").text == "KV moved    12.0 MB/s in 4 transfers/s"
-    assert found(lines, "Decode").text == "Decode      1 of 1 ready, KV blocks [|||||||||||||||     ] 75 %"
+    assert found(lines, "Decode").text == "Decode      1 of 1 ready, KV blocks  75 % [|||||||||||||||     ]"
     times = found(lines, "First token").text.split()
     assert times[3] == times[5] and int(times[3]) in range(500, 526) and times[-1] == "4"
     assert "KV transfer" in found(lines, "KV transfer").text and "ms" in found(lines, "KV transfer").text
