@@ -14,6 +14,7 @@ from common.errors import ConfigError, ModelNotFound
 from common.model_files.tiny import make_tiny_model
 from router.auth.keys import Limits
 from router.server.serving import Serving
+from router.siblings.part import RouterPart
 
 FILE = """
 [[model]]
@@ -100,3 +101,16 @@ def test_one_router_cannot_scale_the_deployments_of_several_models() -> None:
     )
     with pytest.raises(ConfigError, match="a router for each model"):
         Serving(config)
+
+
+def test_several_models_are_served_by_one_process(tmp_path: Path) -> None:
+    config = RouterConfig(model="tiny-random", more_models=("other",), decode=("tcp://127.0.0.1:1",))
+    with pytest.raises(ConfigError, match="router_processes=2 is refused: 1 with several models"):
+        Serving(config, part=RouterPart(0, 2, tmp_path))
+
+
+@pytest.mark.parametrize(("task", "missing"), [("embed", "prefill"), ("generate", "decode")])
+def test_a_model_needs_workers_of_the_role_that_its_task_needs(task: Any, missing: str) -> None:
+    other = {"embed": "decode", "generate": "prefill"}[task]
+    with pytest.raises(ConfigError, match=missing):
+        Serving(RouterConfig(model="tiny-random", task=task, **{other: ("tcp://127.0.0.1:1",)}))
