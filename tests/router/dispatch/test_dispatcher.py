@@ -34,7 +34,8 @@ async def test_both_workers_get_the_same_request(cluster, tools):
 
 async def test_timeline_names_workers_and_their_durations(cluster, tools):
     dispatcher = await cluster.start()
-    _, last = await tools.collect(dispatcher, tools.request(PROMPT))
+    # Long enough that the prefill worker is heard before the end: the decode worker may be heard first.
+    _, last = await tools.collect(dispatcher, tools.request(PROMPT, max_tokens=200))
     line = last.timeline
     assert (line.prefill_worker, line.decode_worker) == (cluster.prefill[0].worker_id, cluster.decode[0].worker_id)
     assert (line.num_attempts, line.prefill_s, line.decode_s) == (1, 0.5, 0.25)
