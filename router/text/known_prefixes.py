@@ -72,8 +72,11 @@ class KnownPrefixes:
         """What is kept."""
         return self._num_bytes
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a rendered prompt, as `Tokenizer.encode` without special tokens gives them; so it raises."""
+    def encode(self, text: str, salt: str = "") -> list[int]:
+        """The token ids of a rendered prompt, as `Tokenizer.encode` without special tokens gives them; so it raises.
+
+        Prompts of another `salt` find nothing of it: what is known shows in the time.
+        """
         if len(text) < MIN_BYTES or not self._marks:
             return self._tokenizer.encode(text, add_special_tokens=False)
         try:
@@ -81,7 +84,7 @@ class KnownPrefixes:
         except UnicodeEncodeError:
             return self._tokenizer.encode(text, add_special_tokens=False)  # which raises
         marks = sorted(self._found(data))
-        ends = _ends(data, marks)
+        ends = _ends(data, marks, salt)
         for number in range(len(ends) - 1, -1, -1):
             if (known := self._tokens_up_to(ends[number].digest)) is not None:
                 rest = self._tokenizer.encode(data[ends[number].mark :].decode(), add_special_tokens=False)
@@ -137,9 +140,10 @@ class KnownPrefixes:
                 self._num_bytes -= self._segments.popitem(last=False)[1].num_bytes
 
 
-def _ends(data: bytes, marks: Sequence[_Mark]) -> list[_End]:
-    """The ends of segments, each of which depends on the text before it alone."""
-    digest, begun, ends = blake2b(digest_size=16), 0, []
+def _ends(data: bytes, marks: Sequence[_Mark], salt: str) -> list[_End]:
+    """The ends of segments, each of which depends on the salt and the text before it alone."""
+    begun, ends = 0, []
+    digest = blake2b(blake2b(salt.encode(errors="surrogatepass")).digest(), digest_size=16)
     for number, (mark, end, _) in enumerate(marks):
         if end - begun >= SEGMENT_BYTES:
             digest.update(data[begun:end])

@@ -121,12 +121,14 @@ class TextPipeline:
         extra: Mapping[str, Any] | None = None,
         limit: int = 0,
         max_bytes: int = 0,
+        salt: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template.
 
         `continue_final_message` leaves the last message open for the model to continue; it excludes
         `add_generation_prompt`. `extra` holds further template variables. The prompt describes `functions`, by the
-        template or in words; `dialect` is that of the template, found out if it is not given. Raises as `encode` does.
+        template or in words; `dialect` is that of the template, found out if it is not given. What is known of
+        conversations of the same `salt` is not tokenised again. Raises as `encode` does.
         """
 
         def job() -> list[int]:
@@ -139,7 +141,7 @@ class TextPipeline:
                 continue_final_message=continue_final_message,
                 extra=extra,
             )
-            return self._encode(text, False, limit, max_bytes, "messages")
+            return self._encode(text, False, limit, max_bytes, "messages", salt=salt)
 
         plain = not functions and not extra  # what these add to the text is not counted
         return await self._threads.run(job, max(_num_chars(messages), 0 if plain else TINY + 1))
@@ -236,6 +238,7 @@ class TextPipeline:
         max_bytes: int,
         param: str,
         second: str | None = None,
+        salt: str | None = None,
     ) -> list[int]:
         if limit and (floor := self._floor.of(text) + self._floor.of(second or "")) > limit:
             raise ContextLengthExceeded(floor, limit, where=param, at_least=True)
@@ -245,10 +248,10 @@ class TextPipeline:
             )
         if second is not None:
             ids = self.tokenizer.encode_pair(text, second)
-        elif add_special_tokens:
-            ids = self.tokenizer.encode(text)
+        elif salt is None:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
-            ids = self._prefixes.encode(text)
+            ids = self._prefixes.encode(text, salt)
         if ids and max(ids) >= self.vocab_size:
             self.check_ids(ids, param=param)
         return ids

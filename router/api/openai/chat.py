@@ -30,10 +30,12 @@ async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, pr
     grammar = await answer_grammar(service, fields, calling)
     wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     functions = calling.functions if calling else ()
+    salt = origin.key.salt(fields.cache_salt or "")
     if fields.truncate_prompt_tokens is None:
-        token_ids = await conversation_tokens(service, fields, functions, limit=limit)
+        token_ids = await conversation_tokens(service, fields, functions, limit=limit, salt=salt)
     else:
-        whole = await conversation_tokens(service, fields, functions, max_bytes=service.max_tokenize_bytes)
+        most = service.max_tokenize_bytes
+        whole = await conversation_tokens(service, fields, functions, max_bytes=most, salt=salt)
         token_ids = truncated(whole, fields, limit, wanted or 1)
     if not token_ids:
         raise InvalidRequest("messages: the conversation makes an empty prompt", param="messages")
@@ -58,8 +60,9 @@ async def conversation_tokens(
     *,
     limit: int = 0,
     max_bytes: int = 0,
+    salt: str | None = None,
 ) -> list[int]:
-    """The tokens of the rendered conversation, which describes `functions`; limits as in `TextPipeline.encode`."""
+    """The tokens of the rendered conversation, which describes `functions`; the rest as in `TextPipeline`."""
     continued = bool(fields.continue_final_message)
     generation_prompt = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
     try:
@@ -72,6 +75,7 @@ async def conversation_tokens(
             extra=fields.template_variables if isinstance(fields, ChatRequest) else fields.chat_template_kwargs,
             limit=limit,
             max_bytes=max_bytes,
+            salt=salt,
         )
     except RecursionError as error:
         raise InvalidRequest("messages: nested too deeply", param="messages") from error

@@ -101,6 +101,16 @@ def test_a_conversation_that_goes_on_costs_what_is_new() -> None:
     assert len(text) > 8000
 
 
+def test_prompts_of_another_salt_find_nothing() -> None:
+    tokenizer = Counting(byte_level())
+    known, text = KnownPrefixes(tokenizer, "".join(MARKS)), "<s>ab ab ab<e>" * 30 + "<s>b"
+    first = known.encode(text, "a tenant")
+    for salt, num_chars in (("another", len(text)), ("", len(text)), ("a tenant", 10)):
+        tokenizer.num_chars = 0
+        assert known.encode(text, salt) == first
+        assert (tokenizer.num_chars == num_chars) if salt != "a tenant" else (tokenizer.num_chars <= num_chars)
+
+
 def test_another_beginning_is_another_conversation() -> None:
     tokenizer = Counting(byte_level())
     known = KnownPrefixes(tokenizer, "".join(MARKS))
