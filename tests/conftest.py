@@ -94,7 +94,7 @@ def no_settings_from_outside(request: pytest.FixtureRequest, monkeypatch: pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Routers store responses in the user's folder for state: not in that of whoever runs the tests."""
+    """Routers store responses in the user's folder for state: tests have one of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

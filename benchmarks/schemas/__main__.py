@@ -25,7 +25,7 @@ from common.model_files.resolve import resolve_model
 
 PROGRAM: Final = "python -m benchmarks.schemas"
 MAX_WRONG = 20
-"""Wrong answers that are told of one split."""
+"""Wrong answers of one split that the report lists."""
 QUANTILES = (0.5, 0.99)
 
 

@@ -11,7 +11,7 @@ from router.siblings.usage import KeyUsage, UsedUp
 
 
 class SharedQuota(Quota):
-    """The usage of one key, which is told to the other processes, and read of them, by `usage`.
+    """The usage of one key: `usage` shows it to the other processes, and reads theirs.
 
     `now` is of the clock that all processes of the machine share. It begins with what others, or the process before,
     saw used up.

@@ -50,7 +50,7 @@ SCOPE: Scope = {"type": "http", "http_version": "1.1", "method": "POST", "path":
 
 
 class BackgroundAnswer:
-    """One answer; `response` is what a client that asks is told now. It has `events` if its client wants a stream."""
+    """One answer; a client that polls gets `response` now. It has `events` if its client wants a stream."""
 
     def __init__(self, fields: ResponsesRequest, visit: Visit, request_log: RequestLog) -> None:
         self.fields, self.visit, self.log = fields, visit, request_log

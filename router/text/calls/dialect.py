@@ -49,7 +49,7 @@ RENDERED: Sequence[tuple[re.Pattern[str], Callable[[], CallForm]]] = [
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a served model is told of functions, and how it calls them.
+    """How a served model learns of functions from its prompt, and how it calls them.
 
     `native`: its template describes functions and writes calls, with `text_arguments` from arguments in JSON text;
     another model is told in words. Without `parses` answers are not searched for calls.
