@@ -60,7 +60,7 @@ ROOMS = {
     "kernels": ("interface", "plain", "cpu", "gpu"),
     "common": (
         "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_files", "kv", "transfer",
-        "grammar", "model", "sampling", "runner", "worker", "requests",
+        "grammar", "weight_formats", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",

@@ -14,11 +14,13 @@ from common.model.decoder import Decoder
 from common.model.gemma3 import Gemma3
 from common.model.gguf_weights import GGUFWeights
 from common.model.llama import Llama
+from common.model.quantised_safetensors import QuantisedSafetensors
 from common.model.safetensors_weights import SafetensorsWeights
 from common.model.weights import Assembler, WeightSource
 from common.model_files import config as configuration
 from common.model_files.config import ModelConfig
 from common.model_files.quantization import Quantization
+from common.model_files.quantization_config import read_quantization_config
 
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
@@ -81,7 +83,10 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
         config = configuration.from_gguf(file.metadata, vocab_size, tied, file.path)
         return config, GGUFWeights(file, config)
     path = files.config or files.weights[0].with_name("config.json")
-    return configuration.from_hf(path), SafetensorsWeights(files.weights)
+    config, quantised = configuration.from_hf(path), read_quantization_config(path)
+    if quantised is not None:
+        return config, QuantisedSafetensors(files.weights, quantised)
+    return config, SafetensorsWeights(files.weights)
 
 
 def torch_device(name: str) -> torch.device:

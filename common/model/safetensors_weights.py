@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import ModelError
+from common.weight_formats.tensors import TensorHead
 from kernels import QuantisedWeight
 
 WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
@@ -25,7 +26,7 @@ class SafetensorsWeights:
         if not paths:
             raise ModelError("the model has no *.safetensors file: give a folder with safetensors weights")
         self.label = str(paths[0].parent)
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, str]] = {}
         for path in paths:
             try:
                 file: Any = safe_open(str(path), framework="pt")
@@ -61,15 +62,25 @@ class SafetensorsWeights:
     def has_quantised(self) -> bool:
         return False
 
+    def head(self, name: str) -> TensorHead:
+        """Type and shape of a tensor, which is not read."""
+        file, stored = self._place(name)
+        view = file.get_slice(stored)
+        return TensorHead(view.get_dtype(), tuple(view.get_shape()))
+
     def read(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise ModelError(
-                f"{self.label}: no tensor {name} in its {len(self._files)} tensors: a weights file is missing "
-                "or of another model, fetch the model again"
-            )
-        file, stored = self._files[name]
+        file, stored = self._place(name)
         try:
             tensor: Tensor = file.get_tensor(stored)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{self.label}: tensor {name} cannot be read ({error}): fetch the model again") from error
         return tensor
+
+    def _place(self, name: str) -> tuple[Any, str]:
+        """The file that holds a tensor, and its name there."""
+        if name not in self._files:
+            raise ModelError(
+                f"{self.label}: no tensor {name} in its {len(self._files)} tensors: a weights file is missing "
+                "or of another model, fetch the model again"
+            )
+        return self._files[name]

@@ -128,8 +128,6 @@ class HFReader(_Reader):
             return HFReader({"model_type": "gemma3_text", **self.fields["text_config"]}, self.path).read()
         if model_type not in HF_FAMILIES:
             raise self.refuse(f"model_type {model_type!r}", ", ".join(HF_FAMILIES))
-        if self.fields.get("quantization_config"):
-            raise self.refuse("quantization_config", "float32, float16 or bfloat16 weights, or a GGUF file")
         if self.fields.get("use_bidirectional_attention"):
             raise self.refuse("use_bidirectional_attention", "causal attention")
         gemma = model_type == "gemma3_text"

@@ -1,0 +1,114 @@
+"""A `WeightSource` over safetensors files that hold quantised matrices: integers as they are, or floats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from common.errors import ModelError
+from common.model.safetensors_weights import SafetensorsWeights
+from common.model_files.quantization_config import Layout, QuantizationConfig
+from common.weight_formats.awq import AWQLayout
+from common.weight_formats.compressed_tensors import CompressedLayout
+from common.weight_formats.float8 import Float8Layout
+from common.weight_formats.gptq import GPTQLayout
+from common.weight_formats.grouped_integers import GroupedIntegers
+from common.weight_formats.mxfp4 import MXFP4Layout
+from common.weight_formats.tensors import CheckpointTensors, TensorHead
+from kernels import QuantisedWeight
+
+SUFFIX = ".weight"
+
+
+class ModuleLayout(Protocol):
+    """How the tensors of a module stand for its matrix."""
+
+    def holds(self, tensors: CheckpointTensors, module: str) -> bool:
+        """Whether they do; else the file has a plain tensor."""
+
+    def holds_integers(self, tensors: CheckpointTensors, module: str) -> bool:
+        """Of a module that is held so: whether it is read as integers, else as floats."""
+
+    def check(self, tensors: CheckpointTensors, module: str) -> None:
+        """ModelError where they do not fit together. Reads their heads only."""
+
+    def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers | Tensor:
+        """The matrix: integers with their scales, or float32."""
+
+
+def layout_of(config: QuantizationConfig) -> ModuleLayout:
+    match config.layout:
+        case Layout.GPTQ:
+            return GPTQLayout(config.zero_shift)
+        case Layout.AWQ:
+            return AWQLayout()
+        case Layout.COMPRESSED:
+            return CompressedLayout(config.block)
+        case Layout.FLOAT8:
+            return Float8Layout(config.block)
+        case Layout.MXFP4:
+            return MXFP4Layout()
+
+
+class QuantisedSafetensors(SafetensorsWeights):
+    """What the file holds decides, matrix by matrix: modules that a configuration ignores are plain tensors in it.
+
+    ModelError at once where the parts of a quantised matrix do not fit together: no weight is read for that.
+    """
+
+    def __init__(self, paths: Sequence[Path], config: QuantizationConfig) -> None:
+        super().__init__(paths)
+        self.layout = layout_of(config)
+        self.tensors = StoredTensors(self)
+        stems = (name.rpartition(".")[0] if "." in name else name for name in self._files)
+        names = (name.removesuffix("_blocks") for name in self._files)
+        self._quantised = {one for one in (*stems, *names) if self.layout.holds(self.tensors, one)}
+        if not self._quantised:
+            raise ModelError(
+                f"{self.label}: its configuration names {config.layout} weights, and none of its {len(self._files)} "
+                "tensors is one: fetch the model again"
+            )
+        for module in sorted(self._quantised):
+            self.layout.check(self.tensors, module)
+
+    def has(self, name: str) -> bool:
+        return super().has(name) or self.is_quantised(name)
+
+    def is_quantised(self, name: str) -> bool:
+        return name.removesuffix(SUFFIX) in self._quantised
+
+    @property
+    def has_quantised(self) -> bool:
+        return True
+
+    def read(self, name: str) -> Tensor:
+        if not self.is_quantised(name):
+            return super().read(name)
+        found = self.layout.read(self.tensors, name.removesuffix(SUFFIX))
+        return found.dense() if isinstance(found, GroupedIntegers) else found
+
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        module = name.removesuffix(SUFFIX)
+        if module not in self._quantised or not self.layout.holds_integers(self.tensors, module):
+            return None
+        found = self.layout.read(self.tensors, module)
+        return found.held() if isinstance(found, GroupedIntegers) else None
+
+
+class StoredTensors:
+    """The tensors as the files hold them, whatever they stand for."""
+
+    def __init__(self, files: SafetensorsWeights) -> None:
+        self._files, self.label = files, files.label
+
+    def has(self, name: str) -> bool:
+        return SafetensorsWeights.has(self._files, name)
+
+    def head(self, name: str) -> TensorHead:
+        return self._files.head(name)
+
+    def tensor(self, name: str) -> Tensor:
+        return SafetensorsWeights.read(self._files, name)

@@ -1,0 +1,147 @@
+"""How a checkpoint of safetensors holds its quantised matrices, read from config.json. No torch.
+
+What a single matrix holds, bits and groups included, its own tensors say (`common/weight_formats`): the configuration
+names the layout, and this refuses layouts that would be read wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from common.errors import ModelError
+from common.model_files.json_file import read_json
+
+
+class Layout(StrEnum):
+    """The families of tensors that stand for one matrix."""
+
+    GPTQ = "gptq"
+    AWQ = "awq"
+    COMPRESSED = "compressed-tensors"
+    FLOAT8 = "fp8"
+    MXFP4 = "mxfp4"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """`zero_shift`: what GPTQ's first layout takes from each zero point. `block`: outputs and inputs of an fp8 scale."""
+
+    layout: Layout
+    zero_shift: int = 0
+    block: tuple[int, int] | None = None
+
+
+BITS: Final = (4, 8)
+COMPRESSED_FORMATS: Final = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"),
+)
+INT_STRATEGIES: Final = ("tensor", "channel", "group")
+FLOAT_STRATEGIES: Final = ("tensor", "channel", "block")
+
+
+def read_quantization_config(path: Path) -> QuantizationConfig | None:
+    """Of a config.json; None where the checkpoint is not quantised. ModelError where it cannot be read right."""
+    fields = read_json(path, required=True)
+    text = fields.get("text_config")
+    for holder in (fields, text if isinstance(text, dict) else {}):
+        for name in ("quantization_config", "compression_config"):
+            if holder.get(name):
+                return _Reader(holder[name], path, name).read()
+    return None
+
+
+class _Reader:
+    """One `quantization_config`. Every refusal names the file, the field, its value and what is allowed."""
+
+    def __init__(self, fields: Any, path: Path, prefix: str) -> None:
+        if not isinstance(fields, dict):
+            raise ModelError(f"{path}: {prefix} is {fields!r}, expected an object: fetch the file again")
+        self.fields: Mapping[str, Any] = fields
+        self.path, self.prefix = path, prefix
+
+    def read(self) -> QuantizationConfig:
+        method = self.fields.get("quant_method")
+        if method is None and "config_groups" in self.fields:
+            method = Layout.COMPRESSED  # as early versions of compressed-tensors wrote it
+        readers: dict[Any, Callable[[], QuantizationConfig]] = {
+            "gptq": self._gptq,
+            "awq": self._awq,
+            "compressed-tensors": self._compressed,
+            "fp8": self._float8,
+            "fbgemm_fp8": self._float8,
+            "mxfp4": lambda: QuantizationConfig(Layout.MXFP4),
+        }
+        if method not in readers:
+            raise self._refusal("quant_method", method, tuple(readers))
+        return readers[method]()
+
+    def _gptq(self) -> QuantizationConfig:
+        self._allow("bits", BITS)
+        self._allow("pack_dtype", (None, "int32"))
+        self._allow("is_marlin_format", (None, False))
+        layout = self._allow("checkpoint_format", (None, "", "gptq", "gptq_v2"))
+        return QuantizationConfig(Layout.GPTQ, zero_shift=0 if layout == "gptq_v2" else 1)
+
+    def _awq(self) -> QuantizationConfig:
+        self._allow("bits" if "bits" in self.fields else "w_bit", (4,))
+        self._allow("zero_point", (True,))
+        self._allow("version", (None, "gemm", "GEMM"))
+        return QuantizationConfig(Layout.AWQ)
+
+    def _float8(self) -> QuantizationConfig:
+        self._allow("fmt", (None, "e4m3"))
+        block = self.fields.get("weight_block_size")
+        if block is None:
+            return QuantizationConfig(Layout.FLOAT8)
+        return QuantizationConfig(Layout.FLOAT8, block=self._block("weight_block_size", block))
+
+    def _compressed(self) -> QuantizationConfig:
+        self._allow("format", (None, *COMPRESSED_FORMATS))
+        sparsity = self.fields.get("sparsity_config") or {}
+        if sparsity.get("format", "dense") != "dense":
+            raise self._refusal("sparsity_config.format", sparsity["format"], ("dense",))
+        transforms = (self.fields.get("transform_config") or {}).get("config_groups")
+        if transforms:
+            raise self._refusal("transform_config.config_groups", sorted(transforms), ("none",))
+        groups = self.fields.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise self._refusal("config_groups", groups, ("an object with a group of weights at least",))
+        blocks = {self._compressed_group(f"config_groups.{name}", group) for name, group in groups.items()} - {None}
+        if len(blocks) > 1:
+            raise self._refusal("block_structure", sorted(blocks, key=str), ("one for all groups",))
+        return QuantizationConfig(Layout.COMPRESSED, block=blocks.pop() if blocks else None)
+
+    def _compressed_group(self, name: str, group: Any) -> tuple[int, int] | None:
+        """Checks a group of modules; returns the block of its scales, if they have one."""
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise self._refusal(f"{name}.weights", weights, ("an object",))
+        inner = _Reader(weights, self.path, f"{self.prefix}.{name}.weights")
+        if group.get("format") is not None:
+            _Reader(group, self.path, f"{self.prefix}.{name}")._allow("format", COMPRESSED_FORMATS)
+        kind = inner._allow("type", ("int", "float"))
+        inner._allow("num_bits", BITS if kind == "int" else (8,))
+        strategy = inner._allow("strategy", INT_STRATEGIES if kind == "int" else FLOAT_STRATEGIES)
+        return inner._block("block_structure", weights.get("block_structure")) if strategy == "block" else None
+
+    def _block(self, name: str, value: Any) -> tuple[int, int]:
+        if isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
+            return int(value[0]), int(value[1])
+        raise self._refusal(name, value, ("two positive whole numbers, such as [128, 128]",))
+
+    def _allow(self, name: str, allowed: Sequence[Any]) -> Any:
+        value = self.fields.get(name)
+        if value not in allowed or (isinstance(value, bool) and not any(value is one for one in allowed)):
+            raise self._refusal(name, value, allowed)
+        return value
+
+    def _refusal(self, name: str, value: Any, allowed: Sequence[Any]) -> ModelError:
+        choices = ", ".join("absent" if one is None else str(one) for one in allowed)
+        return ModelError(
+            f"{self.path}: {self.prefix}.{name} is {value!r}, which is not supported: use a model with {choices}, "
+            "one with float weights, or a GGUF file"
+        )

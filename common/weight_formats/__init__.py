@@ -1,0 +1,1 @@
+"""How checkpoints of safetensors hold quantised matrices: one layout a file."""
