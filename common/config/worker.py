@@ -80,8 +80,8 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     quantization: str = setting(
         "auto",
-        "how weights are kept in memory on a CPU: none (the dtype), int8, int4, or auto (as a GGUF file holds them; of "
-        "other files, and on a GPU, none)",
+        "how weights are kept in memory on a CPU: none (the dtype), int8, int4, or auto (of a quantised model as its "
+        "file holds them where there are kernels for that, else int8; of others, and on a GPU, none)",
         group="Model",
         choices=("none", "int8", "int4", "auto"),
     )

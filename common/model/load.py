@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from common.model_files.quantization_config import read_quantization_config
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
 
+log = logging.getLogger("model")
 FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma3": Gemma3}
 
 
@@ -50,7 +52,11 @@ def load_model(
     if not on_cpu and wanted is not Quantization.NONE:
         raise ModelError(f"quantization {quantization!r} runs on the CPU only: use auto or none on {device}")
     assembler = Assembler(config, source, kind, place, wanted, with_head=with_head)
-    return FAMILIES[config.family](config, assembler.assemble())
+    weights = assembler.assemble()
+    if source.has_quantised:
+        treated = ", ".join(f"{count} are {how}" for how, count in sorted(assembler.treated.items()))
+        log.info("%s holds quantised weights; of its matrices %s", files.model_id, treated)
+    return FAMILIES[config.family](config, weights)
 
 
 def load_score(files: ModelFiles, answers: tuple[int, int] | None = None, device: str = "cpu") -> Tensor:

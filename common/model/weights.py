@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -96,6 +97,8 @@ class Assembler:
     ) -> None:
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
         self.quantization, self.with_head = quantization, with_head
+        self.treated: Counter[str] = Counter()
+        """How many of the file's matrices are kept, in how many bits, or in floats."""
 
     def assemble(self) -> ModelWeights:
         config = self.config
@@ -151,13 +154,16 @@ class Assembler:
         if held and all(part is not None and quantization.takes(part.bits) for part in held):
             whole = [part for part in held if part is not None]
             if all(whole[0].matches(part) for part in whole):
+                self.treated[f"kept in {whole[0].bits} bits"] += len(parts)
                 return stack(whole)
         dense = torch.empty(sum(parts.values()), columns, dtype=self._dense_dtype(quantization), device=self.device)
         self._stack(dense, parts)
         bits = quantization.bits(all(self.source.is_quantised(name) for name in parts))
-        if not bits:
-            return dense.to(self.dtype)
-        return quantise(dense, bits) or dense.to(self.dtype)
+        rounded = quantise(dense, bits) if bits else None
+        self.treated[f"rounded to {bits} bits" if rounded else f"held in {str(self.dtype).removeprefix('torch.')}"] += len(
+            parts
+        )
+        return rounded or dense.to(self.dtype)
 
     def matrix(self, name: str, *shape: int) -> Tensor:
         return self._checked(name, shape).to(device=self.device, dtype=self.dtype).contiguous()

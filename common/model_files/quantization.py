@@ -11,8 +11,8 @@ class Quantization(StrEnum):
     none   every weight in the model's dtype
     int8   8 bits, in groups of 64 (or as the file holds them)
     int4   4 bits, in groups of 32 (or as the file holds them)
-    auto   what a GGUF file holds in 4 or 8 bits stays so, its other quantised tensors get 8; float weights stay.
-           Without any such tensor, and on a GPU, it means none
+    auto   what a file holds in integers that the kernels multiply stays so, its other quantised tensors, fp8 included,
+           get 8 bits; float weights stay. Without any quantised tensor, and on a GPU, it means none
     """
 
     NONE = "none"

@@ -142,6 +142,6 @@ class _Reader:
     def _refusal(self, name: str, value: Any, allowed: Sequence[Any]) -> ModelError:
         choices = ", ".join("absent" if one is None else str(one) for one in allowed)
         return ModelError(
-            f"{self.path}: {self.prefix}.{name} is {value!r}, which is not supported: use a model with {choices}, "
-            "one with float weights, or a GGUF file"
+            f"{self.path}: {self.prefix}.{name} is {value!r}, which is not supported ({choices} would be): "
+            "use a checkpoint with float weights, or a GGUF file"
         )
