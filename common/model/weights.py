@@ -160,9 +160,8 @@ class Assembler:
         self._stack(dense, parts)
         bits = quantization.bits(all(self.source.is_quantised(name) for name in parts))
         rounded = quantise(dense, bits) if bits else None
-        self.treated[f"rounded to {bits} bits" if rounded else f"held in {str(self.dtype).removeprefix('torch.')}"] += len(
-            parts
-        )
+        how = f"rounded to {bits} bits" if rounded else f"held in {str(self.dtype).removeprefix('torch.')}"
+        self.treated[how] += len(parts)
         return rounded or dense.to(self.dtype)
 
     def matrix(self, name: str, *shape: int) -> Tensor:

@@ -28,7 +28,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """`zero_shift`: what GPTQ's first layout takes from each zero point. `block`: outputs and inputs of an fp8 scale."""
+    """`zero_shift`: what GPTQ's first layout takes from zero points. `block`: outputs and inputs of an fp8 scale."""
 
     layout: Layout
     zero_shift: int = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from common.weight_formats.tensors import CheckpointTensors, expect

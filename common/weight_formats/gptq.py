@@ -68,9 +68,7 @@ class GPTQLayout:
         return bits, columns
 
     @staticmethod
-    def _group_of(
-        tensors: CheckpointTensors, module: str, columns: int, groups: int
-    ) -> torch.Tensor | None:
+    def _group_of(tensors: CheckpointTensors, module: str, columns: int, groups: int) -> torch.Tensor | None:
         """None where groups are of neighbours, as without activation order."""
         if not tensors.has(f"{module}.g_idx"):
             return None

@@ -60,7 +60,11 @@ class GroupedIntegers:
             return None
         times = size // group
         return QuantisedWeight(
-            self.bits, group, self.numbers, _repeated(self.scale, times), None if offset is None else _repeated(offset, times)
+            self.bits,
+            group,
+            self.numbers,
+            _repeated(self.scale, times),
+            None if offset is None else _repeated(offset, times),
         )
 
 

@@ -34,7 +34,7 @@ def pack_words(numbers: Array, bits: int, order: tuple[int, ...] = ()) -> torch.
 
 @dataclass(frozen=True)
 class Rounded:
-    """numbers 0 .. 2^bits - 1 [out, in], scale float32 and zero [out, groups], the group of each input; their values."""
+    """numbers 0 .. 2^bits - 1 [out, in], scale float32 and zero [out, groups], each input's group; their values."""
 
     numbers: Array
     scale: Array
@@ -108,7 +108,8 @@ def packed(weight: Array, bits: int, group: int, *, symmetric: bool = True, shuf
 def int8(weight: Array, *, by_row: bool) -> Any:
     made = rounded(weight if by_row else weight.reshape(1, -1), 8, weight.size, symmetric=True)
     numbers = torch.from_numpy((made.numbers - 128).astype(np.int8)).view(weight.shape)
-    return {"weight": numbers, "weight_scale": torch.from_numpy(made.scale)}, made.dense.view(weight.shape)
+    scale = torch.from_numpy(made.scale if by_row else made.scale[0])
+    return {"weight": numbers, "weight_scale": scale}, made.dense.view(weight.shape)
 
 
 def float8(weight: Array, block: tuple[int, int], scale_name: str, scale_shape: str = "") -> Any:
@@ -123,12 +124,22 @@ def float8(weight: Array, block: tuple[int, int], scale_name: str, scale_shape: 
             scale[i, j] = float(np.abs(weight[place]).max()) / 448
             stored[place] = (torch.from_numpy(weight[place]) / scale[i, j]).to(torch.float8_e4m3fn)
             dense[place] = (stored[place].float() * scale[i, j]).numpy()
-    return {"weight": stored, scale_name: scale.flatten()[0] if scale_shape == "scalar" else scale}, torch.from_numpy(dense)
+    shaped = {"scalar": scale.flatten()[0], "one": scale.flatten()}.get(scale_shape, scale)
+    return {"weight": stored, scale_name: shaped}, torch.from_numpy(dense)
 
 
 def compressed(format: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "input_activations": None}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"dynamic": False, "symmetric": True, **weights},
+        "input_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 def gptq_config(bits: int, group: int, **fields: Any) -> dict[str, Any]:
@@ -146,8 +157,8 @@ class Format:
 
 AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
-INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+FP8 = {"num_bits": 8, "type": "float"}
 
 FORMATS: dict[str, Format] = {
     "gptq int4": Format(gptq_config(4, 32), lambda w: gptq(w, 4, 32, symmetric=True), 4),
@@ -155,7 +166,9 @@ FORMATS: dict[str, Format] = {
     "gptq int8": Format(gptq_config(8, 32), lambda w: gptq(w, 8, 32, symmetric=True), 8),
     "gptq int8 with zero points": Format(gptq_config(8, 32, sym=False), lambda w: gptq(w, 8, 32, symmetric=False)),
     "gptq v2": Format(
-        gptq_config(4, 32, sym=False, checkpoint_format="gptq_v2"), lambda w: gptq(w, 4, 32, symmetric=False, v2=True), 4
+        gptq_config(4, 32, sym=False, checkpoint_format="gptq_v2"),
+        lambda w: gptq(w, 4, 32, symmetric=False, v2=True),
+        4,
     ),
     "gptq whole rows": Format(gptq_config(4, -1), lambda w: gptq(w, 4, w.shape[1], symmetric=True), 4),
     "gptq act order": Format(
@@ -175,7 +188,9 @@ FORMATS: dict[str, Format] = {
     "w4a16 act order": Format(
         compressed("pack-quantized", **INT4, group_size=32, actorder="group"), lambda w: packed(w, 4, 32, shuffled=True)
     ),
-    "w8a16": Format(compressed("pack-quantized", **INT4 | {"num_bits": 8}), lambda w: packed(w, 8, 32), 8),
+    "w8a16": Format(
+        compressed("pack-quantized", **INT4 | {"num_bits": 8}, group_size=32), lambda w: packed(w, 8, 32), 8
+    ),
     "w8a8 by channel": Format(compressed("int-quantized", **INT8), lambda w: int8(w, by_row=True), 8),
     "w8a8 by tensor": Format(
         compressed("int-quantized", **INT8 | {"strategy": "tensor"}), lambda w: int8(w, by_row=False), 8
@@ -184,7 +199,7 @@ FORMATS: dict[str, Format] = {
         compressed("float-quantized", **FP8, strategy="channel"), lambda w: float8(w, (1, 0), "weight_scale")
     ),
     "fp8 by tensor": Format(
-        compressed("float-quantized", **FP8, strategy="tensor"), lambda w: float8(w, (0, 0), "weight_scale", "scalar")
+        compressed("float-quantized", **FP8, strategy="tensor"), lambda w: float8(w, (0, 0), "weight_scale", "one")
     ),
     "fp8 by block": Format(
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 32]},
