@@ -97,7 +97,7 @@ inline i32s dot_bytes(i32s acc, i32s u, i32s s) {
     return acc + (i32s)_mm256_add_epi32(even, odd);
 }
 
-// The sums of four products of nibbles fit 16 bits.
+// The sums of four products of 6 bits by 8 fit 16 bits.
 inline i32s dot_nibbles(i32s acc, i32s u, i32s s, i32s u2, i32s s2) {
     const __m256i first = _mm256_maddubs_epi16((__m256i)u, (__m256i)s);
     const __m256i second = _mm256_maddubs_epi16((__m256i)u2, (__m256i)s2);

@@ -123,7 +123,7 @@ inline i32s dot_bytes(i32s acc, i32s u, i32s s) {
     return acc + (i32s)_mm512_add_epi32(even, odd);
 }
 
-// The sums of four products of nibbles fit 16 bits.
+// The sums of four products of 6 bits by 8 fit 16 bits.
 inline i32s dot_nibbles(i32s acc, i32s u, i32s s, i32s u2, i32s s2) {
     const __m512i first = _mm512_maddubs_epi16((__m512i)u, (__m512i)s);
     const __m512i second = _mm512_maddubs_epi16((__m512i)u2, (__m512i)s2);

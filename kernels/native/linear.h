@@ -5,22 +5,13 @@
 
 #include "bf16_12bit.h"
 #include "elementwise.h"
+#include "nibbles.h"
 
 #include <cmath>
 
 namespace diptych {
 
 constexpr int ROWS_AT_ONCE = 96;     // rows that share one pass over a panel while it is in the cache
-constexpr int PREFETCH_BYTES = 2048; // ahead of a panel that streams from memory
-constexpr int STREAMED_ROWS = 4;     // as many rows wait for memory all the time, more of them now and then
-
-// Rows as the product wants them: float32 or bf16 [rows][k]; for Q8 uint8, x = scale * (data - 128), for Q4 int8,
-// x = scale * data, with a scale for each group of k, and for Q4 the sum of the group's values.
-struct Inputs {
-    const void *data;
-    const float *scale, *sum; // [rows][k / group]
-};
-
 // Writes one row of dense weights to `to` as it was before it was packed. Python unpacks quantised ones.
 template <typename F> inline void unpack_row(F, const Weights &w, int64_t row, void *to) {
     if constexpr (!F::QUANTISED) {
@@ -45,17 +36,6 @@ inline void unpack_row(const Weights &w, int64_t row, void *to) {
 inline f32s one_of_pairs(const void *pairs, int odd) {
     const u32s both = (u32s)load_bytes(pairs);
     return as_floats(odd ? both & 0xffff0000u : both << 16);
-}
-
-template <int R, int BYTES = 2 * LINE> inline void fetch_ahead(const void *weights) {
-    if (R > STREAMED_ROWS) return;
-    const char *from = static_cast<const char *>(weights) + PREFETCH_BYTES;
-    for (int at = 0; at < BYTES; at += LINE) __builtin_prefetch(from + at);
-}
-
-template <int R> inline void copy_tile(const f32s (&from)[R][2], f32s (&to)[R][2]) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) to[r][0] = from[r][0], to[r][1] = from[r][1];
 }
 
 // multiply_tile: R rows by one panel of weights, to out[R][2]. This one is of float32 rows and weights with INPUTS = 1.
@@ -209,48 +189,7 @@ inline void multiply_tile(Q8, const Weights &w, int64_t panel, const Inputs &x, 
     copy_tile(total, out);
 }
 
-template <int R>
-inline void multiply_tile(Q4, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
-                          f32s (&out)[R][2]) {
-    const int64_t groups = w.k / w.group, octets = w.group / 8;
-    const char *weights = w.panel_of<Q4>(panel);
-    const fp16 *scale = static_cast<const fp16 *>(w.scale) + panel * groups * PANEL;
-    const fp16 *offset = static_cast<const fp16 *>(w.offset) + panel * groups * PANEL;
-    const char *rows = static_cast<const char *>(x.data) + row * w.k;
-    const float *factor = x.scale + row * groups, *sum = x.sum + row * groups;
-    const i32s low_half = splat_word("\x0f\x0f\x0f\x0f");
-    f32s total[R][2] = {};
-    for (int64_t g = 0; g < groups; g++, scale += PANEL, offset += PANEL) {
-        fetcher.step();
-        i32s acc[R][2] = {};
-        for (int64_t octet = 0; octet < octets; octet++, weights += 2 * VECTOR, rows += 8) {
-            const i32s both = load_bytes(weights), both2 = load_bytes(weights + VECTOR);
-            fetch_ahead<R>(weights);
-            const i32s low = both & low_half, high = both2 & low_half;
-            const i32s low2 = (both >> 4) & low_half, high2 = (both2 >> 4) & low_half;
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) {
-                const i32s a = splat_word(rows + r * w.k), b = splat_word(rows + r * w.k + 4);
-                acc[r][0] = dot_nibbles(acc[r][0], low, a, low2, b);
-                acc[r][1] = dot_nibbles(acc[r][1], high, a, high2, b);
-            }
-        }
-        const f32s slow = load_fp16(scale), shigh = load_fp16(scale + LANES);
-        const f32s olow = load_fp16(offset), ohigh = load_fp16(offset + LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const f32s f = splat(factor[r * groups + g]), s = splat(sum[r * groups + g]);
-            // One at a time: a sum of two products may be fused in either way, and clang chose by the number of rows.
-            total[r][0] += __builtin_convertvector(acc[r][0], f32s) * f * slow;
-            total[r][1] += __builtin_convertvector(acc[r][1], f32s) * f * shigh;
-            total[r][0] += s * olow;
-            total[r][1] += s * ohigh;
-        }
-    }
-    copy_tile(total, out);
-}
-
-// Quantises one row for Q8 or Q4 weights: x to the nearest of 127 steps on either side of zero in each group. Q8's
+// Quantises one row for quantised weights: x to the nearest of 127 steps on either side of zero in each group. Q8's
 // products take unsigned bytes: `offset` adds 128 to them.
 template <typename T>
 void quantise_row(const T *x, int64_t k, int64_t group, bool offset, uint8_t *to, float *scale, float *sum) {

@@ -101,7 +101,7 @@ inline i32s dot_bytes(i32s acc, i32s u, i32s s) {
     return acc;
 }
 
-// The same twice, u and u2 at most 15.
+// The same twice, u and u2 at most 63, s and s2 at least -127.
 inline i32s dot_nibbles(i32s acc, i32s u, i32s s, i32s u2, i32s s2) { return dot_bytes(dot_bytes(acc, u, s), u2, s2); }
 
 // acc[i] += x[2 * i] * w[2 * i] + x[2 * i + 1] * w[2 * i + 1] of bf16 numbers.

@@ -20,6 +20,10 @@ template <int64_t BITS_, int64_t INPUTS_, typename Number_, typename Input_> str
     static constexpr int ROWS = QUANTISED ? QUANTISED_ROWS : DENSE_ROWS; // of a tile at most
     typedef Number_ Number;
     typedef Input_ Input;
+
+    // Bytes of `scale` and of `offset` for a panel of quantised weights.
+    static int64_t scale_bytes(int64_t, int64_t) { return 0; }
+    static int64_t offset_bytes(int64_t, int64_t) { return 0; }
 };
 
 // [panel][k][PANEL]
@@ -37,14 +41,38 @@ struct Bf16In12Bits : FormatTraits<12, 4, void, bf16> {};
 
 // [panel][k / 4][PANEL][4] int8 q; w = scale * q, scale fp16 [panel][k / group][PANEL]. `offset` int32 of that shape is
 // -128 * sum(q), because the inputs' bytes are 128 above their values.
-struct Q8 : FormatTraits<8, 4, int8, int8> {};
+struct Q8 : FormatTraits<8, 4, int8, int8> {
+    static int64_t scale_bytes(int64_t k, int64_t group) { return k / group * PANEL * 2; }
+    static int64_t offset_bytes(int64_t k, int64_t group) { return k / group * PANEL * 4; }
+};
 
-// [panel][k / 8][PANEL][4] bytes, the first four inputs in the low halves; w = scale * q + offset, q 0 .. 15, offset
-// fp16.
-struct Q4 : FormatTraits<4, 8, void, int8> {};
+// Weights of BITS = 4, 5 or 6: w = scale * q + offset, q 0 .. 2^BITS - 1. The lower four bits lie as [panel][k / 8]
+// [PANEL][4] bytes, the first four inputs in the low halves; the rest of 32 (5 bits) or 16 inputs (6 bits) follows them
+// as [PANEL][4] bytes: see nibbles.h. Scale and offset are fp16 [panel][k / group][PANEL].
+template <int64_t BITS_> struct Nibbles : FormatTraits<BITS_, 8, void, int8> {
+    static constexpr bool STEPS = false, OFFSET_STEPS = false;
+    static int64_t scale_bytes(int64_t k, int64_t group) { return k / group * PANEL * 2; }
+    static int64_t offset_bytes(int64_t k, int64_t group) { return scale_bytes(k, group); }
+};
+typedef Nibbles<4> Q4;
+typedef Nibbles<5> Q5;
+
+// The same with scales that are small integers, steps, times a factor of BLOCK inputs, as GGUF's K-quants have them.
+// `scale` is fp16 [panel][k / BLOCK][1 or 2][PANEL], the factors of scales and of offsets; `offset` int8
+// [panel][k / group][1 or 2][PANEL], their steps. Without steps of its own (OFFSET_STEPS) an offset is -32 scales.
+constexpr int64_t BLOCK = 256;
+template <int64_t BITS_, bool OFFSET_STEPS_> struct SteppedNibbles : FormatTraits<BITS_, 8, void, int8> {
+    static constexpr bool STEPS = true, OFFSET_STEPS = OFFSET_STEPS_;
+    static int64_t scale_bytes(int64_t k, int64_t) { return k / BLOCK * PANEL * 2 * (1 + OFFSET_STEPS); }
+    static int64_t offset_bytes(int64_t k, int64_t group) { return k / group * PANEL * (1 + OFFSET_STEPS); }
+};
+typedef SteppedNibbles<4, true> Q4K;
+typedef SteppedNibbles<5, true> Q5K;
+typedef SteppedNibbles<6, false> Q6K;
+typedef SteppedNibbles<6, true> MixedK; // of Q4_K, Q5_K and Q6_K in one matrix, which it holds all
 
 // The numbers that Python names formats by: kernels/cpu/packed.py.
-enum class Format : int64_t { FLOAT32, WIDENED_BF16, WIDENED_FP16, BF16, BF16_12BIT, Q8, Q4 };
+enum class Format : int64_t { FLOAT32, WIDENED_BF16, WIDENED_FP16, BF16, BF16_12BIT, Q8, Q4, Q5, Q4K, Q5K, Q6K, MIXED_K };
 
 // Calls back with an object of the format's type.
 template <typename F> inline auto by_format(Format format, F &&call) {
@@ -55,7 +83,12 @@ template <typename F> inline auto by_format(Format format, F &&call) {
     case Format::BF16: return call(Bf16{});
     case Format::BF16_12BIT: return call(Bf16In12Bits{});
     case Format::Q8: return call(Q8{});
-    default: return call(Q4{});
+    case Format::Q4: return call(Q4{});
+    case Format::Q5: return call(Q5{});
+    case Format::Q4K: return call(Q4K{});
+    case Format::Q5K: return call(Q5K{});
+    case Format::Q6K: return call(Q6K{});
+    default: return call(MixedK{});
     }
 }
 
@@ -82,12 +115,14 @@ struct Weights {
     }
 
     void fetch(int64_t panel, Fetcher &fetcher) const {
-        const int64_t bits = by_format(format, [](auto f) { return decltype(f)::BITS; });
-        const int64_t bytes = k * PANEL * bits / 8, scales = quantised() ? k / group * PANEL * 2 : 0;
-        const int64_t offsets = format == Format::Q8 ? 2 * scales : scales;
-        fetcher.add(static_cast<const char *>(data) + panel * bytes, bytes);
-        fetcher.add(static_cast<const char *>(scale) + panel * scales, scales);
-        fetcher.add(static_cast<const char *>(offset) + panel * offsets, offsets);
+        by_format(format, [&](auto f) {
+            typedef decltype(f) F;
+            const int64_t bytes = k * PANEL * F::BITS / 8;
+            const int64_t scales = F::scale_bytes(k, group), offsets = F::offset_bytes(k, group);
+            fetcher.add(static_cast<const char *>(data) + panel * bytes, bytes);
+            fetcher.add(static_cast<const char *>(scale) + panel * scales, scales);
+            fetcher.add(static_cast<const char *>(offset) + panel * offsets, offsets);
+        });
     }
 };
 

@@ -33,6 +33,23 @@ void expect(const char *what, double found, double expected, double size, double
     if (failures++ < 20) std::printf("%s: %.9g instead of %.9g\n", what, found, expected);
 }
 
+// What a nibble format is made of; 0 bits for others.
+struct NibbleFormat {
+    int64_t bits = 0, group = 32;
+    bool stepped = false, offset_steps = false;
+};
+NibbleFormat nibble_format(Format format) {
+    switch (format) {
+    case Format::Q4: return {4, 32, false, false};
+    case Format::Q5: return {5, 32, false, false};
+    case Format::Q4K: return {4, 32, true, true};
+    case Format::Q5K: return {5, 32, true, true};
+    case Format::Q6K: return {6, 16, true, false};
+    case Format::MIXED_K: return {6, 16, true, true};
+    default: return {};
+    }
+}
+
 bool takes_bf16(Format format) { return format == Format::BF16 || format == Format::BF16_12BIT; }
 
 // A matrix in one of the formats, and what it stands for. Every buffer is as long as it must be, and no longer.
@@ -40,6 +57,7 @@ struct Matrix {
     std::vector<char> data;
     std::vector<uint16_t> scale, offset16;
     std::vector<int32_t> offset32;
+    std::vector<int8_t> steps;
     std::vector<uint8_t> tables;
     std::vector<int64_t> begins;
     std::vector<double> values; // [n][k]
@@ -49,15 +67,19 @@ struct Matrix {
         const int64_t panels = (n + PANEL - 1) / PANEL, groups = k / group;
         const int64_t bits = by_format(format, [](auto f) { return decltype(f)::BITS; });
         data.assign(panels * PANEL * k * bits / 8, 0);
-        if (format >= Format::Q8) scale.assign(panels * groups * PANEL, 0);
+        const NibbleFormat nibbles = nibble_format(format);
+        const int64_t parts = 1 + nibbles.offset_steps;
+        if (format >= Format::Q8) scale.assign(panels * (nibbles.stepped ? k / BLOCK * parts : groups) * PANEL, 0);
         if (format == Format::Q8) offset32.assign(panels * groups * PANEL, 0);
-        if (format == Format::Q4) offset16.assign(panels * groups * PANEL, 0);
+        if (nibbles.stepped) steps.assign(panels * groups * parts * PANEL, 0);
+        if (nibbles.bits && !nibbles.stepped) offset16.assign(panels * groups * PANEL, 0);
         for (int64_t row = 0; row < n; row++)
             for (int64_t g = 0; g < groups; g++) fill_group(format, row, g, k, group);
         if (format == Format::BF16_12BIT) pack_12bit(panels, k);
         const void *scales = format == Format::BF16_12BIT ? (const void *)tables.data() : scale.data();
         const void *offsets = format == Format::BF16_12BIT ? (const void *)begins.data()
                               : format == Format::Q8       ? (const void *)offset32.data()
+                              : nibbles.stepped            ? (const void *)steps.data()
                                                            : offset16.data();
         weights = {data.data(), scales, offsets, nullptr, n, k, group, format};
         if (format == Format::FLOAT32 || format == Format::WIDENED_BF16 || format == Format::WIDENED_FP16) unpack(n, k);
@@ -73,9 +95,9 @@ struct Matrix {
 
     void fill_group(Format format, int64_t row, int64_t g, int64_t k, int64_t group) {
         const int64_t panel = row / PANEL, output = row % PANEL, at = (panel * (k / group) + g) * PANEL + output;
-        const uint16_t factor = random_fp16(), shift = random_fp16();
-        if (format >= Format::Q8) scale[at] = factor;
-        if (format == Format::Q4) offset16[at] = shift;
+        const uint16_t factor = random_fp16();
+        if (nibble_format(format).bits) return fill_nibbles(nibble_format(format), row, g, k);
+        if (format == Format::Q8) scale[at] = factor;
         for (int64_t i = g * group; i < (g + 1) * group; i++) {
             double &value = values[row * k + i];
             value = uniform(-1, 1);
@@ -97,16 +119,38 @@ struct Matrix {
                 std::memcpy(&data[(((panel * k / 2 + i / 2) * PANEL + output) * 2 + i % 2) * 2], &b, 2);
             } else if (format == Format::BF16_12BIT) {
                 value = widened(rounded(i % 97 == 0 ? value * 1e20 : value));
-            } else if (format == Format::Q8) {
+            } else {
                 const int q = whole(-128, 127);
                 value = q * fp16_value(factor);
                 data[((panel * k / 4 + i / 4) * PANEL + output) * 4 + i % 4] = char(q);
                 offset32[at] -= 128 * q;
-            } else {
-                const int q = whole(0, 15);
-                value = q * fp16_value(factor) + fp16_value(shift);
-                data[((panel * k / 8 + i / 8) * PANEL + output) * 4 + i % 4] |= char(i / 4 % 2 ? q << 4 : q);
             }
+        }
+    }
+
+    void fill_nibbles(const NibbleFormat &format, int64_t row, int64_t g, int64_t k) {
+        const int64_t panel = row / PANEL, output = row % PANEL, groups = k / format.group, parts = 1 + format.offset_steps;
+        const int64_t at = (panel * groups + g) * PANEL + output;
+        double factor, shift;
+        if (format.stepped) {
+            uint16_t *block = &scale[(panel * (k / BLOCK) + g * format.group / BLOCK) * parts * PANEL + output];
+            if (g * format.group % BLOCK == 0)
+                for (int64_t part = 0; part < parts; part++) block[part * PANEL] = random_fp16();
+            int8_t *step = &steps[(panel * groups + g) * parts * PANEL + output];
+            for (int64_t part = 0; part < parts; part++) step[part * PANEL] = int8_t(whole(-128, 127));
+            factor = fp16_value(block[0]) * step[0];
+            shift = parts == 2 ? fp16_value(block[PANEL]) * step[PANEL] : -32 * factor;
+        } else {
+            scale[at] = random_fp16(), offset16[at] = random_fp16();
+            factor = fp16_value(scale[at]), shift = fp16_value(offset16[at]);
+        }
+        const int64_t upper = format.bits - 4, unit = upper ? 32 / upper : 8;
+        for (int64_t i = g * format.group; i < (g + 1) * format.group; i++) {
+            const int q = whole(0, (1 << format.bits) - 1), octet = int(i % unit / 8), half = int(i / 4 % 2);
+            values[row * k + i] = q * factor + shift;
+            char *begin = &data[(panel * k + i / unit * unit) * PANEL * format.bits / 8 + output * 4 + i % 4];
+            begin[octet * PANEL * 4] |= char((q & 15) << 4 * half);
+            if (upper) begin[unit / 8 * PANEL * 4] |= char(q >> 4 << upper * (2 * octet + half));
         }
     }
 
@@ -129,7 +173,8 @@ struct Matrix {
 };
 
 void check_product(Format format, int64_t n, int64_t k, int64_t rows) {
-    const int64_t group = format == Format::Q8 ? 64 : format == Format::Q4 ? 32 : k, groups = k / group;
+    const int64_t nibble_group = nibble_format(format).bits ? nibble_format(format).group : k;
+    const int64_t group = format == Format::Q8 ? 64 : nibble_group, groups = k / group;
     const Matrix matrix(format, n, k, group);
     const bool pairs = takes_bf16(format);
     std::vector<float> x(rows * k), scale(rows * groups), sum(rows * groups), out(rows * n);
@@ -304,10 +349,11 @@ void check_sampling(int64_t width) {
 
 int main() {
     for (const Format format : {Format::FLOAT32, Format::WIDENED_BF16, Format::WIDENED_FP16, Format::BF16,
-                                Format::BF16_12BIT, Format::Q8, Format::Q4})
+                                Format::BF16_12BIT, Format::Q8, Format::Q4, Format::Q5, Format::Q4K, Format::Q5K,
+                                Format::Q6K, Format::MIXED_K})
         for (const int64_t n : {int64_t(PANEL), int64_t(2 * PANEL + 3)})
             for (const int64_t rows : {1, 2, 3, 5, 7, 12, 13, 100})
-                if (DOTS_BF16 || !takes_bf16(format)) check_product(format, n, 192, rows);
+                if (DOTS_BF16 || !takes_bf16(format)) check_product(format, n, nibble_format(format).stepped ? 512 : 192, rows);
     for (const int64_t dim : {16, 64, 80})
         for (const int64_t window : {0, 24})
             for (const float softcap : {0.f, 2.f}) {
