@@ -6,7 +6,7 @@
     sample                                  from logits to tokens, without leaving the device
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
-    Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 or 4 bits
+    Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 to 4 bits
     Embedding                               rows of a table, which the head of a tied model may hold
     record, ProgramRecorder, Program        a whole forward pass as one native call
     share_cores                             how many threads that call may use while others compute too
@@ -41,7 +41,7 @@ from kernels.embedding import Embedding
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels
-from kernels.interface.quantised import QuantisedWeight, quantise, stack
+from kernels.interface.quantised import QuantisedWeight, quantise, unified
 from kernels.linear import GatedLinear, Linear, Weight
 from kernels.sampling import bits_allowed, sample
 
@@ -77,6 +77,6 @@ __all__ = [
     "sample",
     "scatter_blocks",
     "share_cores",
-    "stack",
+    "unified",
     "wire_bytes",
 ]

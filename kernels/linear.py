@@ -28,7 +28,7 @@ Weight = Tensor | QuantisedWeight
 
 
 class Linear:
-    """y = x W^T + b for W [out, in] in the model's dtype, or quantised to 8 or 4 bits.
+    """y = x W^T + b for W [out, in] in the model's dtype, or quantised to 8 to 4 bits.
 
     On a CPU it packs the weights for our own kernels, or for oneDNN where those cannot be built: a row's result is the
     same in every batch. It keeps only the packed copy, which `weight` unpacks. Where no kernel multiplies quantised

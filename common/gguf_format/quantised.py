@@ -1,11 +1,13 @@
-"""Unpacks GGUF's simple block formats for kernels that multiply their integers as they are. No torch.
+"""Unpacks GGUF's block formats for kernels that multiply their integers as they are. No torch.
 
-A block is 32 weights of a row: a float16 scale, in Q4_1 a float16 minimum, and 32 integers; 4-bit blocks hold the first
-16 in the low halves of their bytes (ggml-common.h).
+A simple block is 32 weights of a row: a float16 scale, in Q4_1 and Q5_1 a float16 minimum, the fifth bits of Q5, and 32
+integers; 4-bit numbers lie with the first 16 in the low halves of their bytes. A K block is 256 weights in groups of 32
+or 16, whose scales are steps of a float16 factor (ggml-common.h, ggml-quants.c).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,41 +16,117 @@ import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
 GROUP: Final = 32
+Bytes = npt.NDArray[np.uint8]
+Integers = npt.NDArray[np.int8]
+Halves = npt.NDArray[np.float16]
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedBlocks:
-    """weight = scale * number + offset: numbers int8 [rows, columns], scale and offset float16 [rows, columns / 32]."""
+    """weight = scale * number + offset: numbers int8 [rows, columns], scale and offset float16 [rows, columns / group].
+
+    Of K blocks scale and offset are float16 [rows, columns / 256], multiplied by `steps` and `offset_steps` int8
+    [rows, columns / group], the offset by those of the scale where it has none.
+    """
 
     bits: int
-    numbers: npt.NDArray[np.int8]
-    scale: npt.NDArray[np.float16]
-    offset: npt.NDArray[np.float16] | None
+    numbers: Integers
+    scale: Halves
+    offset: Halves | None
+    group: int = GROUP
+    steps: Integers | None = None
+    offset_steps: Integers | None = None
 
 
-def unpack_blocks(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> QuantisedBlocks | None:
+def unpack_blocks(raw: Bytes, kind: GGMLQuantizationType) -> QuantisedBlocks | None:
     """Unpacks a tensor's rows, uint8 [rows, bytes a row]; None for other formats."""
-    match kind:
-        case GGMLQuantizationType.Q8_0:
-            blocks = raw.reshape(raw.shape[0], -1, 34)
-            return QuantisedBlocks(8, _flat(blocks[..., 2:].view(np.int8)), _half(blocks[..., :2]), None)
-        case GGMLQuantizationType.Q4_0:
-            blocks = raw.reshape(raw.shape[0], -1, 18)
-            scale = _half(blocks[..., :2])
-            return QuantisedBlocks(4, _nibbles(blocks[..., 2:]), scale, scale * np.float16(-8))
-        case GGMLQuantizationType.Q4_1:
-            blocks = raw.reshape(raw.shape[0], -1, 20)
-            return QuantisedBlocks(4, _nibbles(blocks[..., 4:]), _half(blocks[..., :2]), _half(blocks[..., 2:4]))
-    return None
+    if kind not in UNPACKERS:
+        return None
+    size, unpack = UNPACKERS[kind]
+    return unpack(raw.reshape(raw.shape[0], -1, size))
 
 
-def _half(two_bytes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float16]:
+def _q8_0(blocks: Bytes) -> QuantisedBlocks:
+    return QuantisedBlocks(8, _flat(blocks[..., 2:].view(np.int8)), _half(blocks[..., :2]), None)
+
+
+def _q4_0(blocks: Bytes) -> QuantisedBlocks:
+    scale = _half(blocks[..., :2])
+    return QuantisedBlocks(4, _flat(_nibbles(blocks[..., 2:])), scale, scale * np.float16(-8))
+
+
+def _q4_1(blocks: Bytes) -> QuantisedBlocks:
+    return QuantisedBlocks(4, _flat(_nibbles(blocks[..., 4:])), _half(blocks[..., :2]), _half(blocks[..., 2:4]))
+
+
+def _q5_0(blocks: Bytes) -> QuantisedBlocks:
+    scale = _half(blocks[..., :2])
+    return QuantisedBlocks(5, _fives(blocks[..., 2:]), scale, scale * np.float16(-16))
+
+
+def _q5_1(blocks: Bytes) -> QuantisedBlocks:
+    return QuantisedBlocks(5, _fives(blocks[..., 4:]), _half(blocks[..., :2]), _half(blocks[..., 2:4]))
+
+
+def _q4_k(blocks: Bytes) -> QuantisedBlocks:
+    numbers = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
+    return _with_minima(4, _flat(numbers), blocks)
+
+
+def _q5_k(blocks: Bytes) -> QuantisedBlocks:
+    low = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], 8, 32)
+    fifth = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # of group g bit g
+    return _with_minima(5, _flat(low | (fifth << 4).view(np.int8)), blocks)
+
+
+def _with_minima(bits: int, numbers: Integers, blocks: Bytes) -> QuantisedBlocks:
+    """Of Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes, the upper bits of the last four in the others'."""
+    packed = blocks[..., 4:16].reshape(*blocks.shape[:2], 3, 4)
+    first, second, last = packed[..., 0, :], packed[..., 1, :], packed[..., 2, :]
+    scales = np.concatenate((first & 63, (last & 15) | (first >> 6 << 4)), axis=-1)
+    minima = np.concatenate((second & 63, (last >> 4) | (second >> 6 << 4)), axis=-1)
+    steps, offset_steps = _flat(scales.view(np.int8)), _flat(minima.view(np.int8))
+    return QuantisedBlocks(bits, numbers, _half(blocks[..., :2]), -_half(blocks[..., 2:4]), GROUP, steps, offset_steps)
+
+
+def _q6_k(blocks: Bytes) -> QuantisedBlocks:
+    """Halves of 128 weights: 64 bytes of nibbles and 32 of upper bits each, 16 scales behind both."""
+    shape = blocks.shape[:2]
+    low = _nibbles(blocks[..., :128].reshape(*shape, 2, 64)).view(np.uint8)  # [.., 2, 128]
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    high = (blocks[..., 128:192].reshape(*shape, 2, 1, 32) >> shifts) & 3  # [.., 2, 4, 32]
+    numbers = _flat((low | (high.reshape(*shape, 2, 128) << 4)).view(np.int8))
+    scale, steps = _half(blocks[..., 208:210]), _flat(blocks[..., 192:208].view(np.int8))
+    return QuantisedBlocks(6, numbers, scale, scale * np.float16(-32), 16, steps)
+
+
+UNPACKERS: Final[dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], QuantisedBlocks]]]] = {
+    GGMLQuantizationType.Q8_0: (34, _q8_0),
+    GGMLQuantizationType.Q4_0: (18, _q4_0),
+    GGMLQuantizationType.Q4_1: (20, _q4_1),
+    GGMLQuantizationType.Q5_0: (22, _q5_0),
+    GGMLQuantizationType.Q5_1: (24, _q5_1),
+    GGMLQuantizationType.Q4_K: (144, _q4_k),
+    GGMLQuantizationType.Q5_K: (176, _q5_k),
+    GGMLQuantizationType.Q6_K: (210, _q6_k),
+}
+"""Bytes of a block, and what unpacks blocks [rows, blocks a row, bytes]."""
+
+
+def _half(two_bytes: Bytes) -> Halves:
     return np.ascontiguousarray(two_bytes).view(np.float16)[..., 0].copy()
 
 
-def _nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
-    return _flat(np.concatenate((packed & 15, packed >> 4), axis=-1).view(np.int8))
+def _nibbles(packed: Bytes) -> Integers:
+    """[.., n] bytes to [.., 2 n] numbers, the low halves first."""
+    return np.concatenate((packed & 15, packed >> 4), axis=-1).view(np.int8)
 
 
-def _flat(blocks: npt.NDArray[Any]) -> npt.NDArray[np.int8]:
+def _fives(packed: Bytes) -> Integers:
+    """Four bytes of fifth bits, then 16 of nibbles."""
+    fifth = np.unpackbits(packed[..., :4], axis=-1, bitorder="little")
+    return _flat(_nibbles(packed[..., 4:]) | (fifth << 4).view(np.int8))
+
+
+def _flat(blocks: npt.NDArray[Any]) -> Integers:
     return np.ascontiguousarray(blocks).reshape(blocks.shape[0], -1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.gguf_format.quantised import GROUP
 from common.gguf_format.tensors import GGUFFile
 from common.model_files.config import ModelConfig
 from kernels import QuantisedWeight
@@ -57,9 +56,10 @@ class GGUFWeights:
         blocks = self.file.quantised(self._stored(name))
         if blocks is None:
             return None
-        offset = None if blocks.offset is None else torch.from_numpy(blocks.offset)
-        numbers, scale = torch.from_numpy(blocks.numbers), torch.from_numpy(blocks.scale)
-        weight = QuantisedWeight(blocks.bits, GROUP, numbers, scale, offset)
+        arrays = (blocks.numbers, blocks.scale, blocks.offset, blocks.steps, blocks.offset_steps)
+        numbers, scale, *rest = (None if array is None else torch.from_numpy(array) for array in arrays)
+        assert numbers is not None and scale is not None
+        weight = QuantisedWeight(blocks.bits, blocks.group, numbers, scale, *rest)
         heads = self._interleaved_heads(name)
         return weight.rows(_from_interleaved(weight.shape[0], heads)) if heads else weight
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.errors import ModelError
 from common.model_files.config import ModelConfig
 from common.model_files.quantization import Quantization
-from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, Weight, quantise, stack
+from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, Weight, quantise, unified
 
 L = TypeVar("L", bound=Linear)
 
@@ -27,7 +27,7 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool: ...
 
     def read_quantised(self, name: str) -> QuantisedWeight | None:
-        """The tensor in the 8- or 4-bit integers that the file stores; None where it stores others."""
+        """The tensor in the integers that the file stores; None where kernels multiply no such ones."""
 
     def is_quantised(self, name: str) -> bool:
         """Whether the file holds the tensor in fewer bits than 16."""
@@ -153,9 +153,9 @@ class Assembler:
         held = [self._held(name, rows, columns) for name, rows in parts.items()] if quantization.keeps_held else []
         if held and all(part is not None and quantization.takes(part.bits) for part in held):
             whole = [part for part in held if part is not None]
-            if all(whole[0].matches(part) for part in whole):
-                self.treated[f"kept in {whole[0].bits} bits"] += len(parts)
-                return stack(whole)
+            if (together := unified(whole)) is not None:
+                self.treated[f"kept in {together.bits} bits"] += len(parts)
+                return together
         dense = torch.empty(sum(parts.values()), columns, dtype=self._dense_dtype(quantization), device=self.device)
         self._stack(dense, parts)
         bits = quantization.bits(all(self.source.is_quantised(name) for name in parts))

@@ -13,14 +13,22 @@ from torch import Tensor
 
 from kernels.cpu.build import load_native
 from kernels.cpu.large_pages import ARENA
+from kernels.cpu.nibbles import pack_nibbles, unit_of, unpack_nibbles
 from kernels.cpu.structs import WeightsStruct
 from kernels.interface.quantised import QuantisedWeight
 
-FLOAT32, WIDENED_BF16, WIDENED_FP16, BF16, BF16_12BIT, Q8, Q4 = range(7)
+FLOAT32, WIDENED_BF16, WIDENED_FP16, BF16, BF16_12BIT, Q8, Q4, Q5, Q4K, Q5K, Q6K, MIXED_K = range(12)
 """`enum class Format` of `native/weights.h`."""
 FORMATS: Final = {torch.float32: FLOAT32, torch.bfloat16: BF16}
 WIDENED: Final = {torch.bfloat16: WIDENED_BF16, torch.float16: WIDENED_FP16}
 """Formats of float32 weights that 16 bits hold without loss."""
+NIBBLES: Final = {
+    **{(4, False, False): Q4, (5, False, False): Q5, (4, True, True): Q4K},
+    **{(5, True, True): Q5K, (6, True, False): Q6K, (6, True, True): MIXED_K},
+}
+"""Formats by bits, and by whether scales have steps, and offsets steps of their own."""
+CENTRE: Final = -32
+"""Scales that an offset without steps of its own is."""
 PAIRED: Final = (WIDENED_BF16, BF16)
 INPUTS_12BIT: Final = 4  # of an output, that lie together
 PART_ROWS: Final = 4096  # of a matrix, that are compared in one go
@@ -110,41 +118,60 @@ def pack_12bit(weight: Tensor, bias: Tensor | None, pack: Pack12Bit, *, gated: b
 
 
 def pack_quantised(weight: QuantisedWeight, bias: Tensor | None, *, gated: bool) -> PackedWeight | None:
-    """W of 8 or 4 bits; None where its sizes do not fit."""
+    """W of 8 to 4 bits; None where its sizes do not fit."""
     rows, columns = weight.shape
     if gated and rows % panel_size():
         return None
-    numbers = _in_panels(weight.numbers, gated)
-    groups = columns // weight.group
-    scale = _by_group(_in_panels(weight.scale, gated), groups)
-    if weight.bits == 8:
-        sums = numbers.view(-1, groups, weight.group).sum(-1, dtype=torch.int32) * -128
-        offset = _by_group(sums, groups)
-        panels = numbers.view(-1, panel_size(), columns // 4, 4).permute(0, 2, 1, 3)
-        return PackedWeight(Q8, rows, columns, weight.group, gated, _flat(panels), scale, offset, _bias(bias, gated))
+    if weight.bits != 8:
+        return _pack_nibbles(weight, bias, gated)
+    numbers, groups = _in_panels(weight.numbers, gated), columns // weight.group
+    sums = numbers.view(-1, groups, weight.group).sum(-1, dtype=torch.int32) * -128
+    scale, offset = _by_group(_in_panels(weight.scale, gated), groups), _by_group(sums, groups)
+    panels = numbers.view(-1, panel_size(), columns // 4, 4).permute(0, 2, 1, 3)
+    return PackedWeight(Q8, rows, columns, weight.group, gated, _flat(panels), scale, offset, _bias(bias, gated))
+
+
+def _pack_nibbles(weight: QuantisedWeight, bias: Tensor | None, gated: bool) -> PackedWeight | None:
+    """W of 4, 5 or 6 bits; None where there is no such format."""
+    rows, columns = weight.shape
+    kind = NIBBLES.get((weight.bits, weight.steps is not None, weight.offset_steps is not None))
     if weight.offset is None:
-        raise ValueError("4-bit weights have an offset for each group")
-    offset = _by_group(_in_panels(weight.offset, gated), groups)
-    quads = numbers.view(torch.uint8).view(-1, panel_size(), columns // 8, 2, 4)
-    halves = (quads[..., 0, :] | (quads[..., 1, :] << 4)).permute(0, 2, 1, 3)
-    return PackedWeight(Q4, rows, columns, weight.group, gated, _flat(halves), scale, offset, _bias(bias, gated))
+        raise ValueError("weights of 4 to 6 bits have an offset for each group")
+    if kind is None or columns % unit_of(weight.bits):
+        return None
+    data = _flat(pack_nibbles(_in_panels(weight.numbers, gated), weight.bits, panel_size()))
+    scale, offset = _in_panels(weight.scale, gated), _in_panels(weight.offset, gated)
+    if weight.steps is None:
+        groups = columns // weight.group
+        factors, others = _by_group(scale, groups), _by_group(offset, groups)
+    else:
+        own = weight.offset_steps
+        if own is None and not torch.equal(weight.offset, weight.scale * CENTRE):
+            raise ValueError(f"an offset without steps is {CENTRE} scales")
+        steps = _in_panels(weight.steps, gated)
+        factors = _together(scale, None if own is None else offset)
+        others = _together(steps, None if own is None else _in_panels(own, gated))
+    return PackedWeight(kind, rows, columns, weight.group, gated, data, factors, others, _bias(bias, gated))
 
 
 def unpack(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     """W [out, in] of quantised weights, in `dtype`."""
-    columns, groups = packed.in_features, packed.in_features // packed.group
+    columns, panel = packed.in_features, panel_size()
     if packed.scale is None or packed.offset is None:
         raise ValueError("quantised weights have scales and offsets")
     if packed.format == Q8:
-        quads = packed.data.view(torch.int8).view(-1, columns // 4, panel_size(), 4).permute(0, 2, 1, 3)
-        numbers = quads.reshape(-1, groups, packed.group).float()
-    else:
-        octets = packed.data.view(torch.uint8).view(-1, columns // 8, panel_size(), 4).permute(0, 2, 1, 3)
-        numbers = torch.stack((octets & 15, octets >> 4), dim=-2).reshape(-1, groups, packed.group).float()
-    weight = numbers * packed.scale.view(-1, groups, panel_size()).transpose(1, 2).reshape(-1, groups, 1).float()
-    if packed.format == Q4:
-        weight += packed.offset.view(-1, groups, panel_size()).transpose(1, 2).reshape(-1, groups, 1).float()
-    return in_order(weight.reshape(-1, columns), packed).to(dtype)
+        quads = packed.data.view(torch.int8).view(-1, columns // 4, panel, 4).permute(0, 2, 1, 3)
+        weight = QuantisedWeight(8, packed.group, quads.reshape(-1, columns), _by_row(packed.scale), None)
+        return in_order(weight.dense(dtype), packed)
+    bits, stepped, own_steps = next(form for form, kind in NIBBLES.items() if kind == packed.format)
+    numbers = unpack_nibbles(packed.data, bits, columns, panel)
+    if not stepped:
+        weight = QuantisedWeight(bits, packed.group, numbers, _by_row(packed.scale), _by_row(packed.offset))
+        return in_order(weight.dense(dtype), packed)
+    factors, steps = packed.scale.unbind(2), packed.offset.unbind(2)
+    scale, offset = _by_row(factors[0]), _by_row(factors[1]) if own_steps else _by_row(factors[0]) * CENTRE
+    rest = (_by_row(steps[0]), _by_row(steps[1]) if own_steps else None)
+    return in_order(QuantisedWeight(bits, packed.group, numbers, scale, offset, *rest).dense(dtype), packed)
 
 
 def _in_panels(rows: Tensor, gated: bool) -> Tensor:
@@ -169,6 +196,18 @@ def _by_group(values: Tensor, groups: int) -> Tensor:
     """[rows, groups] to [panel][group][output]."""
     panels = values.view(-1, panel_size(), groups).transpose(1, 2)
     return _flat(panels).view(values.dtype).view(panels.shape)
+
+
+def _by_row(values: Tensor) -> Tensor:
+    """The inverse of `_by_group`, padding included."""
+    return values.transpose(1, 2).reshape(-1, values.shape[1])
+
+
+def _together(first: Tensor, second: Tensor | None) -> Tensor:
+    """[rows, n], once or twice, to [panel][n][1 or 2][output]."""
+    parts = [part for part in (first, second) if part is not None]
+    panels = torch.stack([part.view(-1, panel_size(), part.shape[1]).transpose(1, 2) for part in parts], dim=2)
+    return _flat(panels).view(first.dtype).view(panels.shape)
 
 
 def _bias(bias: Tensor | None, gated: bool) -> Tensor | None:

@@ -6,7 +6,7 @@ as GGUF's Q4_1 does. Files that hold such groups keep theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +15,9 @@ from torch import Tensor
 
 INT8_GROUP: Final = 64
 INT4_GROUP: Final = 32
+BLOCK: Final = 256
+"""Inputs that share what steps are multiplied by."""
+STEPPED_GROUP: Final = 16
 LEVELS: Final = {8: 127, 4: 15}
 
 
@@ -22,8 +25,11 @@ LEVELS: Final = {8: 127, 4: 15}
 class QuantisedWeight:
     """W [out, in] = scale * numbers + offset, group by group.
 
-    numbers int8 [out, in], -127 .. 127 for 8 bits and 0 .. 15 for 4; scale and, for 4 bits, offset float16
-    [out, in / group].
+    numbers int8 [out, in], -128 .. 127 for 8 bits and 0 .. 2^bits - 1 for 4, 5 and 6; scale and, for all but 8 bits,
+    offset float16 [out, in / group].
+
+    With `steps`, as GGUF's K-quants have them, scale and offset are float16 [out, in / BLOCK], and are multiplied by
+    their steps, int8 [out, in / group]: the offset by `offset_steps`, or by those of the scale.
     """
 
     bits: int
@@ -31,6 +37,8 @@ class QuantisedWeight:
     numbers: Tensor
     scale: Tensor
     offset: Tensor | None
+    steps: Tensor | None = None
+    offset_steps: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -39,32 +47,85 @@ class QuantisedWeight:
     def dense(self, dtype: torch.dtype) -> Tensor:
         """W in `dtype`, [out, in]."""
         rows, columns = self.shape
-        weight = self.numbers.view(rows, -1, self.group).float() * self.scale.float().unsqueeze(-1)
+        weight = self.numbers.view(rows, -1, self.group).float() * self._by_group(self.scale, self.steps)
         if self.offset is not None:
-            weight += self.offset.float().unsqueeze(-1)
+            weight += self._by_group(self.offset, self.steps if self.offset_steps is None else self.offset_steps)
         return weight.view(rows, columns).to(dtype)
+
+    def _by_group(self, factors: Tensor, steps: Tensor | None) -> Tensor:
+        """float32 [out, in / group, 1]."""
+        if steps is None:
+            return factors.float().unsqueeze(-1)
+        return (factors.float().repeat_interleave(BLOCK // self.group, dim=1) * steps).unsqueeze(-1)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> QuantisedWeight:
+        """The same with each of its tensors changed alike."""
+        parts = (self.numbers, self.scale, self.offset, self.steps, self.offset_steps)
+        numbers, scale, *rest = (None if part is None else change(part) for part in parts)
+        assert numbers is not None and scale is not None
+        return QuantisedWeight(self.bits, self.group, numbers, scale, *rest)
 
     def rows(self, order: Tensor) -> QuantisedWeight:
         """The same with its rows in another order, int64 [out]."""
-        offset = None if self.offset is None else self.offset[order]
-        return QuantisedWeight(self.bits, self.group, self.numbers[order], self.scale[order], offset)
+        return self.map(lambda part: part[order])
 
     def matches(self, other: QuantisedWeight) -> bool:
         """Whether both can be stacked."""
-        return (self.bits, self.group, self.shape[1]) == (other.bits, other.group, other.shape[1])
+        return self._form == other._form
+
+    @property
+    def _form(self) -> tuple[object, ...]:
+        absent = tuple(part is None for part in (self.offset, self.steps, self.offset_steps))
+        return self.bits, self.group, self.shape[1], absent
 
 
 def stack(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """One matrix of parts that match, one below the other."""
     first = parts[0]
-    offsets = [part.offset for part in parts if part.offset is not None]
-    return QuantisedWeight(
-        first.bits,
-        first.group,
-        torch.cat([part.numbers for part in parts]),
-        torch.cat([part.scale for part in parts]),
-        torch.cat(offsets) if offsets else None,
-    )
+
+    def below(one: Callable[[QuantisedWeight], Tensor | None]) -> Tensor | None:
+        found = [tensor for tensor in map(one, parts) if tensor is not None]
+        return torch.cat(found) if found else None
+
+    numbers, scale = torch.cat([part.numbers for part in parts]), torch.cat([part.scale for part in parts])
+    rest = (below(lambda w: w.offset), below(lambda w: w.steps), below(lambda w: w.offset_steps))
+    return QuantisedWeight(first.bits, first.group, numbers, scale, *rest)
+
+
+def unified(parts: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
+    """One matrix of parts of several formats, in one that holds all of them exactly; None where there is none.
+
+    Formats with steps meet in 6 bits with groups of 16, those whose offset is -2^(bits - 1) scales in 8 bits.
+    """
+    if all(map(parts[0].matches, parts)):
+        return stack(parts)
+    if all(part.steps is not None for part in parts):
+        return stack([_stepped(part) for part in parts])
+    centred = [one for part in parts if (one := _centred(part)) is not None]
+    if len(centred) < len(parts) or not all(map(centred[0].matches, centred)):
+        return None
+    return stack(centred)
+
+
+def _stepped(weight: QuantisedWeight) -> QuantisedWeight:
+    """The same in 6 bits with groups of 16 and steps for offsets."""
+    assert weight.steps is not None
+    times = weight.group // STEPPED_GROUP
+    steps = weight.steps.repeat_interleave(times, dim=1)
+    offset_steps = steps if weight.offset_steps is None else weight.offset_steps.repeat_interleave(times, dim=1)
+    return QuantisedWeight(6, STEPPED_GROUP, weight.numbers, weight.scale, weight.offset, steps, offset_steps)
+
+
+def _centred(weight: QuantisedWeight) -> QuantisedWeight | None:
+    """The same in 8 bits without offsets; None where these are not in the middle of the numbers."""
+    if weight.steps is not None:
+        return None
+    if weight.offset is None:
+        return weight
+    middle = 2 ** (weight.bits - 1)
+    if not torch.equal(weight.offset.float(), weight.scale.float() * -middle):
+        return None
+    return QuantisedWeight(8, weight.group, weight.numbers - middle, weight.scale, None)
 
 
 def quantise(weight: Tensor, bits: int) -> QuantisedWeight | None:

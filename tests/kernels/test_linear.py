@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise, stack
+from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise
 from kernels.cpu.backend import NativeBackend, native_backend
 from kernels.cpu.packed import BF16, BF16_12BIT, FLOAT32, WIDENED_BF16, WIDENED_FP16
+from kernels.interface.quantised import stack
 from kernels.plain import reference
 
 DTYPES = [torch.float32, torch.bfloat16]
