@@ -143,8 +143,19 @@ def compare(reference: Tensor, logits: Tensor) -> tuple[int, float]:
     return same, float((expected.exp() * (expected - found)).sum())
 
 
-def measure(files: ModelFiles, names: Sequence[str], count: int, progress: Progress, task: TaskID) -> list[Accuracy]:
-    """Measure every variant on the passage and on the float32 model's answers."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A model to measure: the reference's files, or others with the same tokenizer."""
+
+    name: str
+    files: ModelFiles
+    variant: Variant
+
+
+def measure(
+    files: ModelFiles, models: Sequence[Measured], count: int, progress: Progress, task: TaskID
+) -> list[Accuracy]:
+    """Measure every model on the passage and on the answers of `files` in float32."""
     tokenizer = Tokenizer.from_file(files.tokenizer)
     passage = tokenizer.encode(PASSAGE.read_text("utf-8"))
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
@@ -154,14 +165,14 @@ def measure(files: ModelFiles, names: Sequence[str], count: int, progress: Progr
     starts = [len(prompt) - 1 for prompt in prompts]
     expected = [oracle.logits(answer)[start:-1] for answer, start in zip(answers, starts, strict=True)]
     results = []
-    for name in names:
-        model = Model(files, Variant.parse(name), longest)
+    for one in models:
+        model = Model(one.files, one.variant, longest)
         same, divergence, total = 0, 0.0, 0
         for answer, start, reference in zip(answers, starts, expected, strict=True):
             agreed, diverged = compare(reference, model.logits(answer, start + 1)[start:-1])
             same, divergence, total = same + agreed, divergence + diverged, total + len(reference)
         text = perplexity(model.logits(passage, len(passage)), passage)
-        results.append(Accuracy(name, text, same / total, divergence / total))
+        results.append(Accuracy(one.name, text, same / total, divergence / total))
         progress.advance(task)
     return results
 
@@ -182,7 +193,8 @@ def main(argv: Sequence[str]) -> int:
     files, names = resolve_model(options.model), options.variants.split(",")
     with Progress(console=console, transient=True) as progress, torch.inference_mode():
         task = progress.add_task("variants", total=len(names))
-        results = measure(files, names, options.tokens, progress, task)
+        models = [Measured(name, files, Variant.parse(name)) for name in names]
+        results = measure(files, models, options.tokens, progress, task)
     title = f"{files.model_id}: accuracy against float32, {len(PROMPTS)} answers of {options.tokens} tokens"
     columns = ("variant", "perplexity", "greedy agreement", "KL divergence, nats")
     rows = [(row.name, f"{row.perplexity:.3f}", f"{row.agreement:.2%}", f"{row.divergence:.5f}") for row in results]

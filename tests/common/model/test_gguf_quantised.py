@@ -8,6 +8,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from common.gguf_format.quantised import UNPACKERS, QuantisedBlocks, unpack_blocks
+from common.model.load import open_model
+from common.model.weights import Assembler
+from common.model_files.files import ModelFiles
+from common.model_files.quantization import Quantization
 from kernels import Linear, QuantisedWeight, unified
 from kernels.cpu.packed import panel_size
 
@@ -84,3 +88,20 @@ def test_formats_without_a_common_one_do_not_meet(names: tuple[str, ...]) -> Non
 def test_other_formats_have_no_codes_to_use() -> None:
     _, size = GGML_QUANT_SIZES[GGMLQuantizationType.Q3_K]
     assert unpack_blocks(np.zeros((2, size), np.uint8), GGMLQuantizationType.Q3_K) is None
+
+
+def test_a_published_q4_k_m_file_keeps_all_its_matrices(gemma3_files: ModelFiles) -> None:
+    """Its layers mix Q4_K, Q6_K, Q5_0 and Q8_0."""
+    config, source = open_model(gemma3_files)
+    assembler = Assembler(config, source, torch.float32, torch.device("cpu"), Quantization.AUTO)
+    for index in (0, 9):
+        prefix = f"model.layers.{index}."
+        layer = assembler.layer(prefix)
+        for linear, parts in (
+            (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            (layer.output, ("self_attn.o_proj",)),
+            (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
+            (layer.down, ("mlp.down_proj",)),
+        ):
+            assert torch.equal(linear.weight, torch.cat([source.read(f"{prefix}{part}.weight") for part in parts]))
+    assert sum(assembler.treated.values()) == 14 and all(how.startswith("kept in ") for how in assembler.treated)
