@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.errors import ModelError
 from common.model.safetensors_weights import SafetensorsWeights
-from common.model_files.quantization_config import Layout, QuantizationConfig
+from common.model_files.quantization_config import CheckpointLayout, QuantizationConfig
 from common.weight_formats.awq import AWQLayout
 from common.weight_formats.compressed_tensors import CompressedLayout
 from common.weight_formats.float8 import Float8Layout
@@ -41,15 +41,15 @@ class ModuleLayout(Protocol):
 
 def layout_of(config: QuantizationConfig) -> ModuleLayout:
     match config.layout:
-        case Layout.GPTQ:
+        case CheckpointLayout.GPTQ:
             return GPTQLayout(config.zero_shift)
-        case Layout.AWQ:
+        case CheckpointLayout.AWQ:
             return AWQLayout()
-        case Layout.COMPRESSED:
+        case CheckpointLayout.COMPRESSED:
             return CompressedLayout(config.block)
-        case Layout.FLOAT8:
+        case CheckpointLayout.FLOAT8:
             return Float8Layout(config.block)
-        case Layout.MXFP4:
+        case CheckpointLayout.MXFP4:
             return MXFP4Layout()
 
 

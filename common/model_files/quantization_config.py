@@ -16,7 +16,7 @@ from common.errors import ModelError
 from common.model_files.json_file import read_json
 
 
-class Layout(StrEnum):
+class CheckpointLayout(StrEnum):
     """The families of tensors that stand for one matrix."""
 
     GPTQ = "gptq"
@@ -30,7 +30,7 @@ class Layout(StrEnum):
 class QuantizationConfig:
     """`zero_shift`: what GPTQ's first layout takes from zero points. `block`: outputs and inputs of an fp8 scale."""
 
-    layout: Layout
+    layout: CheckpointLayout
     zero_shift: int = 0
     block: tuple[int, int] | None = None
 
@@ -66,14 +66,14 @@ class _Reader:
     def read(self) -> QuantizationConfig:
         method = self.fields.get("quant_method")
         if method is None and "config_groups" in self.fields:
-            method = Layout.COMPRESSED  # as early versions of compressed-tensors wrote it
+            method = CheckpointLayout.COMPRESSED  # as early versions of compressed-tensors wrote it
         readers: dict[Any, Callable[[], QuantizationConfig]] = {
             "gptq": self._gptq,
             "awq": self._awq,
             "compressed-tensors": self._compressed,
             "fp8": self._float8,
             "fbgemm_fp8": self._float8,
-            "mxfp4": lambda: QuantizationConfig(Layout.MXFP4),
+            "mxfp4": lambda: QuantizationConfig(CheckpointLayout.MXFP4),
         }
         if method not in readers:
             raise self._refusal("quant_method", method, tuple(readers))
@@ -84,20 +84,20 @@ class _Reader:
         self._allow("pack_dtype", (None, "int32"))
         self._allow("is_marlin_format", (None, False))
         layout = self._allow("checkpoint_format", (None, "", "gptq", "gptq_v2"))
-        return QuantizationConfig(Layout.GPTQ, zero_shift=0 if layout == "gptq_v2" else 1)
+        return QuantizationConfig(CheckpointLayout.GPTQ, zero_shift=0 if layout == "gptq_v2" else 1)
 
     def _awq(self) -> QuantizationConfig:
         self._allow("bits" if "bits" in self.fields else "w_bit", (4,))
         self._allow("zero_point", (True,))
         self._allow("version", (None, "gemm", "GEMM"))
-        return QuantizationConfig(Layout.AWQ)
+        return QuantizationConfig(CheckpointLayout.AWQ)
 
     def _float8(self) -> QuantizationConfig:
         self._allow("fmt", (None, "e4m3"))
         block = self.fields.get("weight_block_size")
         if block is None:
-            return QuantizationConfig(Layout.FLOAT8)
-        return QuantizationConfig(Layout.FLOAT8, block=self._block("weight_block_size", block))
+            return QuantizationConfig(CheckpointLayout.FLOAT8)
+        return QuantizationConfig(CheckpointLayout.FLOAT8, block=self._block("weight_block_size", block))
 
     def _compressed(self) -> QuantizationConfig:
         self._allow("format", (None, *COMPRESSED_FORMATS))
@@ -113,7 +113,7 @@ class _Reader:
         blocks = {self._compressed_group(f"config_groups.{name}", group) for name, group in groups.items()} - {None}
         if len(blocks) > 1:
             raise self._refusal("block_structure", sorted(blocks, key=str), ("one for all groups",))
-        return QuantizationConfig(Layout.COMPRESSED, block=blocks.pop() if blocks else None)
+        return QuantizationConfig(CheckpointLayout.COMPRESSED, block=blocks.pop() if blocks else None)
 
     def _compressed_group(self, name: str, group: Any) -> tuple[int, int] | None:
         """Checks a group of modules; returns the block of its scales, if they have one."""

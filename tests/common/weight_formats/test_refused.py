@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ModelError
 from common.model.load import open_model
-from common.model_files.quantization_config import Layout, QuantizationConfig, read_quantization_config
+from common.model_files.quantization_config import CheckpointLayout, QuantizationConfig, read_quantization_config
 
 from ..model.generation import files_of
 from .checkpoints import AWQ_CONFIG, FORMATS, FP8, INT4, Tensors, compressed, gptq_config, write_checkpoint
@@ -58,12 +58,12 @@ def configured(folder: Path, fields: dict[str, Any], key: str = "quantization_co
 
 def test_configurations_are_understood_wherever_they_stand(tmp_path: Path) -> None:
     old = {name: value for name, value in compressed("pack-quantized", **INT4).items() if name != "quant_method"}
-    assert configured(tmp_path, old, "compression_config") == QuantizationConfig(Layout.COMPRESSED)
+    assert configured(tmp_path, old, "compression_config") == QuantizationConfig(CheckpointLayout.COMPRESSED)
     assert configured(tmp_path, {"quantization_config": gptq_config(4, 128)}, "text_config") == QuantizationConfig(
-        Layout.GPTQ, zero_shift=1
+        CheckpointLayout.GPTQ, zero_shift=1
     )
     blocks = compressed("float-quantized", **FP8, strategy="block", block_structure=[128, 64])
-    assert configured(tmp_path, blocks) == QuantizationConfig(Layout.COMPRESSED, block=(128, 64))
+    assert configured(tmp_path, blocks) == QuantizationConfig(CheckpointLayout.COMPRESSED, block=(128, 64))
     assert configured(tmp_path, {}) is None
 
 

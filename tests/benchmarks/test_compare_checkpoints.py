@@ -6,17 +6,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.quantised_checkpoints import BLOCK, FORMATS
+from benchmarks.compare.checkpoints import BLOCK, FORMATS
 from common.model.quantised_safetensors import QuantisedSafetensors
-from common.model_files.quantization_config import Layout, QuantizationConfig
+from common.model_files.quantization_config import CheckpointLayout, QuantizationConfig
 
 LAYOUTS = {
-    "GPTQ": QuantizationConfig(Layout.GPTQ, zero_shift=1),
-    "AWQ": QuantizationConfig(Layout.AWQ),
-    "W4A16": QuantizationConfig(Layout.COMPRESSED),
-    "W8A8": QuantizationConfig(Layout.COMPRESSED),
-    "fp8 by channel": QuantizationConfig(Layout.COMPRESSED),
-    "fp8 by block": QuantizationConfig(Layout.FLOAT8, block=(BLOCK, BLOCK)),
+    "GPTQ": QuantizationConfig(CheckpointLayout.GPTQ, zero_shift=1),
+    "AWQ": QuantizationConfig(CheckpointLayout.AWQ),
+    "W4A16": QuantizationConfig(CheckpointLayout.COMPRESSED),
+    "W8A8": QuantizationConfig(CheckpointLayout.COMPRESSED),
+    "fp8 by channel": QuantizationConfig(CheckpointLayout.COMPRESSED),
+    "fp8 by block": QuantizationConfig(CheckpointLayout.FLOAT8, block=(BLOCK, BLOCK)),
 }
 
 

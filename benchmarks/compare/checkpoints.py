@@ -30,7 +30,7 @@ from common.model.load import open_model
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 
-PROGRAM: Final = "python -m benchmarks.quantised_checkpoints"
+PROGRAM: Final = "python -m benchmarks.compare.checkpoints"
 GROUP: Final = 64
 BLOCK: Final = 128
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
