@@ -64,7 +64,8 @@ def test_narrower_registers_give_the_same(kind: str, tmp_path: Path, repository:
         pytest.skip("no C++ compiler here")
     skip_unless_it_runs(kind)
     env = {**os.environ, "DIPTYCH_MARCH": kind, "DIPTYCH_CACHE": str(tmp_path)}
-    tests = [f"tests/kernels/test_{name}.py" for name in ("attention", "elementwise", "embedding", "linear", "program")]
+    names = ("attention", "elementwise", "embedding", "linear", "nibbles", "program")
+    tests = [f"tests/kernels/test_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *tests]
     done = subprocess.run(command, cwd=repository, env=env, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
