@@ -13,7 +13,8 @@ from common.kv.cache import KVCache
 from common.model.batch import ForwardBatch
 from common.model.rope import RopeTable
 from common.model.weights import LayerWeights, ModelWeights
-from common.model_files.config import ModelConfig, RopeConfig
+from common.model_files.config import ModelConfig
+from common.model_files.rope_config import RopeConfig
 from kernels import AttentionPlan, NativePlan, Program, ProgramRecorder, paged_attention, record, rotate_and_write
 
 
@@ -108,8 +109,8 @@ class Decoder(ABC):
         return weights.output(self.wanted(index, mixed.flatten(1), step))
 
     def mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
-        """Gated MLP of normed rows."""
-        return weights.down(weights.gate_up.activated(normed, self.config.activation))
+        """Gated MLP of normed rows, or experts."""
+        return weights.mlp(normed, self.config.activation)
 
     def wanted(self, index: int, rows: Tensor, step: Step) -> Tensor:
         """The rows that are computed further: after the last layer's attention only the sampled ones."""

@@ -1,0 +1,50 @@
+"""Other families against transformers, which made their checkpoints: the same tokens, from nearly the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .generation import Pool, load, logits_along, prompt, random_checkpoint, transformers_greedy, transformers_model
+
+PHI_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0] * 12,
+    "long_factor": [1.0 + 0.3 * i for i in range(12)],
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 32, "tie_word_embeddings": False},
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "phi4-mini": (
+        "Phi3",
+        {
+            **{"pad_token_id": 0, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 50},
+            **{"rope_parameters": PHI_LONG, "original_max_position_embeddings": 64, "tie_word_embeddings": True},
+        },
+    ),
+    "yarn": ("Llama", {"rope_parameters": YARN}),
+    "yarn-mscale": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "yarn-untruncated": ("Llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 16.0}}),
+    "dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None:
+    family, options = CASES[name]
+    folder = random_checkpoint(tmp_path, family, **options)
+    tokens, logits = transformers_greedy(transformers_model(folder), prompt(90), 24)
+    model = load(folder)
+    assert len(set(tokens)) > 4
+    for block_size, chunk in [(16, 512), (64, 16), (16, 1)]:
+        assert Pool(model, block_size=block_size).greedy(prompt(90), 24, chunk=chunk) == tokens
+    assert float((logits_along(Pool(model), prompt(90), tokens) - logits).abs().max()) < 1e-3
