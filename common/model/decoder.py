@@ -105,6 +105,7 @@ class Decoder(ABC):
             scale=config.attention_scale,
             window=config.layer_windows[index],
             softcap=config.attention_softcap,
+            sinks=weights.sinks,
         )
         return weights.output(self.wanted(index, mixed.flatten(1), step))
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels import GatedLinear, Linear
+from kernels import Experts, GatedLinear, Linear, add_gated, route
 
 
 class FeedForward(Protocol):
@@ -27,3 +27,29 @@ class MLP:
 
     def __call__(self, rows: Tensor, activation: str) -> Tensor:
         return self.down(self.gate_up.activated(rows, activation))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP that every row uses, times the sigmoid of its gate, [hidden] to [1]."""
+
+    mlp: MLP
+    gate: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """Each row goes to the `per_token` experts that the router prefers, and to the shared one where there is one."""
+
+    router: Linear
+    experts: Experts
+    per_token: int
+    normalised: bool
+    shared: SharedExpert | None = None
+
+    def __call__(self, rows: Tensor, activation: str) -> Tensor:
+        chosen, shares = route(self.router(rows, wide=True), self.per_token, normalised=self.normalised)
+        made = self.experts(rows, chosen, shares, activation)
+        if self.shared is None:
+            return made
+        return add_gated(made, self.shared.mlp(rows, activation), self.shared.gate(rows, wide=True))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ModelError
+from common.model.experts_reader import ExpertsReader
 from common.model.mlp import MLP, FeedForward
 from common.model.rope import rotation_order
 from common.model_files.config import ModelConfig
@@ -62,6 +63,7 @@ class LayerWeights:
     k_norm: Tensor | None = None
     post_attention_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +132,12 @@ class Assembler:
             qkv=self.attention_inputs(prefix, order),
             output=self.linear(Linear, prefix, {"self_attn.o_proj": hidden}, q, config.output_bias),
             mlp_norm=self.norm(f"{prefix}{mlp_norm}.weight", hidden),
-            mlp=self.mlp(f"{prefix}mlp.", config.intermediate_size),
+            mlp=self.feed_forward(index),
             q_norm=self.head_norm(f"{prefix}self_attn.q_norm.weight", order),
             k_norm=self.head_norm(f"{prefix}self_attn.k_norm.weight", order),
             post_attention_norm=self.norm(f"{prefix}post_attention_layernorm.weight", hidden) if sandwich else None,
             post_mlp_norm=self.norm(f"{prefix}post_feedforward_layernorm.weight", hidden) if sandwich else None,
+            sinks=self.sinks(f"{prefix}self_attn.sinks"),
         )
 
     def attention_inputs(self, prefix: str, order: Tensor | None) -> Linear:
@@ -149,6 +152,12 @@ class Assembler:
             heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * dim
             rows = torch.cat(((heads + order).flatten(), torch.arange(q + kv, q + 2 * kv)))
         return self.linear(Linear, prefix, parts, config.hidden_size, config.qkv_bias, rows)
+
+    def feed_forward(self, index: int) -> FeedForward:
+        config, prefix = self.config, f"model.layers.{index}."
+        if config.experts is not None and config.experts.layers[index]:
+            return ExpertsReader(self, config.experts, prefix).read()
+        return self.mlp(f"{prefix}mlp.", config.intermediate_size)
 
     def mlp(self, prefix: str, inner: int) -> MLP:
         """The gated MLP whose tensors' names begin so."""
@@ -187,20 +196,28 @@ class Assembler:
                 return stack(whole)
         dense = torch.empty(sum(parts.values()), columns, dtype=self._dense_dtype(quantization), device=self.device)
         self._stack(dense, parts)
-        bits = quantization.bits(all(self.source.is_quantised(name) for name in parts))
+        return self.quantised(dense, quantization, all(self.source.is_quantised(name) for name in parts))
+
+    def quantised(self, dense: Tensor, quantization: Quantization, in_file: bool = False) -> Weight:
+        """A matrix as asked for; `in_file`: whether the file holds it in fewer bits than 16."""
+        bits = quantization.bits(in_file)
         if not bits:
-            return dense.to(self.dtype)
+            return dense.to(device=self.device, dtype=self.dtype).contiguous()
         return quantise(dense, bits) or dense.to(self.dtype)
 
     def matrix(self, name: str, *shape: int) -> Tensor:
-        return self._checked(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
+        return self.checked(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
 
     def bias(self, parts: Mapping[str, int]) -> Tensor:
         return self._stack(torch.empty(sum(parts.values()), dtype=self.dtype, device=self.device), parts)
 
     def norm(self, name: str, size: int) -> Tensor:
-        weight = self._checked(name, (size,)).float()
+        weight = self.checked(name, (size,)).float()
         return (weight + (self.source.norm_offset if self.config.family == "gemma" else 0.0)).to(self.device)
+
+    def sinks(self, name: str) -> Tensor | None:
+        config = self.config
+        return self.checked(name, (config.num_heads,)).float().to(self.device).contiguous() if config.sinks else None
 
     def head_norm(self, name: str, order: Tensor | None) -> Tensor | None:
         if not self.config.qk_norm:
@@ -220,11 +237,12 @@ class Assembler:
         """Copies the tensors into `out`, one below the other."""
         at = 0
         for name, count in parts.items():
-            out[at : at + count] = self._checked(name, (count, *out.shape[1:]))
+            out[at : at + count] = self.checked(name, (count, *out.shape[1:]))
             at += count
         return out
 
-    def _checked(self, name: str, shape: Sequence[int]) -> Tensor:
+    def checked(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The tensor, which must be of floats and have that shape."""
         tensor = self.source.read(name)
         if tuple(tensor.shape) != tuple(shape):
             raise ModelError(

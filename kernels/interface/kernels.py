@@ -82,7 +82,8 @@ class Kernels(Protocol):
         ...
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up of [T, 2 * n], gate first: [T, n]. `activation` is "silu" or "gelu_tanh"."""
+        """activation(gate) * up of [T, 2 * n], gate first: [T, n]. `activation` is "silu", "gelu_tanh" or
+        "clamped_swiglu": gate at most 7, up within 7, gate * sigmoid(1.702 gate) * (up + 1)."""
         ...
 
 
