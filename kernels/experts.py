@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.cpu.backend import WIDTH_MULTIPLE, NativeBackend, native_backend
 from kernels.cpu.recorder import Slot
+from kernels.device import triton_backend
 from kernels.linear import GatedLinear, Linear, Weight
 
 
@@ -52,14 +53,27 @@ class Experts:
 
     def __init__(self, experts: Sequence[Expert], *, dtype: torch.dtype) -> None:
         self.count, self.dtype = len(experts), dtype
+        first = experts[0].gate_up
+        place = first.device if isinstance(first, Tensor) else first.numbers.device
+        self._device_kernels = triton_backend(place.type)
+        if self._device_kernels is not None:
+            self._stacked = tuple(_stacked(parts, dtype) for parts in zip(*experts, strict=True))
+            return
         self.gate_up = [GatedLinear(expert.gate_up, expert.gate_up_bias, dtype=dtype) for expert in experts]
         self.down = [Linear(expert.down, expert.down_bias, dtype=dtype) for expert in experts]
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor, activation: str) -> Tensor:
         """x [T, hidden], chosen int64 and shares float32 [T, k] to [T, hidden]; `activation`: see `kernels.gated`."""
         if isinstance(x, Slot):
-            gate_up, down = ([linear.native for linear in matrices] for matrices in (self.gate_up, self.down))
-            return x.recorder.experts(x, chosen, shares, gate_up, down, activation)
+            first, second = ([linear.native for linear in matrices] for matrices in (self.gate_up, self.down))
+            return x.recorder.experts(x, chosen, shares, first, second, activation)
+        if self._device_kernels is not None:
+            gate_up, down, gate_up_bias, down_bias = self._stacked
+            assert gate_up is not None and down is not None  # biases alone may be missing
+            return self._device_kernels.experts(x, chosen, shares, gate_up, down, gate_up_bias, down_bias, activation)
+        return self._by_expert(x, chosen, shares, activation)
+
+    def _by_expert(self, x: Tensor, chosen: Tensor, shares: Tensor, activation: str) -> Tensor:
         per_token = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)  # pairs of row and expert, by expert
         counts = torch.bincount(chosen.flatten(), minlength=self.count).tolist()
@@ -83,6 +97,12 @@ def combined(made: Tensor, places: Tensor, shares: Tensor) -> Tensor:
     for i in range(1, shares.shape[1]):  # one by one, so that all rows are added alike
         total += made[places[:, i]].float() * shares[:, i : i + 1]
     return total.to(made.dtype)
+
+
+def _stacked(parts: Sequence[Weight | None], dtype: torch.dtype) -> Tensor | None:
+    """One tensor of the same weights of all experts; None where there are none."""
+    found = [part if isinstance(part, Tensor) else part.dense(dtype) for part in parts if part is not None]
+    return torch.stack(found).contiguous() if found else None
 
 
 def _native(x: Tensor) -> NativeBackend | None:

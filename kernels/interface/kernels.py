@@ -94,6 +94,20 @@ class DeviceKernels(Kernels, Protocol):
         """Token ids int64 [n] of logits float32 [n, vocab]: see `kernels.sample`."""
         ...
 
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        shares: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: str,
+    ) -> Tensor:
+        """As `kernels.Experts`: gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner], contiguous."""
+        ...
+
     def gather_blocks(self, kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:
         """Copies blocks to `buffer`, uint8 [n, wire_bytes]: see `kernels.gather_blocks`."""
         ...
