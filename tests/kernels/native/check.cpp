@@ -200,15 +200,18 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
             for (int head = 0; head < kv_heads; head++)
                 units.insert(units.end(), {span, head, first, std::min(8, int(spans[span * 4 + 1]) - first)});
     const float scale = 1.f / std::sqrt(float(dim));
+    std::vector<float> sinks(heads);
+    for (float &sink : sinks) sink = float(uniform(-2, 3));
+    const float *given = window ? sinks.data() : nullptr;
     diptych_attend(type, kv_type, q.data(), heads * dim, out.data(), kv.data(), spans, tables, units.data(),
-                   units.size() / 4, shape, layer, window, scale, softcap, 2);
+                   units.size() / 4, shape, layer, window, scale, softcap, given, 2);
     for (int span = 0; span < 2; span++)
         for (int64_t i = 0; i < spans[span * 4 + 1]; i++)
             for (int64_t head = 0; head < heads; head++) {
                 const int64_t at = spans[span * 4 + 2] + i, from = window && at + 1 > window ? at + 1 - window : 0;
                 const T *query = &q[((spans[span * 4] + i) * heads + head) * dim];
                 std::vector<double> sums(dim, 0.0);
-                double total = 0;
+                double total = given ? std::exp(double(sinks[head])) : 0;
                 for (int64_t j = from; j <= at; j++) {
                     const int64_t block = tables[spans[span * 4 + 3] + j / size];
                     const C *begin = &kv[((block * layers + layer) * kv_heads + head / 3) * region],
