@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from common.model.mlp import MixtureOfExperts, SharedExpert
 from common.model_files.experts_config import ExpertsConfig
@@ -33,7 +34,7 @@ class ExpertsReader:
         name = self.prefix + self.router
         bias = source.bias({f"{name}.bias": config.count}) if config.biased else None
         router = Linear(source.matrix(f"{name}.weight", config.count, self.hidden), bias)
-        experts = self._transposed() if not self.gates else [self._expert(i) for i in range(config.count)]
+        experts = self._stacked() if not self.gates else [self._expert(i) for i in range(config.count)]
         made = Experts(experts, dtype=source.dtype)
         return MixtureOfExperts(router, made, config.per_token, config.normalised, self._shared())
 
@@ -46,27 +47,29 @@ class ExpertsReader:
             source.weight(gates, self.hidden, source.quantization), source.weight(down, self.inner, source.quantization)
         )
 
-    def _transposed(self) -> list[Expert]:
-        """gpt-oss: one tensor of all experts, [in, out] each, in which gates and ups alternate."""
-        source, name, (count, hidden, inner) = (
-            self.assembler,
-            f"{self.prefix}{self.place}.",
-            (self.config.count, self.hidden, self.inner),
-        )
-        gate_up = source.checked(f"{name}gate_up_proj", (count, hidden, 2 * inner))
-        gate_up_bias = source.matrix(f"{name}gate_up_proj_bias", count, 2 * inner)
-        down = source.checked(f"{name}down_proj", (count, inner, hidden))
-        down_bias = source.matrix(f"{name}down_proj_bias", count, hidden)
-        rows = torch.arange(2 * inner).view(inner, 2).T.flatten()  # gates, then ups
+    def _stacked(self) -> list[Expert]:
+        """gpt-oss: one tensor of all experts, in which gates and ups alternate."""
+        source, name, count = self.assembler, f"{self.prefix}{self.place}.", self.config.count
+        gate_up, held = self._matrices(f"{name}gate_up_proj", 2 * self.inner, self.hidden)
+        down, _ = self._matrices(f"{name}down_proj", self.hidden, self.inner)
+        gate_up_bias = source.matrix(f"{name}gate_up_proj_bias", count, 2 * self.inner)
+        down_bias = source.matrix(f"{name}down_proj_bias", count, self.hidden)
+        rows = torch.arange(2 * self.inner).view(self.inner, 2).T.flatten()  # gates, then ups
         return [
             Expert(
-                source.quantised(gate_up[i].T[rows], source.quantization),
-                source.quantised(down[i].T, source.quantization),
+                source.as_asked(gate_up[i][rows], held),
+                source.as_asked(down[i], held),
                 gate_up_bias[i][rows.to(gate_up_bias.device)],
                 down_bias[i],
             )
             for i in range(count)
         ]
+
+    def _matrices(self, name: str, outputs: int, inputs: int) -> tuple[Tensor, bool]:
+        """[experts, out, in] and whether the file quantises them: it holds those so, and floats as [in, out]."""
+        if self.assembler.source.is_quantised(name):
+            return self.assembler.checked(name, (self.config.count, outputs, inputs)), True
+        return self.assembler.checked(name, (self.config.count, inputs, outputs)).transpose(1, 2), False
 
     def _shared(self) -> SharedExpert | None:
         if not self.config.shared_size:

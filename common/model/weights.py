@@ -196,14 +196,15 @@ class Assembler:
                 return stack(whole)
         dense = torch.empty(sum(parts.values()), columns, dtype=self._dense_dtype(quantization), device=self.device)
         self._stack(dense, parts)
-        return self.quantised(dense, quantization, all(self.source.is_quantised(name) for name in parts))
-
-    def quantised(self, dense: Tensor, quantization: Quantization, in_file: bool = False) -> Weight:
-        """A matrix as asked for; `in_file`: whether the file holds it in fewer bits than 16."""
-        bits = quantization.bits(in_file)
+        bits = quantization.bits(all(self.source.is_quantised(name) for name in parts))
         if not bits:
-            return dense.to(device=self.device, dtype=self.dtype).contiguous()
+            return dense.to(self.dtype)
         return quantise(dense, bits) or dense.to(self.dtype)
+
+    def as_asked(self, dense: Tensor, in_file: bool) -> Weight:
+        """A matrix that is part of a tensor, dense or quantised; `in_file`: whether that holds fewer bits than 16."""
+        dense, bits = dense.to(self.device).contiguous(), self.quantization.bits(in_file)
+        return (quantise(dense, bits) if bits else None) or dense.to(self.dtype)
 
     def matrix(self, name: str, *shape: int) -> Tensor:
         return self.checked(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
