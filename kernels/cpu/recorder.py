@@ -125,8 +125,16 @@ class ProgramRecorder:
         """As `kernels.route`."""
         source = slot_of(logits)
         chosen, shares = (self.slot(per_token, source.rows, kind) for kind in (torch.int32, torch.float32))
-        fields = {"width": source.width, "per_token": per_token, "flags": int(normalised)}
-        return self.add(ROUTE, chosen, input=source, extra=shares, **fields), cast(Tensor, shares)
+        self.add(
+            ROUTE,
+            chosen,
+            input=source,
+            extra=shares,
+            width=source.width,
+            per_token=per_token,
+            flags=int(normalised),
+        )
+        return cast(Tensor, chosen), cast(Tensor, shares)
 
     def experts(
         self,
@@ -173,8 +181,16 @@ class ProgramRecorder:
         times, groups = max(1, per_token), weight.in_features // weight.group
         numbers = self.slot(times * weight.in_features, source.rows, torch.uint8)
         scale, total = (self.slot(times * groups, source.rows, torch.float32) for _ in range(2))
-        fields = {"width": weight.in_features, "per_token": per_token}
-        self.add(QUANTISE, numbers, input=source, extra=scale, extra2=total, weights=(weight,), **fields)
+        self.add(
+            QUANTISE,
+            numbers,
+            input=source,
+            extra=scale,
+            extra2=total,
+            width=weight.in_features,
+            weights=(weight,),
+            per_token=per_token,
+        )
         return numbers, scale, total
 
     def _grouped(
@@ -190,9 +206,18 @@ class ProgramRecorder:
         addresses = (ctypes.c_void_p * len(weights))(*(weight.address for weight in weights))
         self.keep(*weights)
         numbers, scale, total = inputs if len(inputs) == 3 else (inputs[0], None, None)
-        slots = {"input": numbers, "extra": scale, "extra2": total, "units": units}
-        sizes = {"width": len(weights), "per_token": per_token}
-        self.add(EXPERTS, out, **slots, **sizes, weights=(addresses,), flags=epilogue)
+        self.add(
+            EXPERTS,
+            out,
+            input=numbers,
+            extra=scale,
+            extra2=total,
+            units=units,
+            width=len(weights),
+            weights=(addresses,),
+            per_token=per_token,
+            flags=epilogue,
+        )
 
     def select(self, source: Slot) -> Tensor:
         """The sampled rows."""
@@ -267,8 +292,16 @@ class RecordedKernels:
         if not rule.k_scale == rule.v_scale == 1.0 or head_dim_of(kv) > MAX_HEAD_DIM:
             raise NotRecordable(f"attention with scales or heads of more than {MAX_HEAD_DIM} elements")
         out = source.recorder.slot(source.width, ALL_ROWS)
-        sizes = {"layer": layer, "window": rule.window, "scale": rule.scale, "eps": rule.softcap}
-        return source.recorder.add(ATTEND, out, input=source, weights=(rule.sinks,), **sizes)
+        return source.recorder.add(
+            ATTEND,
+            out,
+            input=source,
+            weights=(rule.sinks,),
+            layer=layer,
+            window=rule.window,
+            scale=rule.scale,
+            eps=rule.softcap,
+        )
 
     def rotate_and_write(
         self,

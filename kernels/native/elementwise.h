@@ -14,7 +14,8 @@ enum class Epilogue : int { PLAIN = 0, SILU = 1, GELU = 2, CLAMPED = 3 };
 // sigmoid(1.702 gate) times up + 1.
 inline f32s gate_lanes(f32s x, f32s up, Epilogue kind) {
     f32s y = x;
-    if (kind == Epilogue::GELU) y = 1.5957691216057308f * (x + 0.044715f * (x * x * x)); // (1 + tanh(z)) / 2 = 1 / (1 + e^-2z)
+    // 0.5 * (1 + tanh(z)) = 1 / (1 + e^-2z)
+    if (kind == Epilogue::GELU) y = 1.5957691216057308f * (x + 0.044715f * (x * x * x));
     if (kind == Epilogue::CLAMPED) {
         const f32s limit = splat(7.f);
         x = x > limit ? limit : x;
