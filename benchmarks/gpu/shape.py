@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from common.model_config.rope import RopeConfig
 from common.model_files.config import ModelConfig
-from common.model_files.rope_config import RopeConfig
 from kernels import KVLayout
 
 

@@ -13,8 +13,8 @@ from common.kv.cache import KVCache
 from common.model.batch import ForwardBatch
 from common.model.rope import RopeTable
 from common.model.weights import LayerWeights, ModelWeights
+from common.model_config.rope import RopeConfig
 from common.model_files.config import ModelConfig
-from common.model_files.rope_config import RopeConfig
 from kernels import AttentionPlan, NativePlan, Program, ProgramRecorder, paged_attention, record, rotate_and_write
 
 

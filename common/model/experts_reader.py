@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.model.mlp import MixtureOfExperts, SharedExpert
-from common.model_files.experts_config import ExpertsConfig
+from common.model_config.experts import ExpertsConfig
 from kernels import Expert, Experts, Linear
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from common.model_files.rope_config import RopeConfig
+from common.model_config.rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None = None) -> Tensor:

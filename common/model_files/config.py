@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ModelError
-from common.model_files.experts_config import ExpertsConfig, read_experts
-from common.model_files.fields import FieldReader
-from common.model_files.rope_config import RopeConfig, RopeReader
+from common.model_config.experts import ExpertsConfig, read_experts
+from common.model_config.fields import FieldReader
+from common.model_config.rope import RopeConfig, RopeReader
 
 HF_FAMILIES = {
     "llama": "llama",

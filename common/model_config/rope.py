@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.model_files.fields import FieldReader
+from common.model_config.fields import FieldReader
 
 ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.model_files.fields import FieldReader
+from common.model_config.fields import FieldReader
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Of gpt-oss' gate, which the kernels have as "clamped_swiglu"."""
