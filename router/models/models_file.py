@@ -56,11 +56,20 @@ def table_of(config: RouterConfig) -> ModelTable:
 
 def read_models(path: str) -> ModelTable:
     """The models of a file. Raises ConfigError that names the table and the field."""
+    return models_of(path, content_of(path))
+
+
+def content_of(path: str) -> bytes:
+    """What is in a file, which may be too long by a byte. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(FIELD, path, f"a file that can be read ({error.strerror})") from error
+
+
+def models_of(path: str, data: bytes) -> ModelTable:
+    """The models that the content of a file names. Raises ConfigError that names the table and the field."""
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(FIELD, path, f"a file of at most {MAX_FILE_BYTES:,} bytes")
     try:
