@@ -8,6 +8,9 @@ from typing import Any
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
 from common.config.field import Config, Field, fields_of
+from router.auth.key_file import MAX_LIMIT
+from router.models.models_file import MAX_MODELS, MAX_NAMES, MAX_SPLITS
+from router.models.models_file import NAME as SERVED_NAME
 
 Schema = dict[str, Any]
 
@@ -16,7 +19,7 @@ TARGET = Path(__file__).with_name("values.schema.json")
 CHART_SETS = frozenset(
     (
         *("host", "port", "http_port", "kv_port", "advertise_host", "allow_remote", "address_file", "worker_id"),
-        *("model", "served_model_name", "device", "drain_timeout_s", "config", "core_share", "cores"),
+        *("model", "more_models", "models_file", "served_model_name", "device", "drain_timeout_s", "config", "core_share", "cores"),
         *("prefill", "decode", "prefill_services", "decode_services", "discovery", "discovery_namespace"),
         *("kubernetes_api", "kubernetes_credentials", "pod_deletion_cost", "slo_ttft_ms", "slo_tpot_ms"),
         *("curve_key", "curve_authorized", "api_key", "api_key_file", "tls_cert", "tls_key"),
@@ -55,6 +58,8 @@ def ref(name: str) -> Schema:
 FLAG: Schema = {"type": "boolean"}
 TEXT: Schema = {"type": "string"}
 NAME = text(pattern=LABEL)
+SERVED = text(pattern=rf"^{SERVED_NAME.pattern}$")
+"""What clients call a model."""
 FREE: Schema = {"type": "object"}
 MAP: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 COUNT_OR_SHARE: Schema = {"anyOf": [whole(0), text(pattern=r"^[0-9]+%$")]}
@@ -218,6 +223,8 @@ def model() -> Schema:
         ),
     ]
     goal = {"type": "number", "minimum": 0}
+    names = many(SERVED)
+    fields = {field.name: field for field in fields_of(RouterConfig)}
     return closed(
         {
             "name": NAME,
@@ -225,9 +232,28 @@ def model() -> Schema:
             "source": {"oneOf": sources},
             "slo": closed({"ttftMs": goal, "tpotMs": goal}),
             "router": ref("router"),
+            "aliases": names | {"maxItems": MAX_NAMES},
+            "fallbacks": many(NAME) | {"maxItems": MAX_NAMES},
+            "hold": FLAG,
+            "limits": closed(
+                {
+                    "requestsPerMinute": whole(0, MAX_LIMIT),
+                    "tokensPerMinute": whole(0, MAX_LIMIT),
+                    "concurrentRequests": whole(0, MAX_LIMIT),
+                }
+            ),
+            **{key: of_field(fields[name]) for key, name in (("toolParser", "tool_parser"), ("reasoning", "reasoning"))},
         },
         ("name", "source"),
     )
+
+
+def shared_router() -> Schema:
+    weights = {"type": "object", "additionalProperties": {"type": "number", "minimum": 0, "maximum": MAX_LIMIT}}
+    split = closed(
+        {"name": SERVED, "weights": weights | {"minProperties": 1, "maxProperties": MAX_NAMES}}, ("name", "weights")
+    )
+    return closed({"enabled": FLAG, "splits": many(split) | {"maxItems": MAX_SPLITS}})
 
 
 def network() -> Schema:
@@ -356,8 +382,9 @@ def values() -> Schema:
             "commonLabels": MAP,
             "imagePullSecrets": many(closed({"name": TEXT}, ("name",))),
             "images": closed({"router": image(), "worker": image()}),
-            "models": many(model()) | {"minItems": 1},
+            "models": many(model()) | {"minItems": 1, "maxItems": MAX_MODELS},
             "router": ref("router"),
+            "sharedRouter": shared_router(),
             "workers": pool("", named=False),
             "prefill": pools("prefill"),
             "decode": pools("decode", minItems=1),

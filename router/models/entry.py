@@ -14,7 +14,7 @@ class ModelEntry:
 
     Requests for it go to the next of its `fallbacks` while it has no ready worker, or no room. Without `holds` they get
     503 at once while it has no ready worker, instead of waiting for one. All keys together have its `limits`.
-    `tool_parser` and `reasoning` are those of the router unless they are given.
+    `tool_parser`, `reasoning` and the goals of the class `default` are those of the router unless they are given.
     """
 
     model: str
@@ -25,6 +25,8 @@ class ModelEntry:
     limits: Limits = Limits()
     tool_parser: str = ""
     reasoning: str = ""
+    slo_ttft_ms: float = 0.0
+    slo_tpot_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ tokens_per_minute = 1000000
 concurrent_requests = 64
 tool_parser = "hermes"         # of this model, if not that of --tool-parser
 reasoning = "none"             # likewise
+slo_ttft_ms = 500              # likewise: goals of its requests, in milliseconds
+slo_tpot_ms = 40
 
 [[split]]
 name = "chat"
@@ -26,6 +28,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from common.config import RouterConfig
+from common.config.field import GOAL_MS
 from common.errors import ConfigError
 from router.auth.key_file import LIMITS, MAX_LIMIT
 from router.auth.keys import Limits
@@ -39,7 +42,8 @@ MAX_SPLITS = 256
 MAX_NAMES = 64
 """Aliases, fallbacks or weights of one entry."""
 NAME = re.compile(r"[!-~]{1,256}")
-MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", *LIMITS, "tool_parser", "reasoning")
+GOALS = ("slo_ttft_ms", "slo_tpot_ms")
+MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", *LIMITS, "tool_parser", "reasoning", *GOALS)
 SPLIT_FIELDS = ("name", "weights")
 
 
@@ -120,6 +124,13 @@ class _Table:
             self.refuse(field, "a whole number from 0 (no limit)")
         return value
 
+    def goal(self, field: str) -> float:
+        value = self._values.get(field, 0)
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        if not fits or not GOAL_MS["ge"] <= value <= GOAL_MS["le"]:
+            self.refuse(field, f"milliseconds, at most {GOAL_MS['le']:,} (0: the goal of the router)")
+        return float(value)
+
     def weights(self, field: str) -> dict[str, float]:
         value = self._values.get(field)
         if not isinstance(value, dict) or not 0 < len(value) <= MAX_NAMES:
@@ -158,6 +169,8 @@ def _model(table: _Table) -> ModelEntry:
         limits=Limits(**{field: table.limit(field) for field in LIMITS}),
         tool_parser=table.text("tool_parser"),
         reasoning=table.text("reasoning"),
+        slo_ttft_ms=table.goal("slo_ttft_ms"),
+        slo_tpot_ms=table.goal("slo_tpot_ms"),
     )
 
 

@@ -29,6 +29,7 @@ aliases = ["old"]
 model = "{folder}"
 hold = false
 tool_parser = "none"
+slo_tpot_ms = 40
 """
 
 
@@ -58,6 +59,7 @@ async def test_each_model_has_settings_of_its_own_and_all_share_the_threads(serv
     small, large = found.app.state.service.models.services.values()
     assert (small.model_name, large.model_name) == ("small", "large")
     assert (small.config.tool_parser, large.config.tool_parser) == ("auto", "none")
+    assert [one.config.classes["default"].tpot_s for one in (small, large)] == [0.0, 0.04]
     assert small.text._threads is large.text._threads
     assert small.gate is large.gate is found.app.state.service.gate
 
@@ -89,7 +91,11 @@ async def test_a_changed_file_changes_names_splits_and_limits(serving: Any, tmp_
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [('"tiny-random"', '"tiny-gemma3"'), ('name = "small"', 'name = "tiny"'), ('"none"', '"hermes"')]
+    ("old", "new"),
+    [
+        *[('"tiny-random"', '"tiny-gemma3"'), ('name = "small"', 'name = "tiny"'), ('"none"', '"hermes"')],
+        ("slo_tpot_ms = 40", "slo_tpot_ms = 50"),
+    ],
 )
 async def test_other_models_need_a_restart(serving: Any, tmp_path: Path, old: str, new: str) -> None:
     found, file = serving()
