@@ -19,7 +19,17 @@ TARGET = Path(__file__).with_name("values.schema.json")
 CHART_SETS = frozenset(
     (
         *("host", "port", "http_port", "kv_port", "advertise_host", "allow_remote", "address_file", "worker_id"),
-        *("model", "more_models", "models_file", "served_model_name", "device", "drain_timeout_s", "config", "core_share", "cores"),
+        *(
+            "model",
+            "more_models",
+            "models_file",
+            "served_model_name",
+            "device",
+            "drain_timeout_s",
+            "config",
+            "core_share",
+            "cores",
+        ),
         *("prefill", "decode", "prefill_services", "decode_services", "discovery", "discovery_namespace"),
         *("kubernetes_api", "kubernetes_credentials", "pod_deletion_cost", "slo_ttft_ms", "slo_tpot_ms"),
         *("curve_key", "curve_authorized", "api_key", "api_key_file", "tls_cert", "tls_key"),
@@ -242,7 +252,9 @@ def model() -> Schema:
                     "concurrentRequests": whole(0, MAX_LIMIT),
                 }
             ),
-            **{key: of_field(fields[name]) for key, name in (("toolParser", "tool_parser"), ("reasoning", "reasoning"))},
+            **{
+                key: of_field(fields[name]) for key, name in (("toolParser", "tool_parser"), ("reasoning", "reasoning"))
+            },
         },
         ("name", "source"),
     )

@@ -70,6 +70,9 @@ fallbacks = {{ toJson $names }}
 {{- if hasKey $model "hold" }}
 hold = {{ $model.hold }}
 {{- end }}
+{{- if not (include "diptych.pools" (dict "root" $root "role" "prefill" "model" $model.name) | fromYaml).pools }}
+prefill = false
+{{- end }}
 {{- range $name, $field := dict "requestsPerMinute" "requests_per_minute" "tokensPerMinute" "tokens_per_minute" "concurrentRequests" "concurrent_requests" }}
 {{- with get ($model.limits | default dict) $name }}
 {{ $field }} = {{ int64 . }}
@@ -89,7 +92,7 @@ slo_ttft_ms = {{ include "diptych.tomlValue" . }}
 slo_tpot_ms = {{ include "diptych.tomlValue" . }}
 {{- end }}
 {{- end }}
-{{ end }}
+{{- end }}
 {{- range $split := .root.Values.sharedRouter.splits }}
 [[split]]
 name = {{ toJson $split.name }}
@@ -99,14 +102,14 @@ name = {{ toJson $split.name }}
 {{- $weights = append $weights (printf "%s = %s" (include "diptych.servedName" (dict "model" $model) | toJson) (include "diptych.tomlValue" $weight)) }}
 {{- end }}
 weights = { {{ join ", " $weights }} }
-{{ end }}
+{{- end }}
 {{- end }}
 
 {{/* What of the models a router takes only when it starts: (root). */}}
 {{- define "diptych.fixedModels" -}}
 {{- $fixed := list }}
 {{- range .root.Values.models }}
-{{- $fixed = append $fixed (list (include "diptych.modelSetting" (dict "root" $.root "model" .)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo) }}
+{{- $fixed = append $fixed (list (include "diptych.modelSetting" (dict "root" $.root "model" .)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo (len (include "diptych.pools" (dict "root" $.root "role" "prefill" "model" .name) | fromYaml).pools | eq 0)) }}
 {{- end }}
 {{- toJson $fixed }}
 {{- end }}

@@ -6,6 +6,7 @@ name = "small"                 # as clients call it
 aliases = ["fast"]
 fallbacks = ["large"]          # models for its requests while it has no ready worker, or no room
 hold = true                    # false: 503 at once while it has no ready worker, instead of a wait for one
+prefill = false                # it has no prefill workers, and none is missed
 requests_per_minute = 600      # of all keys together
 tokens_per_minute = 1000000
 concurrent_requests = 64
@@ -43,7 +44,7 @@ MAX_NAMES = 64
 """Aliases, fallbacks or weights of one entry."""
 NAME = re.compile(r"[!-~]{1,256}")
 GOALS = ("slo_ttft_ms", "slo_tpot_ms")
-MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", *LIMITS, "tool_parser", "reasoning", *GOALS)
+MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "tool_parser", "reasoning", *GOALS)
 SPLIT_FIELDS = ("name", "weights")
 
 
@@ -166,6 +167,7 @@ def _model(table: _Table) -> ModelEntry:
         aliases=table.names("aliases"),
         fallbacks=table.names("fallbacks"),
         holds=table.flag("hold", default=True),
+        has_prefill=table.flag("prefill", default=True),
         limits=Limits(**{field: table.limit(field) for field in LIMITS}),
         tool_parser=table.text("tool_parser"),
         reasoning=table.text("reasoning"),

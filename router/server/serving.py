@@ -116,9 +116,7 @@ class Serving:
         table = self._source.read()
         before = [same_model(entry) for entry in self._table.models]
         if before != [same_model(entry) for entry in table.models]:
-            allowed = (
-                "the same models, names, tool_parser, reasoning and goals, in the same order; a restart takes others"
-            )
+            allowed = "the same models, names, parsers, goals and prefill, in the same order; a restart takes others"
             raise ConfigError(FIELD, self._config.models_file, allowed)
         self.catalog = Catalog(table, [model.files.model_id for model in self.models])
         service: Service = self.app.state.service
@@ -215,8 +213,8 @@ def _behind(front: Service, model: Member) -> Service:
 
 def same_model(entry: ModelEntry) -> tuple[str, ...]:
     """What of an entry cannot change while the router runs."""
-    goals = (str(entry.slo_ttft_ms), str(entry.slo_tpot_ms))
-    return entry.model, entry.name, entry.tool_parser, entry.reasoning, *goals
+    numbers = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill)
+    return entry.model, entry.name, entry.tool_parser, entry.reasoning, *map(str, numbers)
 
 
 def of_model(config: RouterConfig, name: str, entry: ModelEntry) -> RouterConfig:
@@ -229,6 +227,8 @@ def of_model(config: RouterConfig, name: str, entry: ModelEntry) -> RouterConfig
         models_file="",
         tool_parser=entry.tool_parser or config.tool_parser,
         reasoning=entry.reasoning or config.reasoning,
+        prefill=config.prefill if entry.has_prefill else (),
+        prefill_services=config.prefill_services if entry.has_prefill else (),
         slo_ttft_ms=entry.slo_ttft_ms or config.slo_ttft_ms,
         slo_tpot_ms=entry.slo_tpot_ms or config.slo_tpot_ms,
     )

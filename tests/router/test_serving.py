@@ -30,6 +30,7 @@ model = "{folder}"
 hold = false
 tool_parser = "none"
 slo_tpot_ms = 40
+prefill = false
 """
 
 
@@ -43,7 +44,12 @@ async def serving(tmp_path: Path) -> AsyncIterator[Any]:
         file = tmp_path / "models.toml"
         if text is not None:
             file.write_text(text.format(folder=folder))
-        settings = {"decode": ("tcp://127.0.0.1:1",), "response_store": "memory", "models_file": str(file)} | settings
+        settings = {
+            "decode": ("tcp://127.0.0.1:1",),
+            "prefill": ("tcp://127.0.0.1:2",),
+            "response_store": "memory",
+            "models_file": str(file),
+        } | settings
         made.append(Serving(RouterConfig(**settings), part=part))
         return made[-1], file
 
@@ -60,6 +66,7 @@ async def test_each_model_has_settings_of_its_own_and_all_share_the_threads(serv
     assert (small.model_name, large.model_name) == ("small", "large")
     assert (small.config.tool_parser, large.config.tool_parser) == ("auto", "none")
     assert [one.config.classes["default"].tpot_s for one in (small, large)] == [0.0, 0.04]
+    assert [one.dispatcher.core.has_prefill for one in found.models] == [True, False]
     assert small.text._threads is large.text._threads
     assert small.gate is large.gate is found.app.state.service.gate
 
@@ -95,6 +102,7 @@ async def test_a_changed_file_changes_names_splits_and_limits(serving: Any, tmp_
     [
         *[('"tiny-random"', '"tiny-gemma3"'), ('name = "small"', 'name = "tiny"'), ('"none"', '"hermes"')],
         ("slo_tpot_ms = 40", "slo_tpot_ms = 50"),
+        ("prefill = false", ""),
     ],
 )
 async def test_other_models_need_a_restart(serving: Any, tmp_path: Path, old: str, new: str) -> None:
