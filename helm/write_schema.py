@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
-from common.config.field import Config, Field, fields_of
+from common.config.field import Config, fields_of
+from helm.schema_types import (
+    AMOUNTS,
+    COUNT_OR_SHARE,
+    FLAG,
+    FREE,
+    LIST_OF_OBJECTS,
+    MAP,
+    NAME,
+    SERVED,
+    TEXT,
+    Schema,
+    closed,
+    many,
+    of_field,
+    ref,
+    text,
+    whole,
+)
 from router.auth.key_file import MAX_LIMIT
 from router.models.models_file import MAX_MODELS, MAX_NAMES, MAX_SPLITS
-from router.models.models_file import NAME as SERVED_NAME
-
-Schema = dict[str, Any]
 
 TARGET = Path(__file__).with_name("values.schema.json")
 # The chart sets these itself, from other values; two places for one thing could disagree.
@@ -36,62 +50,6 @@ CHART_SETS = frozenset(
         *("discovery_file", "prefill_deployment", "decode_deployment", "planner_lease", "response_store"),
     )
 )
-LABEL = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
-KEYWORD = {str: "string", int: "integer", float: "number", bool: "boolean"}
-
-
-def closed(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
-    """An object with these keys and no others."""
-    schema = {"type": "object", "additionalProperties": False, "properties": properties}
-    return schema | ({"required": list(required)} if required else {})
-
-
-def text(*choices: str, pattern: str = "") -> Schema:
-    schema: Schema = {"type": "string"}
-    if choices:
-        schema["enum"] = list(choices)
-    return schema | ({"pattern": pattern} if pattern else {})
-
-
-def whole(low: int, high: int | None = None) -> Schema:
-    return {"type": "integer", "minimum": low} | ({} if high is None else {"maximum": high})
-
-
-def many(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-def ref(name: str) -> Schema:
-    return {"$ref": f"#/definitions/{name}"}
-
-
-FLAG: Schema = {"type": "boolean"}
-TEXT: Schema = {"type": "string"}
-NAME = text(pattern=LABEL)
-SERVED = text(pattern=rf"^{SERVED_NAME.pattern}$")
-"""What clients call a model."""
-FREE: Schema = {"type": "object"}
-MAP: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
-COUNT_OR_SHARE: Schema = {"anyOf": [whole(0), text(pattern=r"^[0-9]+%$")]}
-LIST_OF_OBJECTS = many(FREE)
-AMOUNTS: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
-
-
-def of_field(field: Field) -> Schema:
-    """What one setting takes."""
-    rule = field.rule
-    schema: Schema = {"description": rule.help}
-    if field.type in KEYWORD:
-        schema["type"] = KEYWORD[field.type]
-    else:
-        schema |= {"type": "array", "items": {"type": "string"}}
-    if rule.choices:
-        schema["enum"] = list(rule.choices)
-    if rule.ge is not None:
-        schema["minimum"] = rule.ge
-    if rule.le is not None:
-        schema["maximum"] = rule.le
-    return schema
 
 
 def settings(cls: type[Config]) -> Schema:
