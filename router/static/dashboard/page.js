@@ -161,7 +161,7 @@ function card(element, one) {
 
 function drawPicker() {
   const picker = $("model");
-  picker.hidden = models.length < 2;
+  $("model-row").hidden = models.length < 2;
   each(picker, "option", ["", ...models], (option, name) => {
     if (option.value !== name || !option.textContent) option.value = name;
     write(option, name || "All models");

@@ -377,7 +377,7 @@ async def test_the_dashboard_shows_all_models_or_one(several: Start) -> None:
         assert (await served.ask(model)).status_code == 200
     number = "get('times').children[0].children.at(-1).textContent"
     shown = await browse(
-        served.running.url, SEES, ["show", "text('model')"], ["show", "[get('model').hidden, text('models')]"],
+        served.running.url, SEES, ["show", "text('model')"], ["show", "[get('model-row').hidden, text('models')]"],
         ["until", f"{number} === '3'"], ["do", "get('model').value = 'small'; get('model').fire('change')"],
         ["until", f"{number} === '2'"], ["show", "[text('models'), text('model'), asked.at(-1).path]"],
         ["do", "get('model').value = ''; get('model').fire('change')"], ["until", f"{number} === '3'"],
