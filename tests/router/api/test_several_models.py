@@ -392,8 +392,7 @@ async def test_top_shows_all_models_or_one(several: Start) -> None:
     assert (await served.ask("large")).status_code == 200
     numbers = {}
     for model in ("", "small", "large"):
-        source = LoadSource.of(served.running.url, model=model)
-        load = (await asyncio.to_thread(source.ask)).load
+        load = (await asyncio.to_thread(LoadSource.of(served.running.url, model=model).ask)).load
         assert load is not None
         numbers[model] = ([one["id"] for one in load["models"]], load["traffic"]["ttft"]["num"])
     assert numbers == {"": (["small", "large"], 1), "small": (["small"], 0), "large": (["large"], 1)}
