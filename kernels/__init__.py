@@ -6,7 +6,12 @@
     sample                                  from logits to tokens, without leaving the device
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
+<<<<<<< HEAD
     Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 to 4 bits
+=======
+    Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 or 4 bits
+    route, Experts                          which MLPs a row uses, and their products, grouped by MLP
+>>>>>>> main
     Embedding                               rows of a table, which the head of a tied model may hold
     record, ProgramRecorder, Program        a whole forward pass as one native call
     share_cores                             how many threads that call may use while others compute too
@@ -38,6 +43,7 @@ from kernels.dispatch import (
     rotate_and_write,
 )
 from kernels.embedding import Embedding
+from kernels.experts import Expert, Experts, add_gated, route
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels
@@ -50,6 +56,8 @@ __all__ = [
     "AttentionRule",
     "Draw",
     "Embedding",
+    "Expert",
+    "Experts",
     "GatedLinear",
     "HeadNorms",
     "KVLayout",
@@ -62,6 +70,7 @@ __all__ = [
     "ProgramRecorder",
     "SamplingTensors",
     "Weight",
+    "add_gated",
     "add_rms_norm",
     "backend",
     "bits_allowed",
@@ -74,6 +83,7 @@ __all__ = [
     "record",
     "rms_norm",
     "rotate_and_write",
+    "route",
     "sample",
     "scatter_blocks",
     "share_cores",
