@@ -6,12 +6,8 @@
     sample                                  from logits to tokens, without leaving the device
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
-<<<<<<< HEAD
     Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 to 4 bits
-=======
-    Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 or 4 bits
     route, Experts                          which MLPs a row uses, and their products, grouped by MLP
->>>>>>> main
     Embedding                               rows of a table, which the head of a tied model may hold
     record, ProgramRecorder, Program        a whole forward pass as one native call
     share_cores                             how many threads that call may use while others compute too

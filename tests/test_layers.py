@@ -59,14 +59,9 @@ EXCEPTIONS: dict[str, set[str]] = {
 ROOMS = {
     "kernels": ("interface", "plain", "cpu", "gpu"),
     "common": (
-<<<<<<< HEAD
-        "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_files", "kv", "transfer",
-        "grammar", "weight_formats", "model", "sampling", "runner", "worker", "requests",
-=======
         "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_config", "model_files",
         "kv", "transfer",
-        "grammar", "model", "sampling", "runner", "worker", "requests",
->>>>>>> main
+        "grammar", "weight_formats", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",

@@ -26,12 +26,8 @@ from common.model_files.quantization_config import read_quantization_config
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
 
-<<<<<<< HEAD
 log = logging.getLogger("model")
-FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma3": Gemma3}
-=======
 FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma": Gemma}
->>>>>>> main
 
 
 def load_model(

@@ -65,12 +65,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "wrong vocabulary": (lambda f: set_config(f, vocab_size=99), r"embed_tokens.*is \[261, 64\].*wants \[99, 64\]"),
     "integers": (lambda f: change_weights(f, lambda w: w.update({DOWN: w[DOWN].to(torch.int8)})), "dtype torch.int8"),
     "architecture": (lambda f: set_config(f, model_type="mamba"), "'mamba' is not supported: use a model with llama"),
-<<<<<<< HEAD
     "quantised": (lambda f: set_config(f, quantization_config={"bits": 4}), "quant_method is None, which is not"),
-    "rope": (lambda f: set_config(f, rope_scaling={"type": "yarn", "factor": 2.0}), "'yarn' is not supported"),
-    "partial rope": (lambda f: set_config(f, partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
-=======
-    "quantised": (lambda f: set_config(f, quantization_config={"bits": 4}), "quantization_config is not supported"),
     "rope": (lambda f: set_config(f, rope_scaling={"type": "spiral", "factor": 2.0}), "'spiral' is not supported"),
     "long rope": (
         lambda f: set_config(f, rope_scaling={"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}),
@@ -80,7 +75,6 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         lambda f: set_config(f, partial_rotary_factor=0.2),
         "factor 0.2 of heads of 16 is not",
     ),
->>>>>>> main
     "activation": (lambda f: set_config(f, hidden_act="relu"), "hidden_act 'relu' is not supported"),
     "text for a number": (lambda f: set_config(f, num_hidden_layers="four"), "num_hidden_layers is 'four'"),
     "no layers": (lambda f: set_config(f, num_hidden_layers=0), "num_hidden_layers is 0"),
