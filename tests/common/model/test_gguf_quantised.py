@@ -100,8 +100,8 @@ def test_a_published_q4_k_m_file_keeps_all_its_matrices(gemma3_files: ModelFiles
         for linear, parts in (
             (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
             (layer.output, ("self_attn.o_proj",)),
-            (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
-            (layer.down, ("mlp.down_proj",)),
+            (layer.mlp.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
+            (layer.mlp.down, ("mlp.down_proj",)),
         ):
             assert torch.equal(linear.weight, torch.cat([source.read(f"{prefix}{part}.weight") for part in parts]))
     assert sum(assembler.treated.values()) == 14 and all(how.startswith("kept in ") for how in assembler.treated)

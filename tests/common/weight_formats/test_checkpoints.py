@@ -54,7 +54,8 @@ def test_integers_are_kept_where_the_kernels_have_their_format(checkpoint: Path)
     held = source.read_quantised("model.layers.0.mlp.down_proj.weight")
     assert wanted == (0 if held is None else held.bits)
     for layer, floats in zip(model.weights.layers, dense.weights.layers, strict=True):
-        for kept, expected in ((layer.qkv, floats.qkv), (layer.gate_up, floats.gate_up), (layer.down, floats.down)):
+        found, wanted_of = ((one.qkv, one.output, one.mlp.gate_up, one.mlp.down) for one in (layer, floats))
+        for kept, expected in zip(found, wanted_of, strict=True):
             # Kept integers lose what their scales lose in float16, others what 8 bits lose.
             tolerance = 2.0**-10 if wanted else 1 / 127
             limit = tolerance * float(expected.weight.abs().max())
