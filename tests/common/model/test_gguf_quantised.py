@@ -96,7 +96,7 @@ def test_a_published_q4_k_m_file_keeps_all_its_matrices(gemma3_files: ModelFiles
     assembler = Assembler(config, source, torch.float32, torch.device("cpu"), Quantization.AUTO)
     for index in (0, 9):
         prefix = f"model.layers.{index}."
-        layer = assembler.layer(prefix)
+        layer = assembler.layer(index)
         for linear, parts in (
             (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
             (layer.output, ("self_attn.o_proj",)),
