@@ -6,7 +6,7 @@ One engine loop owns a pool; nothing here locks. Blocks are plain indices into t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.errors import BlockError
@@ -30,7 +30,7 @@ class BlockPool:
     """Allocation, reference counts and an LRU prefix cache over hashed blocks.
 
     `allocate` takes the block that became free last: its memory is mapped, while a block that was never used costs a
-    page fault for every 4 KiB.
+    page fault for every 4 KiB. `on_published` hears of each block that enters the prefix cache.
     A block can be published under its hash once `wrote` has named every slot of it since its allocation: completed
     steps or a verified transfer wrote them. A published block stays in the cache after its release until the pool
     needs it, least recently released first.
@@ -56,6 +56,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._log = log or BlockLog()
+        self.on_published: Callable[[int, bytes], None] = lambda block, block_hash: None
 
     @property
     def num_available(self) -> int:
@@ -140,6 +141,15 @@ class BlockPool:
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
         self._log.stored(block_hash)
+        self.on_published(block, block_hash)
+
+    def is_published(self, block: int, block_hash: bytes) -> bool:
+        """Whether the block holds what the hash says. Callable from any thread.
+
+        If so before and after another thread copied the block, nothing was written to it meanwhile: to be written it
+        would have to be evicted first.
+        """
+        return self._hash_of.get(block) == block_hash
 
     def reset_cache(self) -> None:
         """Forget every published block; the unowned ones become free."""
