@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
+from common.latency.link_model import Links
 from common.latency.step_model import StepShape
 from common.requests.engine import RequestEngine
 from common.runner.runner import ModelRunner
@@ -261,7 +262,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             self._handovers.pause_due(now)
 
     def snapshot(self) -> EngineStatus:
-        return replace(super().snapshot(), links=self._remote_prefills.link_fits.links)
+        links = self._remote_prefills.link_fits.links
+        return replace(super().snapshot(), links=Links(tcp=links.tcp, shm=links.shm, disk=self._restores.link))
 
     def expire(self, now: float) -> None:
         if self._transfers.failure is not None:

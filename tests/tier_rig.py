@@ -37,5 +37,5 @@ class DiskTier(BlockTiers):
     def __init__(self, path: Path, kv: KVCache, pool: BlockPool, notify: Callable[[object], None]) -> None:
         self.file = SlowFile(path, kv.block_bytes)
         tiers = [BlockTier("disk", self.file)]
-        super().__init__(tiers, pool, copied_outgoing(kv), copied_incoming(kv), kv.block_bytes, notify)
+        super().__init__(tiers, pool, copied_outgoing(kv), copied_incoming(kv), notify)
         self.start()

@@ -55,7 +55,7 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._log = log or BlockLog()
+        self.log = log or BlockLog()
         self.on_published: Callable[[int, bytes], None] = lambda block, block_hash: None
 
     @property
@@ -140,7 +140,7 @@ class BlockPool:
             return
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
-        self._log.stored(block_hash)
+        self.log.stored(block_hash)
         self.on_published(block, block_hash)
 
     def is_published(self, block: int, block_hash: bytes) -> bool:
@@ -157,7 +157,7 @@ class BlockPool:
         self._cached.clear()
         self._hash_of.clear()
         self._block_of.clear()
-        self._log.cleared()
+        self.log.cleared()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> BlockCounts:
         """Check that the blocks `owners` hold are exactly the owned ones, and that published ones are complete.
@@ -189,5 +189,5 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
-        self._log.removed(block_hash)
+        self.log.removed(block_hash)
         return block

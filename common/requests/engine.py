@@ -11,6 +11,7 @@ from common.errors import WireError
 from common.grammar.grammars import GrammarReady, Grammars
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
+from common.latency.link_model import Links
 from common.latency.step_model import StepShape
 from common.requests.awaited_grammars import AwaitedGrammars
 from common.requests.knobs import KnobLog
@@ -121,6 +122,7 @@ class RequestEngine(Engine, Generic[R, S]):
             serials=self._serials,
             batch_cap=scheduler.batch_cap.value,
             step_tokens=scheduler.max_step_tokens,
+            links=Links(disk=self._restores.link),
             tiers=self._tiers.counts if self._tiers is not None else (),
         )
 

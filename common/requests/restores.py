@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel, StepShape
 from common.requests.sequence import WorkerSequence
 from common.tiers.block_read import BlockRead
@@ -24,6 +25,11 @@ class Restores:
 
     def __init__(self, tiers: BlockTiers | None, block_size: int, metrics: WorkerMetrics) -> None:
         self._tiers, self._block_size, self._metrics = tiers, block_size, metrics
+
+    @property
+    def link(self) -> LinkModel:
+        """What reads take, for routers."""
+        return self._tiers.link if self._tiers is not None else LinkModel()
 
     def num_held(self, hashes: Sequence[bytes]) -> int:
         """How many of the chain's first blocks could be read."""

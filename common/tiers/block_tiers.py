@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from common.kv.block_pool import BlockPool
 from common.kv.staging import IncomingBlocks, OutgoingBlocks
+from common.latency.link_model import LinkModel
 from common.tiers.block_read import BlockRead
 from common.tiers.counts import TierCounts
 from common.tiers.tier import BlockTier, num_leading
@@ -27,8 +28,6 @@ from common.tiers.tier import BlockTier, num_leading
 log = logging.getLogger(__name__)
 MOST_OFFERED = 65_536
 """Blocks that wait to be written. They take no memory of their own."""
-GUESSED_RATE = 5e8
-"""Bytes a second that a read is taken to have before one was measured."""
 STOP_S = 2.0
 
 
@@ -48,12 +47,11 @@ class BlockTiers:
         pool: BlockPool,
         outgoing: OutgoingBlocks,
         incoming: IncomingBlocks,
-        block_bytes: int,
         notify: Callable[[ReadEnded], None],
     ) -> None:
         """Hears of each block that `pool` publishes. `notify` gets the end of each read, on the reading thread."""
         self.tiers, self._pool, self._notify = tiers, pool, notify
-        self._outgoing, self._incoming, self._block_bytes = outgoing, incoming, block_bytes
+        self._outgoing, self._incoming = outgoing, incoming
         self._wake = threading.Condition()
         self._offered: deque[tuple[int, bytes]] = deque(maxlen=MOST_OFFERED)
         self._reads: deque[BlockRead] = deque()  # one a running request
@@ -65,6 +63,10 @@ class BlockTiers:
             for name, turn in (("write", self._write_turn), ("read", self._read_turn))
         ]
         pool.on_published = self.offer
+        for tier in tiers:
+            tier.on_change = self._changed
+            for block_hash in tier.hashes():
+                pool.log.in_tier(block_hash, True)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -112,7 +114,7 @@ class BlockTiers:
         num_blocks, total_s = len(hashes) + self.num_unread_blocks, 0.0
         for tier in self.tiers:
             num_here = num_blocks if tier is self.tiers[-1] else sum(tier.holds(block_hash) for block_hash in hashes)
-            total_s += self._seconds(tier, min(num_here, num_blocks))
+            total_s += tier.link.seconds(min(num_here, num_blocks))
             num_blocks -= min(num_here, num_blocks)
         return total_s
 
@@ -132,7 +134,15 @@ class BlockTiers:
             self._to_clear = True
             self._wake.notify_all()
 
+    @property
+    def link(self) -> LinkModel:
+        """What reads from the slowest tier take, where most blocks are."""
+        return self.tiers[-1].link if self.tiers[-1].is_on else LinkModel()
+
     # ------------------------------------------------------------ the two threads
+
+    def _changed(self, block_hash: bytes, is_there: bool) -> None:
+        self._pool.log.in_tier(block_hash, is_there or any(tier.holds(block_hash) for tier in self.tiers))
 
     def _main(self, turn: Callable[[], bool]) -> None:
         try:
@@ -204,8 +214,4 @@ class BlockTiers:
 
     def _observe(self, tier: BlockTier, num_blocks: int, began: float) -> None:
         if num_blocks:
-            tier.observe(num_blocks * self._block_bytes, time.monotonic() - began, self._block_bytes)
-
-    def _seconds(self, tier: BlockTier, num_blocks: int) -> float:
-        link = tier.link
-        return link.seconds(num_blocks) if link.is_known else num_blocks * self._block_bytes / GUESSED_RATE
+            tier.observe(num_blocks, time.monotonic() - began)

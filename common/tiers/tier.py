@@ -12,12 +12,15 @@ from common.tiers.counts import TierCounts
 from common.tiers.slot_table import SlotTable
 
 log = logging.getLogger(__name__)
+GUESSED_RATE = 5e8
+"""Bytes a second that a read is taken to have before one was measured."""
 
 
 class SlotStore(Protocol):
     """Slots that hold a block each. Only a tier's threads call it."""
 
     num_slots: int
+    block_bytes: int
 
     @property
     def found(self) -> Iterable[tuple[int, int, bytes]]:
@@ -48,6 +51,7 @@ class BlockTier:
         self._table = SlotTable(store.num_slots, store.found)
         self.life = 0
         self._fit = LinkFit()
+        self._guess = LinkModel(byte_s=1 / GUESSED_RATE, block_bytes=store.block_bytes)
         self.on_change: Callable[[bytes, bool], None] = lambda block_hash, held: None
         self.is_on = True
         self.num_written = self.num_corrupt = 0
@@ -58,8 +62,8 @@ class BlockTier:
 
     @property
     def link(self) -> LinkModel:
-        """What its reads took."""
-        return self._fit.model
+        """What its reads took; a guess before the first one."""
+        return self._fit.model if self._fit.model.is_known else self._guess
 
     def counts(self, num_lost: int) -> TierCounts:
         num_blocks, num_slots = len(self._table), self.num_slots
@@ -136,9 +140,10 @@ class BlockTier:
         self._forget(block_hash, life)
         return False
 
-    def observe(self, num_bytes: int, seconds: float, block_bytes: int) -> None:
-        """Reading so many bytes took so long."""
-        self._fit.observe(num_bytes, seconds, block_bytes)
+    def observe(self, num_blocks: int, seconds: float) -> None:
+        """Reading so many blocks took so long."""
+        size = self._store.block_bytes
+        self._fit.observe(num_blocks * size, seconds, size)
 
     # ------------------------------------------------------------ inside
 

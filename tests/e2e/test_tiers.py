@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stack import StackProcess
+from benchmarks.stack import Place, Stack, StackProcess
 from common.machine.child_process import ChildProcess
 
 from .asking import wait_until
-from .conftest import samples
+from .conftest import System, samples
 from .test_failures import ALL_REMOTE
 
 pytestmark = pytest.mark.e2e
@@ -57,3 +57,23 @@ def refusal_of(worker: StackProcess, folder: Path) -> str:
     second.launch([*worker.command, "--address-file", str(folder / "second.json")])
     wait_until(lambda: not second.alive, "the second worker ends")
     return second.log_tail()
+
+
+def test_a_full_disk_costs_the_tier_and_no_answer(random_prompts: Any, tmp_path: Path) -> None:
+    """The first worker may write files of 200 kB: its first blocks fit. The second one cannot even begin one."""
+    flags = ("--kv-disk-path", str(tmp_path / "blocks"), "--kv-disk-gib", "0.05", "--kv-transport", "tcp")
+    prompts = random_prompts((300, 90), vocab_size=256, seed=42)
+    for most_bytes in (200_000, 4000):
+        place = Place(prefix=("prlimit", f"--fsize={most_bytes}"))
+        with Stack(
+            model="tiny-random", prefill_flags=flags, router_flags=ALL_REMOTE, places={"prefill-0": place}
+        ) as stack:
+            system = System(stack)
+            system.wait_for_workers()
+            (worker,) = stack.workers("prefill")
+            answers = system.generate(prompts, max_tokens=4)
+            wait_until(lambda worker=worker: samples(worker, "diptych_kv_tier_up") == [0.0], "the tier is off")
+            assert system.generate(prompts, max_tokens=4) == answers
+            assert "disk tier is off until the worker restarts" in worker.log_tail()
+            system.settle()
+        (tmp_path / "blocks").unlink()

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, KVBlocks, KVDone, ResetPrefixCache
 
+from .. import tier_rig
 from ..engine_rig import prompt, wait
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
@@ -56,6 +58,15 @@ def test_an_evicted_prompt_is_read_and_answers_the_same(make: Callable[..., Rig]
     assert ask(rig, longer, "longer") == (rig.oracle(longer), 64)
     assert outcomes(rig)["read"] >= 2
     rig.until(lambda: rig.is_clean)
+
+
+def test_blocks_of_a_device_pass_through_buffers(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do on a GPU; here the device is the CPU itself."""
+    monkeypatch.setattr(tier_rig, "copied_outgoing", lambda kv: StagedOutgoing(kv, CopyStream(kv.device)))
+    monkeypatch.setattr(tier_rig, "copied_incoming", lambda kv: StagedIncoming(kv, CopyStream(kv.device)))
+    rig = make()
+    evicted(rig)
+    assert ask(rig, FIRST, "again") == (rig.oracle(FIRST), 64)
 
 
 def test_what_was_read_is_shipped_like_what_was_computed(make: Callable[..., Rig]) -> None:
@@ -150,6 +161,6 @@ def test_computing_is_not_replaced_by_what_is_slower(make: Callable[..., Rig]) -
     rig = make()
     evicted(rig)
     rig.engine.step_fit.model = StepModel(token_s=1e-3, num_steps=9)
-    rig.tiers.tiers[0].observe(rig.kv.block_bytes, 100.0, rig.kv.block_bytes)
+    rig.tiers.tiers[0].observe(1, 100.0)
     assert ask(rig, FIRST, "again") == (rig.oracle(FIRST), 0)
     assert outcomes(rig) == {"slower": 1.0}

@@ -1,4 +1,4 @@
-"""Blocks in host memory, for workers whose KV cache is in the memory of a GPU."""
+"""Slots in memory, for tiers of tests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 
 class MemorySlots:
-    """The system maps the memory as slots are written. `slot_of` says which block is whole in which."""
+    """A tier's store that a test can look into."""
 
     def __init__(self, block_bytes: int, num_slots: int) -> None:
         """Raises OSError when there is no such room."""
-        self.num_slots = num_slots
+        self.num_slots, self.block_bytes = num_slots, block_bytes
         self._pages = mmap.mmap(-1, num_slots * block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._slots = np.frombuffer(self._pages, np.uint8).reshape(num_slots, block_bytes)
         self._hash_of: dict[int, bytes] = {}
