@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ from rich.console import Console
 
 from benchmarks.load.arrivals import RateProfile
 from benchmarks.load.summary import OK, RequestRecord
+from benchmarks.prompt_order import VirtualPrompt
 from benchmarks.sla import __main__ as sla
 from benchmarks.sla import knobs, prediction, reality
+from benchmarks.sla.foresight import foreseen
 from benchmarks.sla.real import requests_logged, served
 from benchmarks.sla.step import Settings, Skipped
+from common.latency.step_model import StepModel
 
 from .conftest import ScriptedServer
 
@@ -50,6 +54,19 @@ def test_predictions_are_compared_with_what_happened(tmp_path: Path) -> None:
     assert tpot["p50"] == pytest.approx(0.1)
     said = drawn_and_shown(prediction.STEP, {"pairs": {"here": pairs}, "summary": [ttft, tpot]}, tmp_path)
     assert "17.5%" in said
+
+
+def test_a_known_worker_is_foreseen_but_for_shorter_prompts_that_pass() -> None:
+    model = StepModel(token_s=1e-3, num_steps=1)
+    lonely = [VirtualPrompt(0.0, 100, math.inf), VirtualPrompt(5.0, 200, math.inf)]
+    assert foreseen(lonely, model, 100) == [pytest.approx((0.1, 0.1)), pytest.approx((0.2, 0.2))]
+    passed = [VirtualPrompt(0.0, 100, math.inf), VirtualPrompt(0.01, 300, math.inf), VirtualPrompt(0.15, 50, math.inf)]
+    # The long one waits 0.09 s for the first; while its own steps of 0.1 s run, a short one comes and passes.
+    assert foreseen(passed, model, 100) == [
+        pytest.approx((0.1, 0.1)),
+        pytest.approx((0.39, 0.44)),
+        pytest.approx((0.15, 0.15)),
+    ]
 
 
 def test_a_load_is_sent_to_a_stack_while_something_looks_on(server: ScriptedServer) -> None:
@@ -103,12 +120,16 @@ def test_a_result_of_reality_is_drawn(tmp_path: Path) -> None:
     rows = [[0, 0.0, 0.1, 0.01, 5, 0, "ok"], [1, 0.5, 0.3, None, 1, 0, "ok"], [2, 0.7, None, None, 0, 0, "refused"]]
     run = {"case": "1P1D", "load": "conv", "policy": "diptych", "fitted_on": False, "load_average": [1.0, 2.0]}
     content = {"fields": ["index", "at_s", "ttft_s", "tpot_s", "num_tokens", "num_cached", "outcome"]}
-    content |= {"runs": [run | {"real": {"requests": rows}, "simulated": {"fit": {"requests": rows[:1]}}}]}
+    real = {"requests": rows, "numbers": {"goodput": 2.0}}
+    fit = {"requests": rows[:1], "numbers": {"goodput": 1.95}}
+    content |= {"runs": [run | {"real": real, "simulated": {"fit": fit}}]}
     file = tmp_path / "reality.json"
     file.write_text(json.dumps(content))
     numbers = reality.measure(Settings(reality=file), lambda words: None)
     assert numbers["runs"][0]["ms"]["real"] == {"TTFT": [100.0, 300.0], "TPOT": [10.0]}
-    assert "1P1D conv diptych" in drawn_and_shown(reality.STEP, numbers, tmp_path)
+    said = drawn_and_shown(reality.STEP, numbers, tmp_path)
+    assert "1P1D conv diptych" in said
+    assert "fit: 2 of 4 p50 and p99 within 10%, 1 of 1 goodputs within 5%" in said
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"fields": ["ttft_s"], "runs": []}', '{"fields": 3}'])
