@@ -173,4 +173,6 @@ class Scheduler(ABC, Generic[S]):
 
     def _check_not_lent(self, sequence: S) -> None:
         if sequence.lent or sequence.read is not None:
-            raise BlockError(f"request {sequence.request_id} cannot lose blocks that a transfer or a tier works on")
+            raise BlockError(
+                f"request {sequence.request_id} cannot lose blocks that a transfer reads or writes, or a disk"
+            )

@@ -8,7 +8,7 @@ from common.latency.link_model import LinkModel, Links
 from common.latency.step_model import StepModel, StepShape
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
-from router.policy.forecast import RequestShape, on_decode, on_prefill, read_from_disk
+from router.policy.forecast import RequestShape, on_decode
 from router.policy.routing import RoutingPolicy
 
 from ...fake_worker import heartbeat_of, hello_of
@@ -393,28 +393,3 @@ def test_a_short_prompt_does_not_wait_for_a_place_in_a_full_batch():
         registry.on_request_finished(address, 2.0)
     assert names(choose_for(registry, ttft_s=0.0, tpot_s=0.0, num_tokens=60)) == (None, "d0")
     assert names(choose_for(registry, num_tokens=60)) == ("p0", "d0"), "a prefill worker has its first token at once"
-
-
-# ---------------------------------------------------------------- what is on a worker's disk
-
-DISK = LinkModel(latency_s=1e-3, byte_s=1e-9, block_bytes=10**6, num_transfers=9)
-
-
-def test_a_prompt_goes_where_it_can_be_read_unless_it_is_in_memory_elsewhere():
-    registry = reported(p0={"links": Links(disk=DISK)}, p1={})
-    read = read_from_disk(registry.workers["p0"], 0, 480)
-    assert read == (480, pytest.approx(1e-3 + 30e-3))
-    assert read_from_disk(registry.workers["p1"], 0, 480) is None, "it has no disk"
-    shape = RequestShape(1000, 100, {}, restored={"p0": read})
-    on_disk, computed = (on_prefill(registry.workers[name], shape, 0.0) for name in ("p0", "p1"))
-    assert on_disk.prompt_s == pytest.approx(computed.prompt_s * 0.52 + read[1], rel=0.05)
-    workers = registry.ready("prefill"), registry.ready("decode")
-    assert REMOTE.choose(*workers, shape, 0.0).prefill.address == "p0"
-    in_memory = RequestShape(1000, 100, {"p1": 480}, restored={"p0": read})
-    assert REMOTE.choose(*workers, in_memory, 0.0).prefill.address == "p1"
-
-
-def test_what_is_read_more_slowly_than_computed_is_no_reason():
-    slow = LinkModel(byte_s=1e-6, block_bytes=10**6, num_transfers=9)
-    registry = reported(p0={"links": Links(disk=slow)})
-    assert read_from_disk(registry.workers["p0"], 0, 480) is None
