@@ -90,7 +90,9 @@ def show(console: Console, numbers: Mapping[str, Any]) -> None:
                 for name, _ in LATENCIES
                 for q in QUANTILES
             ]
-            rows.append((run["name"] if source == "real" else "", source, *cells, f"{run['goodput'][source]:.2f}"))
+            good = run.get("goodput", {}).get(source)  # results before 2026-11-25 have none
+            cells.append("-" if good is None else f"{good:.2f}")
+            rows.append((run["name"] if source == "real" else "", source, *cells))
     print_table(console, "real against simulated, ms", ("run", "", *names, "goodput /s"), rows, left=(0, 1))
     for line in verdicts(numbers["runs"]):
         console.print(line, highlight=False)
@@ -108,7 +110,8 @@ def verdicts(runs: Sequence[Mapping[str, Any]]) -> list[str]:
             for q in JUDGED
             if run["ms"][source][name] and run["ms"]["real"][name]
         ]
-        good = [abs(run["goodput"][source] / max(1e-9, run["goodput"]["real"]) - 1) <= GOODPUT_MARK for run in found]
+        goodputs = [(run["goodput"][source], run["goodput"]["real"]) for run in found if "goodput" in run]
+        good = [abs(simulated / max(1e-9, real) - 1) <= GOODPUT_MARK for simulated, real in goodputs]
         lines.append(
             f"{source}: {sum(tails)} of {len(tails)} p50 and p99 within {MARK:.0%}, "
             f"{sum(good)} of {len(good)} goodputs within {GOODPUT_MARK:.0%}"
