@@ -210,7 +210,12 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--conversations", type=int, default=16, help="to replay: the trace's first")
     parser.add_argument("--turns", type=int, default=5, help="that a conversation has at least")
     parser.add_argument("--longest", type=int, default=64, help="prompt, in blocks")
-    parser.add_argument("--times", type=float, default=10.0, help="all blocks over those that memory holds")
+    parser.add_argument(
+        "--times",
+        type=float,
+        default=10.0,
+        help="all blocks over those in memory, which holds the longest prompt at least",
+    )
     parser.add_argument("--disk-gib", type=float, default=4.0, help="size of the file")
     parser.add_argument("--new", type=int, default=24, help="prompts that nothing holds")
     parser.add_argument("--new-len", type=int, default=480, help="tokens of these")
@@ -241,6 +246,7 @@ def main(argv: Sequence[str]) -> int:
         "requests": len(rows),
         "distinct_blocks": num_distinct(rows),
         "blocks_in_memory": bench.num_blocks,
+        "times_memory": round(num_distinct(rows) / bench.num_blocks, 2),
         "share_seen_before": round(sum(shared_blocks(rows)) / sum(len(row.block_ids) for row in rows), 4),
     }
     console = open_console()
