@@ -59,8 +59,9 @@ EXCEPTIONS: dict[str, set[str]] = {
 ROOMS = {
     "kernels": ("interface", "plain", "cpu", "gpu"),
     "common": (
-        "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_files", "kv", "tiers",
-        "transfer", "grammar", "model", "sampling", "runner", "worker", "requests",
+        "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_config", "model_files",
+        "kv", "tiers", "transfer",
+        "grammar", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",
