@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -108,6 +109,7 @@ class RequestState:
         self._names = {"prefill": "", "decode": ""}
         self._timeline = RequestTimeline()  # made of `_timeline_parts`
         self._timeline_parts: tuple[object, ...] = ()
+        self.on_move: Callable[[RequestState], None] = _nothing  # called when a worker's part begins or ends
 
     # ------------------------------------------------------------ questions
 
@@ -255,6 +257,7 @@ class RequestState:
             self.decode = assignment
         self._names[assignment.role] = assignment.worker_id
         self.progress_at = now
+        self.on_move(self)
 
     def record_failure(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
         """A worker failed the request, or `died`: count it as fruitless unless the request made progress before."""
@@ -288,6 +291,7 @@ class RequestState:
             self.prefill = None
         elif assignment is self.decode:
             self.decode = None
+        self.on_move(self)
 
     def succeed(self, now: float) -> tuple[Assignment, Assignment]:
         """Put the worker that took over the stream in place of the one before; both of them, the old one first."""
@@ -387,3 +391,7 @@ class RequestState:
             transfer_bytes=decode.transfer_bytes,
         )
         return self._timeline
+
+
+def _nothing(state: RequestState) -> None:
+    """Nothing follows the request."""
