@@ -22,7 +22,7 @@ from router.admission.demand import Demand, DemandMeter
 from router.admission.holding import Holding
 from router.admission.load import DispatchCounters
 from router.admission.waiting import OUTPUT_WEIGHT, WaitingRequests
-from router.dispatch.quiet import QuietRequests
+from router.dispatch.silence import silent
 from router.dispatch.turns import Cancel, Later, Turns
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
@@ -38,6 +38,7 @@ from router.policy.routing import Choice, RoutingPolicy
 from router.policy.split import SplitForecaster
 from router.streams.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
 from router.streams.decoding import Decoding
+from router.streams.known_hashes import KnownHashes
 from router.streams.request_state import Assignment, RequestState
 from router.streams.stream import StreamConflict, TokensDiffer
 
@@ -86,7 +87,7 @@ class DispatchCore:
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
         self._growth = Growth(registry, self._placement.lengths)
-        self._decoding, self._quiet = Decoding(), QuietRequests(config)
+        self._decoding, self._known_hashes = Decoding(), KnownHashes()
         holding = Holding(registry, self.waiting)
         self._admission = Admission(registry, policy, config, self.counters, holding, self._placement.shortlist)
         self._holding = holding
@@ -224,7 +225,7 @@ class DispatchCore:
         if self._config.balance_decode:
             self._balancer.tick(self.states, now)
         self._turns.serve(now)
-        for state, assignment, why in self._quiet.silent(self.states, self._registry.workers, now):
+        for state, assignment, why in silent(self.states.values(), self._registry.workers, self._config, now):
             self._recover(state, assignment, why, now)
         self._decoding.look()
         self._admission.observe(self._decoding, now)
@@ -248,7 +249,7 @@ class DispatchCore:
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         try:
-            state = RequestState(request, now)
+            state = RequestState(request, now, self._known_hashes)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
         request_class = self._admission.class_of(request)
@@ -261,7 +262,6 @@ class DispatchCore:
         self._admission.check(choice, now, request_class, request.key, state.num_tokens, num_expected)
         self.states[request.request_id] = state
         self._decoding.add(state)
-        self._quiet.add(state)
         deadline = self._actions.later(request.deadline_s, lambda _: self._on_deadline(state))
         self._deadlines[request.request_id] = deadline
         self.waiting.add(state, now)
