@@ -6,7 +6,8 @@ measure, which other work on the machine disturbs least. Beside it runs a plain 
 streams the same chunks. Each round measures every server anew, in turning order; medians are shown.
 
   streaming  tokens as fast as clients read them, from 1,000 streams: each token is an event of its own
-  latency    from the stand-in's stamp to the client's receipt, at half of that rate
+  latency    from the stand-in's stamp to the client's receipt, at half of that rate: when a step of an engine brings a
+             token to each of its 250 streams, and when steps have 16 streams, as those of many small engines do
   short      whole answers of 4 tokens to chats of a hundred, 32 at once: prefill and decode worker take part
   large      prompts of 220 KB, 4 at once
   turns      conversations of 220 KB that go on with another question each time, 4 at once
@@ -47,10 +48,14 @@ ROWS: Final = (
     ("tokens_per_cpu_s", "streamed tokens/s, a core of the server", 0, "30,000"),
     ("tokens_per_s", "streamed tokens/s, as the machine allowed", 0, ""),
     ("events_per_token", "events a token", 3, "1"),
-    ("at_tokens_per_s", "latency: at tokens/s", 0, ""),
-    ("cpu_share", "latency: cores that the server used", 2, ""),
+    ("added_at_tokens_per_s", "latency: at tokens/s", 0, ""),
+    ("added_cpu_share", "latency: cores that the server used", 2, ""),
     ("added_p50_ms", "added latency p50, ms", 2, ""),
     ("added_p99_ms", "added latency p99, ms", 2, "1"),
+    ("fine_at_tokens_per_s", "latency in steps of 16 streams: at tokens/s", 0, ""),
+    ("fine_cpu_share", "the same: cores that the server used", 2, ""),
+    ("fine_p50_ms", "the same: added latency p50, ms", 2, ""),
+    ("fine_p99_ms", "the same: added latency p99, ms", 2, "1"),
     ("requests_per_cpu_s", "short requests/s, a core of the server", 0, "1,000"),
     ("requests_per_s", "short requests/s, as the machine allowed", 0, ""),
     ("request_p50_ms", "short request p50, ms", 1, ""),
@@ -79,7 +84,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--prefill", type=int, default=1, help="stand-ins for prefill workers (default: 1)")
     parser.add_argument("--decode", type=int, default=4, help="stand-ins for decode workers (default: 4)")
     parser.add_argument("--clients", type=int, default=1, help="load processes (default: 1)")
-    parser.add_argument("--seconds", type=float, help="of each rate (default: 8)")
+    parser.add_argument("--seconds", type=float, help="of each rate (default: 5)")
     parser.add_argument("--streams", type=int, help="of streaming and latency (default: 1,000)")
     parser.add_argument("--idle", type=int, help="idle streams (default: 10,000)")
     parser.add_argument("--rate", type=float, default=0.0, help="tokens/s of latency (default: half of streaming's)")

@@ -25,6 +25,8 @@ POLL_S: Final = 0.01
 SETTLE_S: Final = 0.5
 WORDS: Final = "the quick brown fox jumps over the lazy dog and goes on to the next field "
 SHORT_CHARS, SHORT_TOKENS = 400, 4
+FINE_STREAMS: Final = 16
+"""Streams of a small step: those of many engines with small batches."""
 STREAM_TOKENS: Final = 4_000_000
 ALL: Final = 1 << 40
 """More requests than any run sends."""
@@ -41,7 +43,7 @@ class Size:
     """How much is measured. Times in seconds; `long_tokens` are those of the long prompt."""
 
     streams: int = 1000
-    seconds: float = 8.0
+    seconds: float = 5.0
     connections: int = 32
     idle: int = 10_000
     long_tokens: int = 100_000
@@ -80,21 +82,27 @@ class Bench:
         }
 
     def latency(self, tokens_per_s: float) -> Figures:
-        """From the source's stamp to the client's receipt, at this rate."""
+        """From the source's stamp to the client's receipt, at this rate, with large steps and with small ones."""
+        step_s, windows, figures = self._size.streams / tokens_per_s, [], Figures()
         with self._running(self._size.streams, record=True):
-            self._pace(Pace.CLOCK, self._size.streams / tokens_per_s)
+            for most in (0, FINE_STREAMS):
+                self._pace(Pace.CLOCK, step_s, most)
+                time.sleep(SETTLE_S)
+                began, cpu_s = time.monotonic(), self._arm.cpu_s
+                time.sleep(self._size.seconds)
+                ended, cpu_s = time.monotonic(), self._arm.cpu_s - cpu_s
+                windows.append((began, ended, cpu_s))
+            self._pace(Pace.HOLD)
             time.sleep(SETTLE_S)
-            began, cpu_s = time.monotonic(), self._arm.cpu_s
-            time.sleep(self._size.seconds)
-            ended, cpu_s = time.monotonic(), self._arm.cpu_s - cpu_s
-            delays = self._delays([(began, ended)])
-        took = ended - began
-        return {
-            "at_tokens_per_s": len(delays) / took,
-            "added_p50_ms": 1e3 * _quantile(delays, 0.5),
-            "added_p99_ms": 1e3 * _quantile(delays, 0.99),
-            "cpu_share": cpu_s / took,
-        }
+            for name, (began, ended, cpu_s) in zip(("added", "fine"), windows, strict=True):
+                delays = self._delays([(began, ended)])
+                figures |= {
+                    f"{name}_at_tokens_per_s": len(delays) / (ended - began),
+                    f"{name}_cpu_share": cpu_s / (ended - began),
+                    f"{name}_p50_ms": 1e3 * _quantile(delays, 0.5),
+                    f"{name}_p99_ms": 1e3 * _quantile(delays, 0.99),
+                }
+        return figures
 
     def short(self) -> Figures:
         """Whole answers of a few tokens to prompts of a hundred."""
@@ -238,8 +246,8 @@ class Bench:
     def _text(num_chars: int) -> str:
         return (WORDS * (num_chars // len(WORDS) + 1))[:num_chars]
 
-    def _pace(self, pace: Pace, step_s: float = 0.0) -> None:
-        self._source.ask("pace", pace.value, step_s)
+    def _pace(self, pace: Pace, step_s: float = 0.0, most: int = 0) -> None:
+        self._source.ask("pace", pace.value, step_s, most)
 
     def _total(self, field: int) -> int:
         return self._arm.tally.total(field)

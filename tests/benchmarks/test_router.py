@@ -46,7 +46,10 @@ def test_steps_follow_the_clock_or_the_readers() -> None:
     assert steps.due(0.0, 3) is None
     steps.set(Pace.CLOCK, 1.0, 10.0)
     assert [steps.due(now, 3) for now in (9.9, 10.0, 10.1, 10.5, 10.9, 11.0)] == [None, 0, None, 1, None, 0]
-    assert steps.due(12.0, 0) is None
+    assert steps.due(12.0, 0) is None and steps.part == slice(0, None, 1)
+    steps.set(Pace.CLOCK, 1.0, 15.0, 16)
+    engines = [(steps.due(now, 60), steps.part.start) for now in (15.0, 15.3, 15.4, 15.6, 15.8)]
+    assert engines == [(1, 0), (0, 1), (None, 1), (1, 1), (0, 0)], "two parts of each engine's thirty streams"
     steps.set(Pace.READ, 0.0, 20.0)
     steps.num_emitted = 2
     assert steps.due(20.0, 3) is None
@@ -63,6 +66,8 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     shown, result = capsys.readouterr().out, json.loads(out.read_text())
     router, plain = result["medians"]["router"], result["medians"]["plain uvicorn"]
     assert router.keys() > plain.keys() and plain["events_per_token"] == pytest.approx(1.0, abs=0.01)
+    assert all(figures["added_p99_ms"] >= figures["added_p50_ms"] > 0 for figures in (router, plain))
+    assert all(figures["fine_p50_ms"] > 0 for figures in (router, plain))
     assert all(figures["tokens_per_s"] > 0 and figures["requests_per_s"] > 0 for figures in (router, plain))
     assert router["long_tokens"] >= QUICK.long_tokens and router["idle_streams"] == QUICK.idle
     assert router["large_per_s"] > 0 and 0 < router["events_per_token"] < 1.01
