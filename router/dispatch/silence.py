@@ -58,9 +58,7 @@ def silent(
     return found
 
 
-def _next_time(
-    state: RequestState, config: RouterConfig, idle_since: float | None, now: float, latest: float
-) -> float:
+def _next_time(state: RequestState, config: RouterConfig, idle_since: float | None, now: float, latest: float) -> float:
     """When `why_left` may say something else: at the end of one of its waits, and at `latest`.
 
     What comes until then begins waits that end later: tokens, and a heartbeat by which the worker is idle.

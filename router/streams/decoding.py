@@ -1,7 +1,7 @@
 """Which answers are being decoded, and where. Events keep it up to date, so that no tick looks at all of them. Pure.
 
-    add ─> open ── look: tokens of its decode worker come ─> decoded ── it moves ─> open
-                                                                └────── it ends ─> gone
+add ─> open ── look: tokens of its decode worker come ─> decoded ── it moves ─> open
+                                                            └────── it ends ─> gone
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Block hashes of long prompts that were hashed before: of a conversation that goes on, only the rest is hashed. Pure.
 
-    turn 1  [ first tokens │ ........... │ tail ]
-    turn 2  [ first tokens │ ........... │ answer, question ]
-              lead to the prompts before    └ hashed: the packed tokens differ from here on
+turn 1  [ first tokens │ ........... │ tail ]
+turn 2  [ first tokens │ ........... │ answer, question ]
+          lead to the prompts before    └ hashed: the packed tokens differ from here on
 """
 
 from __future__ import annotations
