@@ -102,27 +102,39 @@ class Outcome:
     met: float
 
 
-def serve(prompts: Iterable[VirtualPrompt], order: Order, model: StepModel, budget: int) -> None:
-    """Compute prompts, which come in order of their arrival."""
-    coming = iter(prompts)
-    upcoming = next(coming, None)
-    here: list[VirtualPrompt] = []
-    now = 0.0
-    while here or upcoming:
-        if not here and upcoming:
-            now = max(now, upcoming.accepted_at)
-        while upcoming and upcoming.accepted_at <= now:
-            here.append(upcoming)
-            upcoming = next(coming, None)
-        parts = list(split(order(here, now, model, budget), budget))
-        now += model.seconds(
+class VirtualWorker:
+    """A prefill worker in virtual time: the prompts that are `here`, computed step by step."""
+
+    def __init__(self, order: Order, model: StepModel, budget: int) -> None:
+        self._order, self._model, self._budget = order, model, budget
+        self.here: list[VirtualPrompt] = []
+        self.now = 0.0
+
+    def step(self) -> None:
+        """Compute one step of the prompts that are here."""
+        parts = list(split(self._order(self.here, self.now, self._model, self._budget), self._budget))
+        self.now += self._model.seconds(
             StepShape.sum(StepShape.of_prompt(p.num_computed, p.num_computed + num_tokens) for p, num_tokens in parts)
         )
         for prompt, num_tokens in parts:
             prompt.num_computed += num_tokens
             if not prompt.num_remaining:
-                prompt.first_token_at = now
-                here.remove(prompt)
+                prompt.first_token_at = self.now
+                self.here.remove(prompt)
+
+
+def serve(prompts: Iterable[VirtualPrompt], order: Order, model: StepModel, budget: int) -> None:
+    """Compute prompts, which come in order of their arrival."""
+    coming = iter(prompts)
+    upcoming = next(coming, None)
+    worker = VirtualWorker(order, model, budget)
+    while worker.here or upcoming:
+        if not worker.here and upcoming:
+            worker.now = max(worker.now, upcoming.accepted_at)
+        while upcoming and upcoming.accepted_at <= worker.now:
+            worker.here.append(upcoming)
+            upcoming = next(coming, None)
+        worker.step()
 
 
 def split(order: PromptOrder[VirtualPrompt], budget: int) -> Iterator[tuple[VirtualPrompt, int]]:

@@ -3,7 +3,8 @@
     python -m benchmarks.sla --traces FOLDER
 
 Each step writes `sla-STEP-DATE.json` and `.png` into the folder of results. A step that cannot run here says why, and
-the others go on. Those that simulate keep what they have so far in `sla-STEP.partial.jsonl`: `--resume` goes on there.
+the others go on. Those that simulate run first, a core each; they keep what they have so far in
+`sla-STEP.partial.jsonl`: `--resume` goes on there. Those that measure real processes follow, one by one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.load.trace import TraceError
 from benchmarks.script import run
 from benchmarks.sla import knobs, planner, policies, prediction, reality, tuning
 from benchmarks.sla.journal import Journal
+from benchmarks.sla.side_by_side import SideBySide
 from benchmarks.sla.step import Settings, Skipped, Step
 from benchmarks.stack import StackError
 
@@ -98,18 +100,24 @@ def title_of(step: Step, found: dict[str, Any]) -> str:
     return f"{step.about} ({found['date'][:10]}, {found['cpu']}, {found['cores']} cores, {load})"
 
 
-def run_step(step: Step, settings: Settings, options: Namespace, console: Console, argv: Sequence[str]) -> None:
+def run_step(
+    step: Step, settings: Settings, beside: SideBySide, options: Namespace, console: Console, argv: Sequence[str]
+) -> None:
     """Measure, print, write and draw one step. Raises Skipped, StackError, TraceError."""
     before, began = os.getloadavg()[0], time.monotonic()
     with Status(step.about, console=console) as status:
 
         def tell(words: str) -> None:
-            status.update(f"{step.name}: {words}")
+            status.update(words)
             if not console.is_terminal:
                 console.print(f"  {time.monotonic() - began:5.0f} s  {words}", highlight=False)
 
-        numbers = step.measure(settings, tell)
-    found = conditions(PROGRAM, argv, took_s=round(time.monotonic() - began))
+        if step.name in beside:
+            numbers, took_s = beside.result(step.name, tell)
+        else:
+            numbers = step.measure(settings, lambda words: tell(f"{step.name}: {words}"))
+            took_s = time.monotonic() - began
+    found = conditions(PROGRAM, argv, took_s=round(took_s))
     found["load_averages"] = [round(before, 1), round(os.getloadavg()[0], 1)]
     step.show(console, numbers)
     name = f"sla-{step.name}-{datetime.now(UTC):%Y-%m-%d}"
@@ -135,22 +143,23 @@ def main(argv: Sequence[str]) -> int:
     if options.redraw:
         redraw(options.redraw, console)
         return 0
-    chosen = [step for step in STEPS if step.name in options.only]
+    chosen = {step: settings_of(options, step) for step in STEPS if step.name in options.only}
+    virtual = {step: settings for step, settings in chosen.items() if step.in_virtual_time}
     num_failed = 0
-    for number, step in enumerate(chosen, 1):
-        console.print(f"[{number}/{len(chosen)}] {step.name}: {step.about}", markup=False, highlight=False)
-        try:
-            settings = settings_of(options, step)
-            if len(settings.journal):
-                console.print(f"  {len(settings.journal)} parts are known", highlight=False)
-            run_step(step, settings, options, console, argv)
-            settings.journal.remove()
-        except Skipped as why:
-            settings.journal.remove()
-            console.print(f"skipped {step.name}: {why}", markup=False, highlight=False)
-        except (StackError, TraceError) as error:
-            num_failed += 1
-            print(f"{PROGRAM}: {step.name} failed: {error}", file=sys.stderr)
+    with SideBySide(virtual if len(virtual) > 1 else {}, os.cpu_count() or 1) as beside:
+        for number, (step, settings) in enumerate(chosen.items(), 1):
+            console.print(f"[{number}/{len(chosen)}] {step.name}: {step.about}", markup=False, highlight=False)
+            try:
+                if len(settings.journal):
+                    console.print(f"  {len(settings.journal)} parts are known", highlight=False)
+                run_step(step, settings, beside, options, console, argv)
+                settings.journal.remove()
+            except Skipped as why:
+                settings.journal.remove()
+                console.print(f"skipped {step.name}: {why}", markup=False, highlight=False)
+            except (StackError, TraceError) as error:
+                num_failed += 1
+                print(f"{PROGRAM}: {step.name} failed: {error}", file=sys.stderr)
     return 1 if num_failed else 0
 
 

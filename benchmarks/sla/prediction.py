@@ -1,16 +1,19 @@
 """Predicted against measured TTFT and TPOT of single requests, on a paced 1P1D cluster and on a small real model.
 
 The router logs what it predicted for a request when it placed it, so all predictions are made ahead of what they
-predict. Workers go on fitting their models meanwhile; requests of the first part of the load are left out.
+predict. Workers go on fitting their models meanwhile; requests of the first part of the load are left out. Beside the
+paced cluster's errors stands their floor: the same arrivals at a virtual worker (`foresight.py`).
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -18,12 +21,17 @@ from rich.console import Console
 from benchmarks.load.arrivals import RateProfile
 from benchmarks.load.plot import save, sparse_numbers
 from benchmarks.load.report import print_table
-from benchmarks.paced.stack import PacedStack
-from benchmarks.sla.real import requests_logged, served
+from benchmarks.load.summary import RequestRecord
+from benchmarks.paced.model import Coefficients
+from benchmarks.paced.stack import EXAMPLE, PacedStack
+from benchmarks.prompt_order import VirtualPrompt
+from benchmarks.sla.foresight import foreseen
+from benchmarks.sla.real import ANSWER_S, requests_logged, served
 from benchmarks.sla.step import Numbers, Settings, Step
 from benchmarks.stack import Stack
 
 PACED, REAL = "paced 1P1D", "real model, 1P1D"
+FLOOR: Final = "paced, all known but later prompts"
 LEARNING: Final = 0.3
 """Of the requests, while workers fit their models."""
 LENGTHS: Final[dict[str, tuple[str, str]]] = {PACED: ("200-1500", "20-80"), REAL: ("64-512", "16-48")}
@@ -35,6 +43,7 @@ NUM_SMALL_MS: Final = 0.01
 
 def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
     pairs: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    floor: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory(prefix="diptych-sla-") as folder:
         for name in (PACED, REAL):
             tell(f"{name}: starts")
@@ -46,8 +55,29 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
                 records = served(stack, profile, LENGTHS[name], seed=settings.seed)
                 num_ok = sum(record.ok for record in records)
                 lines = requests_logged(stack.router.log, num_ok)
+                if name == PACED:
+                    floor = foreseen_ms(records, prefill_step_tokens(stack))
             pairs[name] = pairs_of(lines[int(LEARNING * len(lines)) :])
-    return {"pairs": pairs, "summary": [row for name, found in pairs.items() for row in summarised(name, found)]}
+    rows = [row for name, found in pairs.items() for row in summarised(name, found)]
+    return {"pairs": pairs, "summary": [*rows, *summarised(FLOOR, {"TTFT": floor})]}
+
+
+def prefill_step_tokens(stack: Stack) -> int:
+    """Prompt tokens of a step of the stack's prefill worker, as it says now."""
+    answer = httpx.get(f"{stack.url}/load", timeout=ANSWER_S, trust_env=False)
+    workers = answer.raise_for_status().json()["workers"]
+    return next(int(worker["step_tokens"]) for worker in workers if worker["role"] == "prefill")
+
+
+def foreseen_ms(records: Sequence[RequestRecord], step_tokens: int) -> list[tuple[float, float]]:
+    """(foreseen, then happened) TTFT in ms at a virtual worker with the paced one's pace, learning left out."""
+    prompts = [
+        VirtualPrompt(record.start, record.prompt_tokens, math.inf)
+        for record in sorted(records, key=lambda record: record.start)
+        if record.ok
+    ]
+    found = foreseen(prompts, Coefficients.read(EXAMPLE).prefill.model(), step_tokens)
+    return [(1e3 * before, 1e3 * after) for before, after in found[int(LEARNING * len(found)) :]]
 
 
 def stack_of(name: str, settings: Settings, log_dir: Path) -> Stack:

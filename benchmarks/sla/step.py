@@ -43,10 +43,11 @@ class Settings:
 @dataclass(frozen=True, slots=True)
 class Step:
     """`measure` returns numbers (and tells its progress in a few words), or raises Skipped; `show` prints and `draw`
-    draws them."""
+    draws them. `in_virtual_time`: it needs a core, and nothing that else runs changes its numbers."""
 
     name: str
     about: str
     measure: Callable[[Settings, Callable[[str], None]], Numbers]
     show: Callable[[Console, Mapping[str, Any]], None]
     draw: Callable[[Mapping[str, Any], Path, str], None]
+    in_virtual_time: bool = False

@@ -44,7 +44,7 @@ class Screen:
         if self._keys is not None:
             self._before = termios.tcgetattr(self._keys)
             tty.setcbreak(self._keys)
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the first is ignored in a script's background
             self._handlers[number] = signal.signal(number, _end)
         self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # it would keep the buffer
         self._write(OPEN)

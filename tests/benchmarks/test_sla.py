@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ from rich.console import Console
 
 from benchmarks.load.arrivals import RateProfile
 from benchmarks.load.summary import OK, RequestRecord
+from benchmarks.prompt_order import VirtualPrompt
 from benchmarks.sla import __main__ as sla
 from benchmarks.sla import knobs, prediction, reality
+from benchmarks.sla.foresight import foreseen
 from benchmarks.sla.real import requests_logged, served
 from benchmarks.sla.step import Settings, Skipped
+from common.latency.step_model import StepModel
 
 from .conftest import ScriptedServer
 
@@ -50,6 +54,19 @@ def test_predictions_are_compared_with_what_happened(tmp_path: Path) -> None:
     assert tpot["p50"] == pytest.approx(0.1)
     said = drawn_and_shown(prediction.STEP, {"pairs": {"here": pairs}, "summary": [ttft, tpot]}, tmp_path)
     assert "17.5%" in said
+
+
+def test_a_known_worker_is_foreseen_but_for_shorter_prompts_that_pass() -> None:
+    model = StepModel(token_s=1e-3, num_steps=1)
+    lonely = [VirtualPrompt(0.0, 100, math.inf), VirtualPrompt(5.0, 200, math.inf)]
+    assert foreseen(lonely, model, 100) == [pytest.approx((0.1, 0.1)), pytest.approx((0.2, 0.2))]
+    passed = [VirtualPrompt(0.0, 100, math.inf), VirtualPrompt(0.01, 300, math.inf), VirtualPrompt(0.15, 50, math.inf)]
+    # The long one waits 0.09 s for the first; while its own steps of 0.1 s run, a short one comes and passes.
+    assert foreseen(passed, model, 100) == [
+        pytest.approx((0.1, 0.1)),
+        pytest.approx((0.39, 0.44)),
+        pytest.approx((0.15, 0.15)),
+    ]
 
 
 def test_a_load_is_sent_to_a_stack_while_something_looks_on(server: ScriptedServer) -> None:

@@ -116,7 +116,7 @@ def test_inference_perf(
     client.run("inference-perf", "--config_file", "config.yml")
     found = json.loads((client.home / "result" / "summary_lifecycle_metrics.json").read_text())
     done = found["successes"]
-    assert found["failures"]["count"] == 0 and done["count"] == found["load_summary"]["count"] >= 10
+    assert found["failures"]["count"] == 0 and done["count"] == found["load_summary"]["count"] >= 4
     assert done["output_tokens"]["min"] > 0 and done["latency"]["request_latency"]["mean"] > 0
     if kind == "anthropic_messages":  # of which it takes no times of tokens
         return

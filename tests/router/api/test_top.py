@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import signal
 import struct
 import sys
 import termios
@@ -179,8 +180,13 @@ async def terminal() -> Any:
 
 
 def controls(fd: int) -> Callable[[], None]:
-    """Makes the terminal that of the process, so that ctrl-c is a signal."""
-    return lambda: fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
+    """Makes the terminal that of the process, whose parent ignores ctrl-c, as scripts in the background do."""
+
+    def take() -> None:
+        fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    return take
 
 
 @pytest.mark.parametrize("key", [b"q", b"\x03", b"\x04"])
