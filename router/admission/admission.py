@@ -322,7 +322,8 @@ def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
 def lasting_s(begun: Mapping[str, Mapping[str, float]], now: float) -> dict[str, float]:
     """By address, how long half of its requests have been decoded; without addresses that decode only a few.
 
-    `begun`: when each of them began, by address. When load rises, the requests that have ended were quick: those that run show sooner that a full batch is slow.
+    `begun`: when each of them began, by address and id. When load rises, the requests that have ended were quick: those
+    that run show sooner that a full batch is slow.
     """
     return {address: now - median_high(times.values()) for address, times in begun.items() if len(times) >= NUM_LATE}
 

@@ -38,7 +38,7 @@ class Decoding:
 
     def look(self) -> None:
         """Count the open requests that are decoded by now as such; before the two questions below."""
-        for number, state in list(self._open.values()):
+        for _, state in list(self._open.values()):
             if (decode := state.decoded_on) is not None:
                 request_id = state.request.request_id
                 del self._open[request_id]
