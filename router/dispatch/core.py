@@ -22,7 +22,7 @@ from router.admission.demand import Demand, DemandMeter
 from router.admission.holding import Holding
 from router.admission.load import DispatchCounters
 from router.admission.waiting import OUTPUT_WEIGHT, WaitingRequests
-from router.dispatch.silence import silent
+from router.dispatch.quiet import QuietRequests
 from router.dispatch.turns import Cancel, Later, Turns
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
@@ -87,10 +87,9 @@ class DispatchCore:
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
         self._growth = Growth(registry, self._placement.lengths)
-        self._decoding, self._known_hashes = Decoding(), KnownHashes()
-        holding = Holding(registry, self.waiting)
+        self._decoding, self._known_hashes, self._quiet = Decoding(), KnownHashes(), QuietRequests(config)
+        holding = self._holding = Holding(registry, self.waiting)
         self._admission = Admission(registry, policy, config, self.counters, holding, self._placement.shortlist)
-        self._holding = holding
         self._turns = Turns(
             config,
             registry,
@@ -133,6 +132,7 @@ class DispatchCore:
         self._deadlines.pop(state.request.request_id, _nothing)()
         self.waiting.discard(state)
         self._decoding.discard(state)
+        self._quiet.discard(state)
         if self.states.pop(state.request.request_id, None) is not None:
             self.waiting.charge(state, OUTPUT_WEIGHT * len(state.stream.token_ids))
         if not state.done:
@@ -225,7 +225,7 @@ class DispatchCore:
         if self._config.balance_decode:
             self._balancer.tick(self.states, now)
         self._turns.serve(now)
-        for state, assignment, why in silent(self.states.values(), self._registry.workers, self._config, now):
+        for state, assignment, why in self._quiet.silent(self.states, self._registry.workers, now):
             self._recover(state, assignment, why, now)
         self._decoding.look()
         self._admission.observe(self._decoding, now)
@@ -262,6 +262,7 @@ class DispatchCore:
         self._admission.check(choice, now, request_class, request.key, state.num_tokens, num_expected)
         self.states[request.request_id] = state
         self._decoding.add(state)
+        self._quiet.add(state)
         deadline = self._actions.later(request.deadline_s, lambda _: self._on_deadline(state))
         self._deadlines[request.request_id] = deadline
         self.waiting.add(state, now)
@@ -343,6 +344,7 @@ class DispatchCore:
         """The last token has come: release the workers, and abort on a decode worker that may still expect KV."""
         state.done = True
         self._decoding.discard(state)
+        self._quiet.discard(state)
         self._placement.settle(state)
         self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
         self._turns.soon(now)
@@ -388,6 +390,7 @@ class DispatchCore:
         self.counters.num_failures[type(error).__name__] += 1
         self.waiting.discard(state)
         self._decoding.discard(state)
+        self._quiet.discard(state)
         self._placement.withdraw(state)
         state.fail(error)
         self._actions.wake(state.request.request_id)

@@ -5,10 +5,7 @@ The worker may have lost a message, or its own message was lost: its heartbeats 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 from common.config import RouterConfig
-from router.fleet.worker import Worker
 from router.streams.request_state import Assignment, RequestState, Stage
 
 
@@ -37,28 +34,7 @@ def why_left(
     return ""
 
 
-def silent(
-    states: Iterable[RequestState], workers: Mapping[str, Worker], config: RouterConfig, now: float
-) -> list[tuple[RequestState, Assignment, str]]:
-    """Requests that leave a worker that looks healthy but lost a message, or whose message was lost, with why.
-
-    `why_left` is asked only where its answer can have changed: a thousand streams that wait cost next to nothing.
-    """
-    least_s = least_quiet_s(config)
-    before, found = now - least_s, []
-    for state in [one for one in states if one.progress_at < before and one.ask_at <= now]:
-        idle_since, assignment = None, state.waits_for
-        if state.done:
-            continue
-        if assignment is not None:
-            idle_since = workers[assignment.address].idle_since
-            if why := why_left(state, assignment, config, idle_since, now):
-                found.append((state, assignment, why))
-        state.ask_at = _next_time(state, config, idle_since, now, now + least_s)
-    return found
-
-
-def _next_time(state: RequestState, config: RouterConfig, idle_since: float | None, now: float, latest: float) -> float:
+def next_time(state: RequestState, config: RouterConfig, idle_since: float | None, now: float, latest: float) -> float:
     """When `why_left` may say something else: at the end of one of its waits, and at `latest`.
 
     What comes until then begins waits that end later: tokens, and a heartbeat by which the worker is idle.

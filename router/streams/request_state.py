@@ -97,7 +97,7 @@ class RequestState:
         self.failed_lives: set[tuple[str, int]] = set()
         self.last_failure = ""
         self.queued_at = self.progress_at = self.renewed_at = now
-        self.ask_at = now  # whether its worker is silent, if it is quiet then
+        self.ask_at = now  # when it is to be asked whether its worker is silent
         self.forecast = Forecast()  # of its latest placement
         self.expected_s = 0.0  # predicted from its placement to its first token; 0: unknown
         self.not_before = now

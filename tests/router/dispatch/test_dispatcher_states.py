@@ -22,7 +22,7 @@ from common.config import RouterConfig
 from common.wire.messages import Message
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.silence import silent, why_left
+from router.dispatch.silence import why_left
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import WorkerConnection
 from router.streams.client import GenerationRequest
@@ -56,8 +56,6 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.patch = patch.object(WorkerConnection, "send", lambda connection, message: self.carry(connection, message))
         self.patch.start()
-        self.oracle = patch("router.dispatch.core.silent", self.silent_as_when_all_are_asked)
-        self.oracle.start()
         self.blamed: list[str] = []
         self.dispatcher = self.run(self.make_dispatcher)
         for worker in self.workers:
@@ -79,17 +77,20 @@ class DispatcherMachine(RuleBasedStateMachine):
         dispatcher.core._recovery.recover = lambda state, failed, reason, now, **how: (  # type: ignore[method-assign]
             self.blamed.append(reason) or recover(state, failed, reason, now, **how)  # type: ignore[func-returns-value]
         )
+        quiet = dispatcher.core._quiet
+        self.silent = quiet.silent
+        quiet.silent = self.silent_as_when_all_are_asked  # type: ignore[method-assign]
         return dispatcher
 
     def silent_as_when_all_are_asked(
-        self, states: Collection[RequestState], workers: Mapping[str, Worker], config: RouterConfig, now: float
+        self, ids: Collection[str], workers: Mapping[str, Worker], now: float
     ) -> list[tuple[RequestState, Assignment, str]]:
-        asked = []
-        for state in states:
+        core, asked = self.dispatcher.core, []
+        for state in core.states.values():
             if not state.done and (assignment := state.waits_for) is not None:
                 idle_since = workers[assignment.address].idle_since
-                asked.append((state, assignment, why_left(state, assignment, config, idle_since, now)))
-        found = silent(states, workers, config, now)
+                asked.append((state, assignment, why_left(state, assignment, core._config, idle_since, now)))
+        found = self.silent(ids, workers, now)
         told = [(state.request.request_id, why) for state, _, why in found]
         assert told == [(state.request.request_id, why) for state, _, why in asked if why]
         return found
@@ -283,7 +284,6 @@ class DispatcherMachine(RuleBasedStateMachine):
                     self.run(asked.task.cancel)
             self.loop.close()
             self.patch.stop()
-            self.oracle.stop()
 
     # ------------------------------------------------------------ inside
 
