@@ -14,7 +14,9 @@ streams the same chunks. Each round measures every server anew, in turning order
   long       a prompt of 100,000 tokens beside 200 streams: its time, and how late tokens of the others become
   idle       10,000 streams that wait for a token: memory of each
 
-A run fails unless every token that was made arrived. --tree FOLDER measures another version of the router as well.
+A run fails unless every token that was made arrived. --tree FOLDER measures another version of the router as well,
+--vllm PYTHON vLLM's API server, whose engine samples a token for each stream without a model, as fast as it can:
+latency and idle streams are not measured there, and the engine's process does not count.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from benchmarks.load.report import open_console, print_table
 from benchmarks.router.arm import Arm, PlainArm, RouterArm
 from benchmarks.router.figures import QUICK, WORDS, Bench, Figures, Lost, Size
 from benchmarks.router.load import TOKEN
+from benchmarks.router.vllm_arm import VllmArm
 from benchmarks.script import in_turns, run, script_parser, write_result
 from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
@@ -90,6 +93,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--rate", type=float, default=0.0, help="tokens/s of latency (default: half of streaming's)")
     parser.add_argument("--tree", type=Path, help="measure the router of this checkout as well, in turns")
     parser.add_argument("--router-flags", default="", help="flags for the router, in one argument")
+    parser.add_argument(
+        "--vllm", type=Path, metavar="PYTHON", help="also vLLM's front end, with the Python that has it"
+    )
     parser.add_argument("--no-plain", action="store_true", help="without the plain application")
     parser.add_argument("--log-dir", type=Path, help="keep the router's logs here")
     return parser.parse_args(argv)
@@ -126,6 +132,9 @@ def arms_of(options: Namespace, log_dir: Path, size: Size, token_id: int) -> lis
         arms.append(router(f"router of {options.tree.name}", options.tree.resolve()))
     if not options.no_plain:
         arms.append(lambda: PlainArm(options.clients, max(size.idle, size.streams)))
+    if options.vllm is not None:
+        files = resolve_model(options.model, weights=False)
+        arms.append(lambda: VllmArm(options.clients, options.vllm.absolute(), files, token_id, log_dir))
     return arms
 
 
@@ -136,16 +145,16 @@ def measure(arm: Arm, size: Size, parts: Sequence[str], rate: float, chars_per_t
         figures |= bench.short()
     if "streaming" in parts:
         figures |= bench.streaming()
-    if "latency" in parts:
+    if "latency" in parts and arm.paced:
         figures |= bench.latency(rate or figures["tokens_per_s"] / 2)
-    if isinstance(arm, RouterArm):
+    if not isinstance(arm, PlainArm):
         if "large" in parts:
             figures |= bench.large()
         if "turns" in parts:
             figures |= bench.turns()
-        if "long" in parts:
-            figures |= bench.long()
-    if "idle" in parts:
+    if "long" in parts and isinstance(arm, RouterArm):
+        figures |= bench.long()
+    if "idle" in parts and arm.paced:
         figures |= bench.idle()
     return figures
 
