@@ -29,7 +29,7 @@ help:
 	@echo "make fetch      download MODEL only"
 	@echo "make bench      load generator (ARGS='--help')"
 	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
-	@echo "make sla        how well goals are met and at what cost, in half an hour: tables and plots (ARGS='--only policies'; --help)"
+	@echo "make sla        how well goals are met and at what cost, in 20 minutes: tables and plots (ARGS='--only policies'; --help)"
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"
 	@echo "make test-touched    the slow tests of what differs from a commit (BASE=main)"

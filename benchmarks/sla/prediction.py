@@ -1,8 +1,8 @@
-"""Predicted against measured TTFT and TPOT of single requests, on a paced 1P1D cluster and on a small real model.
+"""Predicted against measured TTFT and TPOT of single requests, on paced clusters and on a small real model.
 
 The router logs what it predicted for a request when it placed it, so all predictions are made ahead of what they
 predict. Workers go on fitting their models meanwhile; requests of the first part of the load are left out. Beside the
-paced cluster's errors stands their floor: the same arrivals at a virtual worker (`foresight.py`).
+errors of one paced prefill worker stands their floor: the same arrivals at a virtual worker (`foresight.py`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,21 @@ from benchmarks.sla.real import ANSWER_S, requests_logged, served
 from benchmarks.sla.step import Numbers, Settings, Step
 from benchmarks.stack import Stack
 
-PACED, REAL = "paced 1P1D", "real model, 1P1D"
-FLOOR: Final = "paced, all known but later prompts"
+PACED, POOLS, REAL = "paced 1P1D", "paced 3P3D", "real model, 1P1D"
+FLOOR: Final = "paced 1P1D, all known but later prompts"
 LEARNING: Final = 0.3
 """Of the requests, while workers fit their models."""
-LENGTHS: Final[dict[str, tuple[str, str]]] = {PACED: ("200-1500", "20-80"), REAL: ("64-512", "16-48")}
-RATES: Final[dict[str, tuple[float, ...]]] = {PACED: (4.0, 10.0, 16.0), REAL: (0.5, 1.0, 1.5)}
+SIZES: Final = {PACED: 1, POOLS: 3}
+LENGTHS: Final[dict[str, tuple[str, str]]] = {
+    PACED: ("200-1500", "20-80"),
+    POOLS: ("200-1500", "20-80"),
+    REAL: ("64-512", "16-48"),
+}
+RATES: Final[dict[str, tuple[float, ...]]] = {
+    PACED: (4.0, 10.0, 16.0),
+    POOLS: (12.0, 24.0, 36.0),
+    REAL: (0.5, 1.0, 1.5),
+}
 ROUTER_FLAGS: Final = ("--log-json",)
 MARKS: Final = {"TTFT": (0.10, 0.25), "TPOT": (0.08, None)}
 NUM_SMALL_MS: Final = 0.01
@@ -45,9 +54,9 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
     pairs: dict[str, dict[str, list[tuple[float, float]]]] = {}
     floor: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory(prefix="diptych-sla-") as folder:
-        for name in (PACED, REAL):
+        for name in (PACED, POOLS, REAL):
             tell(f"{name}: starts")
-            log_dir = Path(folder) / name.partition(" ")[0]
+            log_dir = Path(folder) / name.replace(" ", "-")
             with stack_of(name, settings, log_dir) as stack:
                 seconds = settings.real_s / len(RATES[name])
                 tell(f"{name}: {settings.real_s:g} s of load")
@@ -81,8 +90,8 @@ def foreseen_ms(records: Sequence[RequestRecord], step_tokens: int) -> list[tupl
 
 
 def stack_of(name: str, settings: Settings, log_dir: Path) -> Stack:
-    if name == PACED:
-        return PacedStack(1, 1, router_flags=ROUTER_FLAGS, log_dir=log_dir)
+    if name in SIZES:
+        return PacedStack(SIZES[name], SIZES[name], router_flags=ROUTER_FLAGS, log_dir=log_dir)
     return Stack(1, 1, model=settings.model, router_flags=ROUTER_FLAGS, log_dir=log_dir)
 
 

@@ -20,12 +20,14 @@ from rich.console import Console
 
 from benchmarks.load.plot import save
 from benchmarks.load.report import print_table
+from benchmarks.reality.numbers import GOODPUT_MARK, MARK
 from benchmarks.sla.step import Numbers, Settings, Skipped, Step
 
 MODULE: Final = "benchmarks.reality"
 MOST_S: Final = 600.0
 LATENCIES: Final = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
 QUANTILES: Final = (50, 90, 99)
+JUDGED: Final = (50, 99)
 MOST_DRAWN: Final = 6
 
 
@@ -66,6 +68,8 @@ def _run(run: Mapping[str, Any], columns: Mapping[str, int]) -> dict[str, Any]:
         "name": " ".join((run["case"], run["load"], run["policy"])),
         "fitted_on": bool(run["fitted_on"]),
         "load_average": run["load_average"],
+        "goodput": {"real": run["real"]["numbers"]["goodput"]}
+        | {name: each["numbers"]["goodput"] for name, each in run["simulated"].items()},
         "ms": {
             source: {name: _values(rows, column) for name, column in columns.items()} for source, rows in series.items()
         },
@@ -86,12 +90,33 @@ def show(console: Console, numbers: Mapping[str, Any]) -> None:
                 for name, _ in LATENCIES
                 for q in QUANTILES
             ]
+            good = run.get("goodput", {}).get(source)  # results before 2026-11-25 have none
+            cells.append("-" if good is None else f"{good:.2f}")
             rows.append((run["name"] if source == "real" else "", source, *cells))
-    print_table(console, "real against simulated, ms", ("run", "", *names), rows, left=(0, 1))
+    print_table(console, "real against simulated, ms", ("run", "", *names, "goodput /s"), rows, left=(0, 1))
+    for line in verdicts(numbers["runs"]):
+        console.print(line, highlight=False)
 
 
-def _quantile(values: Sequence[float], q: int) -> str:
-    return f"{np.percentile(values, q):,.1f}" if values else "-"
+def verdicts(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many values of simulations are as near to the real ones as the marks ask, by source of coefficients."""
+    lines = []
+    for source in dict.fromkeys(name for run in runs for name in run["ms"] if name != "real"):
+        found = [run for run in runs if source in run["ms"]]
+        tails = [
+            abs(np.percentile(run["ms"][source][name], q) / np.percentile(run["ms"]["real"][name], q) - 1) <= MARK
+            for run in found
+            for name, _ in LATENCIES
+            for q in JUDGED
+            if run["ms"][source][name] and run["ms"]["real"][name]
+        ]
+        goodputs = [(run["goodput"][source], run["goodput"]["real"]) for run in found if "goodput" in run]
+        good = [abs(simulated / max(1e-9, real) - 1) <= GOODPUT_MARK for simulated, real in goodputs]
+        lines.append(
+            f"{source}: {sum(tails)} of {len(tails)} p50 and p99 within {MARK:.0%}, "
+            f"{sum(good)} of {len(good)} goodputs within {GOODPUT_MARK:.0%}"
+        )
+    return lines
 
 
 def draw(numbers: Mapping[str, Any], path: Path, title: str) -> None:

@@ -120,12 +120,16 @@ def test_a_result_of_reality_is_drawn(tmp_path: Path) -> None:
     rows = [[0, 0.0, 0.1, 0.01, 5, 0, "ok"], [1, 0.5, 0.3, None, 1, 0, "ok"], [2, 0.7, None, None, 0, 0, "refused"]]
     run = {"case": "1P1D", "load": "conv", "policy": "diptych", "fitted_on": False, "load_average": [1.0, 2.0]}
     content = {"fields": ["index", "at_s", "ttft_s", "tpot_s", "num_tokens", "num_cached", "outcome"]}
-    content |= {"runs": [run | {"real": {"requests": rows}, "simulated": {"fit": {"requests": rows[:1]}}}]}
+    real = {"requests": rows, "numbers": {"goodput": 2.0}}
+    fit = {"requests": rows[:1], "numbers": {"goodput": 1.95}}
+    content |= {"runs": [run | {"real": real, "simulated": {"fit": fit}}]}
     file = tmp_path / "reality.json"
     file.write_text(json.dumps(content))
     numbers = reality.measure(Settings(reality=file), lambda words: None)
     assert numbers["runs"][0]["ms"]["real"] == {"TTFT": [100.0, 300.0], "TPOT": [10.0]}
-    assert "1P1D conv diptych" in drawn_and_shown(reality.STEP, numbers, tmp_path)
+    said = drawn_and_shown(reality.STEP, numbers, tmp_path)
+    assert "1P1D conv diptych" in said
+    assert "fit: 2 of 4 p50 and p99 within 10%, 1 of 1 goodputs within 5%" in said
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"fields": ["ttft_s"], "runs": []}', '{"fields": 3}'])
