@@ -82,11 +82,11 @@ class Source(Protocol):
 class Arm:
     """A server under load: `source` makes its tokens, `clients` read them, `tally` counts what they read.
 
-    Where it is not `paced`, the source makes tokens as fast as it can, and nothing tells how many. A stream may have
-    `stream_tokens`.
+    Where it is not `paced`, the source makes tokens as fast as it can, and nothing tells how many. There may be
+    `most_streams` at once, each of `stream_tokens`.
     """
 
-    paced, stream_tokens = True, 4_000_000
+    paced, most_streams, stream_tokens = True, 1 << 20, 4_000_000
 
     def __init__(self, name: str, num_clients: int) -> None:
         self.name, self.tally, self.port, self.pid = name, Tally(num_clients), 0, 0

@@ -67,7 +67,7 @@ class Bench:
 
     def streaming(self) -> Figures:
         """Streamed tokens as fast as clients read them, half a round ahead, so that hardly any are joined."""
-        with self._running(self._size.streams):
+        with self._running(min(self._size.streams, self._arm.most_streams)):
             self._pace(Pace.READ)
             time.sleep(SETTLE_S)
             tokens, events, cpu_s, began = self._total(TOKENS), self._total(EVENTS), self._arm.cpu_s, time.monotonic()

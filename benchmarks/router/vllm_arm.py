@@ -45,9 +45,12 @@ class Unpaced:
 
 
 class VllmArm(Arm):
-    """`python` is that of an environment with vLLM, `files` has the tokenizer and the template."""
+    """`python` is that of an environment with vLLM, `files` has the tokenizer and the template.
 
-    paced, stream_tokens = False, MAX_MODEL_LEN // 2
+    Its streams run as fast as they can while others are opened, so that a thousand take minutes to begin.
+    """
+
+    paced, most_streams, stream_tokens = False, 200, MAX_MODEL_LEN // 2
 
     def __init__(self, num_clients: int, python: Path, files: ModelFiles, token_id: int, log_dir: Path) -> None:
         super().__init__("vLLM's front end", num_clients)
