@@ -21,6 +21,7 @@ from common.kv.cache import SMALL_DTYPES, KVCache, block_bytes
 from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model.load import load_model
+from common.model.mlp import MLP
 from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from kernels import Linear, quantise
@@ -140,7 +141,9 @@ def matrices(model: Decoder) -> Iterator[Linear]:
     if model.weights.lm_head is not None:
         yield model.weights.lm_head
     for layer in model.weights.layers:
-        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        yield from (layer.qkv, layer.output)
+        if isinstance(layer.mlp, MLP):
+            yield from (layer.mlp.gate_up, layer.mlp.down)
 
 
 def report(console: Console, load: Load, step_s: float, parts: Sequence[Part]) -> None:

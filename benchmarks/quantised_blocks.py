@@ -6,7 +6,8 @@ import time
 
 from common.kv.cache import KVCache
 from common.kv.quantised_staging import quantised_incoming, quantised_outgoing
-from common.model_files.config import ModelConfig, RopeConfig
+from common.model_config.rope import RopeConfig
+from common.model_files.config import ModelConfig
 
 SLOTS, HEAD_DIM = 16, 64
 HEAD_BYTES = SLOTS * 2 * HEAD_DIM * 2

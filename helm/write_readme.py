@@ -40,7 +40,7 @@ The chart needs Kubernetes 1.27; everything else is optional. Example values are
 
 A pool under `prefill.pools` or `decode.pools` takes its `name`, its `model`, and everything under `workers`; missing
 values come from `prefill.defaults` or `decode.defaults`, and then from `workers`. A router Deployment serves one model:
-each entry of `models` gets its own, whose `router` overrides the chart's `router`.
+each entry of `models` gets its own, whose `router` overrides the chart's `router`; with `sharedRouter` one serves all.
 
 | value | default | meaning |
 |---|---|---|

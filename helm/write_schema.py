@@ -4,79 +4,52 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
-from common.config.field import Config, Field, fields_of
-
-Schema = dict[str, Any]
+from common.config.field import Config, fields_of
+from helm.schema_types import (
+    AMOUNTS,
+    COUNT_OR_SHARE,
+    FLAG,
+    FREE,
+    LIST_OF_OBJECTS,
+    MAP,
+    NAME,
+    SERVED,
+    TEXT,
+    Schema,
+    closed,
+    many,
+    of_field,
+    ref,
+    text,
+    whole,
+)
+from router.auth.key_file import MAX_LIMIT
+from router.models.models_file import MAX_MODELS, MAX_NAMES, MAX_SPLITS
 
 TARGET = Path(__file__).with_name("values.schema.json")
 # The chart sets these itself, from other values; two places for one thing could disagree.
 CHART_SETS = frozenset(
     (
         *("host", "port", "http_port", "kv_port", "advertise_host", "allow_remote", "address_file", "worker_id"),
-        *("model", "served_model_name", "device", "drain_timeout_s", "config", "core_share", "cores"),
+        *(
+            "model",
+            "more_models",
+            "models_file",
+            "served_model_name",
+            "device",
+            "drain_timeout_s",
+            "config",
+            "core_share",
+            "cores",
+        ),
         *("prefill", "decode", "prefill_services", "decode_services", "discovery", "discovery_namespace"),
         *("kubernetes_api", "kubernetes_credentials", "pod_deletion_cost", "slo_ttft_ms", "slo_tpot_ms"),
         *("curve_key", "curve_authorized", "api_key", "api_key_file", "tls_cert", "tls_key"),
         *("discovery_file", "prefill_deployment", "decode_deployment", "planner_lease", "response_store"),
     )
 )
-LABEL = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
-KEYWORD = {str: "string", int: "integer", float: "number", bool: "boolean"}
-
-
-def closed(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
-    """An object with these keys and no others."""
-    schema = {"type": "object", "additionalProperties": False, "properties": properties}
-    return schema | ({"required": list(required)} if required else {})
-
-
-def text(*choices: str, pattern: str = "") -> Schema:
-    schema: Schema = {"type": "string"}
-    if choices:
-        schema["enum"] = list(choices)
-    return schema | ({"pattern": pattern} if pattern else {})
-
-
-def whole(low: int, high: int | None = None) -> Schema:
-    return {"type": "integer", "minimum": low} | ({} if high is None else {"maximum": high})
-
-
-def many(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-def ref(name: str) -> Schema:
-    return {"$ref": f"#/definitions/{name}"}
-
-
-FLAG: Schema = {"type": "boolean"}
-TEXT: Schema = {"type": "string"}
-NAME = text(pattern=LABEL)
-FREE: Schema = {"type": "object"}
-MAP: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
-COUNT_OR_SHARE: Schema = {"anyOf": [whole(0), text(pattern=r"^[0-9]+%$")]}
-LIST_OF_OBJECTS = many(FREE)
-AMOUNTS: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
-
-
-def of_field(field: Field) -> Schema:
-    """What one setting takes."""
-    rule = field.rule
-    schema: Schema = {"description": rule.help}
-    if field.type in KEYWORD:
-        schema["type"] = KEYWORD[field.type]
-    else:
-        schema |= {"type": "array", "items": {"type": "string"}}
-    if rule.choices:
-        schema["enum"] = list(rule.choices)
-    if rule.ge is not None:
-        schema["minimum"] = rule.ge
-    if rule.le is not None:
-        schema["maximum"] = rule.le
-    return schema
 
 
 def settings(cls: type[Config]) -> Schema:
@@ -218,6 +191,8 @@ def model() -> Schema:
         ),
     ]
     goal = {"type": "number", "minimum": 0}
+    names = many(SERVED)
+    fields = {field.name: field for field in fields_of(RouterConfig)}
     return closed(
         {
             "name": NAME,
@@ -225,9 +200,30 @@ def model() -> Schema:
             "source": {"oneOf": sources},
             "slo": closed({"ttftMs": goal, "tpotMs": goal}),
             "router": ref("router"),
+            "aliases": names | {"maxItems": MAX_NAMES},
+            "fallbacks": many(NAME) | {"maxItems": MAX_NAMES},
+            "hold": FLAG,
+            "limits": closed(
+                {
+                    "requestsPerMinute": whole(0, MAX_LIMIT),
+                    "tokensPerMinute": whole(0, MAX_LIMIT),
+                    "concurrentRequests": whole(0, MAX_LIMIT),
+                }
+            ),
+            **{
+                key: of_field(fields[name]) for key, name in (("toolParser", "tool_parser"), ("reasoning", "reasoning"))
+            },
         },
         ("name", "source"),
     )
+
+
+def shared_router() -> Schema:
+    weights = {"type": "object", "additionalProperties": {"type": "number", "minimum": 0, "maximum": MAX_LIMIT}}
+    split = closed(
+        {"name": SERVED, "weights": weights | {"minProperties": 1, "maxProperties": MAX_NAMES}}, ("name", "weights")
+    )
+    return closed({"enabled": FLAG, "splits": many(split) | {"maxItems": MAX_SPLITS}})
 
 
 def network() -> Schema:
@@ -356,8 +352,9 @@ def values() -> Schema:
             "commonLabels": MAP,
             "imagePullSecrets": many(closed({"name": TEXT}, ("name",))),
             "images": closed({"router": image(), "worker": image()}),
-            "models": many(model()) | {"minItems": 1},
+            "models": many(model()) | {"minItems": 1, "maxItems": MAX_MODELS},
             "router": ref("router"),
+            "sharedRouter": shared_router(),
             "workers": pool("", named=False),
             "prefill": pools("prefill"),
             "decode": pools("decode", minItems=1),

@@ -7,6 +7,7 @@
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
     Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 or 4 bits
+    route, Experts                          which MLPs a row uses, and their products, grouped by MLP
     Embedding                               rows of a table, which the head of a tied model may hold
     record, ProgramRecorder, Program        a whole forward pass as one native call
     share_cores                             how many threads that call may use while others compute too
@@ -38,6 +39,7 @@ from kernels.dispatch import (
     rotate_and_write,
 )
 from kernels.embedding import Embedding
+from kernels.experts import Expert, Experts, add_gated, route
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels
@@ -50,6 +52,8 @@ __all__ = [
     "AttentionRule",
     "Draw",
     "Embedding",
+    "Expert",
+    "Experts",
     "GatedLinear",
     "HeadNorms",
     "KVLayout",
@@ -62,6 +66,7 @@ __all__ = [
     "ProgramRecorder",
     "SamplingTensors",
     "Weight",
+    "add_gated",
     "add_rms_norm",
     "backend",
     "bits_allowed",
@@ -74,6 +79,7 @@ __all__ = [
     "record",
     "rms_norm",
     "rotate_and_write",
+    "route",
     "sample",
     "scatter_blocks",
     "share_cores",

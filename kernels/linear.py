@@ -102,7 +102,7 @@ class GatedLinear(Linear):
         self._setup(weight, bias, dtype, alternate=True)
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
-        """x [T, in] to [T, n]. `activation` is "silu" or "gelu_tanh"."""
+        """x [T, in] to [T, n]. `activation` as `kernels.gated` has it."""
         if isinstance(x, Slot):
             return x.recorder.linear(x, self.native, self.out_features // 2, activation, False)
         if self.native is not None and (native := native_backend()) is not None:

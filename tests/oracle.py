@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from common.grammar.grammar import Constraint
 from common.model.decoder import Decoder
+from common.model.mlp import MLP
 from common.model.rope import inverse_frequencies
 from common.model.weights import LayerWeights
 from common.model_files.config import ModelConfig
@@ -70,8 +71,8 @@ class Oracle:
         weights = model.weights
         self.embedding, self.head = weights.embedding.weight.to(self.dtype), weights.lm_head.weight.to(self.dtype)
         self.matrices = [
-            tuple(linear.weight.to(self.dtype) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
-            for layer in weights.layers
+            tuple(linear.weight.to(self.dtype) for linear in (layer.qkv, layer.output, mlp.gate_up, mlp.down))
+            for layer, mlp in ((layer, _dense(layer)) for layer in weights.layers)
         ]
 
     def empty_cache(self) -> list[Tensor]:
@@ -98,12 +99,12 @@ class Oracle:
         mixed = mixed if layer.output.bias is None else mixed + layer.output.bias
         x = x + (mixed if layer.post_attention_norm is None else self._norm(mixed, layer.post_attention_norm))
         inner = self._norm(x, layer.mlp_norm) @ gate_up.T
-        inner = inner if layer.gate_up.bias is None else inner + layer.gate_up.bias
+        inner = inner if _dense(layer).gate_up.bias is None else inner + _dense(layer).gate_up.bias
         gate, up = inner.chunk(2, dim=-1)
         silu = self.config.activation == "silu"
         act = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
         change = (act * up) @ down.T
-        change = change if layer.down.bias is None else change + layer.down.bias
+        change = change if _dense(layer).down.bias is None else change + _dense(layer).down.bias
         return x + (change if layer.post_mlp_norm is None else self._norm(change, layer.post_mlp_norm))
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, cache: list[Tensor]) -> Tensor:
@@ -148,6 +149,11 @@ class Oracle:
 @functools.lru_cache(maxsize=2)
 def _oracle(model: Decoder, kv_dtype: torch.dtype | None) -> Oracle:
     return Oracle(model, kv_dtype=kv_dtype)
+
+
+def _dense(layer: LayerWeights) -> MLP:
+    assert isinstance(layer.mlp, MLP), "the oracle has no experts: compare with transformers"
+    return layer.mlp
 
 
 def _visible(config: ModelConfig, index: int, positions: Tensor, num_keys: int) -> Tensor:

@@ -59,7 +59,8 @@ EXCEPTIONS: dict[str, set[str]] = {
 ROOMS = {
     "kernels": ("interface", "plain", "cpu", "gpu"),
     "common": (
-        "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_files", "kv", "transfer",
+        "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_config", "model_files",
+        "kv", "transfer",
         "grammar", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from common.model_files.config import ModelConfig, RopeConfig
+from common.model_config.rope import RopeConfig
+from common.model_files.config import ModelConfig
 from kernels import KVLayout
 
 

@@ -13,7 +13,8 @@ from common.kv.cache import KVCache
 from common.model.batch import ForwardBatch
 from common.model.rope import RopeTable
 from common.model.weights import LayerWeights, ModelWeights
-from common.model_files.config import ModelConfig, RopeConfig
+from common.model_config.rope import RopeConfig
+from common.model_files.config import ModelConfig
 from kernels import AttentionPlan, NativePlan, Program, ProgramRecorder, paged_attention, record, rotate_and_write
 
 
@@ -104,12 +105,13 @@ class Decoder(ABC):
             scale=config.attention_scale,
             window=config.layer_windows[index],
             softcap=config.attention_softcap,
+            sinks=weights.sinks,
         )
         return weights.output(self.wanted(index, mixed.flatten(1), step))
 
     def mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
-        """Gated MLP of normed rows."""
-        return weights.down(weights.gate_up.activated(normed, self.config.activation))
+        """Gated MLP of normed rows, or experts."""
+        return weights.mlp(normed, self.config.activation)
 
     def wanted(self, index: int, rows: Tensor, step: Step) -> Tensor:
         """The rows that are computed further: after the last layer's attention only the sampled ones."""

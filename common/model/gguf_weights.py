@@ -81,7 +81,7 @@ class GGUFWeights:
             return TOP[name]
         _, _, index, rest = name.split(".", 3)
         part, _, suffix = rest.rpartition(".")
-        norms = GEMMA_NORMS if self.config.family == "gemma3" else LLAMA_NORMS
+        norms = GEMMA_NORMS if self.config.family == "gemma" else LLAMA_NORMS
         return f"blk.{index}.{norms.get(part) or LAYER[part]}.{suffix}"
 
 

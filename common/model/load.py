@@ -11,7 +11,7 @@ from common.errors import ModelError
 from common.gguf_format.tensors import GGUFFile
 from common.kv.cache import torch_dtype
 from common.model.decoder import Decoder
-from common.model.gemma3 import Gemma3
+from common.model.gemma import Gemma
 from common.model.gguf_weights import GGUFWeights
 from common.model.llama import Llama
 from common.model.safetensors_weights import SafetensorsWeights
@@ -23,7 +23,7 @@ from common.model_files.quantization import Quantization
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
 
-FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma3": Gemma3}
+FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma": Gemma}
 
 
 def load_model(

@@ -7,12 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from common.model_files.config import RopeConfig
+from common.model_config.rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None = None) -> Tensor:
-    """Angles per position, float32 [head_dim / 2]. `factors` of the file (llama.cpp's rope_freqs) divide them."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    """Angles per position, float32 [rotated elements / 2]. `factors` of the file (GGUF's rope_freqs) divide them."""
+    dim = rope.rotary_dim or head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / (rope.theta**exponents)
     if factors is not None:
         return frequencies / factors
@@ -20,6 +21,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None 
         return frequencies / rope.factor
     if rope.scaling == "llama3":
         return _llama3(rope, frequencies)
+    if rope.scaling == "yarn":
+        return _yarn(rope, frequencies)
+    if rope.scaling == "longrope":
+        return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
     return frequencies
 
 
@@ -37,14 +42,51 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     return torch.where(wavelengths < shortest, frequencies, scaled)
 
 
+def _yarn(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """YaRN (section 3.2): keeps waves that turn more than `beta_fast` times, slows those below `beta_slow`."""
+    half = len(frequencies)
+
+    def place(turns: float) -> float:
+        """Of the frequency, counted from the fastest, that turns so often within the original context."""
+        return half * math.log(rope.original_max_len / (turns * 2 * math.pi)) / math.log(rope.theta)
+
+    low, high = place(rope.beta_fast), place(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    width = high - low if high != low else 0.001
+    slowed = ((torch.arange(half, dtype=torch.float32) - low) / width).clamp(0, 1)
+    kept = 1 - slowed
+    return frequencies / rope.factor * (1 - kept) + frequencies * kept
+
+
+def rotation_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
+    """The order of a head's elements in which all of them are rotated, int64 [head_dim]; None where they are.
+
+    The kernels rotate element i with element i + head_dim / 2. Elements without a rotation are dealt to both halves,
+    behind those with one, and get an angle of zero. Queries and keys in the same order have the same products.
+    """
+    if not rope.rotary_dim:
+        return None
+    half, rest = rope.rotary_dim // 2, (head_dim - rope.rotary_dim) // 2
+    places = torch.arange(head_dim)
+    return torch.cat((places[:half], places[2 * half : 2 * half + rest], places[half : 2 * half], places[-rest:]))
+
+
 class RopeTable:
-    """cos and sin, float32 [max_len, head_dim / 2]."""
+    """cos and sin, float32 [max_len, head_dim / 2]: see `rotation_order` for heads that are rotated in part."""
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_len: int, device: torch.device, factors: Tensor | None = None
     ) -> None:
-        angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(rope, head_dim, factors))
-        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
+        frequencies = inverse_frequencies(rope, head_dim, factors)
+        angles = torch.outer(torch.arange(max_len).float(), frequencies)
+        cos, sin = angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
+        rest = head_dim // 2 - len(frequencies)
+        if rest:
+            cos = torch.cat((cos, cos.new_ones(max_len, rest)), dim=1)
+            sin = torch.cat((sin, sin.new_zeros(max_len, rest)), dim=1)
+        self.cos, self.sin = cos.to(device), sin.to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin at int64 [T] positions: [T, head_dim / 2] each."""

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from common.errors import ModelError
+from common.model.experts_reader import ExpertsReader
+from common.model.mlp import MLP, FeedForward
+from common.model.rope import rotation_order
 from common.model_files.config import ModelConfig
 from common.model_files.quantization import Quantization
 from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, Weight, quantise, stack
@@ -48,19 +51,19 @@ class WeightSource(Protocol):
 class LayerWeights:
     """The weights of one layer. Norm weights are float32; weights that a family lacks are None.
 
-    qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim; gate_up: hidden to 2 * intermediate, gate first.
+    qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim.
     """
 
     input_norm: Tensor
     qkv: Linear
     output: Linear
     mlp_norm: Tensor
-    gate_up: GatedLinear
-    down: Linear
+    mlp: FeedForward
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     post_attention_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class Assembler:
         config = self.config
         embedding, head = self.embedding()
         norm = self.norm("model.norm.weight", config.hidden_size)
-        layers = tuple(self.layer(f"model.layers.{i}.") for i in range(config.num_layers))
+        layers = tuple(self.layer(i) for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
         return ModelWeights(embedding, layers, norm, head, factors, self.quantization)
 
@@ -118,32 +121,71 @@ class Assembler:
         weight = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
         return Embedding(table), Linear(weight, dtype=self.dtype)
 
-    def layer(self, prefix: str) -> LayerWeights:
+    def layer(self, index: int) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        inner = config.intermediate_size
-        projections = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-        gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+        prefix, q = f"model.layers.{index}.", config.num_heads * config.head_dim
         sandwich = config.sandwich_norm
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        order = rotation_order(config.layer_ropes[index], config.head_dim)
         return LayerWeights(
             input_norm=self.norm(f"{prefix}input_layernorm.weight", hidden),
-            qkv=self.linear(Linear, prefix, projections, hidden, config.qkv_bias),
+            qkv=self.attention_inputs(prefix, order),
             output=self.linear(Linear, prefix, {"self_attn.o_proj": hidden}, q, config.output_bias),
             mlp_norm=self.norm(f"{prefix}{mlp_norm}.weight", hidden),
-            gate_up=self.linear(GatedLinear, prefix, gates, hidden, config.mlp_bias),
-            down=self.linear(Linear, prefix, {"mlp.down_proj": hidden}, inner, config.mlp_bias),
-            q_norm=self.norm(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=self.norm(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            mlp=self.feed_forward(index),
+            q_norm=self.head_norm(f"{prefix}self_attn.q_norm.weight", order),
+            k_norm=self.head_norm(f"{prefix}self_attn.k_norm.weight", order),
             post_attention_norm=self.norm(f"{prefix}post_attention_layernorm.weight", hidden) if sandwich else None,
             post_mlp_norm=self.norm(f"{prefix}post_feedforward_layernorm.weight", hidden) if sandwich else None,
+            sinks=self.sinks(f"{prefix}self_attn.sinks"),
         )
 
-    def linear(self, kind: type[L], prefix: str, parts: Mapping[str, int], columns: int, biased: bool) -> L:
-        """One matrix product with `parts` stacked by rows."""
+    def attention_inputs(self, prefix: str, order: Tensor | None) -> Linear:
+        """q, k and v; `order`: of the elements of each query and key head, see `rotation_order`."""
+        config, dim = self.config, self.config.head_dim
+        q, kv = config.num_heads * dim, config.num_kv_heads * dim
+        parts = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        if config.fused:
+            parts = {"self_attn.qkv_proj": q + 2 * kv}
+        rows = None
+        if order is not None:
+            heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * dim
+            rows = torch.cat(((heads + order).flatten(), torch.arange(q + kv, q + 2 * kv)))
+        return self.linear(Linear, prefix, parts, config.hidden_size, config.qkv_bias, rows)
+
+    def feed_forward(self, index: int) -> FeedForward:
+        config, prefix = self.config, f"model.layers.{index}."
+        if config.experts is not None and config.experts.layers[index]:
+            return ExpertsReader(self, config.experts, prefix).read()
+        return self.mlp(f"{prefix}mlp.", config.intermediate_size)
+
+    def mlp(self, prefix: str, inner: int) -> MLP:
+        """The gated MLP whose tensors' names begin so."""
+        config, hidden = self.config, self.config.hidden_size
+        gates = {"gate_up_proj": 2 * inner} if config.fused else {"gate_proj": inner, "up_proj": inner}
+        return MLP(
+            self.linear(GatedLinear, prefix, gates, hidden, config.mlp_bias),
+            self.linear(Linear, prefix, {"down_proj": hidden}, inner, config.mlp_bias),
+        )
+
+    def linear(
+        self,
+        kind: type[L],
+        prefix: str,
+        parts: Mapping[str, int],
+        columns: int,
+        biased: bool,
+        order: Tensor | None = None,
+    ) -> L:
+        """One matrix product with `parts` stacked by rows, which `order`, int64 [rows], then reorders."""
         names = {f"{prefix}{part}.weight": rows for part, rows in parts.items()}
+        weight = self.weight(names, columns, self.quantization)
         bias = self.bias({f"{prefix}{part}.bias": rows for part, rows in parts.items()}) if biased else None
-        return kind(self.weight(names, columns, self.quantization), bias, dtype=self.dtype)
+        if order is not None:
+            order = order.to(weight.numbers.device if isinstance(weight, QuantisedWeight) else weight.device)
+            weight = weight.rows(order) if isinstance(weight, QuantisedWeight) else weight[order]
+            bias = None if bias is None else bias[order]
+        return kind(weight, bias, dtype=self.dtype)
 
     def weight(self, parts: Mapping[str, int], columns: int, quantization: Quantization) -> Weight:
         """Matrices stacked by rows: as the file holds them, dense, or quantised."""
@@ -159,15 +201,30 @@ class Assembler:
             return dense.to(self.dtype)
         return quantise(dense, bits) or dense.to(self.dtype)
 
+    def as_asked(self, dense: Tensor, in_file: bool) -> Weight:
+        """A matrix that is part of a tensor, dense or quantised; `in_file`: whether that holds fewer bits than 16."""
+        dense, bits = dense.to(self.device).contiguous(), self.quantization.bits(in_file)
+        return (quantise(dense, bits) if bits else None) or dense.to(self.dtype)
+
     def matrix(self, name: str, *shape: int) -> Tensor:
-        return self._checked(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
+        return self.checked(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
 
     def bias(self, parts: Mapping[str, int]) -> Tensor:
         return self._stack(torch.empty(sum(parts.values()), dtype=self.dtype, device=self.device), parts)
 
     def norm(self, name: str, size: int) -> Tensor:
-        weight = self._checked(name, (size,)).float()
-        return (weight + (self.source.norm_offset if self.config.family == "gemma3" else 0.0)).to(self.device)
+        weight = self.checked(name, (size,)).float()
+        return (weight + (self.source.norm_offset if self.config.family == "gemma" else 0.0)).to(self.device)
+
+    def sinks(self, name: str) -> Tensor | None:
+        config = self.config
+        return self.checked(name, (config.num_heads,)).float().to(self.device).contiguous() if config.sinks else None
+
+    def head_norm(self, name: str, order: Tensor | None) -> Tensor | None:
+        if not self.config.qk_norm:
+            return None
+        weight = self.norm(name, self.config.head_dim)
+        return weight if order is None else weight[order.to(weight.device)]
 
     def _dense_dtype(self, quantization: Quantization) -> torch.dtype:
         """The type that matrices are quantised from: wide enough for the file's own values."""
@@ -181,11 +238,12 @@ class Assembler:
         """Copies the tensors into `out`, one below the other."""
         at = 0
         for name, count in parts.items():
-            out[at : at + count] = self._checked(name, (count, *out.shape[1:]))
+            out[at : at + count] = self.checked(name, (count, *out.shape[1:]))
             at += count
         return out
 
-    def _checked(self, name: str, shape: Sequence[int]) -> Tensor:
+    def checked(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The tensor, which must be of floats and have that shape."""
         tensor = self.source.read(name)
         if tuple(tensor.shape) != tuple(shape):
             raise ModelError(

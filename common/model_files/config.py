@@ -9,29 +9,51 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ModelError
+from common.model_config.experts import ExpertsConfig, read_experts
+from common.model_config.fields import FieldReader
+from common.model_config.rope import RopeConfig, RopeReader
 
 HF_FAMILIES = {
     "llama": "llama",
     "mistral": "llama",
+    "mixtral": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
-    "gemma3_text": "gemma3",
-    "gemma3": "gemma3",
+    "qwen2_moe": "llama",
+    "qwen3_moe": "llama",
+    "phi3": "llama",
+    "gpt_oss": "llama",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "gemma3": "gemma",
 }
-GGUF_FAMILIES = {"llama": "llama", "qwen2": "llama", "qwen3": "llama", "gemma3": "gemma3"}
+GGUF_FAMILIES = {"llama": "llama", "qwen2": "llama", "qwen3": "llama", "gemma3": "gemma"}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        **{"head_dim": 256, "max_position_embeddings": 8192, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True},
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma3_text": {
+        **{"head_dim": 256, "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+        **{"rope_theta": 1e6, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
+    },
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {"rope_theta": 1e6, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "qwen2_moe": {"max_position_embeddings": 32768, "qkv_bias": True},
+    "qwen3_moe": {"max_position_embeddings": 32768},
+    "gpt_oss": {
+        **{"head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": 128},
+        **{"rope_theta": 150000.0, "attention_bias": True},
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+"""What a config.json may leave out, as transformers fills it in."""
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding of some layers. `scaling` is "none", "linear" (`factor`) or "llama3" (all fields)."""
-
-    theta: float
-    scaling: str = "none"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_len: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +61,9 @@ class ModelConfig:
     """Numbers of one decoder-only model.
 
     `layer_windows[i]` is the number of tokens layer i may look back to, itself included (0: all of them);
-    `layer_ropes[i]` its rotary embedding. `attention_scale` multiplies q.k; softcaps of 0 are off.
+    `layer_ropes[i]` its rotary embedding. `attention_scale` multiplies q.k; softcaps of 0 are off. `sinks`: attention
+    has one more logit a head. `fused`: the file holds q, k, v in one matrix, and gate and up too. Some layers have
+    `experts` in place of the MLP of `intermediate_size`.
     """
 
     family: str
@@ -63,6 +87,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     sandwich_norm: bool = False
+    sinks: bool = False
+    fused: bool = False
+    experts: ExpertsConfig | None = None
     embedding_scale: float = 1.0
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
@@ -89,27 +116,8 @@ def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool, path: Pa
     return GGUFReader(metadata, path).read(vocab_size, tied)
 
 
-class _Reader:
-    """Typed access to one document; every failure names the file, the field and what was expected."""
-
-    def __init__(self, fields: Mapping[str, Any], path: Path, prefix: str = "") -> None:
-        self.fields, self.path, self.prefix = fields, path, prefix
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.fields.get(self.prefix + name)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelError(f"{self.path}: {self.prefix}{name} is {value!r}, expected a number: fetch the file again")
-        return float(value)
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self.number(name, default)
-        if value != int(value) or not 0 < value < 2**31:
-            raise ModelError(f"{self.path}: {self.prefix}{name} is {value!r}, expected a positive whole number")
-        return int(value)
-
-    def refuse(self, what: str, supported: str) -> ModelError:
-        return ModelError(f"{self.path}: {what} is not supported: use a model with {supported}")
+class _Reader(FieldReader):
+    """What both readers check in the end."""
 
     def check(self, config: ModelConfig) -> ModelConfig:
         if config.num_heads % config.num_kv_heads:
@@ -132,12 +140,14 @@ class HFReader(_Reader):
             raise self.refuse("quantization_config", "float32, float16 or bfloat16 weights, or a GGUF file")
         if self.fields.get("use_bidirectional_attention"):
             raise self.refuse("use_bidirectional_attention", "causal attention")
-        gemma = model_type == "gemma3_text"
+        self.fields = DEFAULTS.get(model_type, {}) | dict(self.fields)
+        gemma = HF_FAMILIES[model_type] == "gemma"
         layers, heads, hidden = (
             self.count(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
         )
-        head_dim = self.count("head_dim", 256 if gemma else hidden // heads)
+        head_dim = self.count("head_dim", hidden // heads)
         bias = bool(self.fields.get("attention_bias", False)) and model_type != "qwen2"
+        max_len = self.count("max_position_embeddings", 2048)
         config = ModelConfig(
             family=HF_FAMILIES[model_type],
             model_type=model_type,
@@ -148,25 +158,29 @@ class HFReader(_Reader):
             hidden_size=hidden,
             intermediate_size=self.count("intermediate_size"),
             vocab_size=self.count("vocab_size"),
-            max_model_len=self.count("max_position_embeddings", 131072 if gemma else 2048),
+            max_model_len=max_len,
             rms_norm_eps=self.number("rms_norm_eps", 1e-6),
             layer_windows=self._windows(layers, model_type),
-            layer_ropes=self._ropes(layers, model_type),
-            attention_scale=self.number("query_pre_attn_scalar", 256) ** -0.5 if gemma else head_dim**-0.5,
-            activation=self._activation("hidden_activation" if gemma else "hidden_act", gemma),
-            tie_embeddings=bool(self.fields.get("tie_word_embeddings", gemma)),
-            qkv_bias=bias or model_type == "qwen2",
+            layer_ropes=self._ropes(layers, model_type, RopeReader(self.fields, self.path, head_dim, max_len)),
+            attention_scale=self.number("query_pre_attn_scalar") ** -0.5 if gemma else head_dim**-0.5,
+            activation="clamped_swiglu" if model_type == "gpt_oss" else self._activation(gemma),
+            tie_embeddings=bool(self.fields.get("tie_word_embeddings", False)),
+            qkv_bias=bias or model_type == "qwen2" or bool(self.fields.get("qkv_bias", False)),
             output_bias=bias,
             mlp_bias=bool(self.fields.get("mlp_bias", False)),
-            qk_norm=gemma or model_type == "qwen3",
+            qk_norm=model_type in ("gemma3_text", "qwen3", "qwen3_moe"),
             sandwich_norm=gemma,
+            sinks=model_type == "gpt_oss",
+            fused=model_type == "phi3",
+            experts=read_experts(model_type, self.fields, self.path, layers),
             embedding_scale=hidden**0.5 if gemma else 1.0,
             attention_softcap=self.number("attn_logit_softcapping", 0.0),
             final_softcap=self.number("final_logit_softcapping", 0.0),
         )
         return self.check(config)
 
-    def _activation(self, name: str, gemma: bool) -> str:
+    def _activation(self, gemma: bool) -> str:
+        name = "hidden_activation" if gemma else "hidden_act"
         value = self.fields.get(name) or ("gelu_pytorch_tanh" if gemma else "silu")
         if value not in ACTIVATIONS:
             raise self.refuse(f"{name} {value!r}", ", ".join(ACTIVATIONS))
@@ -179,58 +193,40 @@ class HFReader(_Reader):
             if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
                 raise self.refuse(f"layer_types {sorted(set(kinds))} of {layers} layers", "sliding or full attention")
             return kinds
+        pattern = {"gemma2": 2, "gpt_oss": 2}.get(model_type, 0)
         if model_type == "gemma3_text":
             pattern = self.count("sliding_window_pattern", 6)
+        if pattern:
             return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
-        if model_type.startswith("qwen"):
-            first = int(self.number("max_window_layers", 28))
+        first = int(self.number("max_window_layers", 28))
+        if model_type in ("qwen2", "qwen3"):
             return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+        if model_type == "qwen2_moe":
+            return ["full_attention" if i % 2 or i >= first else "sliding_attention" for i in range(layers)]
         return ["sliding_attention"] * layers
 
     def _windows(self, layers: int, model_type: str) -> tuple[int, ...]:
-        default = 4096 if model_type in ("gemma3_text", "mistral") else 0
-        value = self.fields.get("sliding_window", default)
         off = model_type == "llama" or (model_type.startswith("qwen") and not self.fields.get("use_sliding_window"))
-        if not value or off:
+        if not self.fields.get("sliding_window") or off:
             return (0,) * layers
-        window = self.count("sliding_window", default)
+        window = self.count("sliding_window")
         kinds = self._layer_types(layers, model_type)
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
-    def _ropes(self, layers: int, model_type: str) -> tuple[RopeConfig, ...]:
+    def _ropes(self, layers: int, model_type: str, reader: RopeReader) -> tuple[RopeConfig, ...]:
         parameters = self.fields.get("rope_parameters") or {}
+        theta = self.number("rope_theta", 10000.0)
         if model_type != "gemma3_text":
             scaling = parameters or self.fields.get("rope_scaling") or {}
-            return (self._rope(scaling, self.number("rope_theta", 10000.0)),) * layers
+            return (reader.read(scaling, theta),) * layers
         if "full_attention" in parameters or "sliding_attention" in parameters:
             far, near = parameters.get("full_attention") or {}, parameters.get("sliding_attention") or {}
         else:
             far, near = parameters or self.fields.get("rope_scaling") or {}, {}
-        full = self._rope(far, self.number("rope_theta", 1000000.0))
-        local = self._rope(near, self.number("rope_local_base_freq", 10000.0))
+        full = reader.read(far, theta)
+        local = reader.read(near, self.number("rope_local_base_freq", 10000.0))
         kinds = self._layer_types(layers, model_type)
         return tuple(local if kind == "sliding_attention" else full for kind in kinds)
-
-    def _rope(self, fields: Mapping[str, Any], theta: float) -> RopeConfig:
-        kind = fields.get("rope_type", fields.get("type", "default"))
-        reader = _Reader(fields, self.path)
-        theta = reader.number("rope_theta", theta)
-        if reader.number("partial_rotary_factor", self.number("partial_rotary_factor", 1.0)) != 1.0:
-            raise self.refuse("partial_rotary_factor", "rotary embedding of whole heads")
-        if kind == "default":
-            return RopeConfig(theta)
-        if kind == "linear":
-            return RopeConfig(theta, "linear", reader.number("factor"))
-        if kind != "llama3":
-            raise self.refuse(f"rope scaling {kind!r}", "rope scaling llama3, linear or none")
-        return RopeConfig(
-            theta,
-            "llama3",
-            reader.number("factor"),
-            reader.number("low_freq_factor"),
-            reader.number("high_freq_factor"),
-            reader.count("original_max_position_embeddings"),
-        )
 
 
 class GGUFReader(_Reader):

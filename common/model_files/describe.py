@@ -12,6 +12,7 @@ from common.errors import ModelError
 from common.gguf_format.metadata import GGUFHead, read_gguf_head
 from common.gguf_format.tokenizer import CONTROL, convert_gguf_tokenizer
 from common.model_files.cache_folder import make_folder, write_atomically
+from common.model_files.config import from_gguf, from_hf
 from common.model_files.files import ModelFiles
 from common.model_files.json_file import read_json
 from common.model_files.stamp import hash_weights
@@ -26,10 +27,11 @@ END_TOKENS = frozenset(
 def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) -> ModelFiles:
     """Describes a .gguf file and converts its vocabulary to `folder`/tokenizer.json.
 
-    Raises ModelError when the file is damaged or its tokenizer is not supported.
+    Raises ModelError when the file is damaged, or its model or its tokenizer is not supported.
     """
     head = read_gguf_head(path)
     tokens = head.metadata.get("tokenizer.ggml.tokens") or []
+    from_gguf(head.metadata, len(tokens), True, path)  # refuses what is not supported before the weights are hashed
     tokenizer = convert_gguf_tokenizer(head.metadata)
     target = make_folder(folder) / "tokenizer.json"
     write_atomically(target, tokenizer.to_str().encode())
@@ -60,7 +62,7 @@ def _gguf_eos_token_ids(head: GGUFHead, tokens: list[str]) -> tuple[int, ...]:
 def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: bool = True) -> ModelFiles:
     """Describes a folder with config.json, tokenizer.json and .safetensors weights (unless `weights` is False).
 
-    Raises ModelError when one of them is missing, cut short or not readable.
+    Raises ModelError when one of them is missing, cut short or not readable, or the model is not supported.
     """
     config = read_json(folder / "config.json", required=True)
     config = {**config, **config.get("text_config", {})}
@@ -72,6 +74,8 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
             f"{folder} has no tokenizer.json: write one with transformers' AutoTokenizer.from_pretrained(...)"
             ".save_pretrained(...), and keep it beside config.json"
         )
+    if weights:
+        from_hf(folder / "config.json")  # refuses what is not supported before the weights are hashed
     shards = _safetensors(folder) if weights else ()
     eos_token = _token_text(tokenizer_config.get("eos_token"))
     return ModelFiles(

@@ -40,11 +40,6 @@
 {{- toYaml (dict "pools" $pools) }}
 {{- end }}
 
-{{/* A model's router with everything that `router` says, as YAML: (root, model). */}}
-{{- define "diptych.router" -}}
-{{- toYaml (mustMergeOverwrite (dict) (mustDeepCopy .root.Values.router) (mustDeepCopy (.model.router | default dict))) }}
-{{- end }}
-
 {{/* "true" when a pool of the model may have no pod: (root, model). */}}
 {{- define "diptych.scalesToZero" -}}
 {{- range $role := list "prefill" "decode" }}
@@ -67,8 +62,6 @@
 {{- range .Values.models }}
 {{- if has .name $names }}{{ fail (printf "two models are called %s" .name) }}{{ end }}
 {{- $names = append $names .name }}
-{{- include "diptych.checkStrategy" (dict "spec" (include "diptych.router" (dict "root" $ "model" .) | fromYaml) "for" (printf "router of model %s" .name)) }}
-{{- include "diptych.checkStore" (dict "router" (include "diptych.router" (dict "root" $ "model" .) | fromYaml) "name" .name) }}
 {{- if not (include "diptych.pools" (dict "root" $ "role" "decode" "model" .name) | fromYaml).pools }}
 {{- fail (printf "model %s has no decode pool: add one to decode.pools" .name) }}
 {{- end }}
@@ -76,6 +69,11 @@
 {{- fail (printf "model %s comes as an OCI image volume, which needs Kubernetes 1.33 (here %s); before 1.35 also the feature gate ImageVolume" .name $.Capabilities.KubeVersion.Version) }}
 {{- end }}
 {{- end }}
+{{- range (include "diptych.routers" (dict "root" $) | fromYaml).routers }}
+{{- include "diptych.checkStrategy" (dict "spec" .spec "for" .for) }}
+{{- include "diptych.checkStore" (dict "router" .spec "for" .for) }}
+{{- end }}
+{{- include "diptych.checkShared" (dict "root" $) }}
 {{- range $role := list "prefill" "decode" }}
 {{- $pools := list }}
 {{- range (include "diptych.pools" (dict "root" $ "role" $role) | fromYaml).pools }}
@@ -92,15 +90,15 @@
 {{- end }}
 {{- end }}
 
-{{/* One router's store is unknown to others, whose clients would find nothing: (router, name). */}}
+{{/* One router's store is unknown to others, whose clients would find nothing: (router, for). */}}
 {{- define "diptych.checkStore" -}}
 {{- $store := .router.responseStore }}
 {{- if ne $store.type "none" }}
 {{- if or .router.autoscaling.enabled (gt (int .router.replicas) 1) }}
-{{- fail (printf "router of model %s: responseStore.type %s needs one replica and no autoscaling, because routers do not share what they store" .name $store.type) }}
+{{- fail (printf "%s: responseStore.type %s needs one replica and no autoscaling, because routers do not share what they store" .for $store.type) }}
 {{- end }}
 {{- if and (eq $store.type "claim") (not $store.claimName) }}
-{{- fail (printf "router of model %s: responseStore.type claim needs responseStore.claimName" .name) }}
+{{- fail (printf "%s: responseStore.type claim needs responseStore.claimName" .for) }}
 {{- end }}
 {{- end }}
 {{- end }}

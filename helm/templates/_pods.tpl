@@ -43,7 +43,22 @@ lifecycle:
 - {name: cache, mountPath: /var/cache/diptych}
 - {name: tmp, mountPath: /tmp}
 {{- if ne .model.source.type "hub" }}
-- {name: model, mountPath: /models, readOnly: true}
+- {name: model, mountPath: {{ include "diptych.modelFolder" . }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* Mounts of a router: (root, models). */}}
+{{- define "diptych.routerMounts" -}}
+{{- if eq (include "diptych.isShared" .) "" }}
+{{- include "diptych.modelMounts" (dict "root" .root "model" (first .models)) }}
+{{- else }}
+- {name: cache, mountPath: /var/cache/diptych}
+- {name: tmp, mountPath: /tmp}
+{{- range .models }}
+{{- if ne .source.type "hub" }}
+- {name: model-{{ .name }}, mountPath: {{ include "diptych.modelFolder" (dict "root" $.root "model" .) }}, readOnly: true}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -61,24 +76,36 @@ lifecycle:
 {{- end }}
 {{- end }}
 
-{{/* Volumes: (root, role, model, config). */}}
+{{/* What all models say of a key of their source; empty where they differ: (models, key). */}}
+{{- define "diptych.sameInAll" -}}
+{{- $said := list }}
+{{- range .models }}{{ $said = append $said (toString (get .source $.key | default "")) }}{{ end }}
+{{- if eq (len (uniq $said)) 1 }}{{ first $said }}{{ end }}
+{{- end }}
+
+{{/* Volumes: (root, role, models, config). */}}
 {{- define "diptych.volumes" -}}
 - name: config
   configMap: {name: {{ .config }}}
 - name: tmp
   emptyDir: {}
 - name: cache
-  {{- if .model.source.cacheClaim }}
-  persistentVolumeClaim: {claimName: {{ .model.source.cacheClaim | quote }}}
+  {{- $claim := include "diptych.sameInAll" (dict "models" .models "key" "cacheClaim") }}
+  {{- $size := include "diptych.sameInAll" (dict "models" .models "key" "cacheSize") }}
+  {{- if $claim }}
+  persistentVolumeClaim: {claimName: {{ $claim | quote }}}
   {{- else }}
-  emptyDir: {{ if .model.source.cacheSize }}{sizeLimit: {{ .model.source.cacheSize | quote }}}{{ else }}{}{{ end }}
+  emptyDir: {{ if $size }}{sizeLimit: {{ $size | quote }}}{{ else }}{}{{ end }}
   {{- end }}
-{{- if eq .model.source.type "pvc" }}
-- name: model
-  persistentVolumeClaim: {claimName: {{ .model.source.claimName | quote }}, readOnly: true}
-{{- else if eq .model.source.type "image" }}
-- name: model
-  image: {reference: {{ .model.source.reference | quote }}, pullPolicy: {{ .model.source.pullPolicy | default "IfNotPresent" }}}
+{{- $each := and (eq .role "router") (eq (include "diptych.isShared" .) "true") }}
+{{- range .models }}
+{{- if eq .source.type "pvc" }}
+- name: {{ ternary (printf "model-%s" .name) "model" $each }}
+  persistentVolumeClaim: {claimName: {{ .source.claimName | quote }}, readOnly: true}
+{{- else if eq .source.type "image" }}
+- name: {{ ternary (printf "model-%s" .name) "model" $each }}
+  image: {reference: {{ .source.reference | quote }}, pullPolicy: {{ .source.pullPolicy | default "IfNotPresent" }}}
+{{- end }}
 {{- end }}
 {{- with .root.Values.curve.existingSecret }}
 - name: curve
@@ -96,9 +123,9 @@ lifecycle:
 {{- end }}
 {{- end }}
 
-{{/* Fetches a hub model before the process starts; its log shows the progress: (root, kind, model, spec). */}}
+{{/* Fetches a hub model before the process starts; its log shows the progress: (root, kind, model, spec, container). */}}
 {{- define "diptych.fetchContainer" -}}
-- name: fetch-model
+- name: {{ .container | default "fetch-model" }}
   image: {{ include "diptych.image" . | quote }}
   imagePullPolicy: {{ (index .root.Values.images .kind).pullPolicy }}
   command: [diptych, fetch]

@@ -17,12 +17,17 @@
 {{- end }}
 {{- end }}
 
+{{/* Where a model is mounted. A shared router knows models by the names of their folders: (root, model). */}}
+{{- define "diptych.modelFolder" -}}
+{{- if include "diptych.isShared" . }}/models/{{ .model.name }}{{ else }}/models{{ end }}
+{{- end }}
+
 {{/* What `model` is set to: (root, model). */}}
 {{- define "diptych.modelSetting" -}}
-{{- if eq .source.type "hub" }}
-{{- .source.id }}
+{{- if eq .model.source.type "hub" }}
+{{- .model.source.id }}
 {{- else }}
-{{- printf "/models/%s" (.source.path | default "") | trimSuffix "/" }}
+{{- printf "%s/%s" (include "diptych.modelFolder" .) (.model.source.path | default "") | trimSuffix "/" }}
 {{- end }}
 {{- end }}
 
@@ -44,7 +49,7 @@ allow_remote: true
 {{- define "diptych.workerSettings" -}}
 {{- $model := include "diptych.model" (dict "root" .root "name" .pool.model "for" .pool.name) | fromYaml }}
 {{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy .pool.settings) }}
-{{- $_ := set $settings "model" (include "diptych.modelSetting" $model) }}
+{{- $_ := set $settings "model" (include "diptych.modelSetting" (dict "root" .root "model" $model)) }}
 {{- $_ := set $settings "host" "::" }}
 {{- $_ := set $settings "port" 7001 }}
 {{- $_ := set $settings "http_port" 7003 }}
@@ -75,17 +80,26 @@ allow_remote: true
 {{- end }}
 {{- end }}
 
-{{/* The settings of a model's router, as YAML: (root, model, router). */}}
+{{/* The settings of a router, one of `diptych.routers`, as YAML: (root, router). */}}
 {{- define "diptych.routerSettings" -}}
 {{- $root := .root }}
-{{- $model := .model }}
-{{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy .router.settings) }}
-{{- $_ := set $settings "model" (include "diptych.modelSetting" $model) }}
+{{- $spec := .router.spec }}
+{{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy $spec.settings) }}
 {{- $_ := set $settings "host" "::" }}
 {{- $_ := set $settings "port" 8000 }}
-{{- $_ := set $settings "served_model_name" ($model.servedName | default $model.name) }}
-{{- $_ := set $settings "drain_timeout_s" (int .router.drainSeconds) }}
-{{- $store := get (dict "none" "off" "memory" "memory") .router.responseStore.type | default "/var/lib/diptych/responses.sqlite3" }}
+{{- $_ := set $settings "drain_timeout_s" (int $spec.drainSeconds) }}
+{{- if .router.model }}
+{{- $model := include "diptych.model" (dict "root" $root "name" .router.model "for" .router.for) | fromYaml }}
+{{- $_ := set $settings "model" (include "diptych.modelSetting" (dict "root" $root "model" $model)) }}
+{{- $_ := set $settings "served_model_name" (include "diptych.servedName" (dict "model" $model)) }}
+{{- with $model.slo }}
+{{- if .ttftMs }}{{ $_ := set $settings "slo_ttft_ms" .ttftMs }}{{ end }}
+{{- if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}
+{{- end }}
+{{- else }}
+{{- $_ := set $settings "models_file" "/etc/diptych/config/models.toml" }}
+{{- end }}
+{{- $store := get (dict "none" "off" "memory" "memory") $spec.responseStore.type | default "/var/lib/diptych/responses.sqlite3" }}
 {{- $_ := set $settings "response_store" $store }}
 {{- $_ := set $settings "discovery" .root.Values.discovery.type }}
 {{- if eq .root.Values.discovery.type "kubernetes" }}
@@ -93,7 +107,7 @@ allow_remote: true
 {{- end }}
 {{- range $role := list "prefill" "decode" }}
 {{- $services := list }}
-{{- range (include "diptych.pools" (dict "root" $root "role" $role "model" $model.name) | fromYaml).pools }}
+{{- range (include "diptych.pools" (dict "root" $root "role" $role "model" $.router.model) | fromYaml).pools }}
 {{- $service := include "diptych.objectName" (dict "root" $root "role" $role "name" .name) }}
 {{- if eq $root.Values.discovery.type "dns" }}
 {{- $service = printf "%s.%s.svc:7001" $service $root.Release.Namespace }}
@@ -102,18 +116,16 @@ allow_remote: true
 {{- end }}
 {{- $_ := set $settings (printf "%s_services" $role) $services }}
 {{- end }}
-{{- with $model.slo }}
-{{- if .ttftMs }}{{ $_ := set $settings "slo_ttft_ms" .ttftMs }}{{ end }}
-{{- if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}
-{{- end }}
-{{- $planned := include "diptych.planned" (dict "root" $root "model" $model.name) | fromYaml }}
+{{- range $name := .router.models }}
+{{- $planned := include "diptych.planned" (dict "root" $root "model" $name) | fromYaml }}
 {{- if $planned.pools }}
 {{- $_ := set $settings "planner" "kubernetes" }}
-{{- $_ := set $settings "planner_lease" (include "diptych.objectName" (dict "root" $root "role" "planner" "name" $model.name)) }}
+{{- $_ := set $settings "planner_lease" (include "diptych.objectName" (dict "root" $root "role" "planner" "name" $name)) }}
 {{- range $role, $pool := $planned.pools }}
 {{- $_ := set $settings (printf "%s_deployment" $role) $pool.deployment }}
 {{- $_ := set $settings (printf "min_%s" $role) (int $pool.least) }}
 {{- $_ := set $settings (printf "max_%s" $role) (int $pool.most) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- with .root.Values.apiKeys }}

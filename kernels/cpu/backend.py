@@ -59,12 +59,15 @@ POINTER, INTEGER, NUMBER, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int,
 SIGNATURES: Final = {
     "attend": (
         *(NUMBER, NUMBER, POINTER, INTEGER, POINTER, POINTER, POINTER, POINTER, POINTER, INTEGER, POINTER),
-        *(INTEGER, INTEGER, FLOAT, FLOAT, NUMBER),
+        *(INTEGER, INTEGER, FLOAT, FLOAT, POINTER, NUMBER),
     ),
     "rms_norm": (NUMBER, *(POINTER,) * 5, INTEGER, INTEGER, FLOAT, NUMBER),
     "rotate_and_write": (NUMBER, NUMBER, *(POINTER,) * 4, INTEGER, *(POINTER,) * 5, FLOAT, INTEGER, NUMBER),
     "gated": (NUMBER, POINTER, POINTER, INTEGER, INTEGER, NUMBER, NUMBER),
     "quantise": (NUMBER, POINTER, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, POINTER, POINTER),
+    "route": (POINTER, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, POINTER),
+    "combine": (NUMBER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER),
+    "add_gated": (NUMBER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER),
     "linear": (*(POINTER,) * 4, INTEGER, NUMBER, POINTER, NUMBER, NUMBER),
     "choose_exponents": (POINTER, INTEGER, INTEGER, POINTER, POINTER, NUMBER),
     "pack_12bit": (POINTER, INTEGER, INTEGER, POINTER, POINTER, POINTER, NUMBER),
@@ -150,6 +153,35 @@ class NativeBackend:
         )
         return out
 
+    def route(self, logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+        """As `kernels.route`; of equal logits the first wins."""
+        logits = logits.contiguous()
+        rows, experts = logits.shape
+        chosen = torch.empty((rows, per_token), dtype=torch.int32)
+        shares = torch.empty((rows, per_token))
+        self._library.diptych_route(
+            *(logits.data_ptr(), rows, experts, per_token, normalised, chosen.data_ptr(), shares.data_ptr())
+        )
+        return chosen.long(), shares
+
+    def combine(self, made: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+        """Sums of rows of made [T * k, width], which places int32 [T, k] names, by shares float32 [T, k]."""
+        rows, per_token = places.shape
+        out = torch.empty((rows, made.shape[1]), dtype=made.dtype)
+        self._library.diptych_combine(
+            *(TYPES[made.dtype], made.data_ptr(), places.data_ptr(), shares.data_ptr(), rows, per_token),
+            *(made.shape[1], out.data_ptr()),
+        )
+        return out
+
+    def add_gated(self, x: Tensor, other: Tensor, gates: Tensor) -> Tensor:
+        """x + other * sigmoid(gates) of contiguous [T, width] and gates float32 [T, 1]."""
+        out = torch.empty_like(x)
+        self._library.diptych_add_gated(
+            *(TYPES[x.dtype], x.data_ptr(), other.data_ptr(), gates.data_ptr(), *x.shape, out.data_ptr())
+        )
+        return out
+
     def pack_12bit(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """bf16 [whole panels, k] in 12 bits: data, exponents, outliers; None where there are too many outliers."""
         panels, columns, threads = rows.shape[0] // panel_size(), rows.shape[1], torch.get_num_threads()
@@ -200,7 +232,7 @@ class NativeBackend:
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
         if not isinstance(plan, NativePlan):
             return plain.paged_attention(q, kv, layer, plan, rule)
-        if rule.sinks is not None or not rule.k_scale == rule.v_scale == 1.0:
+        if not rule.k_scale == rule.v_scale == 1.0:
             return plain.paged_attention(q, kv, layer, _plain_plan(plan, kv), rule)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
@@ -208,7 +240,8 @@ class NativeBackend:
         self._library.diptych_attend(
             *(TYPES[q.dtype], TYPES[kv.dtype], q.data_ptr(), q.stride(0), out.data_ptr(), kv.data_ptr()),
             *(plan.spans.ctypes.data, plan.tables.ctypes.data, plan.units.ctypes.data, plan.units.shape[0]),
-            *(plan.shape.ctypes.data, layer, rule.window, rule.scale, rule.softcap, torch.get_num_threads()),
+            *(plan.shape.ctypes.data, layer, rule.window, rule.scale, rule.softcap, _address(rule.sinks)),
+            torch.get_num_threads(),
         )
         return out
 
@@ -270,7 +303,7 @@ class NativeBackend:
         out = torch.empty((rows, width), dtype=gate_up.dtype)
         self._library.diptych_gated(
             *(TYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width),
-            *(activation == "gelu_tanh", torch.get_num_threads()),
+            *(EPILOGUES[activation], torch.get_num_threads()),
         )
         return out
 

@@ -21,16 +21,22 @@ from kernels.cpu.backend import MAX_HEAD_DIM, WIDTH_MULTIPLE, NativeBackend, nat
 from kernels.cpu.packed import PackedWeight
 from kernels.cpu.program import Program
 from kernels.cpu.structs import (
+    ADD_GATED,
     ALL_ROWS,
     ATTEND,
+    COMBINE,
     EMBED,
     EPILOGUES,
+    EXPERTS,
+    GROUP,
     LINEAR,
     NORM,
     QUANTISE,
     ROTATE,
+    ROUTE,
     SAMPLED_ROWS,
     SELECT,
+    SPREAD,
     WIDE,
     OpStruct,
 )
@@ -112,11 +118,106 @@ class ProgramRecorder:
         flags = EPILOGUES[activation] | (WIDE if wide else 0)
         if not weight.quantised:
             return self.add(LINEAR, out, input=source, weights=(weight,), flags=flags)
-        numbers = self.slot(weight.in_features, source.rows, torch.uint8)
-        groups = weight.in_features // weight.group
-        scale, total = (self.slot(groups, source.rows, torch.float32) for _ in range(2))
-        self.add(QUANTISE, numbers, input=source, extra=scale, extra2=total, weights=(weight,))
+        numbers, scale, total = self._quantised(source, weight, 0)
         return self.add(LINEAR, out, input=numbers, extra=scale, extra2=total, weights=(weight,), flags=flags)
+
+    def route(self, logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+        """As `kernels.route`."""
+        source = slot_of(logits)
+        chosen, shares = (self.slot(per_token, source.rows, kind) for kind in (torch.int32, torch.float32))
+        self.add(
+            ROUTE,
+            chosen,
+            input=source,
+            extra=shares,
+            width=source.width,
+            per_token=per_token,
+            flags=int(normalised),
+        )
+        return cast(Tensor, chosen), cast(Tensor, shares)
+
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        shares: Tensor,
+        gate_up: Sequence[PackedWeight | None],
+        down: Sequence[PackedWeight | None],
+        activation: str,
+    ) -> Tensor:
+        """As `kernels.Experts`, of an expert's matrices each."""
+        source, choice, per_token = slot_of(x), slot_of(chosen), slot_of(chosen).width
+        first, second = _alike(gate_up), _alike(down)
+        places, units = (self.slot(width, source.rows, torch.int32) for width in (per_token, 4 * per_token))
+        self.add(GROUP, places, input=choice, width=len(gate_up), per_token=per_token, units=units)
+        if first[0].quantised:
+            numbers = self._quantised(source, first[0], 0)
+            inputs = tuple(self._spread(part, places) for part in numbers)
+        else:
+            inputs = (self._spread(source, places),)
+        inner = self.slot(per_token * first[0].out_features // 2, source.rows)
+        self._grouped(inner, inputs, first, units, per_token, EPILOGUES[activation])
+        inputs = self._quantised(inner, second[0], per_token) if second[0].quantised else (inner,)
+        made = self.slot(per_token * second[0].out_features, source.rows)
+        self._grouped(made, inputs, second, units, per_token, EPILOGUES[""])
+        out = self.slot(source.width, source.rows)
+        return self.add(COMBINE, out, input=made, extra=places, extra2=slot_of(shares), per_token=per_token)
+
+    def add_gated(self, x: Tensor, other: Tensor, gates: Tensor) -> Tensor:
+        """As `kernels.add_gated`."""
+        source = slot_of(x)
+        out = self.slot(source.width, source.rows)
+        return self.add(ADD_GATED, out, input=source, extra=slot_of(other), extra2=slot_of(gates))
+
+    def _spread(self, source: Slot, places: Slot) -> Slot:
+        """Copies of each row, by expert."""
+        out = self.slot(places.width * source.width, source.rows, source.dtype)
+        num_bytes = source.width * source.dtype.itemsize
+        self.add(SPREAD, out, input=source, extra=places, width=num_bytes, per_token=places.width)
+        return out
+
+    def _quantised(self, source: Slot, weight: PackedWeight, per_token: int) -> tuple[Slot, Slot, Slot]:
+        """Bytes, scales and sums of rows, or of as many copies of each as `per_token` says."""
+        times, groups = max(1, per_token), weight.in_features // weight.group
+        numbers = self.slot(times * weight.in_features, source.rows, torch.uint8)
+        scale, total = (self.slot(times * groups, source.rows, torch.float32) for _ in range(2))
+        self.add(
+            QUANTISE,
+            numbers,
+            input=source,
+            extra=scale,
+            extra2=total,
+            width=weight.in_features,
+            weights=(weight,),
+            per_token=per_token,
+        )
+        return numbers, scale, total
+
+    def _grouped(
+        self,
+        out: Slot,
+        inputs: Sequence[Slot],
+        weights: Sequence[PackedWeight],
+        units: Slot,
+        per_token: int,
+        epilogue: int,
+    ) -> None:
+        """Copies by the weights of their experts."""
+        addresses = (ctypes.c_void_p * len(weights))(*(weight.address for weight in weights))
+        self.keep(*weights)
+        numbers, scale, total = inputs if len(inputs) == 3 else (inputs[0], None, None)
+        self.add(
+            EXPERTS,
+            out,
+            input=numbers,
+            extra=scale,
+            extra2=total,
+            units=units,
+            width=len(weights),
+            weights=(addresses,),
+            per_token=per_token,
+            flags=epilogue,
+        )
 
     def select(self, source: Slot) -> Tensor:
         """The sampled rows."""
@@ -156,6 +257,7 @@ class ProgramRecorder:
         input: Slot | None = None,
         extra: Slot | None = None,
         extra2: Slot | None = None,
+        units: Slot | None = None,
         width: int | None = None,
         weights: tuple[Any, ...] = (),
         **fields: Any,
@@ -166,7 +268,7 @@ class ProgramRecorder:
             raise NotRecordable(f"{width} is no multiple of {WIDTH_MULTIPLE}")
         self._kept += weights
         addresses = [_address(weight) for weight in weights] + [0] * (3 - len(weights))
-        slots = {"input": input, "output": output, "extra": extra, "extra2": extra2}
+        slots = {"input": input, "output": output, "extra": extra, "extra2": extra2, "units": units}
         buffers = {name: -1 if slot is None else slot.buffer for name, slot in slots.items()}
         pointers = (ctypes.c_void_p * 3)(*addresses)
         self._ops.append(OpStruct(kind=kind, rows=output.rows, width=width, weights=pointers, **buffers, **fields))
@@ -187,11 +289,18 @@ class RecordedKernels:
 
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
         source = slot_of(q)
-        if rule.sinks is not None or not rule.k_scale == rule.v_scale == 1.0 or head_dim_of(kv) > MAX_HEAD_DIM:
-            raise NotRecordable(f"attention with sinks, scales or heads of more than {MAX_HEAD_DIM} elements")
+        if not rule.k_scale == rule.v_scale == 1.0 or head_dim_of(kv) > MAX_HEAD_DIM:
+            raise NotRecordable(f"attention with scales or heads of more than {MAX_HEAD_DIM} elements")
         out = source.recorder.slot(source.width, ALL_ROWS)
         return source.recorder.add(
-            ATTEND, out, input=source, layer=layer, window=rule.window, scale=rule.scale, eps=rule.softcap
+            ATTEND,
+            out,
+            input=source,
+            weights=(rule.sinks,),
+            layer=layer,
+            window=rule.window,
+            scale=rule.scale,
+            eps=rule.softcap,
         )
 
     def rotate_and_write(
@@ -255,6 +364,15 @@ def slot_of(x: Tensor) -> Slot:
     if not isinstance(x, Slot):
         raise NotRecordable("an operation on a tensor that is not of this step")
     return x
+
+
+def _alike(weights: Sequence[PackedWeight | None]) -> list[PackedWeight]:
+    """The matrices of experts, which take the same inputs. NotRecordable where they do not, or are not packed."""
+    packed = [weight for weight in weights if weight is not None]
+    kinds = {(w.quantised, w.format if w.quantised else 0, w.group, w.out_features, w.in_features) for w in packed}
+    if len(packed) != len(weights) or len(kinds) != 1:
+        raise NotRecordable("the matrices of experts are not packed, or not alike")
+    return packed
 
 
 def _address(weight: Any) -> int:

@@ -6,10 +6,13 @@ import ctypes
 from collections.abc import Mapping
 from typing import Final
 
-EMBED, NORM, QUANTISE, LINEAR, ROTATE, ATTEND, SELECT = range(7)
-OP_NAMES: Final = ("embed", "norm", "quantise", "linear", "rotate", "attend", "select")
+EMBED, NORM, QUANTISE, LINEAR, ROTATE, ATTEND, SELECT, ROUTE, GROUP, SPREAD, EXPERTS, COMBINE, ADD_GATED = range(13)
+OP_NAMES: Final = (
+    *("embed", "norm", "quantise", "linear", "rotate", "attend", "select"),
+    *("route", "group", "spread", "experts", "combine", "add gated"),
+)
 ALL_ROWS, SAMPLED_ROWS = 0, 1
-EPILOGUES: Final = {"": 0, "silu": 1, "gelu_tanh": 2}
+EPILOGUES: Final = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 WIDE: Final = 16
 """Beside an epilogue: the product is stored in float32."""
 
@@ -31,6 +34,8 @@ class OpStruct(ctypes.Structure):
         ("weights", ctypes.c_void_p * 3),
         ("scale", ctypes.c_double),
         ("eps", ctypes.c_double),
+        ("per_token", ctypes.c_int64),
+        ("units", ctypes.c_int64),
     )
 
 

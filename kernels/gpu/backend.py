@@ -5,12 +5,14 @@ from __future__ import annotations
 from kernels.gpu.activation import gated
 from kernels.gpu.attention import paged_attention, plan_attention
 from kernels.gpu.blocks import gather_blocks, scatter_blocks
+from kernels.gpu.experts import experts
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rotary import rotate_and_write
 from kernels.gpu.sampling import sample
 
 __all__ = [
     "add_rms_norm",
+    "experts",
     "gated",
     "gather_blocks",
     "paged_attention",

@@ -82,7 +82,8 @@ class Kernels(Protocol):
         ...
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up of [T, 2 * n], gate first: [T, n]. `activation` is "silu" or "gelu_tanh"."""
+        """activation(gate) * up of [T, 2 * n], gate first: [T, n]. `activation` is "silu", "gelu_tanh" or
+        "clamped_swiglu": gate at most 7, up within 7, gate * sigmoid(1.702 gate) * (up + 1)."""
         ...
 
 
@@ -91,6 +92,20 @@ class DeviceKernels(Kernels, Protocol):
 
     def sample(self, logits: Tensor, rows: SamplingTensors) -> Tensor:
         """Token ids int64 [n] of logits float32 [n, vocab]: see `kernels.sample`."""
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        shares: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: str,
+    ) -> Tensor:
+        """As `kernels.Experts`: gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner], contiguous."""
         ...
 
     def gather_blocks(self, kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:

@@ -4,6 +4,7 @@
 #include "vectors.h"
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <vector>
 
@@ -136,6 +137,7 @@ template <typename T, typename C> struct Attention {
     Shape shape;
     int64_t layer, window;
     float scale, softcap;
+    const float *sinks; // one more logit of each head, without a value, or null
 
     // The position of a unit's first query, and the keys [begin, end) that the unit sees.
     int64_t first(const Unit &unit) const { return spans[unit.span].start + unit.first; }
@@ -187,7 +189,8 @@ template <typename T, typename C> struct Attention {
         for (int i = 0; i < rows; i++) {
             const int64_t token = span.row + unit.first + i / group, head = unit.head * group + i % group;
             T *to = out + (token * shape.num_heads + head) * dim;
-            const float inverse = 1.f / sum(load(&so_far.total[i * LANES]));
+            const float sink = sinks ? std::exp2(sinks[head] * LOG2_E - so_far.top[i]) : 0.f;
+            const float inverse = 1.f / (sum(load(&so_far.total[i * LANES])) + sink);
             for (int d = 0; d < dim; d += LANES) store(to + d, load(&so_far.sums[i * dim + d]) * inverse);
         }
     }

@@ -7,10 +7,22 @@
 
 namespace diptych {
 
-// gate * sigmoid(gate) or gelu_tanh(gate), times up.
-inline f32s gate_lanes(f32s x, f32s up, bool gelu) {
-    // 0.5 * (1 + tanh(y)) = 1 / (1 + e^-2y)
-    const f32s y = gelu ? 1.5957691216057308f * (x + 0.044715f * (x * x * x)) : x;
+// What follows a product; the last three are gates. kernels/cpu/structs.py has the numbers.
+enum class Epilogue : int { PLAIN = 0, SILU = 1, GELU = 2, CLAMPED = 3 };
+
+// gate * sigmoid(gate) or gelu_tanh(gate), times up. CLAMPED is that of gpt-oss: both bounded by 7, gate *
+// sigmoid(1.702 gate) times up + 1.
+inline f32s gate_lanes(f32s x, f32s up, Epilogue kind) {
+    f32s y = x;
+    // 0.5 * (1 + tanh(z)) = 1 / (1 + e^-2z)
+    if (kind == Epilogue::GELU) y = 1.5957691216057308f * (x + 0.044715f * (x * x * x));
+    if (kind == Epilogue::CLAMPED) {
+        const f32s limit = splat(7.f);
+        x = x > limit ? limit : x;
+        up = up > limit ? limit : up;
+        up = (up < -limit ? -limit : up) + 1.f;
+        y = 1.702f * x;
+    }
     return x / (1.f + exponential(-y)) * up;
 }
 
@@ -99,12 +111,12 @@ void rotate_and_write(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, 
                      sine + t * half, q_norm, k_norm, eps);
 }
 
-template <typename T> void gate(const T *gate_up, T *out, int64_t rows, int64_t width, bool gelu, int threads) {
+template <typename T> void gate(const T *gate_up, T *out, int64_t rows, int64_t width, Epilogue kind, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 32768)
     for (int64_t row = 0; row < rows; row++) {
         const T *g = gate_up + row * 2 * width, *u = g + width;
         for (int64_t i = 0; i < width; i += LANES)
-            store(out + row * width + i, gate_lanes(load(g + i), load(u + i), gelu));
+            store(out + row * width + i, gate_lanes(load(g + i), load(u + i), kind));
     }
 }
 

@@ -276,8 +276,6 @@ void quantise_row(const T *x, int64_t k, int64_t group, bool offset, uint8_t *to
     }
 }
 
-enum class Epilogue : int { PLAIN = 0, SILU = 1, GELU = 2 };
-
 template <typename Out> inline void store_some(Out *to, f32s v, int64_t count) {
     if (count >= LANES) return store(to, v);
     Out lanes[LANES];
@@ -305,7 +303,7 @@ void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, 
             Out gate[LANES], up[LANES];
             store(gate, y[r][0]);
             store(up, y[r][1]);
-            const f32s gated = gate_lanes(load(gate), load(up), epilogue == Epilogue::GELU);
+            const f32s gated = gate_lanes(load(gate), load(up), epilogue);
             store_some(out + (row + r) * width + at, gated, width - at);
         }
         return;

@@ -8,6 +8,7 @@
 
 #include "attention_pairs.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 #include "program.h"
 #include "sampling.h"
@@ -38,7 +39,8 @@ struct Field {
 constexpr Field OP_FIELDS[] = {
     {"Op", 0, sizeof(Op)}, FIELD(Op, kind),    FIELD(Op, rows),  FIELD(Op, input), FIELD(Op, output),
     FIELD(Op, extra),      FIELD(Op, extra2),  FIELD(Op, width), FIELD(Op, layer), FIELD(Op, window),
-    FIELD(Op, flags),      FIELD(Op, weights), FIELD(Op, scale), FIELD(Op, eps),
+    FIELD(Op, flags),      FIELD(Op, weights), FIELD(Op, scale), FIELD(Op, eps),   FIELD(Op, per_token),
+    FIELD(Op, units),
 };
 constexpr Field STEP_FIELDS[] = {
     {"Step", 0, sizeof(Step)}, FIELD(Step, num_rows), FIELD(Step, num_sampled), FIELD(Step, token_ids),
@@ -75,7 +77,8 @@ const Field *diptych_fields(const char *name, int64_t *count) {
 
 void diptych_attend(int type, int kv_type, const void *q, int64_t q_stride, void *out, const void *kv,
                     const int64_t *spans, const int32_t *tables, const int32_t *units, int64_t num_units,
-                    const int64_t *shape, int64_t layer, int64_t window, float scale, float softcap, int threads) {
+                    const int64_t *shape, int64_t layer, int64_t window, float scale, float softcap, const float *sinks,
+                    int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
     const Span *span = reinterpret_cast<const Span *>(spans);
@@ -84,7 +87,7 @@ void diptych_attend(int type, int kv_type, const void *q, int64_t q_stride, void
         typedef typename decltype(types)::Element T;
         typedef typename decltype(types)::Cached C;
         const Attention<T, C> attention{(const T *)q, q_stride, (T *)out, (const C *)kv, span, tables, s,
-                                        layer,        window,   scale,    softcap};
+                                        layer,        window,   scale,    softcap, sinks};
         attend(attention, unit, num_units, threads);
     });
 }
@@ -110,10 +113,10 @@ void diptych_rotate_and_write(int type, int kv_type, const void *qkv, void *q, v
     });
 }
 
-void diptych_gated(int type, const void *gate_up, void *out, int64_t rows, int64_t width, int gelu, int threads) {
+void diptych_gated(int type, const void *gate_up, void *out, int64_t rows, int64_t width, int epilogue, int threads) {
     by_types(type, type, [&](auto types) {
         typedef typename decltype(types)::Element T;
-        gate((const T *)gate_up, (T *)out, rows, width, gelu != 0, threads);
+        gate((const T *)gate_up, (T *)out, rows, width, Epilogue(epilogue), threads);
     });
 }
 
@@ -154,6 +157,36 @@ void diptych_sample(const float *const *rows, const uint32_t *const *allowed, in
             out[i] = draw_token(masked ? memory.data() + room : rows[i], width, draw, memory.data());
         }
     }
+}
+
+// Experts and their shares of each row of float32 logits [experts], to [rows][per_token].
+void diptych_route(const float *logits, int64_t rows, int64_t experts, int64_t per_token, int normalised,
+                   int32_t *chosen, float *shares) {
+    for (int64_t row = 0; row < rows; row++)
+        route_row(logits + row * experts, experts, per_token, normalised != 0, chosen + row * per_token,
+                  shares + row * per_token);
+}
+
+// Sums of rows of `made` [rows * per_token][width], which `places` [rows][per_token] names, by their shares.
+void diptych_combine(int type, const void *made, const int32_t *places, const float *shares, int64_t rows,
+                     int64_t per_token, int64_t width, void *out) {
+    by_types(type, type, [&](auto types) {
+        typedef typename decltype(types)::Element T;
+        for (int64_t row = 0; row < rows; row++)
+            combine_row((const T *)made, places + row * per_token, shares + row * per_token, per_token, width,
+                        (T *)out + row * width);
+    });
+}
+
+// x plus `other` times the sigmoid of float32 gates [rows].
+void diptych_add_gated(int type, const void *x, const void *other, const float *gates, int64_t rows, int64_t width,
+                       void *out) {
+    by_types(type, type, [&](auto types) {
+        typedef typename decltype(types)::Element T;
+        for (int64_t row = 0; row < rows; row++)
+            add_gated_row((const T *)x + row * width, (const T *)other + row * width, gates[row], width,
+                          (T *)out + row * width);
+    });
 }
 
 void diptych_quantise(int type, const void *x, int64_t rows, int64_t k, int64_t group, int offset, void *out,

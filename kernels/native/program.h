@@ -3,6 +3,7 @@
 
 #include "attention_pairs.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 #include "step.h"
 #include "team.h"
@@ -82,17 +83,23 @@ private:
     }
 
     template <typename U = T> U *buffer(int64_t index) const { return reinterpret_cast<U *>(step.buffers[index]); }
-    int64_t rows(const Op &op) const { return op.rows ? step.num_sampled : step.num_rows; }
+    int64_t rows(const Op &op) const {
+        const int64_t count = op.rows ? step.num_sampled : step.num_rows;
+        return Kind(op.kind) == Kind::QUANTISE && op.per_token ? count * op.per_token : count;
+    }
     static int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-    static bool by_row(const Op &op) { return Kind(op.kind) != Kind::LINEAR && Kind(op.kind) != Kind::ATTEND; }
+    static bool by_row(const Op &op) {
+        const Kind kind = Kind(op.kind);
+        return kind != Kind::LINEAR && kind != Kind::ATTEND && kind != Kind::GROUP && kind != Kind::EXPERTS;
+    }
 
     // Operations that follow each other row by row are one chain: a row goes through all of them, and no thread waits
     // in between.
     int64_t end_of_chain(int64_t from) const {
         int64_t to = from + 1;
         while (to < num_ops && by_row(ops[from]) && by_row(ops[to]) && Kind(ops[to].kind) != Kind::SELECT &&
-               ops[to].rows == ops[from].rows)
+               ops[to].rows == ops[from].rows && rows(ops[to]) == rows(ops[from]))
             to++;
         return to;
     }
@@ -117,6 +124,10 @@ private:
             const int64_t following = chain.take();
             if (Kind(op.kind) == Kind::LINEAR)
                 linear(from, part, parts, following, ahead.weights);
+            else if (Kind(op.kind) == Kind::EXPERTS)
+                experts(op, part, ahead.weights);
+            else if (Kind(op.kind) == Kind::GROUP)
+                group(op);
             else
                 attend_unit(attention, units()[part], following < parts ? units() + following : nullptr, ahead.rows);
             part = following;
@@ -129,6 +140,8 @@ private:
         const Op &op = ops[from];
         if (Kind(op.kind) == Kind::ATTEND) return step.num_units;
         if (by_row(op)) return ceil(rows(op), rows_at_once(from, to));
+        if (Kind(op.kind) == Kind::GROUP) return 1;
+        if (Kind(op.kind) == Kind::EXPERTS) return most_units(op) * columns_of(op);
         const Weights &w = *static_cast<const Weights *>(op.weights[0]);
         return ceil(rows(op), ROWS_AT_ONCE) * ceil(w.panels(), panels_at_once(w, rows(op)));
     }
@@ -150,6 +163,10 @@ private:
         case Kind::NORM: return norm(op, first, last);
         case Kind::QUANTISE: return quantise(op, first, last);
         case Kind::ROTATE: return rotate(op, first, last);
+        case Kind::ROUTE: return route(op, first, last);
+        case Kind::SPREAD: return spread(op, first, last);
+        case Kind::COMBINE: return combine(op, first, last);
+        case Kind::ADD_GATED: return add_gated(op, first, last);
         default: return select(op, first, last);
         }
     }
@@ -238,7 +255,85 @@ private:
                 op.layer,
                 op.window,
                 float(op.scale),
-                float(op.eps)}; // eps: the softcap
+                float(op.eps), // the softcap
+                static_cast<const float *>(op.weights[0])};
+    }
+
+    // width: how many experts there are; chosen to out, shares to extra; flags: whether these are normalised.
+    void route(const Op &op, int64_t first, int64_t last) const {
+        for (int64_t row = first; row < last; row++)
+            route_row(buffer<const float>(op.input) + row * op.width, op.width, op.per_token, op.flags != 0,
+                      buffer<int32_t>(op.output) + row * op.per_token, buffer<float>(op.extra) + row * op.per_token);
+    }
+
+    // in: the chosen of `width` experts; places to out.
+    void group(const Op &op) const {
+        group_by_expert(buffer<const int32_t>(op.input), rows(op) * op.per_token, op.width, ROWS_AT_ONCE,
+                        buffer<int32_t>(op.output), buffer<ExpertUnits>(op.units));
+    }
+
+    // Copies of each row, of `width` bytes, to its places, which are in `extra`.
+    void spread(const Op &op, int64_t first, int64_t last) const {
+        for (int64_t row = first; row < last; row++)
+            for (int64_t j = 0; j < op.per_token; j++)
+                std::memcpy(buffer<char>(op.output) + buffer<int32_t>(op.extra)[row * op.per_token + j] * op.width,
+                            buffer<char>(op.input) + row * op.width, op.width);
+    }
+
+    // in: what experts made of the copies; `extra`: places, `extra2`: shares.
+    void combine(const Op &op, int64_t first, int64_t last) const {
+        for (int64_t row = first; row < last; row++) {
+            const int64_t at = row * op.per_token;
+            combine_row(buffer<const T>(op.input), buffer<int32_t>(op.extra) + at, buffer<float>(op.extra2) + at,
+                        op.per_token, op.width, buffer(op.output) + row * op.width);
+        }
+    }
+
+    // out = in + extra * sigmoid(extra2).
+    void add_gated(const Op &op, int64_t first, int64_t last) const {
+        for (int64_t row = first; row < last; row++) {
+            const int64_t at = row * op.width;
+            add_gated_row(buffer<const T>(op.input) + at, buffer<const T>(op.extra) + at,
+                          buffer<float>(op.extra2)[row], op.width, buffer(op.output) + at);
+        }
+    }
+
+    const ExpertUnits &units_of(const Op &op) const { return *buffer<const ExpertUnits>(op.units); }
+
+    static const Weights &expert(const Op &op, int64_t index) {
+        return *static_cast<const Weights *const *>(op.weights[0])[index];
+    }
+
+    // Bounds how many units there are: a thread that comes late counts the parts of a chain whose units are no more.
+    int64_t most_units(const Op &op) const {
+        const int64_t pairs = rows(op) * op.per_token;
+        return std::min(pairs, op.width) + pairs / ROWS_AT_ONCE;
+    }
+
+    // Parts that the product of each unit is cut into, so that all threads have some.
+    int64_t columns_of(const Op &op) const {
+        if (threads == 1) return 1;
+        return std::min(expert(op, 0).panels(), ceil(threads * 8, std::max<int64_t>(1, most_units(op))));
+    }
+
+    // As `linear`, of copies by the weights of `width` experts: weights[0] has a pointer to each.
+    void experts(const Op &op, int64_t part, Fetcher &fetcher) const {
+        const int64_t columns = columns_of(op);
+        if (part / columns >= units_of(op).count) return;
+        const ExpertUnit &unit = units_of(op).units[part / columns];
+        const Weights &w = expert(op, unit.expert);
+        const int64_t step_panels = ceil(w.panels(), columns), first = part % columns * step_panels;
+        const int64_t last = std::min(w.panels(), first + step_panels);
+        Inputs x{buffer<char>(op.input), nullptr, nullptr};
+        if (w.quantised()) x.scale = buffer<float>(op.extra), x.sum = buffer<float>(op.extra2);
+        for (int64_t panel = first; panel < last; panel++) {
+            fetcher.clear();
+            if (unit.last - unit.first > STREAMED_ROWS && panel + 1 < last) {
+                w.fetch(panel + 1, fetcher);
+                fetcher.spread(w.steps(unit.last - unit.first));
+            }
+            multiply(w, panel, x, unit.first, unit.last, Epilogue(op.flags), buffer(op.output), fetcher);
+        }
     }
 
     const Unit *units() const { return reinterpret_cast<const Unit *>(step.units); }

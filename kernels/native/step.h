@@ -6,7 +6,21 @@
 
 namespace diptych {
 
-enum class Kind : int64_t { EMBED = 0, NORM = 1, QUANTISE = 2, LINEAR = 3, ROTATE = 4, ATTEND = 5, SELECT = 6 };
+enum class Kind : int64_t {
+    EMBED = 0,
+    NORM = 1,
+    QUANTISE = 2,
+    LINEAR = 3,
+    ROTATE = 4,
+    ATTEND = 5,
+    SELECT = 6,
+    ROUTE = 7,
+    GROUP = 8,
+    SPREAD = 9,
+    EXPERTS = 10,
+    COMBINE = 11,
+    ADD_GATED = 12,
+};
 
 // input, output, extra and extra2 are numbers of Step.buffers, or -1 for none. program.h says what a field means for
 // each kind.
@@ -17,6 +31,8 @@ struct Op {
     int64_t width, layer, window, flags;
     const void *weights[3];
     double scale, eps;
+    int64_t per_token; // experts of a row: its copies, of which each has a row in a buffer; 0 where there is none
+    int64_t units;     // the buffer of ExpertUnits, or -1
 };
 
 // What differs from step to step.

@@ -18,6 +18,7 @@ from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.kernels import AttentionRule, HeadNorms
 from kernels.interface.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss' gate
 MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
 
 
@@ -275,4 +276,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return functional.silu(gate) * up
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * torch.sigmoid(gate * SWIGLU_ALPHA) * (up + 1)
     return functional.gelu(gate, approximate="tanh") * up

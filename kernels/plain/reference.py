@@ -105,6 +105,9 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     gate, up = wide.chunk(2, dim=-1)
     if activation == "silu":
         curve = gate / (1 + torch.exp(-gate))
+    elif activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+        curve = gate / (1 + torch.exp(-1.702 * gate))
     else:
         curve = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     return (curve * up).to(gate_up.dtype)

@@ -107,12 +107,12 @@ async def load(request: Request) -> Response:
     Of several models together, or with `?model=` of that one.
     """
     service, asked = service_of(request), request.query_params.get("model")
-    if asked is not None:
-        return _json(load_of(service.models.one(asked)))
+    of = service if asked is None else service.models.one(asked)
     if service.siblings is None:
-        return _json(load_of(service))
-    others = (orjson.loads(body) for body in (await service.siblings.told("/load")).values())
-    told = [orjson.loads(orjson.dumps(own_load(service))), *others]
+        return _json(load_of(of))
+    params = {} if asked is None else {"model": of.model_name}
+    others = (orjson.loads(body) for body in (await service.siblings.told("/load", **params)).values())
+    told = [orjson.loads(orjson.dumps(own_load(of))), *others]
     return _json(merged_load([one["load"] for one in told], [one["counts"] for one in told]))
 
 

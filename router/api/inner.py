@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import orjson
@@ -22,6 +22,8 @@ from router.siblings.part import NOT_MINE, OWNER
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings.siblings import Siblings
 
+ABLE = "/able"
+"""The path of the models that have workers for a request now."""
 EVENTS, CANCEL, DELETE, SETTLE = "/responses/events", "/responses/cancel", "/responses/delete", "/responses/settle"
 
 
@@ -32,6 +34,7 @@ def inner_app(service: Service, kept: KeptResponses, siblings: Siblings) -> Star
         Route("/health", inner.health),
         Route("/metrics", inner.metrics),
         Route("/load", inner.load),
+        Route(ABLE, inner.able),
         Route(SETTLE, inner.settle),
         Route(EVENTS, inner.events),
         Route(CANCEL, inner.cancel, methods=["POST"]),
@@ -59,7 +62,11 @@ class _Inner:
         return Response(self._siblings.ledger.tell(), media_type="text/plain")
 
     async def load(self, request: Request) -> Response:
-        return _json(own_load(self._service))
+        asked = request.query_params.get("model")
+        return _json(own_load(self._service if asked is None else self._service.models.one(asked)))
+
+    async def able(self, request: Request) -> Response:
+        return _json(self._service.models.able)
 
     async def settle(self, request: Request) -> Response:
         """Wait until what was kept here so far is in the store."""
@@ -95,5 +102,5 @@ def _asked(request: Request) -> tuple[str, str]:
     return request.query_params["id"], request.headers.get(OWNER, "").encode("latin-1").decode("utf-8")
 
 
-def _json(body: Mapping[str, object]) -> Response:
+def _json(body: Mapping[str, object] | Sequence[str]) -> Response:
     return Response(orjson.dumps(body), media_type="application/json")

@@ -24,7 +24,7 @@ from router.auth.key_file import ring_of
 from router.auth.keys import ANONYMOUS, ApiKey, KeyRing
 from router.auth.limits import PER, Denied, Quota
 from router.auth.model_limits import ModelLimits
-from router.auth.shared_limits import SharedQuota
+from router.auth.shared_limits import quota_of
 from router.auth.tls import Certificate
 from router.auth.visit import Visit
 from router.auth.watch import FileWatch
@@ -63,7 +63,7 @@ class Gate:
         self._audit = AuditLog(config.audit_log, metrics.count_audit_dropped) if config.audit_log else None
         self._anonymous = Quota(ANONYMOUS.limits, clock())
         self._quotas: dict[str, Quota] = {}
-        self.models = ModelLimits(metrics.count_rate_limited, clock)
+        self.models = ModelLimits(metrics.count_rate_limited, clock, usage)
 
     # ------------------------------------------------------------ a request
 
@@ -203,15 +203,14 @@ class Gate:
     def _quota(self, key: ApiKey) -> Quota:
         quota = self._quotas.get(key.name)
         if quota is None:
-            now, usage = self._clock(), self._usage
-            shared = usage and SharedQuota(key.limits, now, usage.of_key(key.name))
-            quota = self._quotas[key.name] = shared or Quota(key.limits, now)
+            quota = self._quotas[key.name] = quota_of(key.name, key.limits, self._clock(), self._usage)
         return quota
 
     def _look_at_others(self) -> None:
         now = self._clock()
         for quota in self._quotas.values():
             quota.look(now)
+        self.models.look(now)
 
     def _refusal(self, visit: Visit, denied: Denied) -> RequestError:
         self._metrics.count_rate_limited(visit.key.name, denied.limit)

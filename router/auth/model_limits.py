@@ -11,15 +11,22 @@ from collections.abc import Callable, Mapping, Sequence
 from common.errors import InvalidRequest
 from router.auth.errors import RateLimited
 from router.auth.keys import NO_LIMITS, ApiKey, Limits
-from router.auth.limits import PER, Denied, ModelQuota, Quota
+from router.auth.limits import PER, Denied, ModelQuota
+from router.auth.shared_limits import quota_of
 from router.auth.visit import Visit
+from router.siblings.usage import SharedUsage
 
 
 class ModelLimits:
-    """Owned by the event loop of the gate. `on_limited` gets the name of the key and of the limit that is used up."""
+    """Owned by the event loop of the gate. `on_limited` gets the name of the key and of the limit that is used up.
 
-    def __init__(self, on_limited: Callable[[str, str], None], clock: Callable[[], float]) -> None:
-        self._on_limited, self._clock = on_limited, clock
+    `usage` is that of all processes of the router, where there are several.
+    """
+
+    def __init__(
+        self, on_limited: Callable[[str, str], None], clock: Callable[[], float], usage: SharedUsage | None = None
+    ) -> None:
+        self._on_limited, self._clock, self._usage = on_limited, clock, usage
         self._of_all: dict[str, ModelQuota] = {}
         self._of_keys: dict[tuple[str, str], ModelQuota] = {}
 
@@ -30,7 +37,7 @@ class ModelLimits:
             if (known := self._of_all.get(model)) is not None:
                 known.quota.change(one, now)
             elif one != NO_LIMITS:
-                self._of_all[model] = ModelQuota(Quota(one, now), f"model {model!r}", of_key=False)
+                self._of_all[model] = self._quota(f"model {model!r}", one, of_key=False)
 
     def change_keys(self, keys: Sequence[ApiKey]) -> None:
         """Set the limits of keys; what is used stays used."""
@@ -40,6 +47,11 @@ class ModelLimits:
                 one.quota.change(known[name].limits_at(model), now)
             elif not one.quota.num_active:
                 del self._of_keys[name, model]
+
+    def look(self, now: float) -> None:
+        """Take into account what other processes granted."""
+        for one in (*self._of_all.values(), *self._of_keys.values()):
+            one.quota.look(now)
 
     def enter(self, visit: Visit, model: str) -> None:
         """Count the request at a model. Raises RateLimited."""
@@ -82,9 +94,13 @@ class ModelLimits:
             place = key.name, model
             if place not in self._of_keys:
                 whose = f"key {key.name!r} at model {model!r}"
-                self._of_keys[place] = ModelQuota(Quota(limits, self._clock()), whose, of_key=True)
+                self._of_keys[place] = self._quota(whose, limits, of_key=True)
             found.append(self._of_keys[place])
         return found
+
+    def _quota(self, whose: str, limits: Limits, *, of_key: bool) -> ModelQuota:
+        """`whose` has spaces in it, so that it is no name of a key."""
+        return ModelQuota(quota_of(whose, limits, self._clock(), self._usage), whose, of_key=of_key)
 
     def _refusal(self, visit: Visit, one: ModelQuota, denied: Denied) -> RateLimited:
         self._on_limited(visit.key.name, f"{'key_model' if one.of_key else 'model'}_{denied.limit}")

@@ -1,17 +1,22 @@
-"""The rate limits of one key over all processes of a router: what others granted is taken from the buckets here.
+"""Rate limits over all processes of a router: what others granted is taken from the buckets here.
 
-A process learns of it at the key's next request here, and twice a second; meanwhile two may grant the same.
+A process learns of it at the next request here, and twice a second; meanwhile two may grant the same.
 """
 
 from __future__ import annotations
 
 from router.auth.keys import Limits
 from router.auth.limits import Denied, Quota
-from router.siblings.usage import KeyUsage, UsedUp
+from router.siblings.usage import KeyUsage, SharedUsage, UsedUp
+
+
+def quota_of(name: str, limits: Limits, now: float, usage: SharedUsage | None) -> Quota:
+    """A quota that all processes of a router grant together, where there are several (`usage`), by this name."""
+    return Quota(limits, now) if usage is None else SharedQuota(limits, now, usage.of_key(name))
 
 
 class SharedQuota(Quota):
-    """The usage of one key: `usage` shows it to the other processes, and reads theirs.
+    """The usage of a key or a model: `usage` shows it to the other processes, and reads theirs.
 
     `now` is of the clock that all processes of the machine share. It begins with what others, or the process before,
     saw used up.

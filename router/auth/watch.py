@@ -9,11 +9,13 @@ MAX_BYTES = 8 * 1024 * 1024
 
 
 class FileWatch:
-    """Watches files that belong together, from their content at its start on."""
+    """Watches files that belong together, from their content at its start on; one file from the `known` content on."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], known: bytes | None = None) -> None:
         self._paths = tuple(paths)
         self._known = self._seen = self._digest()
+        if known is not None:
+            self._known = hashlib.blake2b(_framed(known)).digest()
 
     def look(self) -> bool:
         """Whether the content is new and the same as at the look before, because a file may be half written."""
@@ -33,5 +35,9 @@ class FileWatch:
                     content = file.read(MAX_BYTES)
             except OSError as error:
                 content = repr(error.errno).encode()
-            whole.update(len(content).to_bytes(8, "little") + content)
+            whole.update(_framed(content))
         return whole.digest()
+
+
+def _framed(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content

@@ -76,6 +76,11 @@ class Models(Generic[S]):
             return ModelCandidates(self.services[first], usable)
         raise Unavailable(f"model {first!r}: {able[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
 
+    @property
+    def able(self) -> list[str]:
+        """The models that have workers for a request now."""
+        return [name for name, service in self.services.items() if service.able[0]]
+
     def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> S:
         """The model for what needs no worker, such as tokenizing. Raises ModelNotFound, Forbidden."""
         return self.services[self.catalog.chain(asked, key)[0]]

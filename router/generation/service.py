@@ -148,9 +148,10 @@ class Service:
         return self.shows_thoughts and thinks(self.text.chat_template)
 
     @property
-    def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: it changes when the same seed may give another answer."""
-        return f"fp_{self.files.weights_hash}"
+    def fingerprint(self) -> str | None:
+        """OpenAI's `system_fingerprint`: it changes when the same seed may give another answer. None while the router
+        has not read the weights."""
+        return f"fp_{self.files.weights_hash}" if self.files.weights_hash else None
 
     def num_alternatives(self, wanted: int, param: str) -> int:
         """The alternatives that a request gets which asks for so many; -1: all tokens. Raises InvalidRequest."""

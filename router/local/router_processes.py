@@ -29,7 +29,7 @@ from router.local.child import Child
 from router.local.keeper import POLL_S, Keeper, StartFailed
 from router.local.liveness import ROUTER_ROUNDS
 from router.local.probe import Address, ask_health
-from router.siblings.part import RouterPart
+from router.siblings.part import LOCK, RouterPart
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ STOP_GRACE_S = 10.0
 """Beyond the drain, which each process bounds itself."""
 PATIENT_S = 1.0
 """A process that is started again later than that has no listener meanwhile: new connections go to the others."""
-PREFIX, LOCK = "diptych-router-", "lock"
+PREFIX = "diptych-router-"
 MAX_FOLDER_CHARS = 60
 """The path of a Unix socket may have about a hundred."""
 
@@ -150,7 +150,7 @@ async def supervise(config: RouterConfig, folder: Path) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, parent.stop)
-    if config.api_key_file or config.tls_cert or config.audit_log:
+    if config.api_key_file or config.models_file or config.tls_cert or config.audit_log:
         loop.add_signal_handler(signal.SIGHUP, parent.reload)
     try:
         await parent.start()

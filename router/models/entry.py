@@ -13,8 +13,9 @@ class ModelEntry:
     """A model to serve. `model` is what `--model` takes, `name` what clients call it; "": the model's own name.
 
     Requests for it go to the next of its `fallbacks` while it has no ready worker, or no room. Without `holds` they get
-    503 at once while it has no ready worker, instead of waiting for one. All keys together have its `limits`.
-    `tool_parser` and `reasoning` are those of the router unless they are given.
+    503 at once while it has no ready worker, instead of waiting for one. Without `has_prefill` no prefill worker is
+    missed. All keys together have its `limits`. `tool_parser`, `reasoning` and goals of the class `default` are those
+    of the router unless they are given.
     """
 
     model: str
@@ -22,9 +23,12 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     holds: bool = True
+    has_prefill: bool = True
     limits: Limits = Limits()
     tool_parser: str = ""
     reasoning: str = ""
+    slo_ttft_ms: float = 0.0
+    slo_tpot_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

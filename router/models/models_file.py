@@ -6,11 +6,14 @@ name = "small"                 # as clients call it
 aliases = ["fast"]
 fallbacks = ["large"]          # models for its requests while it has no ready worker, or no room
 hold = true                    # false: 503 at once while it has no ready worker, instead of a wait for one
+prefill = false                # it has no prefill workers, and none is missed
 requests_per_minute = 600      # of all keys together
 tokens_per_minute = 1000000
 concurrent_requests = 64
 tool_parser = "hermes"         # of this model, if not that of --tool-parser
 reasoning = "none"             # likewise
+slo_ttft_ms = 500              # likewise: goals of its requests, in milliseconds
+slo_tpot_ms = 40
 
 [[split]]
 name = "chat"
@@ -26,6 +29,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from common.config import RouterConfig
+from common.config.field import GOAL_MS
 from common.errors import ConfigError
 from router.auth.key_file import LIMITS, MAX_LIMIT
 from router.auth.keys import Limits
@@ -39,7 +43,8 @@ MAX_SPLITS = 256
 MAX_NAMES = 64
 """Aliases, fallbacks or weights of one entry."""
 NAME = re.compile(r"[!-~]{1,256}")
-MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", *LIMITS, "tool_parser", "reasoning")
+GOALS = ("slo_ttft_ms", "slo_tpot_ms")
+MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "tool_parser", "reasoning", *GOALS)
 SPLIT_FIELDS = ("name", "weights")
 
 
@@ -56,11 +61,20 @@ def table_of(config: RouterConfig) -> ModelTable:
 
 def read_models(path: str) -> ModelTable:
     """The models of a file. Raises ConfigError that names the table and the field."""
+    return models_of(path, content_of(path))
+
+
+def content_of(path: str) -> bytes:
+    """What is in a file, which may be too long by a byte. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(FIELD, path, f"a file that can be read ({error.strerror})") from error
+
+
+def models_of(path: str, data: bytes) -> ModelTable:
+    """The models that the content of a file names. Raises ConfigError that names the table and the field."""
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(FIELD, path, f"a file of at most {MAX_FILE_BYTES:,} bytes")
     try:
@@ -111,6 +125,13 @@ class _Table:
             self.refuse(field, "a whole number from 0 (no limit)")
         return value
 
+    def goal(self, field: str) -> float:
+        value = self._values.get(field, 0)
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        if not fits or not GOAL_MS["ge"] <= value <= GOAL_MS["le"]:
+            self.refuse(field, f"milliseconds, at most {GOAL_MS['le']:,} (0: the goal of the router)")
+        return float(value)
+
     def weights(self, field: str) -> dict[str, float]:
         value = self._values.get(field)
         if not isinstance(value, dict) or not 0 < len(value) <= MAX_NAMES:
@@ -146,9 +167,12 @@ def _model(table: _Table) -> ModelEntry:
         aliases=table.names("aliases"),
         fallbacks=table.names("fallbacks"),
         holds=table.flag("hold", default=True),
+        has_prefill=table.flag("prefill", default=True),
         limits=Limits(**{field: table.limit(field) for field in LIMITS}),
         tool_parser=table.text("tool_parser"),
         reasoning=table.text("reasoning"),
+        slo_ttft_ms=table.goal("slo_ttft_ms"),
+        slo_tpot_ms=table.goal("slo_tpot_ms"),
     )
 
 

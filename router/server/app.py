@@ -78,6 +78,8 @@ def build_app(
     gate = Gate(config, metrics, usage=None if part is None else SharedUsage(part))
     siblings = None if part is None else siblings_of(part, metrics)
     service = Service(client, text, files, config, metrics, gate, failure, tracing, siblings)
+    if part is not None:
+        service.created = part.began_at
     app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     memory = IN_MEMORY if part is None else part.memory_store

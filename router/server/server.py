@@ -27,6 +27,7 @@ from router.api.responses.kept import KeptResponses
 from router.fleet.fleet import MAX_DISCOVERED
 from router.generation.exchange import SEND_GRACE_S
 from router.generation.service import Service
+from router.server.catch_up import catch_up
 from router.server.handshakes import Handshakes
 from router.server.http_connection import HTTPBounds, HTTPConnection
 from router.server.inner_server import InnerServer
@@ -165,6 +166,8 @@ async def serve(
         await inner.start()
     if service.gate.reloads:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
+    if service.siblings is not None:
+        await catch_up(service, service.siblings, stop)
     server = server_of(app)
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task(stop.wait(), name="stop")

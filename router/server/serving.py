@@ -18,14 +18,13 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
-from router.auth.watch import FileWatch
 from router.fleet.census import ModelCensus
 from router.generation.choices.tracing import Tracing
 from router.generation.models import Models
 from router.generation.service import Service, ServingClient
 from router.models.catalog import FIELD, Catalog
 from router.models.entry import ModelEntry
-from router.models.models_file import table_of
+from router.models.models_source import ModelsSource
 from router.observe.metrics import ENGINE, RouterMetrics
 from router.observe.pool_metrics import DiscoveryCollector
 from router.planner.loop import Outlook
@@ -51,13 +50,11 @@ class Serving:
 
         Raises ModelError and ConfigError.
         """
-        watch = FileWatch([config.models_file]) if config.models_file else None  # before the file is read
-        table = table_of(config)
+        self._source = ModelsSource(config, part)
+        table = self._source.table
         if len(table.models) > 1 and config.planner == "kubernetes":
             allowed = "off or advice with several models; to scale their Deployments, a router for each model"
             raise ConfigError("planner", config.planner, allowed)
-        if len(table.models) > 1 and part is not None:
-            raise ConfigError("router_processes", part.count, "1 with several models")
         self._config, self._table = config, table
         files = [resolve_model(entry.model, progress=False, weights=False) for entry in table.models]
         self.catalog = Catalog(table, [one.model_id for one in files])
@@ -77,9 +74,11 @@ class Serving:
                 for one, own, known in zip(configs, files, names, strict=True)
             )
             self.census = self._census(config, names, front)
-            self.app = app_of_several(config, self.catalog, self.models, front, lambda: self.failure, self.tracing)
+            self.app = app_of_several(
+                config, self.catalog, self.models, front, lambda: self.failure, self.tracing, part
+            )
 
-        if watch is not None:
+        if (watch := self._source.watch) is not None:
             service: Service = self.app.state.service
             service.gate.also_watch(FIELD, watch, self._read_anew)
 
@@ -114,15 +113,16 @@ class Serving:
 
     async def _read_anew(self) -> None:
         """Take what the file says now of the same models. Raises ConfigError."""
-        table = table_of(self._config)
+        table = self._source.read()
         before = [same_model(entry) for entry in self._table.models]
         if before != [same_model(entry) for entry in table.models]:
-            allowed = "the same models, names, tool_parser and reasoning, in the same order; a restart takes others"
+            allowed = "the same models, names, parsers, goals and prefill, in the same order; a restart takes others"
             raise ConfigError(FIELD, self._config.models_file, allowed)
         self.catalog = Catalog(table, [model.files.model_id for model in self.models])
         service: Service = self.app.state.service
         service.models.catalog = self.catalog
         service.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
+        self._source.accept()
 
     def _census(self, config: RouterConfig, names: Sequence[frozenset[str]], metrics: RouterMetrics) -> ModelCensus:
         known = {own: model.name for model, names_of in zip(self.models, names, strict=True) for own in names_of}
@@ -179,12 +179,13 @@ def app_of_several(
     metrics: RouterMetrics,
     failure: Callable[[], str] = str,
     tracing: Tracing | None = None,
+    part: RouterPart | None = None,
 ) -> FastAPI:
     """The application of a router with several models, whose `metrics` show those of all. Raises ConfigError."""
     first, clients = models[0], {model.name: model.client for model in models}
     every = EveryModel(clients, {model.name: model.files.max_model_len for model in models})
     metrics.show_models([model.metrics for model in models])
-    app = build_app(every, first.text, first.files, config, metrics, failure, tracing)
+    app = build_app(every, first.text, first.files, config, metrics, failure, tracing, part)
     front: Service = app.state.service
     services = {model.name: _behind(front, model) for model in models}
     front.models = Models(catalog, services)
@@ -212,7 +213,8 @@ def _behind(front: Service, model: Member) -> Service:
 
 def same_model(entry: ModelEntry) -> tuple[str, ...]:
     """What of an entry cannot change while the router runs."""
-    return entry.model, entry.name, entry.tool_parser, entry.reasoning
+    numbers = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill)
+    return entry.model, entry.name, entry.tool_parser, entry.reasoning, *map(str, numbers)
 
 
 def of_model(config: RouterConfig, name: str, entry: ModelEntry) -> RouterConfig:
@@ -225,4 +227,8 @@ def of_model(config: RouterConfig, name: str, entry: ModelEntry) -> RouterConfig
         models_file="",
         tool_parser=entry.tool_parser or config.tool_parser,
         reasoning=entry.reasoning or config.reasoning,
+        prefill=config.prefill if entry.has_prefill else (),
+        prefill_services=config.prefill_services if entry.has_prefill else (),
+        slo_ttft_ms=entry.slo_ttft_ms or config.slo_ttft_ms,
+        slo_tpot_ms=entry.slo_tpot_ms or config.slo_tpot_ms,
     )

@@ -13,6 +13,8 @@ NOT_MINE = HTTPStatus.MISDIRECTED_REQUEST
 """What a process answers to another that asks for what it does not have."""
 OWNER = "x-owner"
 """The header with the name of the API key for which another process asks."""
+LOCK = "lock"
+"""A file in their folder, which their parent makes first and keeps locked."""
 DIVIDED = ("max_inflight", "max_connections", "max_background", "batch_concurrency")
 
 
@@ -35,6 +37,11 @@ class RouterPart:
     @property
     def others(self) -> tuple[int, ...]:
         return tuple(index for index in range(self.count) if index != self.index)
+
+    @property
+    def began_at(self) -> int:
+        """When the router began, in seconds since 1970: the same for a process that was started again."""
+        return int((self.folder / LOCK).stat().st_mtime)
 
     @property
     def memory_store(self) -> str:

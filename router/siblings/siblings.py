@@ -63,6 +63,8 @@ class Siblings:
         await asyncio.gather(*(client.aclose() for client in self._clients.values()))
 
     async def _told(self, index: int, path: str, owner: str, params: Mapping[str, str]) -> bytes | None:
+        if not self.part.socket_of(index).exists():  # it is starting
+            return None
         try:
             async with asyncio.timeout(WAIT_S):
                 answer = await self._clients[index].get(path, params=params, headers=_headers(owner))

@@ -145,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"of the router (default {DEFAULT_URL})")
+    parser.add_argument("--model", default="", metavar="NAME", help="of several models, show this one alone")
     parser.add_argument("--once", action="store_true", help="print one picture as text, and end")
     parser.add_argument("--json", action="store_true", help="print the answer of /load as JSON, and end")
     parser.add_argument(
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, 1 when there was no answer to print, 2 for refused arguments."""
     arguments = _parser().parse_args(argv)
     try:
-        source = LoadSource.of(arguments.url, arguments.api_key, arguments.ca_file)
+        source = LoadSource.of(arguments.url, arguments.api_key, arguments.ca_file, arguments.model)
     except WrongUrl as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ import ssl
 import threading
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 TIMEOUT_S = 5.0
 """Of each step of an answer: to connect, to send, to read on."""
@@ -29,7 +29,8 @@ class WrongUrl(Exception):
 
 @dataclass(frozen=True)
 class LoadSource:
-    """A router. `path` comes before `/load`, for a router behind a proxy; `ca_file` may be empty."""
+    """A router. `path` comes before `/load`, for a router behind a proxy; `ca_file` may be empty. Of several models it
+    tells the load of one, the `model`, or of all of them."""
 
     host: str
     port: int
@@ -37,9 +38,10 @@ class LoadSource:
     tls: bool = False
     key: str = ""
     ca_file: str = ""
+    model: str = ""
 
     @classmethod
-    def of(cls, url: str, key: str = "", ca_file: str = "") -> LoadSource:
+    def of(cls, url: str, key: str = "", ca_file: str = "", model: str = "") -> LoadSource:
         """`url` may lack its scheme. Raises WrongUrl."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -53,7 +55,7 @@ class LoadSource:
             port = 443 if tls else 80
         if not key.isprintable():
             raise WrongUrl("the API key has a character that no header may have")
-        return cls(parts.hostname, port, parts.path.rstrip("/"), tls, key, ca_file)
+        return cls(parts.hostname, port, parts.path.rstrip("/"), tls, key, ca_file, model)
 
     @property
     def url(self) -> str:
@@ -67,7 +69,8 @@ class LoadSource:
         except OSError as error:
             return Answer(problem=f"{self.ca_file} cannot be used: {error.strerror or error}")
         try:
-            connection.putrequest("GET", f"{self.path}/load", skip_accept_encoding=True)
+            asked = f"?{urlencode({'model': self.model})}" if self.model else ""
+            connection.putrequest("GET", f"{self.path}/load{asked}", skip_accept_encoding=True)
             connection.putheader("Connection", "close")
             if self.key:
                 connection.putheader("Authorization", f"Bearer {self.key}".encode())

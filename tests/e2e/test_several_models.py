@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
-from benchmarks.stack import Stack, StackProcess
 from common.model_files.tiny import make_tiny_model
+
+from .two_models import DEADLINE_S, NUM_TOKENS, TwoModels, stack_of_two
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 12
 LENGTHS = (1, 17, 64, 200, 700)
-DEADLINE_S = 120.0
 KEYS = """
 [[key]]
 name = "first-only"
@@ -35,43 +33,6 @@ BOTH = {"authorization": "Bearer a-key-for-both-of-them"}
 FIRST = {"authorization": "Bearer a-key-for-the-first-model"}
 
 
-class TwoModels:
-    """A router with a prefill and a decode worker for each of the models `first` and `second`."""
-
-    def __init__(self, stack: Stack, folders: dict[str, Path]) -> None:
-        self.stack, self.folders = stack, folders
-        self.http = httpx.Client(base_url=stack.url, timeout=DEADLINE_S, trust_env=False, headers=BOTH)
-
-    def workers(self, model: str) -> list[StackProcess]:
-        return [one for one in self.stack.workers() if str(self.folders[model]) in one.command]
-
-    def ask(self, model: str, prompt: list[int], **headers: str) -> httpx.Response:
-        body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-        return self.http.post("/v1/completions", json=body | {"return_token_ids": True}, headers=headers)
-
-    def tokens(self, model: str, prompt: list[int]) -> list[int]:
-        reply = self.ask(model, prompt)
-        assert reply.status_code == 200, reply.text
-        assert reply.json()["model"] == model
-        return list(reply.json()["choices"][0]["token_ids"])
-
-    def wait_ready(self, model: str, status: int = 200) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while self.http.get(f"/ready?model={model}").status_code != status:
-            assert time.monotonic() < deadline, self.stack.router.log_tail()
-            time.sleep(0.05)
-
-    def wait_for_workers(self) -> None:
-        """Until every worker serves: a router is ready with decode workers alone."""
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            states = [worker["state"] for worker in self.http.get("/load").json()["workers"]]
-            if states == ["ready"] * len(self.stack.workers()):
-                return
-            assert time.monotonic() < deadline, (states, self.stack.router.log_tail())
-            time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("models")
@@ -82,31 +43,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[TwoModels]:
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(KEYS)
-    first, second = (str(folder) for folder in folders.values())
-    flags = (
-        "--model",
-        second,
-        "--api-key-file",
-        str(keys),
-        "--local-prefill-threshold",
-        "0",
-        "--queue-timeout-s",
-        "90",
-    )
-    stack = Stack(
-        2,
-        2,
-        model=first,
-        worker_flags=("--kv-memory-gib", "0.05", "--threads", "1"),
-        router_flags=flags,
-        log_dir=tmp_path_factory.mktemp("logs"),
-        ready_timeout_s=DEADLINE_S,
-    )
-    for worker in stack.workers():
-        if worker.name.endswith("-1"):
-            worker.command[worker.command.index(first)] = second
+    flags = ("--model", str(folders["second"]), "--api-key-file", str(keys))
+    stack = stack_of_two(folders, flags, tmp_path_factory.mktemp("logs"))
     with stack:
-        found = TwoModels(stack, folders)
+        found = TwoModels(stack, folders, BOTH)
         found.wait_for_workers()
         yield found
         found.http.close()

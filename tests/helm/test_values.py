@@ -20,6 +20,7 @@ from .chart import CHART, Refused, render
 pytestmark = pytest.mark.helm
 
 POOL = {"name": "default"}
+MODEL = {"name": "m", "source": {"type": "hub", "id": "m"}}
 
 
 def paths_of(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -74,6 +75,15 @@ def test_a_misspelt_key_is_caught_at_every_depth() -> None:
         ({"router": {"responseStore": {"type": "disk"}}}, "responseStore"),
         ({"router": {"settings": {"response_store": "/x"}}}, "response_store"),
         ({"networkPolicy": {"dnsPorts": []}}, "dnsPorts"),
+        ({"sharedRouter": {"enabled": "yes"}}, "sharedRouter"),
+        ({"sharedRouter": {"splits": [{"name": "a b", "weights": {"m": 1}}]}}, r"splits[./]0[./]name"),
+        ({"sharedRouter": {"splits": [{"name": "s", "weights": {}}]}}, r"splits[./]0[./]weights"),
+        ({"sharedRouter": {"splits": [{"name": "s", "weights": {"m": -1}}]}}, r"splits[./]0[./]weights[./]m"),
+        ({"models": [{**MODEL, "aliases": ["a b"]}]}, r"models[./]0[./]aliases[./]0"),
+        ({"models": [{**MODEL, "hold": "no"}]}, r"models[./]0[./]hold"),
+        ({"models": [{**MODEL, "limits": {"requestsPerHour": 1}}]}, "requestsPerHour"),
+        ({"models": [{**MODEL, "toolParser": "lama3"}]}, "toolParser"),
+        ({"router": {"settings": {"models_file": "/x"}}}, "models_file"),
     ),
 )
 def test_bad_values_are_refused_by_both_helms(either_helm: Path, over: dict[str, Any], message: str) -> None:
@@ -131,6 +141,10 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
         ({"ingress": {"enabled": True}}, "ingress.enabled needs ingress.hosts"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.enabled needs httpRoute.parentRefs"),
         ({"httpRoute": {**ROUTE, "toInferencePool": True}}, "toInferencePool needs inferencePool.enabled"),
+        (
+            {"router": {"settings": {"router_processes": 2}}, "decode": {"defaults": {"autoscaling": KEDA}}},
+            "KEDA reads one series of a router, and with router_processes above 1 each process has its own",
+        ),
         ({"inferencePool": {"enabled": True}}, "needs inferencePool.endpointPicker: {name, port}"),
     ),
 )

@@ -64,9 +64,11 @@ class Case:
             rows += count
         self.q = torch.randn(rows, heads, dim, generator=random).to(dtype)
 
-    def run(self, backend: Any, layer: int = 1, *, window: int = 0, softcap: float = 0.0) -> Tensor:
+    def run(
+        self, backend: Any, layer: int = 1, *, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
         plan = backend.plan_attention(self.spans, self.layout, self.heads, torch.device("cpu"))
-        rule = AttentionRule(self.layout.head_dim**-0.5, window, softcap)
+        rule = AttentionRule(self.layout.head_dim**-0.5, window, softcap, sinks)
         out: Tensor = backend.paged_attention(self.q, self.kv, layer, plan, rule)
         return out
 

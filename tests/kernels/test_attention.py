@@ -55,6 +55,17 @@ def test_softcap(each_backend: Any, make_case: Any, window: int) -> None:
     assert worst(case, case.run(each_backend, **options), **options) < 1e-5
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 33}, {"softcap": 5.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks(each_backend: Any, make_case: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """One more logit a head: far below the scores, among them, above them, and beyond any."""
+    case = make_case([(1, 0), (1, 100), (40, 3), (7, 60)], dtype=dtype)
+    options |= {"sinks": torch.tensor([-300.0, 0.5, 4.0, 300.0])}
+    out = case.run(each_backend, **options)
+    assert worst(case, out, **options) < (0.02 if dtype == torch.bfloat16 else 3e-6)
+    assert not out[:, 3].any() and out[:, 0].abs().amin(-1).isfinite().all()
+
+
 def test_bfloat16_rounds_only_what_it_stores(each_backend: Any, make_case: Any) -> None:
     case = make_case(MIXED, dtype=torch.bfloat16, heads=9, kv_heads=3)
     assert worst(case, case.run(each_backend)) < 0.02
@@ -98,12 +109,13 @@ def test_a_row_does_not_depend_on_batch_or_chunk(
 ) -> None:
     """Bit for bit, as one prompt of 200 tokens or as steps of a few tokens, which few rows go another way for."""
     case = make_case([(200, 0), (1, 77), (30, 9)], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
-    together = case.run(native, window=50)
+    options = {"window": 50, "sinks": torch.randn(heads)}
+    together = case.run(native, **options)
     whole, queries = case.spans[0], case.q
     for first, count in [(0, 1), (63, 2), (64, 1), (130, 70), (199, 1)]:
         case.spans = [whole._replace(row=0, num_rows=count, start=first)]
         case.q = queries[first : first + count].clone()
-        assert torch.equal(case.run(native, window=50), together[first : first + count])
+        assert torch.equal(case.run(native, **options), together[first : first + count])
 
 
 def test_a_row_does_not_depend_on_threads(native: Any, make_case: Any) -> None:

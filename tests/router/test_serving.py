@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 from common.config import RouterConfig
 from common.errors import ConfigError, ModelNotFound
 from common.model_files.tiny import make_tiny_model
-from router.auth.keys import Limits
+from router.auth.errors import RateLimited
+from router.auth.keys import ANONYMOUS, Limits
+from router.auth.visit import Visit
 from router.server.serving import Serving
-from router.siblings.part import RouterPart
+from router.siblings.part import LOCK, RouterPart
 
 FILE = """
 [[model]]
@@ -26,6 +29,8 @@ aliases = ["old"]
 model = "{folder}"
 hold = false
 tool_parser = "none"
+slo_tpot_ms = 40
+prefill = false
 """
 
 
@@ -35,11 +40,17 @@ async def serving(tmp_path: Path) -> AsyncIterator[Any]:
     made: list[Serving] = []
     folder = make_tiny_model(tmp_path / "large", seed=3)
 
-    def make(text: str = FILE, **settings: Any) -> tuple[Serving, Path]:
+    def make(text: str | None = FILE, part: RouterPart | None = None, **settings: Any) -> tuple[Serving, Path]:
         file = tmp_path / "models.toml"
-        file.write_text(text.format(folder=folder))
-        settings = {"decode": ("tcp://127.0.0.1:1",), "response_store": "memory", "models_file": str(file)} | settings
-        made.append(Serving(RouterConfig(**settings)))
+        if text is not None:
+            file.write_text(text.format(folder=folder))
+        settings = {
+            "decode": ("tcp://127.0.0.1:1",),
+            "prefill": ("tcp://127.0.0.1:2",),
+            "response_store": "memory",
+            "models_file": str(file),
+        } | settings
+        made.append(Serving(RouterConfig(**settings), part=part))
         return made[-1], file
 
     yield make
@@ -54,6 +65,8 @@ async def test_each_model_has_settings_of_its_own_and_all_share_the_threads(serv
     small, large = found.app.state.service.models.services.values()
     assert (small.model_name, large.model_name) == ("small", "large")
     assert (small.config.tool_parser, large.config.tool_parser) == ("auto", "none")
+    assert [one.config.classes["default"].tpot_s for one in (small, large)] == [0.0, 0.04]
+    assert [one.dispatcher.core.has_prefill for one in found.models] == [True, False]
     assert small.text._threads is large.text._threads
     assert small.gate is large.gate is found.app.state.service.gate
 
@@ -85,7 +98,12 @@ async def test_a_changed_file_changes_names_splits_and_limits(serving: Any, tmp_
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [('"tiny-random"', '"tiny-gemma3"'), ('name = "small"', 'name = "tiny"'), ('"none"', '"hermes"')]
+    ("old", "new"),
+    [
+        *[('"tiny-random"', '"tiny-gemma3"'), ('name = "small"', 'name = "tiny"'), ('"none"', '"hermes"')],
+        ("slo_tpot_ms = 40", "slo_tpot_ms = 50"),
+        ("prefill = false", ""),
+    ],
 )
 async def test_other_models_need_a_restart(serving: Any, tmp_path: Path, old: str, new: str) -> None:
     found, file = serving()
@@ -103,10 +121,47 @@ def test_one_router_cannot_scale_the_deployments_of_several_models() -> None:
         Serving(config)
 
 
-def test_several_models_are_served_by_one_process(tmp_path: Path) -> None:
-    config = RouterConfig(model="tiny-random", more_models=("other",), decode=("tcp://127.0.0.1:1",))
-    with pytest.raises(ConfigError, match="router_processes=2 is refused: 1 with several models"):
-        Serving(config, part=RouterPart(0, 2, tmp_path))
+@pytest.fixture
+def parts(tmp_path: Path) -> tuple[RouterPart, ...]:
+    (tmp_path / LOCK).touch()
+    return tuple(RouterPart(index, 2, tmp_path) for index in range(2))
+
+
+async def test_processes_of_a_router_grant_the_limits_of_a_model_together(serving: Any, parts: Any) -> None:
+    text = FILE.replace('aliases = ["old"]', "requests_per_minute = 3")
+    gates = [serving(text, part=part)[0].app.state.service.gate for part in parts]
+    visits = [Visit(str(number), "POST", "/", "client", ANONYMOUS) for number in range(4)]
+    for number, visit in enumerate(visits[:3]):
+        gates[number % 2].models.enter(visit, "small")
+    for gate in gates:
+        with pytest.raises(RateLimited, match="model 'small' may have 3 requests per minute of all keys"):
+            gate.models.enter(visits[3], "small")
+
+
+async def test_a_process_that_is_started_again_goes_by_the_file_that_the_others_accepted(
+    serving: Any, parts: Any, tmp_path: Path
+) -> None:
+    found, file = serving(part=parts[0])
+    accepted = FILE.replace('"old"', '"new"').format(folder=tmp_path / "large")
+    file.write_text(accepted)
+    await found._read_anew()
+    file.write_text(accepted.replace('"tiny-random"', '"tiny-gemma3"').replace('"new"', '"third"'))
+    with pytest.raises(ConfigError, match="the same models"):
+        await found._read_anew()
+    again, _ = serving(None, part=parts[1])
+    assert again.app.state.service.models.one("new").model_name == "small"
+    assert not again.app.state.service.models.catalog.knows("third")
+    assert [again._source.watch.look() for _ in range(2)] == [True, False]  # it tries what the others refused, once
+    with pytest.raises(ConfigError, match="the same models"):
+        await again._read_anew()
+    file.write_text("[[model]\n")
+    third, _ = serving(None, part=parts[1])
+    assert third.app.state.service.models.one("new").model_name == "small"
+
+
+async def test_all_processes_say_the_same_of_a_model(serving: Any, parts: Any, tmp_path: Path) -> None:
+    os.utime(tmp_path / LOCK, (1234, 1234))
+    assert [serving(part=part)[0].app.state.service.created for part in parts] == [1234, 1234]
 
 
 @pytest.mark.parametrize(("task", "missing"), [("embed", "prefill"), ("generate", "decode")])

@@ -92,7 +92,7 @@ class ChatCompletion(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: str
+    system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
@@ -122,7 +122,7 @@ class Completion(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
-    system_fingerprint: str
+    system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage
 

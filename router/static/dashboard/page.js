@@ -5,6 +5,7 @@ const ANSWER_MS = 10000, LATE_MS = 4000, CLOCK_MS = 500;
 const WIDTH = 300, HEIGHT = 48, SVG = "http://www.w3.org/2000/svg";
 
 let load = null, seenAt = 0, points = [];
+let model = "", models = []; // the chosen one of several, "" for all of them
 let paused = false, locked = false, asking = false, numFailures = 0, timer = 0;
 
 function stored(storage, name) {
@@ -27,9 +28,10 @@ async function ask() {
   if (paused || document.hidden || asking) return;
   [asking, locked] = [true, false];
   const began = performance.now();
+  const asked = model;
   let retryAfterS = 0, answer = null;
   try {
-    const response = await fetch("/load", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
+    const response = await fetch(asked ? `/load?model=${encodeURIComponent(asked)}` : "/load", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
     retryAfterS = Number(response.headers.get("Retry-After")) || 0;
     if (response.status === 401 || response.status === 403) {
       lock(response.status);
@@ -45,6 +47,7 @@ async function ask() {
   asking = false;
   if (answer && numFailures) say("The router answers again.");
   if (answer) numFailures = 0;
+  if (asked !== model) return ask(); // another was chosen meanwhile
   if (!locked) timer = setTimeout(ask, Figures.pauseMs(numFailures, performance.now() - began, retryAfterS));
   if (answer) take(answer);
 }
@@ -53,6 +56,7 @@ function take(answer) {
   const now = performance.now();
   [load, seenAt] = [answer, now];
   points = Figures.remember(points, now, Figures.sample(load));
+  if (!model) models = load.models.map((one) => one.id);
   $("problem").hidden = $("unlock").hidden = true;
   $("picture").hidden = false;
   draw();
@@ -155,7 +159,18 @@ function card(element, one) {
   chart.setAttribute("aria-label", Cards.labelOf(one, top));
 }
 
+function drawPicker() {
+  const picker = $("model");
+  $("model-row").hidden = models.length < 2;
+  each(picker, "option", ["", ...models], (option, name) => {
+    if (option.value !== name || !option.textContent) option.value = name;
+    write(option, name || "All models");
+  });
+  if (picker.value !== model) picker.value = model;
+}
+
 function draw() {
+  drawPicker();
   write($("models"), Figures.modelsLine(load));
   each($("summary"), "li", Cards.summary(load), (item, line) => cell(item, line));
   document.title = `Diptych: ${load.models.map((one) => one.id).join(", ")}`;
@@ -194,6 +209,10 @@ $("unlock").addEventListener("submit", (event) => {
   key = $("key").value.trim();
   keep("key", key);
   ask();
+});
+$("model").addEventListener("change", () => {
+  [model, points] = [$("model").value, []]; // lines of one model only
+  if (!locked) ask();
 });
 $("pause").addEventListener("click", () => {
   paused = !paused;

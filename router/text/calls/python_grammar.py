@@ -1,7 +1,7 @@
 """Grammar rules for arguments in Python's syntax, from their JSON schema.
 
-Types, members, enumerations, references and alternatives are enforced; bounds of numbers, of lengths and patterns are
-not.
+Types, members, enumerations, references, alternatives, bounds of numbers, lengths, patterns and formats of texts and
+numbers of items are enforced, and the other keywords of JSON Schema are not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.text.answer.closed_schema import target_of
-from router.text.answer.grammar import literal, rule
+from router.text.answer.grammar import json_expression, literal, rule
 
 COMMA = "/, ?/"
 KEYWORD = re.compile(r"[^\W\d][\w.$-]*")
@@ -29,6 +29,13 @@ LEXEMES = {
     "py_member": "py_string /: ?/ py_any",
     "py_any": "py_string | py_number | py_boolean | py_null | py_array | py_object",
 }
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+BOUNDS = {"integer": NUMBERS, "number": NUMBERS, "string": ("minLength", "maxLength", "pattern", "format")}
+"""Keywords of scalars that are enforced as in JSON: such numbers and texts are written there as in Python."""
+LOOKS = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
+"""What a pattern may have that the library does not: look-around and back-references. It is not enforced then."""
+MAX_ITEMS = 1024
+"""Above it the number of items of a list is not enforced."""
 NEEDED = {"py_array": ("py_any",), "py_object": ("py_member",), "py_member": ("py_string", "py_any")}
 NEEDED["py_any"] = ("py_string", "py_number", "py_boolean", "py_null", "py_array", "py_object")
 
@@ -93,9 +100,15 @@ class PythonRules:
         return self._typed(kinds, schema, name)
 
     def _typed(self, kind: object, schema: Schema, name: str) -> str:
-        if kind == "array" and isinstance(schema.get("items"), Mapping):
-            item = self._value(schema["items"], f"{name}_i")
-            self._rules[name] = f'"[" ({item} ({COMMA} {item})*)? "]"'
+        bounds = {key: schema[key] for key in BOUNDS.get(str(kind), ()) if key in schema}
+        if LOOKS.search(str(bounds.get("pattern", ""))):
+            del bounds["pattern"]
+        if bounds:
+            self._rules[name] = json_expression({"type": kind, **bounds}, lenient=True)
+            return name
+        if kind == "array" and not schema.keys().isdisjoint(("items", "minItems", "maxItems")):
+            item = self._value(schema.get("items"), f"{name}_i")
+            self._rules[name] = _list_of(item, _count(schema, "minItems") or 0, _count(schema, "maxItems"))
             return name
         members = schema.get("properties")
         if kind == "object" and isinstance(members, Mapping) and members:
@@ -140,6 +153,21 @@ def python_text(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join([f"{python_text(key)}: {python_text(inner)}" for key, inner in value.items()]) + "}"
     return repr(value)
+
+
+def _count(schema: Schema, key: str) -> int | None:
+    """A number of items that can be enforced; None without one."""
+    number = schema.get(key)
+    fits = isinstance(number, int | float) and number == int(number) and 0 <= number <= MAX_ITEMS
+    return int(number) if fits and number is not None else None
+
+
+def _list_of(item: str, least: int, most: int | None) -> str:
+    """The right side of a rule for a list of at least and at most so many items."""
+    if most is not None and most < max(1, least):
+        return '"[" "]"'
+    more = f"({COMMA} {item}){{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+    return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
 
 def _spellings(value: Any) -> list[str]:

@@ -39,6 +39,32 @@ def load(folder: Path, dtype: str = "float32") -> Decoder:
     return load_model(files_of(folder), dtype=dtype)
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+
+
+def random_checkpoint(folder: Path, family: str, **options: Any) -> Path:
+    """A model of random weights, wide enough that the tokens vary, saved by transformers itself."""
+    import transformers
+
+    torch.manual_seed(11)
+    config = getattr(transformers, f"{family}Config")(**SIZES | options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        spread = 0.3 if "norm" in name or "bias" in name or "sinks" in name else 0.15
+        one = "norm" in name and not family.startswith("Gemma")
+        parameter.data = torch.randn(parameter.shape) * spread + (1.0 if one else 0.0)
+    model.save_pretrained(folder)
+    return folder
+
+
 def prompt(count: int, vocab_size: int = 250, seed: int = 1) -> list[int]:
     return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 

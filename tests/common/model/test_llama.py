@@ -7,23 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.model.load import load_model
 from common.model_files.files import ModelFiles
 from common.model_files.tokenizer import Tokenizer
 
-from .generation import Pool, load, logits_along, prompt, transformers_greedy, transformers_model
+from .generation import Pool, load, logits_along, prompt, random_checkpoint, transformers_greedy, transformers_model
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -50,21 +40,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A model of random weights, wide enough that the tokens vary, saved by transformers itself."""
-
     def make(name: str) -> Path:
-        import transformers
-
         family, options = CASES[name]
-        torch.manual_seed(11)
-        config = getattr(transformers, f"{family}Config")(**SIZES | options)
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-        for parameter_name, parameter in model.named_parameters():
-            spread = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.15
-            parameter.data = torch.randn(parameter.shape) * spread + (1.0 if "norm" in parameter_name else 0.0)
-        folder = tmp_path_factory.mktemp("models") / name
-        model.save_pretrained(folder)
-        return folder
+        return random_checkpoint(tmp_path_factory.mktemp("models") / name, family, **options)
 
     return make
 

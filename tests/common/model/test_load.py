@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import ModelError
 from common.gguf_format.tensors import GGUFFile
 from common.model.load import load_model, open_model
+from common.model.mlp import MLP
 from common.model_files.config import from_gguf, from_hf
 from common.model_files.files import ModelFiles
 from common.model_files.quantization import Quantization
@@ -65,8 +66,15 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "integers": (lambda f: change_weights(f, lambda w: w.update({DOWN: w[DOWN].to(torch.int8)})), "dtype torch.int8"),
     "architecture": (lambda f: set_config(f, model_type="mamba"), "'mamba' is not supported: use a model with llama"),
     "quantised": (lambda f: set_config(f, quantization_config={"bits": 4}), "quantization_config is not supported"),
-    "rope": (lambda f: set_config(f, rope_scaling={"type": "yarn", "factor": 2.0}), "'yarn' is not supported"),
-    "partial rope": (lambda f: set_config(f, partial_rotary_factor=0.5), "partial_rotary_factor is not supported"),
+    "rope": (lambda f: set_config(f, rope_scaling={"type": "spiral", "factor": 2.0}), "'spiral' is not supported"),
+    "long rope": (
+        lambda f: set_config(f, rope_scaling={"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}),
+        "long_factor is a list of 7, expected 8 positive numbers",
+    ),
+    "partial rope": (
+        lambda f: set_config(f, partial_rotary_factor=0.2),
+        "factor 0.2 of heads of 16 is not",
+    ),
     "activation": (lambda f: set_config(f, hidden_act="relu"), "hidden_act 'relu' is not supported"),
     "text for a number": (lambda f: set_config(f, num_hidden_layers="four"), "num_hidden_layers is 'four'"),
     "no layers": (lambda f: set_config(f, num_hidden_layers=0), "num_hidden_layers is 0"),
@@ -212,7 +220,9 @@ def test_gguf_values_equal_the_gguf_package(gguf_path: Path) -> None:
 def test_auto_is_none_without_codes_to_keep(gguf_path: Path, expected: str) -> None:
     model = load_model(gguf_files(gguf_path), quantization="auto")
     assert model.quantization == expected
-    packed = model.weights.layers[0].down.native
+    mlp = model.weights.layers[0].mlp
+    assert isinstance(mlp, MLP)
+    packed = mlp.down.native
     assert packed is None or packed.quantised == (expected == "auto")  # None: no compiler here
 
 

@@ -11,7 +11,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("width", [63, 80, BLOCK + 500])
 def test_gated(device: torch.device, activation: str, width: int, dtype: torch.dtype) -> None:
     x = torch.randn(7, 2 * width).to(dtype) * 4

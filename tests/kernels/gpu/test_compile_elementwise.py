@@ -38,9 +38,9 @@ def rotary_job(heads: int, kv_heads: int, dim: int, normed: bool, fp8: bool) -> 
     return Job("kernels.gpu.rotary:rotate_tokens", signature, constants, 90, warps, 3, ("stride_qkv",))
 
 
-def gated_job(gelu: bool) -> Job:
+def gated_job(gate: int) -> Job:
     signature = {"gate_up": "*bf16", "out": "*bf16", "width": "i32", "stride_row": "i32"}
-    constants = {"GELU": gelu, "BLOCK": activation.BLOCK}
+    constants = {"GATE": gate, "BLOCK": activation.BLOCK}
     return Job("kernels.gpu.activation:gate_rows", signature, constants, aligned=("width", "stride_row"))
 
 
@@ -76,8 +76,9 @@ JOBS: dict[str, tuple[Job, int, int, int]] = {
     "rotary, Llama 8B": (rotary_job(32, 8, 128, False, False), 4, 4, 64),
     "rotary, Gemma 3": (rotary_job(4, 1, 256, True, False), 4, 4, 64),
     "rotary, e4m3 cache": (rotary_job(32, 8, 128, False, True), 4, 2, 64),
-    "silu": (gated_job(False), 4, 4, 64),
-    "gelu": (gated_job(True), 4, 4, 64),
+    "silu": (gated_job(0), 4, 4, 64),
+    "gelu": (gated_job(1), 4, 4, 64),
+    "clamped swiglu": (gated_job(2), 4, 4, 64),
     "blocks out": (copy_job(True), 4, 4, 64),
     "blocks in": (copy_job(False), 4, 4, 64),
     "blocks out, e4m3": (quantised_job("quantise_heads"), 4, 2, 128),

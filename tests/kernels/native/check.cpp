@@ -200,15 +200,18 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
             for (int head = 0; head < kv_heads; head++)
                 units.insert(units.end(), {span, head, first, std::min(8, int(spans[span * 4 + 1]) - first)});
     const float scale = 1.f / std::sqrt(float(dim));
+    std::vector<float> sinks(heads);
+    for (float &sink : sinks) sink = float(uniform(-2, 3));
+    const float *given = window ? sinks.data() : nullptr;
     diptych_attend(type, kv_type, q.data(), heads * dim, out.data(), kv.data(), spans, tables, units.data(),
-                   units.size() / 4, shape, layer, window, scale, softcap, 2);
+                   units.size() / 4, shape, layer, window, scale, softcap, given, 2);
     for (int span = 0; span < 2; span++)
         for (int64_t i = 0; i < spans[span * 4 + 1]; i++)
             for (int64_t head = 0; head < heads; head++) {
                 const int64_t at = spans[span * 4 + 2] + i, from = window && at + 1 > window ? at + 1 - window : 0;
                 const T *query = &q[((spans[span * 4] + i) * heads + head) * dim];
                 std::vector<double> sums(dim, 0.0);
-                double total = 0;
+                double total = given ? std::exp(double(sinks[head])) : 0;
                 for (int64_t j = from; j <= at; j++) {
                     const int64_t block = tables[spans[span * 4 + 3] + j / size];
                     const C *begin = &kv[((block * layers + layer) * kv_heads + head / 3) * region],
@@ -300,6 +303,46 @@ void check_sampling(int64_t width) {
     }
 }
 
+// Routes, groups and sums rows whose experts only scale them.
+void check_experts(int64_t rows, int64_t experts, int64_t per_token, bool normalised) {
+    const int64_t width = 2 * LANES, pairs = rows * per_token, most = 5;
+    std::vector<float> logits(rows * experts), shares(pairs), made(pairs * width), out(width);
+    std::vector<int32_t> chosen(pairs), places(pairs);
+    for (float &logit : logits) logit = float(uniform(-4, 4));
+    for (int64_t row = 0; row < rows; row++)
+        route_row(&logits[row * experts], experts, per_token, normalised, &chosen[row * per_token],
+                  &shares[row * per_token]);
+    std::vector<char> memory(sizeof(ExpertUnits) + pairs * sizeof(ExpertUnit));
+    ExpertUnits &units = *reinterpret_cast<ExpertUnits *>(memory.data());
+    group_by_expert(chosen.data(), pairs, experts, most, places.data(), &units);
+    std::vector<int> covered(pairs);
+    for (int64_t i = 0; i < units.count; i++) {
+        const ExpertUnit &unit = units.units[i];
+        expect("size of a unit", unit.last - unit.first, std::min<int64_t>(most, unit.last - unit.first), 1, 0);
+        for (int64_t at = unit.first; at < unit.last; at++) covered[at] = unit.expert + 1;
+    }
+    for (int64_t i = 0; i < pairs; i++) {
+        expect("expert at a place", covered[places[i]], chosen[i] + 1, 1, 0);
+        for (int64_t at = 0; at < width; at++) made[places[i] * width + at] = float(i * width + at);
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        double total = 0, kept = 0;
+        for (int64_t e = 0; e < experts; e++) total += std::exp(double(logits[row * experts + e]));
+        for (int64_t j = 0; j < per_token; j++)
+            kept += std::exp(double(logits[row * experts + chosen[row * per_token + j]]));
+        combine_row(made.data(), &places[row * per_token], &shares[row * per_token], per_token, width, out.data());
+        for (int64_t at = 0; at < width; at++) {
+            double sum = 0;
+            for (int64_t j = 0; j < per_token; j++) {
+                const int64_t pair = row * per_token + j;
+                const double weight = std::exp(double(logits[row * experts + chosen[pair]]));
+                sum += weight / (normalised ? kept : total) * double(pair * width + at);
+            }
+            expect("sum of experts", out[at], sum, std::abs(sum) + 1, 1e-5);
+        }
+    }
+}
+
 } // namespace
 
 int main() {
@@ -319,6 +362,11 @@ int main() {
                 check_attention<bf16, int8>(1, 3, dim, window, softcap, 2e-2);
             }
     for (const int64_t width : {1, 3, 16, 31, 64, 257, 5000}) check_sampling(width);
+    for (const int64_t rows : {1, 2, 40})
+        for (const bool normalised : {false, true}) {
+            check_experts(rows, 7, 3, normalised);
+            check_experts(rows, 1, 1, normalised);
+        }
     std::printf("%d outputs to a panel, features %d, %d failures\n", PANEL, diptych_features(), failures);
     return failures ? 1 : 0;
 }

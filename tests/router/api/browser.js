@@ -38,7 +38,7 @@ async function main() {
     document, console, performance, TextEncoder, AbortSignal, setTimeout, clearTimeout, setInterval,
     sessionStorage: stores(), localStorage: stores(), asked, reached: true,
     text: (id) => document.getElementById(id).textContent, get: document.getElementById,
-    fetch: (path, options) => { asked.push(options.headers); return fetch(new URL(path, page.reached ? url : "http://127.0.0.1:1"), options); },
+    fetch: (path, options) => { asked.push({ path, ...options.headers }); return fetch(new URL(path, page.reached ? url : "http://127.0.0.1:1"), options); },
   });
   vm.runInContext(/<script>([\s\S]*)<\/script>/.exec(html)[1], page);
   for (const [what, code] of JSON.parse(steps)) {

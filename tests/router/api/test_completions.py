@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from router.generation.plan import derive_seed
@@ -164,3 +165,11 @@ async def test_a_trace_is_handed_on_if_it_is_one(running: Any) -> None:
     for header in (trace, "nonsense"):
         await running.http.post("/v1/completions", json={"prompt": "a"}, headers={"traceparent": header})
     assert [request.traceparent for request in running.engine.requests] == [trace, ""]
+
+
+async def test_the_fingerprint_is_that_of_the_weights_or_null(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = await start()
+    service = running.app.state.service
+    for weights_hash, wanted in (("0123456789abcdef", "fp_0123456789abcdef"), ("", None)):
+        monkeypatch.setattr(service, "files", msgspec.structs.replace(service.files, weights_hash=weights_hash))
+        assert (await running.completion(max_tokens=2)).json()["system_fingerprint"] == wanted

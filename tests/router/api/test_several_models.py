@@ -22,6 +22,9 @@ from router.models.entry import ModelEntry, ModelTable, Split
 from router.observe.metrics import RouterMetrics
 from router.server.serving import app_of_several, of_model
 from router.text.text_pipeline import TextPipeline
+from router.top.source import LoadSource
+
+from .test_dashboard import NODE, SEES, browse
 
 KEYS = """
 [[key]]
@@ -365,3 +368,33 @@ async def test_a_key_has_limits_at_a_model_of_its_own(several: Start, tmp_path: 
     assert (await found.ask("small", headers=other)).status_code == 200
     line = 'diptych_rate_limited_total{engine="router",key="limited",limit="key_model_requests"'
     assert await found.running.metric(line) == 1
+
+
+@pytest.mark.skipif(NODE is None, reason="node is not installed")
+async def test_the_dashboard_shows_all_models_or_one(several: Start) -> None:
+    served = await several()
+    for model in ("small", "small", "large"):
+        assert (await served.ask(model)).status_code == 200
+    number = "get('times').children[0].children.at(-1).textContent"
+    shown = await browse(
+        served.running.url, SEES, ["show", "text('model')"], ["show", "[get('model-row').hidden, text('models')]"],
+        ["until", f"{number} === '3'"], ["do", "get('model').value = 'small'; get('model').fire('change')"],
+        ["until", f"{number} === '2'"], ["show", "[text('models'), text('model'), asked.at(-1).path]"],
+        ["do", "get('model').value = ''; get('model').fire('change')"], ["until", f"{number} === '3'"],
+    )  # fmt: skip
+    assert shown[0] == "All models | small | large" and shown[1][0] is False
+    assert shown[2][0].startswith("small · ") and "large" not in shown[2][0]
+    assert shown[2][1:] == ["All models | small | large", "/load?model=small"]
+
+
+async def test_top_shows_all_models_or_one(several: Start) -> None:
+    served = await several()
+    assert (await served.ask("large")).status_code == 200
+    numbers = {}
+    for model in ("", "small", "large"):
+        load = (await asyncio.to_thread(LoadSource.of(served.running.url, model=model).ask)).load
+        assert load is not None
+        numbers[model] = ([one["id"] for one in load["models"]], load["traffic"]["ttft"]["num"])
+    assert numbers == {"": (["small", "large"], 1), "small": (["small"], 0), "large": (["large"], 1)}
+    unknown = await asyncio.to_thread(LoadSource.of(served.running.url, model="a b&c").ask)
+    assert "there is no model 'a b&c' here, only 'small', 'fast', 'large', 'chat'" in unknown.problem

@@ -57,6 +57,8 @@ def test_a_file_of_models(tmp_path: Path) -> None:
         ("[[model]]\nmodel='a'\n[[split]]\nname='s'", "split 1, weights"),
         ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=0}", "split 1, weights: at least one number above 0"),
         ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=inf}", "split 1, weights.a: a number from 0"),
+        ("[[model]]\nmodel='a'\nslo_ttft_ms='1 s'", "model 1, slo_ttft_ms: milliseconds, at most"),
+        ("[[model]]\nmodel='a'\nslo_tpot_ms=nan", "model 1, slo_tpot_ms: milliseconds"),
         ("[[model]\n", "a valid TOML file"),
     ],
 )

@@ -168,6 +168,30 @@ def test_python_types() -> None:
     vocabulary.text.close()
 
 
+def test_python_bounds() -> None:
+    """What schemas say of numbers, texts and lists holds in Python's syntax too."""
+    vocabulary = Vocabulary(special=False)
+    members: dict[str, tuple[Any, list[str], list[str]]] = {
+        "whole": ({"type": "integer", "minimum": 0, "maximum": 99}, ["0", "99"], ["100", "-1", "7363243109636336324"]),
+        "either": ({"type": ["integer", "null"], "exclusiveMinimum": 2}, ["None", "3"], ["2", "None3"]),
+        "number": ({"type": "number", "minimum": -1, "maximum": 1.5}, ["-1", "0.25", "1.5"], ["1.6", "-1.1"]),
+        "short": ({"type": "string", "minLength": 1, "maxLength": 3}, ['"a"', '"a\\nb"'], ['""', '"abcd"']),
+        "code": ({"type": "string", "pattern": "^[A-Z]{2}$"}, ['"DE"'], ['"de"', '"DEU"']),
+        "day": ({"type": "string", "format": "date"}, ['"2026-11-24"'], ['"tomorrow"']),
+        "odd": ({"type": "string", "pattern": "^(?=x)x"}, ['"y"'], []),  # cannot be enforced
+        "pair": ({"type": "array", "minItems": 2, "maxItems": 2}, ["[1, 'a']"], ["[1]", "[1, 2, 3]", "[]"]),
+        "few": ({"type": "array", "items": {"enum": ["x"]}, "maxItems": 2}, ["[]", "['x', 'x']"], ["['x', 'x', 'x']"]),
+        "some": ({"type": "array", "items": {"type": "integer"}, "minItems": 1}, ["[1]", "[1, 2, 3]"], ["[]", "['a']"]),
+        "none": ({"type": "array", "maxItems": 0}, ["[]"], ["[1]"]),
+    }
+    for name, (schema, good, bad) in members.items():
+        parameters = {"properties": {name: schema}, "required": [name]}
+        grammar = PythonicForm().grammar(Wanted([Function("f", None, parameters)], required=True), vocabulary.spell)
+        assert [text for text in good if not vocabulary.accepts(grammar, f"[f({name}={text})]")] == [], name
+        assert [text for text in bad if vocabulary.accepts(grammar, f"[f({name}={text})]")] == [], name
+    vocabulary.text.close()
+
+
 # ---------------------------------------------------------------- channels
 
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): norms before and after attention and MLP, normed q and k, most layers with a sliding window."""
+"""Gemma 2, and Gemma 3 (text): norms before and after attention and MLP, many layers with a sliding window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.model.decoder import Decoder, Step
 from kernels import add_rms_norm, rms_norm
 
 
-class Gemma3(Decoder):
+class Gemma(Decoder):
     """Sandwich norm: x += norm(attention(norm(x))); x += norm(mlp(norm(x))). Sums are fused with the next norm."""
 
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
@@ -18,7 +18,7 @@ class Gemma3(Decoder):
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             if layer.post_attention_norm is None or layer.post_mlp_norm is None:
-                raise ModelError(f"layer {index} lacks the norms after attention and MLP of Gemma 3: load it again")
+                raise ModelError(f"layer {index} lacks the norms after attention and MLP of Gemma: load it again")
             mixed = rms_norm(self.attention(index, layer, normed, step), layer.post_attention_norm, eps)
             hidden, normed = add_rms_norm(self.wanted(index, hidden, step), mixed, layer.mlp_norm, eps)
             change = rms_norm(self.mlp(layer, normed), layer.post_mlp_norm, eps)

@@ -1,0 +1,79 @@
+"""The tensors of a mixture of experts, in the layouts of the families that have one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from common.model.mlp import MixtureOfExperts, SharedExpert
+from common.model_config.experts import ExpertsConfig
+from kernels import Expert, Experts, Linear
+
+if TYPE_CHECKING:
+    from common.model.weights import Assembler
+
+MIXTRAL = ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2")
+QWEN = ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
+GPT_OSS = ("mlp.router", "mlp.experts", (), "")
+LAYOUTS = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
+"""By model type: names of the router and of the experts, and of each expert's gate, up and down; Qwen's for others."""
+
+
+class ExpertsReader:
+    """Reads the experts of one layer, whose tensors' names begin with `prefix`."""
+
+    def __init__(self, assembler: Assembler, config: ExpertsConfig, prefix: str) -> None:
+        self.assembler, self.config, self.prefix = assembler, config, prefix
+        self.hidden, self.inner = assembler.config.hidden_size, config.intermediate_size
+        self.router, self.place, self.gates, self.down = LAYOUTS.get(assembler.config.model_type, QWEN)
+
+    def read(self) -> MixtureOfExperts:
+        config, source = self.config, self.assembler
+        name = self.prefix + self.router
+        bias = source.bias({f"{name}.bias": config.count}) if config.biased else None
+        router = Linear(source.matrix(f"{name}.weight", config.count, self.hidden), bias)
+        experts = self._stacked() if not self.gates else [self._expert(i) for i in range(config.count)]
+        made = Experts(experts, dtype=source.dtype)
+        return MixtureOfExperts(router, made, config.per_token, config.normalised, self._shared())
+
+    def _expert(self, index: int) -> Expert:
+        """One whose matrices are tensors of their own."""
+        source, name = self.assembler, f"{self.prefix}{self.place}.{index}."
+        gates = {f"{name}{part}.weight": self.inner for part in self.gates}
+        down = {f"{name}{self.down}.weight": self.hidden}
+        return Expert(
+            source.weight(gates, self.hidden, source.quantization), source.weight(down, self.inner, source.quantization)
+        )
+
+    def _stacked(self) -> list[Expert]:
+        """gpt-oss: one tensor of all experts, in which gates and ups alternate."""
+        source, name, count = self.assembler, f"{self.prefix}{self.place}.", self.config.count
+        gate_up, held = self._matrices(f"{name}gate_up_proj", 2 * self.inner, self.hidden)
+        down, _ = self._matrices(f"{name}down_proj", self.hidden, self.inner)
+        gate_up_bias = source.matrix(f"{name}gate_up_proj_bias", count, 2 * self.inner)
+        down_bias = source.matrix(f"{name}down_proj_bias", count, self.hidden)
+        rows = torch.arange(2 * self.inner).view(self.inner, 2).T.flatten()  # gates, then ups
+        return [
+            Expert(
+                source.as_asked(gate_up[i][rows], held),
+                source.as_asked(down[i], held),
+                gate_up_bias[i][rows.to(gate_up_bias.device)],
+                down_bias[i],
+            )
+            for i in range(count)
+        ]
+
+    def _matrices(self, name: str, outputs: int, inputs: int) -> tuple[Tensor, bool]:
+        """[experts, out, in] and whether the file quantises them: it holds those so, and floats as [in, out]."""
+        if self.assembler.source.is_quantised(name):
+            return self.assembler.checked(name, (self.config.count, outputs, inputs)), True
+        return self.assembler.checked(name, (self.config.count, inputs, outputs)).transpose(1, 2), False
+
+    def _shared(self) -> SharedExpert | None:
+        if not self.config.shared_size:
+            return None
+        gate = self.assembler.matrix(f"{self.prefix}mlp.shared_expert_gate.weight", 1, self.hidden)
+        mlp = self.assembler.mlp(f"{self.prefix}mlp.shared_expert.", self.config.shared_size)
+        return SharedExpert(mlp, Linear(gate))

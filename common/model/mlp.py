@@ -1,0 +1,55 @@
+"""What follows attention in a layer: rows of hidden states in, rows of their change out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels import Experts, GatedLinear, Linear, add_gated, route
+
+
+class FeedForward(Protocol):
+    """One MLP, or several of which each row uses some."""
+
+    def __call__(self, rows: Tensor, activation: str) -> Tensor:
+        """[T, hidden] to [T, hidden]; `activation` as `kernels.gated` names it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """A gated MLP: gate_up makes 2 * intermediate of hidden, gate first."""
+
+    gate_up: GatedLinear
+    down: Linear
+
+    def __call__(self, rows: Tensor, activation: str) -> Tensor:
+        return self.down(self.gate_up.activated(rows, activation))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP that every row uses, times the sigmoid of its gate, [hidden] to [1]."""
+
+    mlp: MLP
+    gate: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """Each row goes to the `per_token` experts that the router prefers, and to the shared one where there is one."""
+
+    router: Linear
+    experts: Experts
+    per_token: int
+    normalised: bool
+    shared: SharedExpert | None = None
+
+    def __call__(self, rows: Tensor, activation: str) -> Tensor:
+        chosen, shares = route(self.router(rows, wide=True), self.per_token, normalised=self.normalised)
+        made = self.experts(rows, chosen, shares, activation)
+        if self.shared is None:
+            return made
+        return add_gated(made, self.shared.mlp(rows, activation), self.shared.gate(rows, wide=True))

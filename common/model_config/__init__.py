@@ -1,0 +1,1 @@
+"""Parts of a model's architecture, as config.json describes them. No torch."""

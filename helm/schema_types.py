@@ -1,0 +1,67 @@
+"""The parts of which write_schema.py builds the schema of the chart's values: JSON Schema, draft 7."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.config.field import Field
+from router.models.models_file import NAME as SERVED_NAME
+
+Schema = dict[str, Any]
+
+LABEL = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
+KEYWORD = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def closed(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
+    """An object with these keys and no others."""
+    schema = {"type": "object", "additionalProperties": False, "properties": properties}
+    return schema | ({"required": list(required)} if required else {})
+
+
+def text(*choices: str, pattern: str = "") -> Schema:
+    schema: Schema = {"type": "string"}
+    if choices:
+        schema["enum"] = list(choices)
+    return schema | ({"pattern": pattern} if pattern else {})
+
+
+def whole(low: int, high: int | None = None) -> Schema:
+    return {"type": "integer", "minimum": low} | ({} if high is None else {"maximum": high})
+
+
+def many(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/definitions/{name}"}
+
+
+FLAG: Schema = {"type": "boolean"}
+TEXT: Schema = {"type": "string"}
+NAME = text(pattern=LABEL)
+SERVED = text(pattern=rf"^{SERVED_NAME.pattern}$")
+"""What clients call a model."""
+FREE: Schema = {"type": "object"}
+MAP: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+COUNT_OR_SHARE: Schema = {"anyOf": [whole(0), text(pattern=r"^[0-9]+%$")]}
+LIST_OF_OBJECTS = many(FREE)
+AMOUNTS: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+
+
+def of_field(field: Field) -> Schema:
+    """What one setting takes."""
+    rule = field.rule
+    schema: Schema = {"description": rule.help}
+    if field.type in KEYWORD:
+        schema["type"] = KEYWORD[field.type]
+    else:
+        schema |= {"type": "array", "items": {"type": "string"}}
+    if rule.choices:
+        schema["enum"] = list(rule.choices)
+    if rule.ge is not None:
+        schema["minimum"] = rule.ge
+    if rule.le is not None:
+        schema["maximum"] = rule.le
+    return schema

@@ -1,0 +1,160 @@
+{{/* "true" where one router serves all models: (root). */}}
+{{- define "diptych.isShared" -}}
+{{- if .root.Values.sharedRouter.enabled }}true{{ end }}
+{{- end }}
+
+{{/* A model's router with everything that `router` says, as YAML: (root, model). */}}
+{{- define "diptych.router" -}}
+{{- toYaml (mustMergeOverwrite (dict) (mustDeepCopy .root.Values.router) (mustDeepCopy (.model.router | default dict))) }}
+{{- end }}
+
+{{/* The name of the router that serves a model: (root, model). */}}
+{{- define "diptych.routerName" -}}
+{{- if include "diptych.isShared" . }}shared{{ else }}{{ .model }}{{ end }}
+{{- end }}
+
+{{/*
+The routers of the release, as YAML {routers: [{name, for, model, models, spec}]}: one for each model, or one for all of
+them. `model` is the label of a router with one model, `models` are the names of all, `for` is for messages: (root).
+*/}}
+{{- define "diptych.routers" -}}
+{{- $routers := list }}
+{{- if include "diptych.isShared" . }}
+{{- $names := list }}
+{{- range .root.Values.models }}{{ $names = append $names .name }}{{ end }}
+{{- $routers = list (dict "name" "shared" "for" "the shared router" "model" "" "models" $names "spec" .root.Values.router) }}
+{{- else }}
+{{- range .root.Values.models }}
+{{- $spec := include "diptych.router" (dict "root" $.root "model" .) | fromYaml }}
+{{- $routers = append $routers (dict "name" .name "for" (printf "router of model %s" .name) "model" .name "models" (list .name) "spec" $spec) }}
+{{- end }}
+{{- end }}
+{{- toYaml (dict "routers" $routers) }}
+{{- end }}
+
+{{/* The router that a route leads to, as one of `diptych.routers`; only routers of one model need its name: (root, name, for). */}}
+{{- define "diptych.routeTo" -}}
+{{- $wanted := "shared" }}
+{{- if or .name (not (include "diptych.isShared" .)) }}
+{{- $model := include "diptych.model" . | fromYaml }}
+{{- $wanted = include "diptych.routerName" (dict "root" .root "model" $model.name) }}
+{{- end }}
+{{- range (include "diptych.routers" (dict "root" .root) | fromYaml).routers }}
+{{- if eq .name $wanted }}{{ toYaml . }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* What clients call a model: (model). */}}
+{{- define "diptych.servedName" -}}
+{{- .model.servedName | default .model.name }}
+{{- end }}
+
+{{/* The file of models of a shared router. It takes effect without a restart, but for what `diptych.fixedModels` says: (root). */}}
+{{- define "diptych.modelsFile" -}}
+{{- $root := .root }}
+{{- range $model := .root.Values.models }}
+[[model]]
+model = {{ include "diptych.modelSetting" (dict "root" $root "model" $model) | toJson }}
+name = {{ include "diptych.servedName" (dict "model" $model) | toJson }}
+{{- with $model.aliases }}
+aliases = {{ toJson . }}
+{{- end }}
+{{- with $model.fallbacks }}
+{{- $names := list }}
+{{- range . }}
+{{- $other := include "diptych.model" (dict "root" $root "name" . "for" (printf "fallbacks of model %s" $model.name)) | fromYaml }}
+{{- $names = append $names (include "diptych.servedName" (dict "model" $other)) }}
+{{- end }}
+fallbacks = {{ toJson $names }}
+{{- end }}
+{{- if hasKey $model "hold" }}
+hold = {{ $model.hold }}
+{{- end }}
+{{- if not (include "diptych.pools" (dict "root" $root "role" "prefill" "model" $model.name) | fromYaml).pools }}
+prefill = false
+{{- end }}
+{{- range $name, $field := dict "requestsPerMinute" "requests_per_minute" "tokensPerMinute" "tokens_per_minute" "concurrentRequests" "concurrent_requests" }}
+{{- with get ($model.limits | default dict) $name }}
+{{ $field }} = {{ int64 . }}
+{{- end }}
+{{- end }}
+{{- with $model.toolParser }}
+tool_parser = {{ toJson . }}
+{{- end }}
+{{- with $model.reasoning }}
+reasoning = {{ toJson . }}
+{{- end }}
+{{- with $model.slo }}
+{{- with .ttftMs }}
+slo_ttft_ms = {{ include "diptych.tomlValue" . }}
+{{- end }}
+{{- with .tpotMs }}
+slo_tpot_ms = {{ include "diptych.tomlValue" . }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $split := .root.Values.sharedRouter.splits }}
+[[split]]
+name = {{ toJson $split.name }}
+{{- $weights := list }}
+{{- range $name, $weight := $split.weights }}
+{{- $model := include "diptych.model" (dict "root" $root "name" $name "for" (printf "split %s" $split.name)) | fromYaml }}
+{{- $weights = append $weights (printf "%s = %s" (include "diptych.servedName" (dict "model" $model) | toJson) (include "diptych.tomlValue" $weight)) }}
+{{- end }}
+weights = { {{ join ", " $weights }} }
+{{- end }}
+{{- end }}
+
+{{/* What of the models a router takes only when it starts: (root). */}}
+{{- define "diptych.fixedModels" -}}
+{{- $fixed := list }}
+{{- range .root.Values.models }}
+{{- $fixed = append $fixed (list (include "diptych.modelSetting" (dict "root" $.root "model" .)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo (len (include "diptych.pools" (dict "root" $.root "role" "prefill" "model" .name) | fromYaml).pools | eq 0)) }}
+{{- end }}
+{{- toJson $fixed }}
+{{- end }}
+
+{{/* Labels of series by model: a shared router has no label of one model, so its metrics say which they are of: (root). */}}
+{{- define "diptych.modelRelabelings" -}}
+{{- range .root.Values.models }}
+- {sourceLabels: [model_name], regex: {{ include "diptych.servedName" (dict "model" .) | regexQuoteMeta | toJson }}, targetLabel: diptych_model, replacement: {{ .name | quote }}}
+{{- end }}
+{{- end }}
+
+{{/* Refuses what one router for all models cannot have, or only that can: (root). */}}
+{{- define "diptych.checkShared" -}}
+{{- $root := .root }}
+{{- if include "diptych.isShared" . }}
+{{- $names := list }}
+{{- $ids := list }}
+{{- range $model := .root.Values.models }}
+{{- if $model.router }}{{ fail (printf "model %s: router is for a router of its own; with sharedRouter.enabled set the values of `router`" $model.name) }}{{ end }}
+{{- $id := ternary (get $model.source "id") (base (include "diptych.modelSetting" (dict "root" $root "model" $model)) | trimSuffix ".gguf") (eq $model.source.type "hub") }}
+{{- if has $id $ids }}{{ fail (printf "model %s: another one is called %s, too, by its id or folder, and a shared router could not tell their workers apart" $model.name $id) }}{{ end }}
+{{- $ids = append $ids $id }}
+{{- $served := include "diptych.servedName" (dict "model" $model) }}
+{{- if not (regexMatch "^[!-~]{1,256}$" $served) }}{{ fail (printf "model %s: servedName %q needs up to 256 printable ASCII characters without spaces" $model.name $served) }}{{ end }}
+{{- range $name := prepend ($model.aliases | default list) $served }}
+{{- if has $name $names }}{{ fail (printf "model %s: the name %s is given twice" $model.name $name) }}{{ end }}
+{{- $names = append $names $name }}
+{{- end }}
+{{- end }}
+{{- range $split := .root.Values.sharedRouter.splits }}
+{{- if has $split.name $names }}{{ fail (printf "split %s: the name is given twice" $split.name) }}{{ end }}
+{{- $names = append $names $split.name }}
+{{- $sum := 0.0 }}
+{{- range $_, $weight := $split.weights }}{{ $sum = addf $sum $weight }}{{ end }}
+{{- if not (gt $sum 0.0) }}{{ fail (printf "split %s: at least one of weights must be above 0" $split.name) }}{{ end }}
+{{- end }}
+{{- if and (gt (len .root.Values.models) 1) (contains "true" (include "diptych.plans" .)) }}
+{{- fail "sharedRouter.enabled: a router of several models plans no pools; take autoscaling.type keda or hpa" }}
+{{- end }}
+{{- else }}
+{{- range $model := .root.Values.models }}
+{{- range $key := list "aliases" "fallbacks" "hold" "limits" "toolParser" "reasoning" }}
+{{- if hasKey $model $key }}{{ fail (printf "model %s: %s needs sharedRouter.enabled, one router for all models" $model.name $key) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- if .root.Values.sharedRouter.splits }}{{ fail "sharedRouter.splits needs sharedRouter.enabled" }}{{ end }}
+{{- end }}
+{{- end }}

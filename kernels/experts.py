@@ -1,0 +1,109 @@
+"""Gated MLPs of which each row uses a few: routing, and the products grouped by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.backend import WIDTH_MULTIPLE, NativeBackend, native_backend
+from kernels.cpu.recorder import Slot
+from kernels.device import triton_backend
+from kernels.linear import GatedLinear, Linear, Weight
+
+
+class Expert(NamedTuple):
+    """The weights of one gated MLP: gate_up [2 * inner, hidden], gate first, and down [hidden, inner], with biases."""
+
+    gate_up: Weight
+    down: Weight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+def route(logits: Tensor, per_token: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each row of float32 logits [T, experts], the best first: int64 and float32 shares [T, per_token].
+
+    A share is the softmax over all experts, of which those chosen add up to one where they are `normalised`.
+    """
+    if isinstance(logits, Slot):
+        return logits.recorder.route(logits, per_token, normalised)
+    if (native := _native(logits)) is not None:
+        return native.route(logits, per_token, normalised)
+    shares, chosen = torch.softmax(logits, dim=-1).topk(per_token, dim=-1)
+    return chosen, shares / shares.sum(-1, keepdim=True) if normalised else shares
+
+
+def add_gated(x: Tensor, other: Tensor, gates: Tensor) -> Tensor:
+    """x + other * sigmoid(gates) of [T, width] and gates float32 [T, 1]."""
+    if isinstance(x, Slot):
+        return x.recorder.add_gated(x, other, gates)
+    if (native := _native(x)) is not None and not x.shape[1] % WIDTH_MULTIPLE:
+        return native.add_gated(x, other, gates)
+    return (x + other.float() * torch.sigmoid(gates)).to(x.dtype)
+
+
+class Experts:
+    """out[t] = sum of shares[t, j] * expert chosen[t, j] of x[t].
+
+    On a CPU each expert's matrices are packed as `Linear` packs them, so a row's result is the same in every batch.
+    """
+
+    def __init__(self, experts: Sequence[Expert], *, dtype: torch.dtype) -> None:
+        self.count, self.dtype = len(experts), dtype
+        first = experts[0].gate_up
+        place = first.device if isinstance(first, Tensor) else first.numbers.device
+        self._device_kernels = triton_backend(place.type)
+        if self._device_kernels is not None:
+            self._stacked = tuple(_stacked(parts, dtype) for parts in zip(*experts, strict=True))
+            return
+        self.gate_up = [GatedLinear(expert.gate_up, expert.gate_up_bias, dtype=dtype) for expert in experts]
+        self.down = [Linear(expert.down, expert.down_bias, dtype=dtype) for expert in experts]
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor, activation: str) -> Tensor:
+        """x [T, hidden], chosen int64 and shares float32 [T, k] to [T, hidden]; `activation`: see `kernels.gated`."""
+        if isinstance(x, Slot):
+            first, second = ([linear.native for linear in matrices] for matrices in (self.gate_up, self.down))
+            return x.recorder.experts(x, chosen, shares, first, second, activation)
+        if self._device_kernels is not None:
+            gate_up, down, gate_up_bias, down_bias = self._stacked
+            assert gate_up is not None and down is not None  # biases alone may be missing
+            return self._device_kernels.experts(x, chosen, shares, gate_up, down, gate_up_bias, down_bias, activation)
+        return self._by_expert(x, chosen, shares, activation)
+
+    def _by_expert(self, x: Tensor, chosen: Tensor, shares: Tensor, activation: str) -> Tensor:
+        per_token = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)  # pairs of row and expert, by expert
+        counts = torch.bincount(chosen.flatten(), minlength=self.count).tolist()
+        gathered, first = x[order // per_token], 0
+        made = torch.empty((len(order), self.down[0].out_features), dtype=x.dtype, device=x.device)
+        for gate_up, down, count in zip(self.gate_up, self.down, counts, strict=True):
+            if count:
+                rows = slice(first, first + count)
+                made[rows] = down(gate_up.activated(gathered[rows], activation))
+                first += count
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        return combined(made, places.view_as(chosen), shares)
+
+
+def combined(made: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    """Sums of rows of made [T * k, width], which places int64 [T, k] names, by shares float32 [T, k]."""
+    if (native := _native(made)) is not None and not made.shape[1] % WIDTH_MULTIPLE:
+        return native.combine(made, places.int(), shares)
+    total = made[places[:, 0]].float() * shares[:, :1]
+    for i in range(1, shares.shape[1]):  # one by one, so that all rows are added alike
+        total += made[places[:, i]].float() * shares[:, i : i + 1]
+    return total.to(made.dtype)
+
+
+def _stacked(parts: Sequence[Weight | None], dtype: torch.dtype) -> Tensor | None:
+    """One tensor of the same weights of all experts; None where there are none."""
+    found = [part if isinstance(part, Tensor) else part.dense(dtype) for part in parts if part is not None]
+    return torch.stack(found).contiguous() if found else None
+
+
+def _native(x: Tensor) -> NativeBackend | None:
+    return native_backend() if x.device.type == "cpu" else None

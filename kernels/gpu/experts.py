@@ -1,0 +1,129 @@
+"""The products of a mixture of experts: rows sorted by expert, tiles of one expert's rows by its weights.
+
+Nothing waits for the host: the grid has room for every way in which rows may fall to experts, and programs find their
+expert themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.activation import gated
+from kernels.gpu.key_tile import product
+from kernels.gpu.rounding import rounded
+
+BLOCK_N, BLOCK_K = 64, 64
+FEW_ROWS, MANY_ROWS = 16, 64
+"""Of a tile: as few as tensor cores take where most experts have few rows, else more for each read of a weight."""
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def multiply_grouped(
+    x, weights, bias, out, order, ends, num_pairs,
+    EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    GATHER: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, columns): up to BLOCK_M pairs of one expert by BLOCK_N rows of its weights [EXPERTS, N, K].
+
+    ends [EXPERTS]: where each expert's pairs end in `order`. GATHER: inputs are the rows of the pairs, and outputs lie
+    in that order; else inputs lie in that order, and outputs as pairs are numbered.
+    """
+    i_tile, i_col = tl.program_id(0), tl.program_id(1)
+    o_e = tl.arange(0, BLOCK_E)
+    b_end = tl.load(ends + o_e, mask=o_e < EXPERTS, other=num_pairs)
+    b_begin = tl.load(ends + o_e - 1, mask=(o_e > 0) & (o_e <= EXPERTS), other=0)
+    b_tiles = tl.where(o_e < EXPERTS, (b_end - b_begin + BLOCK_M - 1) // BLOCK_M, 0)
+    b_until = tl.cumsum(b_tiles, 0)
+    i_expert = tl.sum((b_until <= i_tile).to(tl.int32), 0)
+    if i_expert < EXPERTS:
+        m_e = o_e == i_expert
+        i_first = tl.sum(tl.where(m_e, b_begin + (i_tile - b_until + b_tiles) * BLOCK_M, 0), 0)
+        i_end = tl.sum(tl.where(m_e, b_end, 0), 0)
+        o_place = i_first + tl.arange(0, BLOCK_M)
+        m_row = o_place < i_end
+        o_pair = tl.load(order + o_place, mask=m_row, other=0)
+        o_in = o_pair // PER_TOKEN if GATHER else o_place
+        o_out = o_place if GATHER else o_pair
+        o_n = i_col * BLOCK_N + tl.arange(0, BLOCK_N)
+        o_k = tl.arange(0, BLOCK_K)
+        p_x = x + o_in.to(tl.int64)[:, None] * K + o_k[None, :]
+        p_w = weights + i_expert.to(tl.int64) * N * K + o_n[None, :] * K + o_k[:, None]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            m_k = k + o_k < K
+            b_x = tl.load(p_x + k, mask=m_row[:, None] & m_k[None, :], other=0.0)
+            b_w = tl.load(p_w + k, mask=m_k[:, None] & (o_n < N)[None, :], other=0.0)
+            acc = product(b_x, b_w, acc)
+        if BIAS:
+            b_bias = tl.load(bias + i_expert * N + o_n, mask=o_n < N, other=0.0)
+            acc += b_bias.to(tl.float32)[None, :]
+        m = m_row[:, None] & (o_n < N)[None, :]
+        tl.store(out + o_out.to(tl.int64)[:, None] * N + o_n[None, :], rounded(acc, out.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def combine_pairs(made, shares, out, PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, columns): the sum of a row's pairs by their shares, in float32, one after the other."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m = o_col < WIDTH
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in range(PER_TOKEN):
+        b_made = tl.load(made + (i_row * PER_TOKEN + j) * WIDTH + o_col, mask=m, other=0.0).to(tl.float32)
+        acc += b_made * tl.load(shares + i_row * PER_TOKEN + j)
+    tl.store(out + i_row * WIDTH + o_col, rounded(acc, out.dtype.element_ty), mask=m)
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """As `DeviceKernels.experts`."""
+    num_experts, per_token, width = gate_up.shape[0], chosen.shape[1], down.shape[1]
+    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+    if not x.shape[0]:
+        return out
+    ranked, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(num_experts, device=x.device)
+    ends = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
+    order = order.int()
+    inner = _multiply(x.contiguous(), gate_up, gate_up_bias, order, ends, per_token, gather=True)
+    made = _multiply(gated(inner, activation), down, down_bias, order, ends, per_token, gather=False)
+    combine_pairs[(x.shape[0], triton.cdiv(width, BLOCK))](
+        made, shares.contiguous(), out, PER_TOKEN=per_token, WIDTH=width, BLOCK=BLOCK, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _multiply(
+    x: Tensor, weights: Tensor, bias: Tensor | None, order: Tensor, ends: Tensor, per_token: int, *, gather: bool
+) -> Tensor:
+    """x by the weights [experts, n, k] of its pairs' experts: [pairs, n]; see `multiply_grouped`."""
+    count, n, k = weights.shape
+    pairs = order.shape[0]
+    out = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
+    block_m = rows_of_tile(pairs, count)
+    grid = (min(pairs, count) + pairs // block_m, triton.cdiv(n, BLOCK_N))
+    multiply_grouped[grid](
+        x, weights, bias, out, order, ends, pairs,
+        EXPERTS=count, PER_TOKEN=per_token, N=n, K=k, GATHER=gather, BIAS=bias is not None,
+        BLOCK_E=triton.next_power_of_2(count), BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        num_warps=4, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def rows_of_tile(pairs: int, num_experts: int) -> int:
+    return MANY_ROWS if pairs > FEW_ROWS * num_experts else FEW_ROWS

@@ -1,0 +1,54 @@
+"""Each family through two pools in float32: the greedy tokens of transformers, which made the checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.model_files.resolve import resolve_model
+
+from ..common.model.generation import random_checkpoint, transformers_model
+from ..families import CASES
+from .conftest import Oracle
+
+pytestmark = pytest.mark.e2e
+ALL_REMOTE = ("--local-prefill-threshold", "0")
+LENGTHS = (66, 70, 81, 96, 97, 130)
+"""Beyond the windows, and beyond where the factors of LongRoPE change in transformers."""
+NUM_TOKENS = 40
+QUICK = "gpt-oss"
+"""It has most of what the others have: experts, biases, sinks, windows and YaRN."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A checkpoint of a family, with the tokenizer of the tiny model."""
+    family, options = CASES[request.param]
+    made = random_checkpoint(tmp_path / request.param, family, **options)
+    for file in resolve_model("tiny-random").tokenizer.parent.glob("tokenizer*.json"):
+        shutil.copy(file, made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [pytest.param(name, marks=() if name == QUICK else (pytest.mark.slow,)) for name in CASES],
+    indirect=True,
+)
+def test_tokens_equal_transformers(system_of: Any, random_prompts: Any, folder: Path) -> None:
+    """Twice, so that prefixes are cached on both sides; and with so few blocks that sequences are preempted."""
+    oracle = Oracle(transformers_model(folder))
+    prompts = random_prompts(LENGTHS, vocab_size=256, seed=21)
+    expected = [oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    system = system_of(
+        model=str(folder),
+        router_flags=ALL_REMOTE,
+        decode_flags=("--num-blocks", "28", "--watermark", "0"),
+    )
+    for _ in range(2):
+        assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected
+    assert system.metric("vllm:num_preemptions", "decode") > 0
+    assert system.metric("vllm:prefix_cache_hits", "prefill") > 0

@@ -1,0 +1,61 @@
+"""Tiny models of the families that are compared with transformers: its name of each, and what differs from `SIZES`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PHI_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0] * 12,
+    "long_factor": [1.0 + 0.3 * i for i in range(12)],
+    "original_max_position_embeddings": 64,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 32, "tie_word_embeddings": False},
+    ),
+    "phi3": ("Phi3", {"pad_token_id": 0, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "phi4-mini": (
+        "Phi3",
+        {
+            **{"pad_token_id": 0, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 50},
+            **{"rope_parameters": PHI_LONG, "original_max_position_embeddings": 64, "tie_word_embeddings": True},
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 20, "head_dim": 32}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64},
+            **{"shared_expert_intermediate_size": 96, "decoder_sparse_step": 2},
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            **{"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 48, "norm_topk_prob": True},
+            **{"head_dim": 32, "mlp_only_layers": [1]},
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 20},
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    "yarn": ("Llama", {"rope_parameters": YARN}),
+    "yarn-mscale": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "yarn-untruncated": ("Llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 16.0}}),
+    "dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
+}
