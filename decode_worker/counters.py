@@ -52,3 +52,4 @@ class DecodeCounters:
         self._metrics.prompt_tokens.inc(sequence.num_request_tokens)
         self._metrics.prefix_queries.inc(sequence.num_request_tokens)
         self._metrics.prefix_hits.inc(num_hits)
+        self._metrics.count_hits(num_hits - sequence.num_restored)

@@ -47,6 +47,7 @@ class DecodeDuty(Duty):
         return self._receiver.address
 
     def close_kv(self) -> None:
+        super().close_kv()
         if self._receiver is not None:
             self._receiver.close()
 
@@ -57,8 +58,10 @@ class DecodeDuty(Duty):
         if settings.kv_cache_dtype == "auto":  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv))
         sampler = Sampler(loaded.vocab_size)
+        pool = self.new_pool(loaded)
+        tiers = self.new_tiers(loaded, pool, lambda event: self._engine.notify(event))
         scheduler = DecodeScheduler(
-            self.new_pool(loaded),
+            pool,
             max_num_seqs=settings.places,
             local_prefill_chunk=settings.step_tokens,
             watermark=settings.watermark,
@@ -97,6 +100,7 @@ class DecodeDuty(Duty):
             ),
             launcher=step_launcher(loaded.runner, sampler),
             grammars=grammars,
+            tiers=tiers,
         )
         receiver.start()
         sender.start()

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
+from common.latency.link_model import Links
 from common.latency.step_model import StepShape
 from common.requests.engine import RequestEngine
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler
+from common.tiers.block_tiers import BlockTiers
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
@@ -76,10 +78,11 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         *,
         launcher: Launcher | None = None,
         grammars: Grammars | None = None,
+        tiers: BlockTiers | None = None,
     ) -> None:
         """A `launcher` launches the steps that it takes before the tokens of the step before are known.
 
-        Without `grammars`, requests with a grammar are refused.
+        Without `grammars`, requests with a grammar are refused. The engine closes `tiers`.
         """
         longest = min(config.max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
         rules = DecodeRules(
@@ -89,7 +92,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             max_prompt_len=longest - 1,
             knows_grammars=grammars is not None,
         )
-        super().__init__(send, config, scheduler, rules, metrics, grammars)
+        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers)
         self._runner, self._sampler, self._transfers = runner, sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
         self._counters = DecodeCounters(metrics, block_size=scheduler.block_size)
@@ -158,7 +161,10 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         if in_flight is not None and (in_flight.has_drafts or self.scheduler.lacks_blocks):
             self._drain()  # drafts fix positions, and preemption frees blocks that a step in flight may write to
         self._pause_due(now)
-        output = self.scheduler.schedule(now, self.step_fit.model, self._handovers.withdraw)
+        model, most_tokens = self.step_fit.model, self.scheduler.most_step_tokens
+        output = self.scheduler.schedule(
+            now, model, self._withdraw, lambda each: self._restores.begin(each, now, model, most_tokens)
+        )
         self._remote_prefills.grant(output.granted, now)
         self._counters.scheduled(output, now)
         certain = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
@@ -245,6 +251,10 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         """How many of `num_tokens` draft tokens a sequence has room for; in a hand-over none, as its room is fixed."""
         return 0 if sequence in self._handovers else self.scheduler.room_for(sequence, num_tokens)
 
+    def _withdraw(self, sequence: DecodeSequence) -> None:
+        self._handovers.withdraw(sequence)
+        self._restores.drop(sequence)
+
     def _pause_due(self, now: float) -> None:
         """Pause the sequences whose last blocks are to be sent, once no step in flight writes to them."""
         if self._handovers.wants_pause:
@@ -252,7 +262,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             self._handovers.pause_due(now)
 
     def snapshot(self) -> EngineStatus:
-        return replace(super().snapshot(), links=self._remote_prefills.link_fits.links)
+        links = self._remote_prefills.link_fits.links
+        return replace(super().snapshot(), links=Links(tcp=links.tcp, shm=links.shm, disk=self._restores.link))
 
     def expire(self, now: float) -> None:
         if self._transfers.failure is not None:
@@ -279,6 +290,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             self._transfers.stop()
             self._handovers.stop()
             self._grammars.close()
+            self._restores.close()
 
     @property
     def _num_dropped_frames(self) -> int:
@@ -365,6 +377,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self.scheduler.remove(sequence)
 
     def _drop(self, sequence: DecodeSequence, reason: str) -> None:
+        self._restores.drop(sequence)
         self._handovers.cancel(sequence, reason)
         self._remote_prefills.release(sequence, reason)
         self.scheduler.remove(sequence, sequence.num_received_blocks)

@@ -82,7 +82,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running) or self._next() is not None
+        return any(sequence.read is None for sequence in self.running) or self._next() is not None
 
     @property
     def lacks_blocks(self) -> bool:
@@ -159,19 +159,24 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
             sequence.status = RequestStatus.EXPECTING
 
     def schedule(
-        self, now: float, model: StepModel, withdraw: Callable[[DecodeSequence], None] = lambda sequence: None
+        self,
+        now: float,
+        model: StepModel,
+        withdraw: Callable[[DecodeSequence], None] = lambda sequence: None,
+        restore: Callable[[DecodeSequence], None] = lambda sequence: None,
     ) -> SchedulerOutput:
         """The next step. Granted sequences own blocks for their whole prompt from here on.
 
         `model` predicts the times that decide in which order prompts are computed (`prompt_order.py`).
-        `withdraw` takes the blocks of a sequence back from any transfer before it is preempted.
+        `withdraw` takes the blocks of a sequence back from any transfer or read before it is preempted. `restore` may
+        begin to read blocks of a prompt that is computed here; nothing of it is computed while its `read` lasts.
         """
         self._now = now
         self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs, self._usual_num_seqs)
         preempted = self._make_room(withdraw)
-        granted = self._admit(now)
+        granted = self._admit(now, restore)
         chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
-        prompts = [sequence for sequence in self.running if sequence.num_remaining > 1]
+        prompts = [sequence for sequence in self.running if sequence.num_remaining > 1 and sequence.read is None]
         rows = StepShape.of_rows(len(chunks), sum(chunk.start + 1 for chunk in chunks))
         start = max((sequence.num_computed for sequence in prompts), default=0)
         self.step_tokens = local_chunk(model, rows, start, self.goal, self.most_step_tokens, self._usual_chunk)
@@ -187,6 +192,11 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         sequence.num_computed = chunk.start + chunk.num_tokens
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
         self._publish_full(sequence)
+
+    def restored(self, sequence: DecodeSequence, num_blocks: int) -> None:
+        super().restored(sequence, num_blocks)
+        if not sequence.num_preemptions:
+            sequence.num_cached, sequence.num_restored = sequence.num_computed, num_blocks * self.block_size
 
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """How many of `num_tokens` draft tokens behind the next token have room. Allocates blocks if there are any."""
@@ -349,7 +359,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         """Blocks that stay free for the sequences that are here: none on an idle worker."""
         return self.num_watermark_blocks if self._num_active else 0
 
-    def _admit(self, now: float) -> list[DecodeSequence]:
+    def _admit(self, now: float, restore: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
         """Admit waiting requests, oldest first, while there is room: returns those whose KV another worker sends."""
         granted: list[DecodeSequence] = []
         while (admission := self._next()) is not None:
@@ -367,6 +377,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
             else:
                 sequence.status = RequestStatus.RUNNING
                 self.running.append(sequence)
+                restore(sequence)
         return granted
 
     def _publish_received(self, sequence: DecodeSequence, num_received: int) -> None:

@@ -160,6 +160,7 @@ def pool(role: str, *, named: bool) -> Schema:
         "startupSeconds": whole(1, 86400),
         "livenessSeconds": whole(10, 3600),
         "shm": closed({"enabled": FLAG, "size": TEXT}),
+        "kvDisk": closed({"enabled": FLAG, "gib": whole(1, 1_048_576)}),
         "autoscaling": scaling,
         **placement(),
     }

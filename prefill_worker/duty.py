@@ -27,8 +27,10 @@ class PrefillDuty(Duty):
 
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
         settings = self.settings
+        pool = self.new_pool(loaded)
+        tiers = self.new_tiers(loaded, pool, lambda event: engine.notify(event))
         scheduler = PrefillScheduler(
-            self.new_pool(loaded),
+            pool,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_prompt_logprobs=max_prompt_logprobs(loaded.vocab_size),
@@ -50,6 +52,7 @@ class PrefillDuty(Duty):
             sender,
             self.parts.metrics,
             grammars=grammars,
+            tiers=tiers,
             pooler=None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score),
         )
         sender.start()

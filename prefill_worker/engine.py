@@ -16,6 +16,7 @@ from common.requests.rules import RequestRules
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler, SamplingRow
+from common.tiers.block_tiers import BlockTiers
 from common.transfer.outgoing import TransferEnded
 from common.transfer.sender import KVSender
 from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
@@ -45,8 +46,12 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         *,
         grammars: Grammars | None = None,
         pooler: Pooler | None = None,
+        tiers: BlockTiers | None = None,
     ) -> None:
-        """Without `grammars`, requests with a grammar are refused. With a `pooler` all requests are for its vectors."""
+        """Without `grammars`, requests with a grammar are refused. With a `pooler` all requests are for its vectors.
+
+        The engine closes `tiers`.
+        """
         rules = RequestRules(
             config.eos_token_ids,
             vocab_size=sampler.vocab_size,
@@ -55,7 +60,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             knows_grammars=grammars is not None,
             pooling=pooler.pooling if pooler is not None else "",
         )
-        super().__init__(send, config, scheduler, rules, metrics, grammars)
+        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers)
         self._reports = Reports(config.identity, self.emit)
         self._runner, self._sampler, self._sender, self._pooler = runner, sampler, sender, pooler
 
@@ -73,10 +78,13 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
                 super().apply(command)
 
     def step(self, now: float) -> None:
-        output = self.scheduler.schedule(now, self.step_fit.model)
+        model, most_tokens = self.step_fit.model, self.scheduler.most_step_tokens
+        output = self.scheduler.schedule(now, model, lambda each: self._restores.begin(each, now, model, most_tokens))
         for sequence in output.admitted:
             self._on_admitted(sequence, now)
         self._in_step = [chunk.sequence for chunk in output.chunks]
+        if not output.chunks:
+            return  # all that could be computed is being read
         num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
         shape = StepShape.sum(StepShape.of_prompt(c.start, c.start + c.num_tokens) for c in output.chunks)
         self.planned(shape)
@@ -109,6 +117,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
     def close(self) -> None:
         self._sender.stop()
         self._grammars.close()
+        self._restores.close()
 
     @property
     def _num_dropped_frames(self) -> int:
@@ -141,6 +150,13 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self.metrics.queue_seconds.observe(now - sequence.accepted_at)
         self.metrics.prefix_queries.inc(sequence.num_tokens)
         self.metrics.prefix_hits.inc(sequence.num_cached)
+        self.metrics.count_hits(sequence.num_cached)
+
+    def _on_restored(self, sequence: PrefillSequence) -> None:
+        self.metrics.prefix_hits.inc(sequence.num_restored)
+        if sequence.request.decode is not None:
+            num_ready = sequence.num_computed // self.scheduler.block_size
+            self._sender.progress(sequence.request_id, sequence.attempt, num_ready)
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> Mapping[str, SampledToken | bytes]:
         """Run the chunks; what each prompt ends in that ends with one of them: its first token, or its vector."""
@@ -251,6 +267,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         super()._fail(sequence, phase, why, retryable=retryable)
 
     def _drop(self, sequence: PrefillSequence, reason: str) -> None:
+        self._restores.drop(sequence)
         if sequence.lent:
             self._sender.cancel(sequence.request_id, sequence.attempt, reason)
             sequence.lent = False

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.kv.block_pool import BlockCounts, BlockPool
@@ -93,7 +93,9 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running) or any(self._plan(sequence) is not None for sequence in self.waiting)
+        if any(sequence.read is None for sequence in self.running):
+            return True
+        return any(self._plan(sequence) is not None for sequence in self.waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -113,13 +115,19 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self._top_priority = max(self._top_priority, sequence.priority)
         self._enqueue(sequence)
 
-    def schedule(self, now: float, model: StepModel) -> SchedulerOutput:
-        """The next step. Admitted prompts own their blocks from here on. `model` predicts the times that order them."""
+    def schedule(
+        self, now: float, model: StepModel, restore: Callable[[PrefillSequence], None] = lambda sequence: None
+    ) -> SchedulerOutput:
+        """The next step. Admitted prompts own their blocks from here on. `model` predicts the times that order them.
+
+        `restore` may begin to read blocks of an admitted prompt; nothing of it is computed while its `read` lasts.
+        """
         prompts = [*self.running, *self.waiting]
         self.step_tokens = self._size_of_step(prompts, model)
         order = prompt_order(prompts, now, model, self.max_step_tokens)
-        admitted = self._admit(order, now)
-        running = PromptOrder([sequence for sequence in order.prompts if sequence.blocks], order.elder)
+        admitted = self._admit(order, now, restore)
+        ready = [sequence for sequence in order.prompts if sequence.blocks and sequence.read is None]
+        running = PromptOrder(ready, order.elder)
         chunks = [
             PrefillChunk(sequence, sequence.num_computed, num_tokens) for sequence, num_tokens in self._chunks(running)
         ]
@@ -137,6 +145,10 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self.running.remove(sequence)
         self.held[sequence.request_id] = sequence
         return len(sequence.blocks)
+
+    def restored(self, sequence: PrefillSequence, num_blocks: int) -> None:
+        super().restored(sequence, num_blocks)
+        sequence.num_cached, sequence.num_restored = sequence.num_computed, num_blocks * self.block_size
 
     def remove(self, sequence: PrefillSequence) -> None:
         """Forget a prompt in any state and release its blocks."""
@@ -164,7 +176,9 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         else:
             insort(self.waiting, sequence, key=lambda waiting: waiting.accepted_at)
 
-    def _admit(self, order: PromptOrder[PrefillSequence], now: float) -> list[PrefillSequence]:
+    def _admit(
+        self, order: PromptOrder[PrefillSequence], now: float, restore: Callable[[PrefillSequence], None]
+    ) -> list[PrefillSequence]:
         """Admit the prompts whose turn comes in one of the next steps."""
         admitted: list[PrefillSequence] = []
         num_tokens = num_misfits = 0
@@ -176,7 +190,10 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
                     num_misfits += 1
                     continue
                 self._admit_one(sequence, hits, now)
+                restore(sequence)
                 admitted.append(sequence)
+            if sequence.read is not None:
+                continue  # it fills no step yet
             in_a_step = order.most_tokens(sequence, self.max_step_tokens)
             num_tokens += min(sequence.num_remaining, STEPS_AHEAD * in_a_step)
         return admitted

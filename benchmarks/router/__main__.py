@@ -6,14 +6,17 @@ measure, which other work on the machine disturbs least. Beside it runs a plain 
 streams the same chunks. Each round measures every server anew, in turning order; medians are shown.
 
   streaming  tokens as fast as clients read them, from 1,000 streams: each token is an event of its own
-  latency    from the stand-in's stamp to the client's receipt, at half of that rate
+  latency    from the stand-in's stamp to the client's receipt, at half of that rate: when a step of an engine brings a
+             token to each of its 250 streams, and when steps have 16 streams, as those of many small engines do
   short      whole answers of 4 tokens to chats of a hundred, 32 at once: prefill and decode worker take part
   large      prompts of 220 KB, 4 at once
   turns      conversations of 220 KB that go on with another question each time, 4 at once
   long       a prompt of 100,000 tokens beside 200 streams: its time, and how late tokens of the others become
   idle       10,000 streams that wait for a token: memory of each
 
-A run fails unless every token that was made arrived. --tree FOLDER measures another version of the router as well.
+A run fails unless every token that was made arrived. --tree FOLDER measures another version of the router as well,
+--vllm PYTHON vLLM's API server, whose engine samples a token for each stream without a model, as fast as it can:
+latency and idle streams are not measured there, and the engine's process does not count.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from benchmarks.load.report import open_console, print_table
 from benchmarks.router.arm import Arm, PlainArm, RouterArm
 from benchmarks.router.figures import QUICK, WORDS, Bench, Figures, Lost, Size
 from benchmarks.router.load import TOKEN
+from benchmarks.router.vllm_arm import VllmArm
 from benchmarks.script import in_turns, run, script_parser, write_result
 from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
@@ -47,10 +51,14 @@ ROWS: Final = (
     ("tokens_per_cpu_s", "streamed tokens/s, a core of the server", 0, "30,000"),
     ("tokens_per_s", "streamed tokens/s, as the machine allowed", 0, ""),
     ("events_per_token", "events a token", 3, "1"),
-    ("at_tokens_per_s", "latency: at tokens/s", 0, ""),
-    ("cpu_share", "latency: cores that the server used", 2, ""),
+    ("added_at_tokens_per_s", "latency: at tokens/s", 0, ""),
+    ("added_cpu_share", "latency: cores that the server used", 2, ""),
     ("added_p50_ms", "added latency p50, ms", 2, ""),
     ("added_p99_ms", "added latency p99, ms", 2, "1"),
+    ("fine_at_tokens_per_s", "latency in steps of 16 streams: at tokens/s", 0, ""),
+    ("fine_cpu_share", "the same: cores that the server used", 2, ""),
+    ("fine_p50_ms", "the same: added latency p50, ms", 2, ""),
+    ("fine_p99_ms", "the same: added latency p99, ms", 2, "1"),
     ("requests_per_cpu_s", "short requests/s, a core of the server", 0, "1,000"),
     ("requests_per_s", "short requests/s, as the machine allowed", 0, ""),
     ("request_p50_ms", "short request p50, ms", 1, ""),
@@ -79,12 +87,15 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--prefill", type=int, default=1, help="stand-ins for prefill workers (default: 1)")
     parser.add_argument("--decode", type=int, default=4, help="stand-ins for decode workers (default: 4)")
     parser.add_argument("--clients", type=int, default=1, help="load processes (default: 1)")
-    parser.add_argument("--seconds", type=float, help="of each rate (default: 8)")
+    parser.add_argument("--seconds", type=float, help="of each rate (default: 5)")
     parser.add_argument("--streams", type=int, help="of streaming and latency (default: 1,000)")
     parser.add_argument("--idle", type=int, help="idle streams (default: 10,000)")
     parser.add_argument("--rate", type=float, default=0.0, help="tokens/s of latency (default: half of streaming's)")
     parser.add_argument("--tree", type=Path, help="measure the router of this checkout as well, in turns")
     parser.add_argument("--router-flags", default="", help="flags for the router, in one argument")
+    parser.add_argument(
+        "--vllm", type=Path, metavar="PYTHON", help="also vLLM's front end, with the Python that has it"
+    )
     parser.add_argument("--no-plain", action="store_true", help="without the plain application")
     parser.add_argument("--log-dir", type=Path, help="keep the router's logs here")
     return parser.parse_args(argv)
@@ -121,6 +132,9 @@ def arms_of(options: Namespace, log_dir: Path, size: Size, token_id: int) -> lis
         arms.append(router(f"router of {options.tree.name}", options.tree.resolve()))
     if not options.no_plain:
         arms.append(lambda: PlainArm(options.clients, max(size.idle, size.streams)))
+    if options.vllm is not None:
+        files = resolve_model(options.model, weights=False)
+        arms.append(lambda: VllmArm(options.clients, options.vllm.absolute(), files, token_id, log_dir))
     return arms
 
 
@@ -131,16 +145,16 @@ def measure(arm: Arm, size: Size, parts: Sequence[str], rate: float, chars_per_t
         figures |= bench.short()
     if "streaming" in parts:
         figures |= bench.streaming()
-    if "latency" in parts:
+    if "latency" in parts and arm.paced:
         figures |= bench.latency(rate or figures["tokens_per_s"] / 2)
-    if isinstance(arm, RouterArm):
+    if not isinstance(arm, PlainArm):
         if "large" in parts:
             figures |= bench.large()
         if "turns" in parts:
             figures |= bench.turns()
-        if "long" in parts:
-            figures |= bench.long()
-    if "idle" in parts:
+    if "long" in parts and isinstance(arm, RouterArm):
+        figures |= bench.long()
+    if "idle" in parts and arm.paced:
         figures |= bench.idle()
     return figures
 

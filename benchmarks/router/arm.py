@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import httpx
 
@@ -71,15 +71,29 @@ class Remote:
             self.process.kill()
 
 
+class Source(Protocol):
+    """What makes tokens, and answers commands."""
+
+    def ask(self, *command: Any) -> Any:
+        """Its answer to a command."""
+        ...
+
+
 class Arm:
-    """A server under load: `source` makes its tokens, `clients` read them, `tally` counts what they read."""
+    """A server under load: `source` makes its tokens, `clients` read them, `tally` counts what they read.
+
+    Where it is not `paced`, the source makes tokens as fast as it can, and nothing tells how many. There may be
+    `most_streams` at once, each of `stream_tokens`.
+    """
+
+    paced, most_streams, stream_tokens = True, 1 << 20, 4_000_000
 
     def __init__(self, name: str, num_clients: int) -> None:
         self.name, self.tally, self.port, self.pid = name, Tally(num_clients), 0, 0
         self.model = "plain"
         self._num_clients = num_clients
         self.clients: list[Remote] = []
-        self.source: Remote
+        self.source: Source
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -100,10 +114,15 @@ class Arm:
         raise NotImplementedError
 
     @property
+    def pids(self) -> list[int]:
+        """The processes that are measured: the server and all that it started."""
+        return _family(self.pid)
+
+    @property
     def cpu_s(self) -> float:
-        """CPU seconds of the server so far, all threads and children included, to a hundredth."""
+        """CPU seconds of the server so far, all its threads included, to a hundredth."""
         ticks = 0
-        for pid in _family(self.pid):
+        for pid in self.pids:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])
         return ticks / os.sysconf("SC_CLK_TCK")
@@ -111,7 +130,7 @@ class Arm:
     @property
     def rss_kib(self) -> float:
         """Resident memory of the server."""
-        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in _family(self.pid))
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids)
         return pages * os.sysconf("SC_PAGE_SIZE") / 1024
 
 
@@ -128,33 +147,19 @@ class RouterArm(Arm):
         self._process = ChildProcess(f"router {name}", log_dir / f"router-{name}.log".replace(" ", "-"))
 
     def start(self) -> None:
-        self.source = Remote(stand_in.serve, self.tally, *self._workers, self._token_id)
-        self._stack.callback(self.source.end)
+        self.source = source = Remote(stand_in.serve, self.tally, *self._workers, self._token_id)
+        self._stack.callback(source.end)
         self.port = free_port()
         command = [sys.executable, "-P", "-m", "router", "--model", self.model, "--port", str(self.port), *ROOM]
-        for role, addresses in self.source.greeting.items():
+        for role, addresses in source.greeting.items():
             command += [f"--{role}", ",".join(addresses)] if addresses else []
         self._process.launch([*command, *self._flags], self._env(), cwd=self._tree)
         self._stack.callback(self._end)
         self.pid = self._process.pid
-        self._wait_ready()
+        wait_ready(self._process, f"http://127.0.0.1:{self.port}/ready", READY_S)
 
     def _env(self) -> Mapping[str, str] | None:
         return None if self._tree is None else {**os.environ, "PYTHONPATH": str(self._tree)}
-
-    def _wait_ready(self) -> None:
-        """Raises StackError when the router ends or is not ready in time."""
-        deadline = time.monotonic() + READY_S
-        with httpx.Client(timeout=5.0, trust_env=False) as client:
-            while True:
-                try:
-                    if client.get(f"http://127.0.0.1:{self.port}/ready").status_code == httpx.codes.OK:
-                        return
-                except httpx.TransportError:  # not listening yet
-                    pass
-                if not self._process.alive or time.monotonic() > deadline:
-                    raise StackError(f"the router was not ready in time\n{self._process.log_tail()}")
-                time.sleep(POLL_S)
 
     def _end(self) -> None:
         self._process.terminate()
@@ -169,9 +174,24 @@ class PlainArm(Arm):
         self._backlog = backlog
 
     def start(self) -> None:
-        self.source = Remote(plain.serve, self.tally, load.TOKEN.decode(), self._backlog)
-        self._stack.callback(self.source.end)
-        self.port, self.pid = self.source.greeting, self.source.process.pid or 0
+        self.source = source = Remote(plain.serve, self.tally, load.TOKEN.decode(), self._backlog)
+        self._stack.callback(source.end)
+        self.port, self.pid = source.greeting, source.process.pid or 0
+
+
+def wait_ready(process: ChildProcess, url: str, timeout_s: float) -> None:
+    """Raises StackError when the server ends, or does not answer in time that it is ready."""
+    deadline = time.monotonic() + timeout_s
+    with httpx.Client(timeout=5.0, trust_env=False) as client:
+        while True:
+            try:
+                if client.get(url).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:  # not listening yet
+                pass
+            if not process.alive or time.monotonic() > deadline:
+                raise StackError(f"{process.name} was not ready in time\n{process.log_tail()}")
+            time.sleep(POLL_S)
 
 
 def _family(pid: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,11 +18,15 @@ from benchmarks.router.tally import ANSWERS, ENDED, EVENTS, FAILED, STARTED, TOK
 from benchmarks.stack import StackError
 
 WAIT_S: Final = 120.0
+"""Of the long prompts."""
+STALL_S: Final = 60.0
+"""Streams begin and end one after the other: this long without another one ends the run."""
 POLL_S: Final = 0.01
 SETTLE_S: Final = 0.5
 WORDS: Final = "the quick brown fox jumps over the lazy dog and goes on to the next field "
 SHORT_CHARS, SHORT_TOKENS = 400, 4
-STREAM_TOKENS: Final = 4_000_000
+FINE_STREAMS: Final = 16
+"""Streams of a small step: those of many engines with small batches."""
 ALL: Final = 1 << 40
 """More requests than any run sends."""
 Figures = dict[str, float]
@@ -38,7 +42,7 @@ class Size:
     """How much is measured. Times in seconds; `long_tokens` are those of the long prompt."""
 
     streams: int = 1000
-    seconds: float = 8.0
+    seconds: float = 5.0
     connections: int = 32
     idle: int = 10_000
     long_tokens: int = 100_000
@@ -63,7 +67,7 @@ class Bench:
 
     def streaming(self) -> Figures:
         """Streamed tokens as fast as clients read them, half a round ahead, so that hardly any are joined."""
-        with self._running(self._size.streams):
+        with self._running(min(self._size.streams, self._arm.most_streams)):
             self._pace(Pace.READ)
             time.sleep(SETTLE_S)
             tokens, events, cpu_s, began = self._total(TOKENS), self._total(EVENTS), self._arm.cpu_s, time.monotonic()
@@ -77,21 +81,27 @@ class Bench:
         }
 
     def latency(self, tokens_per_s: float) -> Figures:
-        """From the source's stamp to the client's receipt, at this rate."""
+        """From the source's stamp to the client's receipt, at this rate, with large steps and with small ones."""
+        step_s, windows, figures = self._size.streams / tokens_per_s, [], Figures()
         with self._running(self._size.streams, record=True):
-            self._pace(Pace.CLOCK, self._size.streams / tokens_per_s)
+            for most in (0, FINE_STREAMS):
+                self._pace(Pace.CLOCK, step_s, most)
+                time.sleep(SETTLE_S)
+                began, cpu_s = time.monotonic(), self._arm.cpu_s
+                time.sleep(self._size.seconds)
+                ended, cpu_s = time.monotonic(), self._arm.cpu_s - cpu_s
+                windows.append((began, ended, cpu_s))
+            self._pace(Pace.HOLD)
             time.sleep(SETTLE_S)
-            began, cpu_s = time.monotonic(), self._arm.cpu_s
-            time.sleep(self._size.seconds)
-            ended, cpu_s = time.monotonic(), self._arm.cpu_s - cpu_s
-            delays = self._delays([(began, ended)])
-        took = ended - began
-        return {
-            "at_tokens_per_s": len(delays) / took,
-            "added_p50_ms": 1e3 * _quantile(delays, 0.5),
-            "added_p99_ms": 1e3 * _quantile(delays, 0.99),
-            "cpu_share": cpu_s / took,
-        }
+            for name, (began, ended, cpu_s) in zip(("added", "fine"), windows, strict=True):
+                delays = self._delays([(began, ended)])
+                figures |= {
+                    f"{name}_at_tokens_per_s": len(delays) / (ended - began),
+                    f"{name}_cpu_share": cpu_s / (ended - began),
+                    f"{name}_p50_ms": 1e3 * _quantile(delays, 0.5),
+                    f"{name}_p99_ms": 1e3 * _quantile(delays, 0.99),
+                }
+        return figures
 
     def short(self) -> Figures:
         """Whole answers of a few tokens to prompts of a hundred."""
@@ -169,25 +179,26 @@ class Bench:
 
     def _open(self, num: int, record: bool) -> None:
         self._pace(Pace.HOLD)
-        head, (first, last) = self._request(self._text(SHORT_CHARS), STREAM_TOKENS, stream=True)
+        head, (first, last) = self._request(self._text(SHORT_CHARS), self._arm.stream_tokens, stream=True)
         body = b"".join((first, b"00000000", last))
         request = b"%b%d\r\n\r\n%b" % (head, len(body), body)
-        started = self._total(STARTED)
+        began = self._total(STARTED)
         for number, client in enumerate(self._clients):
             share = len(range(number, num, len(self._clients)))
-            client.post("streams", self._arm.port, share, request, record)
-        for client in self._clients:
-            client.reply()
-        self._wait(lambda: self._total(STARTED) - started == num, f"only some of {num:,} streams began")
+            client.ask("streams", self._arm.port, share, request, record)
+        self._wait(STARTED, began, num, "streams began")
 
     def _end(self, num: int, ended: int) -> None:
-        """Give each stream its last token. Raises Lost unless every token arrived, and every answer ended."""
-        self._source.ask("finish")
-        self._wait(lambda: self._total(ENDED) - ended == num, "streams did not end")
-        emitted, received = self._source.ask("report")["num_emitted"], self._total(TOKENS)
-        if emitted != received or self._total(FAILED):
-            failed = self._total(FAILED)
-            raise Lost(f"{emitted:,} tokens were made, {received:,} arrived, {failed:,} answers failed")
+        """Give each stream its last token. Raises Lost unless every token arrived, and every answer ended.
+
+        Clients of a source that is not paced leave.
+        """
+        if self._arm.paced:
+            self._source.ask("finish")
+            self._wait(ENDED, ended, num, "streams ended")
+            emitted, received = self._source.ask("report")["num_emitted"], self._total(TOKENS)
+            if emitted != received:
+                raise Lost(f"{emitted:,} tokens were made, {received:,} arrived")
         for client in self._clients:
             client.ask("stop")
 
@@ -238,17 +249,25 @@ class Bench:
     def _text(num_chars: int) -> str:
         return (WORDS * (num_chars // len(WORDS) + 1))[:num_chars]
 
-    def _pace(self, pace: Pace, step_s: float = 0.0) -> None:
-        self._source.ask("pace", pace.value, step_s)
+    def _pace(self, pace: Pace, step_s: float = 0.0, most: int = 0) -> None:
+        self._source.ask("pace", pace.value, step_s, most)
 
     def _total(self, field: int) -> int:
         return self._arm.tally.total(field)
 
-    def _wait(self, condition: Callable[[], bool], problem: str) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            if time.monotonic() > deadline:
-                raise StackError(f"{problem} within {WAIT_S:g} s")
+    def _wait(self, field: int, before: int, num: int, what: str) -> None:
+        """Wait until a field of the tally has grown by `num`. Raises Lost when answers fail, StackError when it stalls.
+
+        The deadline begins anew with each that is counted: how long ten thousand take depends on the machine.
+        """
+        counted, deadline = 0, time.monotonic() + STALL_S
+        while counted < num:
+            if failed := self._total(FAILED):
+                raise Lost(f"{counted:,} of {num:,} {what}, {failed:,} answers failed")
+            if (now := self._total(field) - before) > counted:
+                counted, deadline = now, time.monotonic() + STALL_S
+            elif time.monotonic() > deadline:
+                raise StackError(f"{counted:,} of {num:,} {what}, no other one within {STALL_S:g} s")
             time.sleep(POLL_S)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from typing import Any, Final, cast
 
@@ -20,14 +20,20 @@ from benchmarks.router.tally import ANSWERS, ENDED, EVENTS, FAILED, STARTED, TOK
 TOKEN: Final = b"~"
 ID: Final = b'"id":"'
 LENGTH: Final = b"content-length: "
-CONNECTS_AT_ONCE: Final = 64
+OPENING: Final = 64
+"""Streams of one process that are being opened: each further one waits for one of them to have its first token."""
 
 
 class StreamClient(asyncio.Protocol):
-    """One streamed answer. `times` and `counts`: when how many tokens arrived, if that is recorded."""
+    """One streamed answer. `times` and `counts`: when how many tokens arrived, if that is recorded.
 
-    def __init__(self, request: bytes, row: Row, *, record: bool) -> None:
-        self._request, self._row, self._record = request, row, record
+    `on_begin` is called once, with the first token or when the connection is lost before it.
+    """
+
+    def __init__(
+        self, request: bytes, row: Row, *, record: bool, on_begin: Callable[[], object] = lambda: None
+    ) -> None:
+        self._request, self._row, self._record, self._on_begin = request, row, record, on_begin
         self.id = ""
         self.times, self.counts = array("d"), array("L")
         self._half = self._began = self._ended = False
@@ -56,6 +62,8 @@ class StreamClient(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._ended:
             self._row.add(FAILED)
+        if not self._began:
+            self._on_begin()
 
     def close(self) -> None:
         """Leave, whether the answer is complete or not."""
@@ -70,6 +78,7 @@ class StreamClient(asyncio.Protocol):
         if tokens:
             self._began = True
             self._row.add(STARTED)
+            self._on_begin()
 
 
 class LoopClient(asyncio.Protocol):
@@ -137,7 +146,10 @@ class Load:
         await self._end.wait()
 
     def _on_command(self) -> None:
-        task = asyncio.create_task(self._obey(*self._pipe.recv()))
+        self._own(self._obey(*self._pipe.recv()))
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
 
@@ -150,7 +162,7 @@ class Load:
         answer: Any = None
         match command:
             case "streams":
-                await self._open_streams(*values)
+                self._own(self._open_streams(*values))
             case "times":
                 answer = {f"{one.id}-0": (list(one.times), list(one.counts)) for one in self._streams}
             case "loop":
@@ -168,15 +180,13 @@ class Load:
         self._pipe.send(answer)
 
     async def _open_streams(self, port: int, num: int, request: bytes, record: bool) -> None:
-        loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(CONNECTS_AT_ONCE)
-
-        async def connect() -> None:
-            client = StreamClient(request, self._row, record=record)
+        """Open so many streams, at most `OPENING` at once; the tally shows how far they are."""
+        loop, gate = asyncio.get_running_loop(), asyncio.Semaphore(OPENING)
+        for _ in range(num):
+            await gate.acquire()
+            client = StreamClient(request, self._row, record=record, on_begin=gate.release)
             self._streams.append(client)
-            async with gate:
-                await loop.create_connection(lambda: client, "127.0.0.1", port)
-
-        await asyncio.gather(*(connect() for _ in range(num)))
+            await loop.create_connection(lambda client=client: client, "127.0.0.1", port)  # type: ignore[misc]
 
     async def _open_loops(self, port: int, num: int, most: int, head: bytes, body: tuple[bytes, bytes]) -> None:
         """`most` requests in all, on `num` connections. The bodies differ in eight digits between the two halves."""

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from benchmarks.router.steps import Pace, Steps
+from benchmarks.router.steps import ALL, Pace, Steps
 from benchmarks.router.tally import Tally
 
 MOST_S = 0.05
@@ -55,15 +55,15 @@ class Plain:
         while True:
             now = time.monotonic()
             if self._steps.due(now, len(self._queues)) is not None:
-                self._step(last=False)
+                self._step(self._steps.part)
                 await asyncio.sleep(0)
             else:
                 await asyncio.sleep(self._steps.wait_s(now, len(self._queues), MOST_S))
 
-    def _step(self, *, last: bool) -> None:
-        now = time.monotonic()
-        self._steps.num_emitted += len(self._queues)
-        for name, queue in self._queues.items():
+    def _step(self, part: slice = ALL, *, last: bool = False) -> None:
+        now, queues = time.monotonic(), list(self._queues.items())[part]
+        self._steps.num_emitted += len(queues)
+        for name, queue in queues:
             queue.put_nowait(last)
             self._times[name].append(now)
 
@@ -103,7 +103,7 @@ class Plain:
         answer: Any = None
         match command:
             case "pace":
-                self._steps.set(Pace(values[0]), values[1], time.monotonic())
+                self._steps.set(Pace(values[0]), values[1], time.monotonic(), values[2])
             case "finish":
                 self._steps.set(Pace.HOLD, 0.0, 0.0)
                 self._step(last=True)

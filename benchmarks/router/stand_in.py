@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import zmq
 
-from benchmarks.router.steps import Pace, Steps
+from benchmarks.router.steps import ALL, Pace, Steps
 from benchmarks.router.tally import Tally
 from common.latency.step_model import StepModel
 from common.wire.bind import bind
@@ -32,6 +32,8 @@ from common.wire.messages import (
 )
 
 BEAT_S: Final = 0.1
+SOON_S: Final = 0.001
+"""Sockets are waited for in milliseconds, which would join steps that follow each other sooner."""
 MANY: Final = 1 << 24
 """Blocks, sequences and tokens: a stand-in never lacks room."""
 BLOCK_SIZE: Final = 16
@@ -82,10 +84,11 @@ class StandIn:
                 case AbortRequest(request_id=request_id):
                     self.running.pop(request_id, None)
 
-    def step(self, steps: Steps, now: float, *, last: bool = False) -> None:
-        """A token for each sequence, in one message to each router; the `last` one ends it."""
+    def step(self, steps: Steps, now: float, part: slice = ALL, *, last: bool = False) -> None:
+        """A token for each sequence of a part, in one message to each router; the `last` one ends it."""
         outputs: dict[bytes, list[TokenDelta]] = defaultdict(list)
-        for request_id, sequence in self.running.items():
+        running = list(self.running.items())[part]
+        for request_id, sequence in running:
             ends = last or sequence.index + 1 == sequence.request.params.max_tokens
             delta = TokenDelta(
                 request_id,
@@ -98,7 +101,7 @@ class StandIn:
             outputs[sequence.router].append(delta)
             sequence.index += 1
             sequence.times.append(now)
-        steps.num_emitted += len(self.running)
+        steps.num_emitted += len(running)
         for router, deltas in outputs.items():
             self._tell(router, *deltas)
             for delta in deltas:
@@ -194,8 +197,11 @@ class StandIns:
                     worker.beat()
             turn = self._steps.due(now, self._num_running)
             if turn is not None:
-                self._decode[turn].step(self._steps, time.monotonic())
+                self._decode[turn].step(self._steps, time.monotonic(), self._steps.part)
             wait_s = 0.0 if turn is not None else self._steps.wait_s(now, self._num_running, max(0.0, beat_at - now))
+            if self._steps.pace is Pace.CLOCK and wait_s < SOON_S:
+                time.sleep(wait_s)
+                wait_s = 0.0
             for ready, _ in self._poller.poll(math.ceil(wait_s * 1000)):
                 if ready == self._pipe.fileno():
                     if not self._obey(*self._pipe.recv()):
@@ -212,7 +218,7 @@ class StandIns:
         answer: Any = None
         match command:
             case "pace":
-                self._steps.set(Pace(values[0]), values[1], time.monotonic())
+                self._steps.set(Pace(values[0]), values[1], time.monotonic(), values[2])
             case "finish":
                 self._steps.set(Pace.HOLD, 0.0, 0.0)
                 for worker in self._decode:

@@ -1,4 +1,4 @@
-"""When each stand-in makes its next step, in which every stream of it gets a token."""
+"""When each stand-in makes its next step, and which of its streams get a token in it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from benchmarks.router.tally import TOKENS, Tally
 
 LOOK_S = 0.0005
 """Between two looks at what clients have read."""
+ALL = slice(None)
+"""Every stream of an engine."""
 
 
 class Pace(StrEnum):
@@ -24,17 +26,21 @@ class Pace(StrEnum):
 
 
 class Steps:
-    """The steps of `num_engines` engines, which take turns."""
+    """The steps of `num_engines` engines, which take turns. `part`: the streams of the step that was due last.
+
+    With `most`, a step has so many of them, and `step_s` is the time in which each stream has one: so do many small
+    engines.
+    """
 
     def __init__(self, num_engines: int, tally: Tally) -> None:
         self._num, self._tally = num_engines, tally
-        self.pace, self._step_s = Pace.HOLD, math.inf
+        self.pace, self._step_s, self._most, self.part = Pace.HOLD, math.inf, 0, ALL
         self._turn, self._next_at = 0, math.inf
         self.num_emitted = 0
 
-    def set(self, pace: Pace, step_s: float, now: float) -> None:
+    def set(self, pace: Pace, step_s: float, now: float, most: int = 0) -> None:
         """From `now` on."""
-        self.pace, self._step_s, self._next_at = pace, step_s, now
+        self.pace, self._step_s, self._next_at, self._most = pace, step_s, now, most
 
     def due(self, now: float, num_running: int) -> int | None:
         """The engine whose step is due; None: none is. It counts as made."""
@@ -45,9 +51,14 @@ class Steps:
         if self.pace is Pace.CLOCK:
             if now < self._next_at:
                 return None
-            self._next_at += self._step_s / self._num
-        turn, self._turn = self._turn, (self._turn + 1) % self._num
-        return turn
+            self._next_at += self._step_s / (self._num * self._num_parts(num_running))
+        turns = self._num * self._num_parts(num_running)
+        turn, self._turn = self._turn % turns, (self._turn + 1) % turns
+        self.part = slice(turn // self._num, None, turns // self._num)
+        return turn % self._num
+
+    def _num_parts(self, num_running: int) -> int:
+        return math.ceil(num_running / (self._num * self._most)) if self._most else 1
 
     def wait_s(self, now: float, num_running: int, most_s: float) -> float:
         """How long to wait until the next look."""

@@ -134,6 +134,14 @@ class WorkerConfig(CommonConfig, PodSettings):
     enable_prefix_caching: bool = setting(
         True, "keep finished blocks and reuse them for equal prefixes", group="KV cache"
     )
+    kv_disk_path: str = setting(
+        "",
+        "file in which KV blocks outlive memory and the worker: prompts read them instead of computing them where that "
+        "is faster. Each worker needs its own; `diptych serve` puts the worker's name behind it",
+        group="KV cache",
+        **FILE,
+    )
+    kv_disk_gib: float = setting(0.0, "GiB of the file at --kv-disk-path", group="KV cache", ge=0, le=1_048_576)
     kv_transport: str = setting(
         "auto",
         "how KV blocks travel; auto: through shared memory between workers of one host and user, else over TCP; "
@@ -184,6 +192,13 @@ class WorkerConfig(CommonConfig, PodSettings):
         if self.kv_cache_dtype == "int8" and self.device != "cpu":
             raise ConfigError("kv_cache_dtype", "int8", f"auto or fp8 on {self.device}")
         parse_cores(self.cores)
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        if bool(self.kv_disk_path) != (self.kv_disk_gib > 0):
+            raise ConfigError("kv_disk_gib", self.kv_disk_gib, "above 0 with --kv-disk-path, and 0 without")
+        if self.kv_disk_gib and not self.enable_prefix_caching:
+            raise ConfigError("kv_disk_gib", self.kv_disk_gib, "0 without prefix caching: it holds cached blocks")
 
     @property
     def places(self) -> int:

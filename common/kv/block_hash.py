@@ -29,9 +29,21 @@ class BlockHasher:
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Hashes of all full blocks of `token_ids`, which must begin with the tokens hashed before."""
-        size, tail, blake2b = self.block_size, self._tail, hashlib.blake2b
-        new = array("I", token_ids[len(self.hashes) * size : len(token_ids) // size * size]).tobytes()
-        num_bytes = TOKEN_BYTES * size
+        size = self.block_size
+        return self._extend(array("I", token_ids[len(self.hashes) * size : len(token_ids) // size * size]).tobytes())
+
+    def extend_packed(self, packed: bytes) -> list[bytes]:
+        """The same of tokens in their form on the wire."""
+        num_bytes = TOKEN_BYTES * self.block_size
+        return self._extend(packed[len(self.hashes) * num_bytes : len(packed) // num_bytes * num_bytes])
+
+    def resume(self, hashes: list[bytes]) -> None:
+        """Take the hashes of the sequence's first blocks as they are: none of it was hashed before."""
+        if hashes:
+            self.hashes, self._tail = hashes, hashes[-1]
+
+    def _extend(self, new: bytes) -> list[bytes]:
+        tail, blake2b, num_bytes = self._tail, hashlib.blake2b, TOKEN_BYTES * self.block_size
         for at in range(0, len(new), num_bytes):
             tail = blake2b(tail + new[at : at + num_bytes], digest_size=DIGEST_BYTES).digest()
             self.hashes.append(tail)

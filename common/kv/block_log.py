@@ -1,4 +1,4 @@
-"""What the prefix cache of one worker holds, and what changed since routers were last told."""
+"""What the prefix cache of one worker and its tiers hold, and what changed since routers were last told."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class BlockLog:
         self.epoch, self._max_changes = epoch, max_changes
         self._lock = threading.Lock()
         self._held: set[bytes] = set()
-        self._changes: dict[bytes, bool] = {}  # whether the block is there now
+        self._below: set[bytes] = set()  # in a tier, also while they are held
+        self._changed: dict[bytes, None] = {}
         self._cleared = self._overflowed = False
         self._sequence = 0
 
@@ -36,64 +37,83 @@ class BlockLog:
         short = block_hash[:SHORT_HASH_BYTES]
         with self._lock:
             self._held.add(short)
-            self._change(short, True)
+            self._change(short)
 
     def removed(self, block_hash: bytes) -> None:
         """The block was evicted."""
         short = block_hash[:SHORT_HASH_BYTES]
         with self._lock:
             self._held.discard(short)
-            self._change(short, False)
+            self._change(short)
+
+    def in_tier(self, block_hash: bytes, is_there: bool) -> None:
+        """The block entered or left the tiers below the prefix cache. Callable from any thread."""
+        short = block_hash[:SHORT_HASH_BYTES]
+        with self._lock:
+            (self._below.add if is_there else self._below.discard)(short)
+            if short not in self._held:
+                self._change(short)
 
     def cleared(self) -> None:
-        """The prefix cache forgot every block."""
+        """The prefix cache forgot every block, and so will the tiers."""
         with self._lock:
             self._held.clear()
-            self._changes.clear()
+            self._changed.clear()
             self._cleared, self._overflowed = True, False
 
     def take(self) -> list[BlockEvents]:
         """The changes since the last call, for all routers. Callable from any thread, but from one only."""
         with self._lock:
-            changes, self._changes = self._changes, {}
+            changed, self._changed = self._changed, {}
             cleared, self._cleared = self._cleared, False
             overflowed, self._overflowed = self._overflowed, False
             if overflowed:
                 self._sequence += 1
                 return []
             events = []
-            hashes = list(changes)
+            hashes = list(changed)
             for first in range(0, len(hashes) or int(cleared), MAX_SHORT_HASHES):
                 self._sequence += 1
                 told = hashes[first : first + MAX_SHORT_HASHES]
-                stored = b"".join(short for short in told if changes[short])
-                removed = b"".join(short for short in told if not changes[short])
+                gone = [short for short in told if short not in self._held]
                 events.append(
                     BlockEvents(
                         epoch=self.epoch,
                         sequence=self._sequence,
-                        stored=stored,
-                        removed=removed,
+                        stored=b"".join(short for short in told if short in self._held),
+                        removed=b"".join(gone),
                         cleared=cleared and not first,
+                        below=b"".join(short for short in gone if short in self._below),
                     )
                 )
             return events
 
     def snapshot(self) -> list[BlockSnapshot]:
-        """All blocks of the prefix cache, in pieces. At least one piece. Callable from any thread."""
+        """All blocks of the prefix cache and of tiers, in pieces. At least one piece. Callable from any thread."""
         with self._lock:
-            hashes, sequence = b"".join(self._held), self._sequence
+            parts = [b"".join(self._held), b"".join(self._below - self._held)]
+            sequence = self._sequence
         size = SHORT_HASH_BYTES * MAX_SHORT_HASHES
-        pieces = [hashes[first : first + size] for first in range(0, len(hashes), size)] or [b""]
+        pieces = [
+            (hashes[first : first + size], is_below)
+            for hashes, is_below in zip(parts, (False, True), strict=True)
+            for first in range(0, len(hashes), size)
+        ] or [(b"", False)]
         return [
-            BlockSnapshot(epoch=self.epoch, sequence=sequence, piece=number, num_pieces=len(pieces), hashes=piece)
-            for number, piece in enumerate(pieces)
+            BlockSnapshot(
+                epoch=self.epoch,
+                sequence=sequence,
+                piece=number,
+                num_pieces=len(pieces),
+                **{"below" if is_below else "hashes": hashes},
+            )
+            for number, (hashes, is_below) in enumerate(pieces)
         ]
 
-    def _change(self, short: bytes, is_held: bool) -> None:
+    def _change(self, short: bytes) -> None:
         if self._overflowed:
             return
-        self._changes[short] = is_held
-        if len(self._changes) > self._max_changes:
-            self._changes.clear()
+        self._changed[short] = None
+        if len(self._changed) > self._max_changes:
+            self._changed.clear()
             self._cleared, self._overflowed = False, True

@@ -6,7 +6,7 @@ One engine loop owns a pool; nothing here locks. Blocks are plain indices into t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.errors import BlockError
@@ -30,7 +30,7 @@ class BlockPool:
     """Allocation, reference counts and an LRU prefix cache over hashed blocks.
 
     `allocate` takes the block that became free last: its memory is mapped, while a block that was never used costs a
-    page fault for every 4 KiB.
+    page fault for every 4 KiB. `on_published` hears of each block that enters the prefix cache.
     A block can be published under its hash once `wrote` has named every slot of it since its allocation: completed
     steps or a verified transfer wrote them. A published block stays in the cache after its release until the pool
     needs it, least recently released first.
@@ -55,7 +55,8 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._log = log or BlockLog()
+        self.log = log or BlockLog()
+        self.on_published: Callable[[int, bytes], None] = lambda block, block_hash: None
 
     @property
     def num_available(self) -> int:
@@ -139,7 +140,16 @@ class BlockPool:
             return
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
-        self._log.stored(block_hash)
+        self.log.stored(block_hash)
+        self.on_published(block, block_hash)
+
+    def is_published(self, block: int, block_hash: bytes) -> bool:
+        """Whether the block holds what the hash says. Callable from any thread.
+
+        If so before and after another thread copied the block, nothing was written to it meanwhile: to be written it
+        would have to be evicted first.
+        """
+        return self._hash_of.get(block) == block_hash
 
     def reset_cache(self) -> None:
         """Forget every published block; the unowned ones become free."""
@@ -147,7 +157,7 @@ class BlockPool:
         self._cached.clear()
         self._hash_of.clear()
         self._block_of.clear()
-        self._log.cleared()
+        self.log.cleared()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> BlockCounts:
         """Check that the blocks `owners` hold are exactly the owned ones, and that published ones are complete.
@@ -179,5 +189,5 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
-        self._log.removed(block_hash)
+        self.log.removed(block_hash)
         return block

@@ -48,14 +48,18 @@ class LinkModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Links(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a worker knows of each way in which KV reaches it: over TCP, and through shared memory."""
+    """What a worker knows of each way in which KV reaches it: over TCP, through shared memory, and from its own disk.
+
+    `disk` has no bytes in a block for a worker without a tier, and a guess before the first read.
+    """
 
     tcp: LinkModel = LinkModel()
     shm: LinkModel = LinkModel()
+    disk: LinkModel = LinkModel()
 
     @property
     def usual(self) -> LinkModel:
-        """That of the way by which more came."""
+        """That of the way by which more came from others."""
         return self.shm if self.shm.num_transfers > self.tcp.num_transfers else self.tcp
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import ClassVar, Generic, TypeVar
 
 from common.errors import WireError
 from common.grammar.grammars import GrammarReady, Grammars
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
+from common.latency.link_model import Links
 from common.latency.step_model import StepShape
 from common.requests.awaited_grammars import AwaitedGrammars
 from common.requests.knobs import KnobLog
 from common.requests.reports import Reports
+from common.requests.restores import Restores
 from common.requests.rules import RequestRules
 from common.requests.scheduler import Scheduler
 from common.requests.sequence import WorkerSequence
 from common.requests.step_budget import Knob
+from common.tiers.block_read import BlockRead
+from common.tiers.block_tiers import BlockTiers, ReadEnded
 from common.wire.message_fields import Role
 from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
 from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
@@ -46,9 +50,12 @@ class RequestEngine(Engine, Generic[R, S]):
         rules: RequestRules,
         metrics: WorkerMetrics,
         grammars: Grammars | None,
+        tiers: BlockTiers | None = None,
     ) -> None:
         """Without `grammars`, requests with a grammar are refused."""
         super().__init__(send)
+        self._tiers = tiers
+        self._restores = Restores(tiers, scheduler.block_size, metrics)
         self.scheduler: Scheduler[S] = scheduler
         self.metrics = metrics
         self._rules, self._max_waiting = rules, config.max_waiting
@@ -73,6 +80,8 @@ class RequestEngine(Engine, Generic[R, S]):
                     self._drop(sequence, "aborted")
             case RequestReceived(_, ResetPrefixCache()):
                 self.scheduler.pool.reset_cache()
+                self._restores.reset()
+                self._end_reads([sequence.read for sequence in self.scheduler if sequence.read is not None])
             case RequestReceived(router, message):
                 self._refuse(router, message, f"a {self.role} worker takes no {type(message).__name__}")
             case RouterLost(router):
@@ -80,6 +89,8 @@ class RequestEngine(Engine, Generic[R, S]):
                 for sequence in self.scheduler:
                     if sequence.router == router:
                         self._drop(sequence, "router lost")
+            case ReadEnded(read):
+                self._end_reads([read])
             case GrammarReady(compiled):
                 self._grammars.ready(compiled, self.scheduler)
             case _:
@@ -111,6 +122,8 @@ class RequestEngine(Engine, Generic[R, S]):
             serials=self._serials,
             batch_cap=scheduler.batch_cap.value,
             step_tokens=scheduler.max_step_tokens,
+            links=Links(disk=self._restores.link),
+            tiers=self._tiers.counts if self._tiers is not None else (),
         )
 
     def _note_knobs(self, others: Mapping[str, Knob], now: float) -> None:
@@ -150,7 +163,7 @@ class RequestEngine(Engine, Generic[R, S]):
             return
         hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
         sequence = self._add(router, request, token_ids, hasher, time.monotonic())
-        self.scheduler.expect_hits(sequence)
+        self.scheduler.expect_hits(sequence, self._restores.num_held)
         self._grammars.ask(sequence)
 
     def _continue(self, known: S, request: R) -> bool:
@@ -178,8 +191,21 @@ class RequestEngine(Engine, Generic[R, S]):
     def _drop(self, sequence: S, reason: str) -> None:
         """Forget a sequence without a word to its router."""
 
+    def _end_reads(self, reads: Iterable[BlockRead]) -> None:
+        """Let the prompts of these reads, as far as they are still here, go on from what was read."""
+        for read in reads:
+            sequence = self.scheduler.find(read.request_id)
+            if sequence is not None and sequence.read is read:
+                self._restores.end(sequence, read)
+                self.scheduler.restored(sequence, read.num_done)
+                self._on_restored(sequence)
+
+    def _on_restored(self, sequence: S) -> None:
+        """The sequence has got all that it gets from tiers."""
+
     def _expire_requests(self, now: float) -> None:
-        """Fail requests whose time is over, and those whose grammar is not compiled in time."""
+        """Fail requests whose time is over, and those whose grammar is not compiled in time; end late reads."""
+        self._end_reads(self._restores.late(self.scheduler, now))
         for sequence in self.scheduler:
             if sequence.deadline < now:
                 phase = self._phase_of(sequence)

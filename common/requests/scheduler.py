@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from common.errors import BlockError
@@ -104,9 +104,14 @@ class Scheduler(ABC, Generic[S]):
         """How many blocks hold the KV of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def expect_hits(self, sequence: S) -> None:
-        """Note how much of a new request is cached now, to predict how long it takes."""
-        sequence.num_expected_hits = len(self._cached_prefix(sequence)) * self.block_size
+    def expect_hits(self, sequence: S, num_below: Callable[[Sequence[bytes]], int] = lambda hashes: 0) -> None:
+        """Note how much of a new request is cached now, to predict how long it takes.
+
+        `num_below` says how many of a chain's first blocks are in tiers below the prefix cache.
+        """
+        num_hits = len(self._cached_prefix(sequence))
+        num_hits += num_below(sequence.hasher.hashes[num_hits : sequence.num_cacheable // self.block_size])
+        sequence.num_expected_hits = num_hits * self.block_size
 
     @abstractmethod
     def _enqueue(self, sequence: S) -> None:
@@ -144,6 +149,13 @@ class Scheduler(ABC, Generic[S]):
                 budget -= num_tokens
                 logprob_room -= num_tokens if keeps_logits else 0
 
+    def restored(self, sequence: S, num_blocks: int) -> None:
+        """So many blocks behind those computed were read from tiers. Nothing writes to the sequence's blocks now."""
+        begin, end = sequence.num_computed, sequence.num_computed + num_blocks * self.block_size
+        self.pool.wrote(sequence.blocks, begin, end)
+        sequence.num_computed = sequence.num_expected_hits = end
+        self._publish(sequence, end)
+
     def _publish(self, sequence: S, num_tokens: int) -> None:
         """Offer the blocks that the sequence's first `num_tokens` tokens fill to later requests."""
         num_full = num_tokens // self.block_size
@@ -160,5 +172,7 @@ class Scheduler(ABC, Generic[S]):
         sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
 
     def _check_not_lent(self, sequence: S) -> None:
-        if sequence.lent:
-            raise BlockError(f"request {sequence.request_id} cannot lose blocks that a transfer reads or writes")
+        if sequence.lent or sequence.read is not None:
+            raise BlockError(
+                f"request {sequence.request_id} cannot lose blocks that a transfer reads or writes, or a disk"
+            )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.kv.block_hash import BlockHasher
 from common.latency.step_model import StepShape
+from common.tiers.block_read import BlockRead
 from common.wire.messages import DecodeRequest, PrefillRequest
 from common.wire.sampling_params import SamplingParams
 
@@ -21,8 +22,9 @@ class WorkerSequence:
 
     While its blocks are `lent`, a transfer reads or writes them, and they cannot be released. The first `num_published`
     of them are in the prefix cache. Of the tokens, `num_request_tokens` came with the request, and `num_cached` were
-    found in a prefix cache; `num_expected_hits` were there when the request came. Times are engine clock, in seconds:
-    the first token is due at `due_at`, infinity without a goal.
+    found in a prefix cache, `num_restored` of these in a tier below memory; `num_expected_hits` were there when the
+    request came, or are being read by `read`, during which nothing of it is computed. Times are engine clock, in
+    seconds: the first token is due at `due_at`, infinity without a goal.
     """
 
     router: bytes
@@ -41,6 +43,8 @@ class WorkerSequence:
     num_expected_hits: int = 0
     admitted_at: float = 0.0
     constraint: Constraint | None = None
+    read: BlockRead | None = None
+    num_restored: int = 0
 
     def __post_init__(self) -> None:
         self.num_request_tokens = len(self.token_ids)
@@ -97,7 +101,7 @@ class WorkerSequence:
 
     @property
     def remaining_shape(self) -> StepShape:
-        """The same, as if one step computed them. Before admission, without what the cache is expected to hold."""
+        """The same, as if one step computed them, without what a cache or a tier is expected to hold."""
         return StepShape.of_prompt(max(self.num_computed, self.num_expected_hits), len(self.token_ids))
 
     @property

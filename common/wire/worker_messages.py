@@ -63,7 +63,7 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     `block_sequence`; 0: the prefix cache has always been empty. At present `batch_cap` requests run side by side at
     most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says. `planner` is the id of the
     router that may change roles: the least of those that said they would; "" if none did. `links` is fitted to the KV
-    transfers that came to this worker.
+    transfers that came to this worker, and to reads of its tier.
     """
 
     worker_id: Name
@@ -97,7 +97,8 @@ class BlockEvents(Message, frozen=True, tag=25):
     """What changed in a worker's prefix cache since the events before, sent to every router before a heartbeat.
 
     `sequence` grows by one from event to event of a worker's life: after a gap the router asks for a snapshot.
-    With `cleared` the worker forgot all blocks before it `stored` these. No block is in both lists.
+    With `cleared` the worker forgot all blocks before it `stored` these. No block is in both lists. Of the `removed`
+    blocks, and of those that were in neither, `below` are in a tier below the prefix cache.
     """
 
     epoch: Count
@@ -105,12 +106,14 @@ class BlockEvents(Message, frozen=True, tag=25):
     stored: ShortHashes = b""
     removed: ShortHashes = b""
     cleared: bool = False
+    below: ShortHashes = b""
 
 
 class BlockSnapshot(Message, frozen=True, tag=26):
     """One of `num_pieces` pieces of all that is in a worker's prefix cache, in order, from piece 0.
 
-    It holds all events up to `sequence`, and maybe some of the next ones, which do no harm when they come again.
+    It holds all events up to `sequence`, and maybe some of the next ones, which do no harm when they come again. Blocks
+    that are only in a tier below the prefix cache are `below`.
     """
 
     epoch: Count
@@ -118,6 +121,7 @@ class BlockSnapshot(Message, frozen=True, tag=26):
     piece: Count
     num_pieces: Count
     hashes: ShortHashes = b""
+    below: ShortHashes = b""
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):

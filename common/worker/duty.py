@@ -28,6 +28,7 @@ from common.worker.vitals import WorkerIdentity
 if TYPE_CHECKING:
     from common.grammar.grammars import Grammars
     from common.runner.loaded import LoadedModel
+    from common.tiers.block_tiers import BlockTiers, ReadEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,16 @@ class Duty(ABC):
         self.config, self.parts = config, parts
         self.block_log = BlockLog(parts.identity.epoch)
         """What the prefix cache holds; it begins empty, as the pool of each duty does."""
+        self._tiers: BlockTiers | None = None
 
     def bind_kv(self) -> str:
         """Bind the KV socket if this role has one, and return its address; raises zmq.ZMQError for a taken port."""
         return ""
 
-    def close_kv(self) -> None:  # noqa: B027 (a role without a KV socket has nothing to close)
-        """Close what `bind_kv` bound, when no engine took it over."""
+    def close_kv(self) -> None:
+        """Close what `bind_kv` bound and the tiers, when no engine took them over."""
+        if self._tiers is not None:
+            self._tiers.close()
 
     @abstractmethod
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
@@ -77,6 +81,18 @@ class Duty(ABC):
             enable_prefix_caching=self.config.enable_prefix_caching,
             log=self.block_log,
         )
+
+    def new_tiers(self, loaded: LoadedModel, pool: BlockPool, notify: Callable[[ReadEnded], None]) -> BlockTiers | None:
+        """What is below the prefix cache, started; None without. Raises ConfigError or OSError.
+
+        Called before any socket is made that only the engine would close.
+        """
+        from common.tiers.opened import open_tiers  # which imports torch, as the model has by now
+
+        self._tiers = open_tiers(self.config, loaded.kv, loaded.fingerprint, pool, notify)
+        if self._tiers is not None:
+            self._tiers.start()
+        return self._tiers
 
     def new_sender(self, loaded: LoadedModel, on_ended: Callable[[TransferEnded], None], **options: Any) -> KVSender:
         """Ships blocks of this worker's cache; `options` are the settings of `KVSender` that differ by role."""

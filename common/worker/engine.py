@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
@@ -20,6 +20,7 @@ from common.latency.link_model import Links
 from common.latency.step_fit import StepFit
 from common.latency.step_model import StepModel, StepShape
 from common.machine.core_share import CoreShare
+from common.tiers.counts import TierCounts
 from common.wire.messages import Message
 from common.worker.step_times import StepTimes
 
@@ -92,6 +93,7 @@ class EngineStatus:
     serials: Mapping[bytes, int] = field(default_factory=dict)
     batch_cap: int = 0
     step_tokens: int = 0
+    tiers: Sequence[TierCounts] = ()
     at: float = 0.0
 
     def waiting_left_s(self, now: float) -> float:

@@ -12,6 +12,7 @@ from common.machine.process_metrics import register_process
 from common.observe.families import Families
 from common.worker.engine import EngineStatus
 from common.worker.scaling import DecodeLoad, active_requests, backlog_s, pressure, unblocked_share
+from common.worker.tier_metrics import TierCollector
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
@@ -97,6 +98,7 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": worker_id}
         self.registry.register(_StatusCollector(status, self._labels, lambda: self._role, slo_tpot_s))
+        self.registry.register(TierCollector(status, self._labels))
         register_process(self.registry, self._labels)
         histogram, counter = self._histogram, self._counter
         self.queue_seconds = histogram("vllm:request_queue_time_seconds", "From acceptance to the first computed token")
@@ -135,6 +137,7 @@ class WorkerMetrics:
             "From a stream's last token here to its safe arrival on another worker",
             SHORT_SECONDS,
         )
+        self._tier_hits, self._tier_reads = self._tiers()
         self._knob, self._knob_changes = self._knobs()
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
 
@@ -161,6 +164,13 @@ class WorkerMetrics:
     def count_finished(self, reason: str) -> None:
         self._finished.labels(*self._labels.values(), reason).inc()
 
+    def count_hits(self, num_tokens: int, tier: str = "memory") -> None:
+        """So many tokens of a prompt were found there."""
+        self._tier_hits.labels(*self._labels.values(), tier).inc(num_tokens)
+
+    def count_tier_read(self, outcome: str) -> None:
+        self._tier_reads.labels(*self._labels.values(), outcome).inc()
+
     def count_failed(self, phase: str) -> None:
         self._failed.labels(*self._labels.values(), phase).inc()
 
@@ -175,6 +185,14 @@ class WorkerMetrics:
         changes = "Times that the reason for such a number changed, by the new reason"
         knob = Gauge("diptych_knob", text, [*self._labels, "knob"], registry=self.registry)
         return knob, self._labelled("diptych_knob_changes", changes, "knob", "reason")
+
+    def _tiers(self) -> tuple[Counter, Counter]:
+        hits = "Prompt tokens found in a prefix cache, by tier: memory, disk"
+        reads = "Prompts with blocks in a tier, by outcome: read, late, missing, or slower than computing"
+        return (
+            self._labelled("diptych_prefix_hit_tokens", hits, "tier"),
+            self._labelled("diptych_kv_tier_reads", reads, "outcome"),
+        )
 
     def _labelled(self, name: str, text: str, *labels: str) -> Counter:
         """A counter with more labels than the others."""

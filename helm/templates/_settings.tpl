@@ -59,6 +59,10 @@ allow_remote: true
 {{- $_ := set $settings "kv_port" 7002 }}
 {{- with $model.slo }}{{ if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}{{ end }}
 {{- end }}
+{{- if .pool.kvDisk.enabled }}
+{{- $_ := set $settings "kv_disk_path" "/var/lib/diptych/kv/blocks" }}
+{{- $_ := set $settings "kv_disk_gib" (int .pool.kvDisk.gib) }}
+{{- end }}
 {{- if .root.Values.podDeletionCost.enabled }}
 {{- $_ := set $settings "pod_deletion_cost" true }}
 {{- end }}
@@ -68,7 +72,7 @@ allow_remote: true
 {{/* The TOML section of the role that a pool's workers may change to, as the defaults of that role say: (root, role, pool). */}}
 {{- define "diptych.otherRole" -}}
 {{- $other := ternary "decode" "prefill" (eq .role "prefill") }}
-{{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model) }}
+{{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model "kvDisk" .pool.kvDisk) }}
 {{- $settings := include "diptych.workerSettings" (dict "root" .root "role" $other "pool" $pool) | fromYaml }}
 {{- include "diptych.toml" (dict "section" (printf "%s_worker" $other) "settings" $settings) }}
 {{- end }}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median_high
 
 from common.config import RouterConfig
 from common.config.request_class import DEFAULT, RequestClass
@@ -32,6 +32,7 @@ from router.policy.patience import Patience
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.shortlist import FEW, Shortlist
 from router.streams.client import ANYONE, Caller, GenerationRequest
+from router.streams.decoding import Decoding
 from router.streams.request_state import Assignment, RequestState, Stage
 
 log = logging.getLogger(__name__)
@@ -90,21 +91,19 @@ class Admission:
         self._priorities = sorted({one.priority for one in self._classes.values()})
         self._placed_at: dict[int, float] = {}  # by priority: when a request was last placed
 
-    def observe(self, states: Iterable[RequestState], now: float) -> None:
+    def observe(self, decoding: Decoding, now: float) -> None:
         """Note how long requests have waited for their first token, or have been decoded; at each tick."""
         self._least_turn_s = None
-        waiting, decoding = [], []
-        for state in states:
-            if (decode := state.decoded_on) is not None:
-                decoding.append((decode.address, now - decode.delivered_at))
-            elif (worker := state.waits_for) is not None and state.stage is Stage.PREFILL:
+        waiting = []
+        for state in decoding.open:
+            if (worker := state.waits_for) is not None and state.stage is Stage.PREFILL:
                 waiting.append((state.request.priority, worker.address, now - state.progress_at))
         waits_from = {
             priority: observed_waits_s((address, waited_s) for level, address, waited_s in waiting if level >= priority)
             for priority in self._priorities[1:]
         }
         waits_s = observed_waits_s((address, waited_s) for _, address, waited_s in waiting)
-        self._registry.on_observed(waits_s, lasting_s(decoding), waits_from)
+        self._registry.on_observed(waits_s, lasting_s(decoding.begun, now), waits_from)
 
     def class_of(self, request: GenerationRequest) -> RequestClass:
         """The class of a request; one of an unknown name is of the class `default`."""
@@ -320,12 +319,13 @@ def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
     return {address: waits_s[-NUM_LATE] for address, waits_s in _sorted_by_address(waits).items()}
 
 
-def lasting_s(decoding: Iterable[tuple[str, float]]) -> dict[str, float]:
+def lasting_s(begun: Mapping[str, Mapping[str, float]], now: float) -> dict[str, float]:
     """By address, how long half of its requests have been decoded; without addresses that decode only a few.
 
-    When load rises, the requests that have ended were quick: those that run show sooner that a full batch is slow.
+    `begun`: when each of them began, by address and id. When load rises, the requests that have ended were quick: those
+    that run show sooner that a full batch is slow.
     """
-    return {address: median_low(ages_s) for address, ages_s in _sorted_by_address(decoding).items()}
+    return {address: now - median_high(times.values()) for address, times in begun.items() if len(times) >= NUM_LATE}
 
 
 def _sorted_by_address(times: Iterable[tuple[str, float]]) -> dict[str, list[float]]:

@@ -22,7 +22,7 @@ from router.admission.demand import Demand, DemandMeter
 from router.admission.holding import Holding
 from router.admission.load import DispatchCounters
 from router.admission.waiting import OUTPUT_WEIGHT, WaitingRequests
-from router.dispatch.silence import least_quiet_s, why_left
+from router.dispatch.quiet import QuietRequests
 from router.dispatch.turns import Cancel, Later, Turns
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
@@ -37,6 +37,8 @@ from router.policy.forecast import RequestShape
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.split import SplitForecaster
 from router.streams.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
+from router.streams.decoding import Decoding
+from router.streams.known_hashes import KnownHashes
 from router.streams.request_state import Assignment, RequestState
 from router.streams.stream import StreamConflict, TokensDiffer
 
@@ -85,10 +87,9 @@ class DispatchCore:
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
         self._growth = Growth(registry, self._placement.lengths)
-        self._least_quiet_s = least_quiet_s(config)
-        holding = Holding(registry, self.waiting)
+        self._decoding, self._known_hashes, self._quiet = Decoding(), KnownHashes(), QuietRequests(config)
+        holding = self._holding = Holding(registry, self.waiting)
         self._admission = Admission(registry, policy, config, self.counters, holding, self._placement.shortlist)
-        self._holding = holding
         self._turns = Turns(
             config,
             registry,
@@ -130,6 +131,8 @@ class DispatchCore:
         """The consumer has ended, whether the request is over or not."""
         self._deadlines.pop(state.request.request_id, _nothing)()
         self.waiting.discard(state)
+        self._decoding.discard(state)
+        self._quiet.discard(state)
         if self.states.pop(state.request.request_id, None) is not None:
             self.waiting.charge(state, OUTPUT_WEIGHT * len(state.stream.token_ids))
         if not state.done:
@@ -222,11 +225,12 @@ class DispatchCore:
         if self._config.balance_decode:
             self._balancer.tick(self.states, now)
         self._turns.serve(now)
-        for state in [one for one in self.states.values() if now - one.progress_at > self._least_quiet_s]:
-            self._check_progress(state, now)
-        self._admission.observe(self.states.values(), now)
-        self._turns.take_back(self.states.values(), now)
-        for state, error in self._admission.shed(self.states.values(), now):
+        for state, assignment, why in self._quiet.silent(self.states, self._registry.workers, now):
+            self._recover(state, assignment, why, now)
+        self._decoding.look()
+        self._admission.observe(self._decoding, now)
+        self._turns.take_back(self._decoding.open, now)
+        for state, error in self._admission.shed(self._decoding.open, now):
             self._fail(state, error)
         self._roles.tick(now, len(self.waiting))
 
@@ -245,7 +249,7 @@ class DispatchCore:
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         try:
-            state = RequestState(request, now)
+            state = RequestState(request, now, self._known_hashes)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
         request_class = self._admission.class_of(request)
@@ -257,6 +261,8 @@ class DispatchCore:
         num_expected = shape.num_expected if shape else 0
         self._admission.check(choice, now, request_class, request.key, state.num_tokens, num_expected)
         self.states[request.request_id] = state
+        self._decoding.add(state)
+        self._quiet.add(state)
         deadline = self._actions.later(request.deadline_s, lambda _: self._on_deadline(state))
         self._deadlines[request.request_id] = deadline
         self.waiting.add(state, now)
@@ -337,6 +343,8 @@ class DispatchCore:
     def _finish(self, state: RequestState, last: Assignment, now: float) -> None:
         """The last token has come: release the workers, and abort on a decode worker that may still expect KV."""
         state.done = True
+        self._decoding.discard(state)
+        self._quiet.discard(state)
         self._placement.settle(state)
         self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
         self._turns.soon(now)
@@ -371,15 +379,6 @@ class DispatchCore:
         elif state in self.waiting:
             self._turns.try_place(state, now)
 
-    def _check_progress(self, state: RequestState, now: float) -> None:
-        """Move a request whose worker looks healthy but lost a message, or whose message was lost."""
-        assignment = state.waits_for
-        if state.done or assignment is None:
-            return
-        idle_since = self._registry.workers[assignment.address].idle_since
-        if why := why_left(state, assignment, self._config, idle_since, now):
-            self._recover(state, assignment, why, now)
-
     def _on_deadline(self, state: RequestState) -> None:
         if not state.done:
             allowed = f"{state.request.deadline_s:g} s"
@@ -390,6 +389,8 @@ class DispatchCore:
             return
         self.counters.num_failures[type(error).__name__] += 1
         self.waiting.discard(state)
+        self._decoding.discard(state)
+        self._quiet.discard(state)
         self._placement.withdraw(state)
         state.fail(error)
         self._actions.wake(state.request.request_id)

@@ -51,6 +51,8 @@ class BlockReports:
             self._index.clear(address)
         self._index.remove(address, shorts_of(events.removed))
         self._index.store(address, shorts_of(events.stored))
+        if events.below:
+            self._index.store_below(address, shorts_of(events.below))
 
     def on_snapshot(self, address: str, snapshot: BlockSnapshot) -> None:
         """Take the next piece of a snapshot; once the last is there, events go on behind it."""
@@ -62,6 +64,8 @@ class BlockReports:
         elif snapshot.piece != followed.next_piece:
             return  # a piece was lost: the next heartbeat shows that the index is behind
         self._index.store(address, shorts_of(snapshot.hashes))
+        if snapshot.below:
+            self._index.store_below(address, shorts_of(snapshot.below))
         followed.next_piece = snapshot.piece + 1
         if followed.next_piece == snapshot.num_pieces:
             followed.sequence, followed.next_piece, followed.asked_at = snapshot.sequence, 0, None

@@ -1,4 +1,5 @@
-"""Which worker holds which KV block in its prefix cache: what workers report, and what they will report soon.
+"""Which worker holds which KV block: what workers report of their prefix caches and of the tiers below, and what they
+will report soon.
 
 The index is inverted: a block's hash leads to the workers that hold it, as the bits of a number. The hits of a prompt
 on all workers take one look-up for each block that some worker holds, however many workers there are.
@@ -7,7 +8,7 @@ on all workers take one look-up for each block that some worker holds, however m
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -22,10 +23,14 @@ EXPECTED_S = 30.0
 
 @dataclass(slots=True)
 class _Holdings:
-    """What one worker holds. `bit` stands for the worker. `expected` says until when, the earliest first."""
+    """What one worker holds. `bit` stands for the worker. `expected` says until when, the earliest first.
+
+    `below` are in a tier; some of them may have come to `stored` since.
+    """
 
     bit: int
     stored: set[bytes] = field(default_factory=set)
+    below: set[bytes] = field(default_factory=set)
     expected: dict[bytes, float] = field(default_factory=dict)
 
 
@@ -33,12 +38,13 @@ class PrefixHits:
     """How many leading blocks of one prompt each worker holds.
 
     `levels` are (number of blocks, workers that hold at least so many), with ever more blocks and ever fewer workers.
+    `reach` is the same with the tiers below prefix caches, None if they have nothing to add.
     """
 
-    __slots__ = ("_counts", "_index", "_masks")
+    __slots__ = ("_counts", "_index", "_masks", "reach")
 
-    def __init__(self, index: PrefixIndex, levels: Sequence[tuple[int, int]]) -> None:
-        self._index = index
+    def __init__(self, index: PrefixIndex, levels: Sequence[tuple[int, int]], reach: PrefixHits | None = None) -> None:
+        self._index, self.reach = index, reach
         self._counts = [count for count, _ in levels]
         self._masks = [mask for _, mask in levels]
 
@@ -50,12 +56,21 @@ class PrefixHits:
         # The masks only lose bits: find the last one with this bit.
         return self._counts[bisect_left(self._masks, 1, lo=1, key=lambda mask: not mask & bit) - 1]
 
+    def num_reachable(self, address: str) -> int:
+        """The same, with those in its tiers."""
+        return (self.reach or self).num_blocks(address)
+
     def levels(self) -> Iterator[int]:
-        """Masks of the workers that hold the most blocks, then of those that hold as many as the next, and so on."""
-        return reversed(self._masks)
+        """Masks of the workers that hold the most blocks, then of those that hold as many as the next, and so on.
+
+        Those that hold them in memory come first.
+        """
+        yield from reversed(self._masks)
+        if self.reach is not None:
+            yield from self.reach.levels()
 
     def __bool__(self) -> bool:
-        return bool(self._masks)
+        return bool(self._masks or self.reach)
 
 
 class PrefixIndex:
@@ -65,6 +80,7 @@ class PrefixIndex:
         self._capacity, self._expected_s, self._total = capacity, expected_s, total
         self._num_stored = 0
         self._holders: dict[bytes, int] = {}
+        self._holders_below: dict[bytes, int] = {}
         self._workers: dict[str, _Holdings] = {}
         self._addresses: list[str] = []  # by the place of a worker's bit; "" is free
 
@@ -101,6 +117,16 @@ class PrefixIndex:
             holders[short] = bit if mask is None else mask | bit
         self._end_expectations(held, shorts)
 
+    def store_below(self, address: str, shorts: Sequence[bytes]) -> None:
+        """The worker reports that it holds these blocks in a tier below its prefix cache."""
+        held = self._held(address)
+        room = min(self._capacity - len(held.below), self._total - self._num_stored)
+        new = [short for short in shorts if short not in held.below][: max(0, room)]
+        held.below.update(new)
+        self._num_stored += len(new)
+        for short in new:
+            self._holders_below[short] = self._holders_below.get(short, 0) | held.bit
+
     def remove(self, address: str, shorts: Sequence[bytes]) -> None:
         """The worker reports that it holds these blocks no longer, which ends every expectation of them."""
         held = self._held(address)
@@ -109,6 +135,8 @@ class PrefixIndex:
         self._num_stored -= len(gone)
         for short in gone:
             self._drop(short, held)
+        if held.below:
+            self._drop_below(held, held.below.intersection(shorts))
         self._end_expectations(held, shorts)
 
     def clear_stored(self, address: str) -> None:
@@ -119,6 +147,7 @@ class PrefixIndex:
         for short in stored:
             if short not in held.expected:
                 self._drop(short, held)
+        self._drop_below(held, set(held.below))
 
     def expire(self, now: float) -> None:
         """Forget blocks that were expected for too long."""
@@ -133,12 +162,14 @@ class PrefixIndex:
             self._num_stored -= len(held.stored)
             for short in (*held.stored, *held.expected):
                 self._drop(short, held)
+            self._drop_below(held, set(held.below))
             self._addresses[held.bit.bit_length() - 1] = ""
 
     def clear_all(self) -> None:
         """No worker holds anything."""
         self._num_stored = 0
         self._holders.clear()
+        self._holders_below.clear()
         self._workers.clear()
         self._addresses.clear()
 
@@ -147,23 +178,15 @@ class PrefixIndex:
     @property
     def is_empty(self) -> bool:
         """Whether no worker holds any block."""
-        return not self._holders
+        return not self._holders and not self._holders_below
 
     def hits(self, hashes: Sequence[bytes]) -> PrefixHits:
         """How many leading blocks of the chain each worker holds."""
-        holders, levels, mask = self._holders, [], -1
-        for count, digest in enumerate(hashes):
-            still = mask & holders.get(digest[:SHORT_HASH_BYTES], 0)
-            if still != mask:
-                if count:
-                    levels.append((count, mask))
-                mask = still
-                if not mask:
-                    break
-        else:
-            if hashes:
-                levels.append((len(hashes), mask))
-        return PrefixHits(self, levels)
+        found = _levels(hashes, self._holders, {})
+        if not self._holders_below:
+            return PrefixHits(self, found)
+        reach = _levels(hashes, self._holders, self._holders_below)
+        return PrefixHits(self, found, PrefixHits(self, reach) if reach != found else None)
 
     def bit_of(self, address: str) -> int:
         """What stands for the worker in masks; 0 for one of which nothing is known."""
@@ -183,6 +206,15 @@ class PrefixIndex:
         return len(held.stored) + len(held.expected) if held is not None else 0
 
     # ------------------------------------------------------------ inside
+
+    def _drop_below(self, held: _Holdings, shorts: Iterable[bytes]) -> None:
+        for short in shorts:
+            held.below.discard(short)
+            self._num_stored -= 1
+            if mask := self._holders_below.get(short, 0) & ~held.bit:
+                self._holders_below[short] = mask
+            else:
+                self._holders_below.pop(short, None)
 
     def _held(self, address: str) -> _Holdings:
         held = self._workers.get(address)
@@ -213,3 +245,20 @@ class PrefixIndex:
         for short in shorts:
             del held.expected[short]
             self._drop(short, held)
+
+
+def _levels(hashes: Sequence[bytes], holders: Mapping[bytes, int], more: Mapping[bytes, int]) -> list[tuple[int, int]]:
+    """The levels of `PrefixHits`, where either table has the workers that hold a block of the chain."""
+    levels, mask = [], -1
+    for count, digest in enumerate(hashes):
+        short = digest[:SHORT_HASH_BYTES]
+        still = mask & (holders.get(short, 0) | more.get(short, 0) if more else holders.get(short, 0))
+        if still != mask:
+            if count:
+                levels.append((count, mask))
+            mask = still
+            if not mask:
+                return levels
+    if hashes:
+        levels.append((len(hashes), mask))
+    return levels

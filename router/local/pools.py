@@ -68,7 +68,10 @@ class LocalPools:
         if not config.cores:  # workers that are not pinned to cores take turns with all of them
             config = dataclasses.replace(config, core_share=str(self._runtime / "cores"))
         other = next((kind for name, kind in self._kinds.items() if name != role), None)
-        worker = WorkerChild(MODULES[role], config, self._runtime, other)
+        name = config.worker_id
+        worker = WorkerChild(
+            MODULES[role], _with_own_file(config, name), self._runtime, other and _with_own_file(other, name)
+        )
         self.workers[role].append(worker)
         return worker
 
@@ -104,3 +107,10 @@ class LocalPools:
             beside.write_text(text)
             beside.replace(self.file)
             self._listed = text
+
+
+def _with_own_file(config: WorkerConfig, name: str) -> WorkerConfig:
+    """Two workers cannot keep blocks in one file."""
+    if not config.kv_disk_path:
+        return config
+    return dataclasses.replace(config, kv_disk_path=f"{config.kv_disk_path}.{name}")

@@ -18,7 +18,7 @@ from router.fleet.worker import Worker, WorkerState
 from router.placement.candidates import Candidates, Hits
 from router.placement.growth import num_more_blocks
 from router.placement.orders import decode_request, kv_target, prefill_request
-from router.policy.forecast import NO_HITS, RequestShape
+from router.policy.forecast import NO_HITS, RequestShape, read_from_disk
 from router.policy.output_lengths import OutputLengths
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.shortlist import Shortlist
@@ -225,11 +225,16 @@ class Placement:
         self, state: RequestState, workers: Sequence[Worker], hits: Hits, now: float, held_s: float = 0.0
     ) -> RequestShape:
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
-        tokens = {}
+        tokens, restored = {}, {}
         for worker in workers:
-            size = worker.identity.block_size
-            if size in hits and (num_blocks := hits[size].num_blocks(worker.address)):
-                tokens[worker.address] = size * num_blocks
+            size, address = worker.identity.block_size, worker.address
+            if size not in hits:
+                continue
+            if num_blocks := hits[size].num_blocks(address):
+                tokens[address] = size * num_blocks
+            num_there = hits[size].num_reachable(address)
+            if num_there > num_blocks and (read := read_from_disk(worker, size * num_blocks, size * num_there)):
+                restored[address] = read
         return RequestShape(
             len(state.request.prompt_token_ids) + state.num_base_tokens,
             num_remaining,
@@ -240,6 +245,7 @@ class Placement:
             held_s=held_s,
             ttft_s=state.first_token_s(now),
             tpot_s=state.request.tpot_s,
+            restored=restored or None,
         )
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:

@@ -38,7 +38,8 @@ NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What is weighed of a request. `hits`: prompt tokens that a worker has cached, by its address.
+    """What is weighed of a request. `hits`: prompt tokens that a worker has cached, by its address. `restored`:
+    (tokens, seconds) of a worker that computes the prompt: so many it has once it has read some from its disk.
 
     `alone`: the worker that computes the prompt also makes the whole answer. Of the `num_remaining` tokens that the
     answer may have, `num_expected` are likely. Prompts of lower `priority` do not delay it; those that the router holds
@@ -55,6 +56,7 @@ class RequestShape:
     held_s: float = 0.0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
+    restored: Mapping[str, tuple[int, float]] | None = None
 
     def uncached(self, worker: Worker) -> int:
         """Prompt tokens that the worker must compute: at least the last one, whose logits are needed."""
@@ -62,8 +64,16 @@ class RequestShape:
         return left if left > 1 else 1
 
     def prompt(self, worker: Worker) -> StepShape:
-        """The same, as what a step computes."""
-        return StepShape.of_prompt(self.num_tokens - self.uncached(worker), self.num_tokens)
+        """The same, as what a step computes, without what is read from a disk."""
+        start = self.num_tokens - self.uncached(worker)
+        if self.restored and (read := self.restored.get(worker.address)):
+            start = max(start, min(read[0], self.num_tokens - 1))
+        return StepShape.of_prompt(start, self.num_tokens)
+
+    def read_s(self, worker: Worker) -> float:
+        """Seconds that the worker reads before it computes the rest."""
+        read = self.restored.get(worker.address) if self.restored else None
+        return read[1] if read is not None else 0.0
 
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
@@ -117,6 +127,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     rivals_s: float
     num_likely: int
     link: LinkModel
+    disk: LinkModel
 
 
 def terms_of(worker: Worker) -> Terms:
@@ -147,6 +158,7 @@ def terms_of(worker: Worker) -> Terms:
             worker.rivals * fresh_s,
             num_likely,
             worker.likely_link,
+            beat.links.disk if beat is not None else LinkModel(),
         )
     return terms
 
@@ -257,7 +269,7 @@ def places_of(worker: Worker) -> int:
 def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
     terms = terms_of(worker)
-    own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens)
+    own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens) + shape.read_s(worker)
     waits_s = before_s(worker, shape, own_s, now) + shape.held_s
     return Forecast(waits_s, own_s, is_known=terms.knows_prompts)
 
@@ -322,6 +334,7 @@ def computed_there(
     num_steps = -(-prompt.num_tokens // terms.max_step_tokens)
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
     delay_s = remote.delay_s + stopped_s
+    prompt_s += shape.read_s(worker)
     waits_s = before_s(worker, shape, prompt_s, now)
     return Forecast(
         *(waits_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s),
@@ -337,6 +350,17 @@ def chunk_s(worker: Worker, shape: RequestShape) -> float:
     start = shape.hits.get(worker.address, 0)
     chunk = StepShape.of_prompt(start, start + min(terms.max_step_tokens, shape.uncached(worker)))
     return terms.model.seconds(terms.rows + chunk)
+
+
+def read_from_disk(worker: Worker, start: int, end: int) -> tuple[int, float] | None:
+    """(tokens, seconds) for the prompt's tokens from `start` to `end`, which are on the worker's disk.
+
+    None where computing them is predicted to be as fast: the worker decides by the same rule.
+    """
+    terms = terms_of(worker)
+    read_s = terms.disk.seconds(-(-(end - start) // terms.block_size))
+    computed_s = terms.model.steps_s(StepShape.of_prompt(start, end), terms.max_step_tokens)
+    return (end, read_s) if terms.disk.block_bytes and read_s < computed_s else None
 
 
 def transfer_s(terms: Terms, num_tokens: int) -> float:

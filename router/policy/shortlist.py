@@ -118,7 +118,7 @@ class Shortlist:
         found: list[Worker] = []
         seen = num_walks = 0
         for mask in hits.levels() if hits else ():
-            new, seen = mask & ~seen, mask
+            new, seen = mask & ~seen, seen | mask
             if new.bit_count() <= NUM_EQUAL:
                 held = [self._places.get(address) for address in self._index.addresses(new)]
                 entries: Iterable[Entry] = sorted(place[1] for place in held if place and place[0] == layout)

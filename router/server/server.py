@@ -14,7 +14,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
@@ -42,7 +42,8 @@ KEEP_ALIVE_S = 75
 """Longer than clients and balancers keep idle connections: they close them first, and no request meets a close."""
 POLL_S = 0.02
 TICKS_A_CHECK = 10
-"""uvicorn ticks ten times a second; the server checks connections once a second."""
+"""uvicorn ticks ten times a second; the server checks each connection once a second, a tenth of them at a tick: to
+look at ten thousand at once holds tokens up for milliseconds."""
 OTHER_FILES = 256
 """Descriptors for everything but clients and workers: files, libraries."""
 FILES_A_WORKER = 8
@@ -67,6 +68,7 @@ class Server(uvicorn.Server):
         certificate = service.gate.certificate
         self._tls: ssl.SSLContext | None = None if certificate is None else certificate.context
         self._accepting: list[asyncio.Task[None]] = []
+        self._listed: list[asyncio.Protocol] = []  # the connections of the present second
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on `sockets`."""
@@ -113,15 +115,19 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % TICKS_A_CHECK == 0:
-            self.check_connections()
+        turn = counter % TICKS_A_CHECK
+        if turn == 0:
+            self._listed = list(self.server_state.connections)
+            self._metrics.connections.set(len(self._listed))
+        self._check(self._listed[turn::TICKS_A_CHECK])
         return await super().on_tick(counter)
 
     def check_connections(self) -> None:
-        """End the connections that kept the server waiting too long."""
+        """End all connections that kept the server waiting too long."""
+        self._check(list(self.server_state.connections))
+
+    def _check(self, connections: Iterable[asyncio.Protocol]) -> None:
         now = asyncio.get_running_loop().time()
-        connections = list(self.server_state.connections)
-        self._metrics.connections.set(len(connections))
         for connection in connections:
             assert isinstance(connection, HTTPConnection)
             connection.check(now)

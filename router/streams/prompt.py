@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from common.kv.block_hash import BlockHasher
 from common.wire.message_fields import pack_tokens
+from router.streams.known_hashes import KnownHashes
 
 
 class Prompt:
@@ -25,10 +26,9 @@ class Prompt:
         self._packed = self._packed or pack_tokens(self._token_ids)
         return self._packed
 
-    def hasher(self, block_size: int) -> BlockHasher:
+    def hasher(self, block_size: int, known: KnownHashes) -> BlockHasher:
         """A hasher that is through with the prompt's full blocks and goes on with the tokens of one answer."""
         hasher = self._hashers.get(block_size)
         if hasher is None:
-            hasher = self._hashers[block_size] = BlockHasher(block_size, self._salt)
-            hasher.extend(self._token_ids)
+            hasher = self._hashers[block_size] = known.hasher(self.packed, block_size, self._salt)
         return hasher.copy()

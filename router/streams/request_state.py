@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -14,6 +15,7 @@ from common.wire.messages import PooledOutput, PromptResult, Timeline, TokenDelt
 from router.fleet.booking import Booking
 from router.policy.forecast import Forecast
 from router.streams.client import GenerationRequest, RequestTimeline, TokenEvent
+from router.streams.known_hashes import KnownHashes
 from router.streams.prompt import Prompt
 from router.streams.stream import TokenStream
 
@@ -68,10 +70,11 @@ class RequestState:
     Raises OverflowError or TypeError for prompt tokens that are not 32-bit token ids.
     """
 
-    def __init__(self, request: GenerationRequest, now: float) -> None:
+    def __init__(self, request: GenerationRequest, now: float, known: KnownHashes | None = None) -> None:
+        """`known`: the hashes of prompts before it."""
         self.request = request
         self._prompt = request.prompt or Prompt(request.prompt_token_ids, request.cache_salt)
-        self._packed = self._prompt.packed
+        self._packed, self._known = self._prompt.packed, known or KnownHashes()
         self.num_prompt_tokens = len(request.prompt_token_ids)
         params = request.params
         self.stream = TokenStream(
@@ -94,6 +97,7 @@ class RequestState:
         self.failed_lives: set[tuple[str, int]] = set()
         self.last_failure = ""
         self.queued_at = self.progress_at = self.renewed_at = now
+        self.ask_at = now  # when it is to be asked whether its worker is silent
         self.forecast = Forecast()  # of its latest placement
         self.expected_s = 0.0  # predicted from its placement to its first token; 0: unknown
         self.not_before = now
@@ -108,6 +112,7 @@ class RequestState:
         self._names = {"prefill": "", "decode": ""}
         self._timeline = RequestTimeline()  # made of `_timeline_parts`
         self._timeline_parts: tuple[object, ...] = ()
+        self.on_move: Callable[[RequestState], None] = _nothing  # called when a worker's part begins or ends
 
     # ------------------------------------------------------------ questions
 
@@ -177,7 +182,7 @@ class RequestState:
         """Chained block hashes of the prompt and the output so far, each computed once."""
         hasher = self._hashers.get(block_size)
         if hasher is None:
-            hasher = self._hashers[block_size] = self._prompt.hasher(block_size)
+            hasher = self._hashers[block_size] = self._prompt.hasher(block_size, self._known)
         prompt, output = self.request.prompt_token_ids, self.stream.token_ids
         if (len(prompt) + len(output)) // block_size == len(hasher.hashes):
             return hasher.hashes
@@ -255,6 +260,7 @@ class RequestState:
             self.decode = assignment
         self._names[assignment.role] = assignment.worker_id
         self.progress_at = now
+        self.on_move(self)
 
     def record_failure(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
         """A worker failed the request, or `died`: count it as fruitless unless the request made progress before."""
@@ -288,6 +294,7 @@ class RequestState:
             self.prefill = None
         elif assignment is self.decode:
             self.decode = None
+        self.on_move(self)
 
     def succeed(self, now: float) -> tuple[Assignment, Assignment]:
         """Put the worker that took over the stream in place of the one before; both of them, the old one first."""
@@ -387,3 +394,7 @@ class RequestState:
             transfer_bytes=decode.transfer_bytes,
         )
         return self._timeline
+
+
+def _nothing(state: RequestState) -> None:
+    """Nothing follows the request."""

@@ -89,7 +89,8 @@ class KnownPrefixes:
             if (known := self._tokens_up_to(ends[number].digest)) is not None:
                 rest = self._tokenizer.encode(data[ends[number].mark :].decode(), add_special_tokens=False)
                 self._keep(ends[number + 1 :], ends[number], rest, marks[ends[number].number :])
-                return [*known, *rest[1:]]
+                known += rest[1:]
+                return known
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
         self._keep(ends, None, tokens, marks)
         return tokens
@@ -115,7 +116,10 @@ class KnownPrefixes:
                 self._segments.move_to_end(digest)  # the first segment last: without it the others are of no use
                 chain.append(segment)
                 digest = segment.before
-        return [token for segment in reversed(chain) for token in segment.tokens]
+        tokens: list[int] = []
+        for segment in reversed(chain):
+            tokens += segment.tokens.tolist()
+        return tokens
 
     def _keep(self, ends: Sequence[_End], after: _End | None, tokens: Sequence[int], marks: Sequence[_Mark]) -> None:
         """Remember the segments with these ends. `tokens` and `marks` begin with the control token of `after`, or are

@@ -56,6 +56,7 @@ class TextPipeline:
         self.eos_token, self.eos_token_ids = eos_token, eos_token_ids
         self.template = template or ChatTemplate(None, model_id=model_id)
         self._floor, self.grammars = floor or TokenFloor(), grammars
+        self._may_exceed = tokenizer.highest_id >= self.vocab_size
         self._table = token_table(tokenizer)
         self._prefixes = KnownPrefixes(tokenizer, f"{self.template.source or ''}{eos_token}")
         self._threads = threads if isinstance(threads, TextThreads) else TextThreads(threads, max_pending)
@@ -252,7 +253,7 @@ class TextPipeline:
             ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             ids = self._prefixes.encode(text, salt)
-        if ids and max(ids) >= self.vocab_size:
+        if self._may_exceed:
             self.check_ids(ids, param=param)
         return ids
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,7 @@ from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
+from ..tier_rig import DiskTier
 from .handover_pair import Pair
 
 
@@ -210,7 +212,9 @@ class EngineRig(RouterSide):
         grammars: bool = False,
         max_draft_tokens: int = 0,
         slo_tpot_s: float = 0.0,
+        disk: Path | None = None,
     ) -> None:
+        """Blocks are kept in a file at `disk`, too."""
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -221,11 +225,13 @@ class EngineRig(RouterSide):
         self.sent: list[tuple[bytes, Message]] = []
         self.sender = self._new_sender(worker_id)
         runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
+        pool, notify = BlockPool(num_blocks, 16), lambda event: self.engine.notify(event)
+        self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify)
         self.engine = DecodeEngine(
             self.sent.extend,
             EngineConfig(identity=(worker_id, 7), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
             DecodeScheduler(
-                BlockPool(num_blocks, 16),
+                pool,
                 max_num_seqs=max_num_seqs,
                 local_prefill_chunk=chunk,
                 watermark=watermark,
@@ -244,6 +250,7 @@ class EngineRig(RouterSide):
             ),
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
+            tiers=self.tiers,
         )
         self.receiver.start()
         self.sender.start()

@@ -317,6 +317,17 @@ def test_pools_inherit_and_override(helm4: Path) -> None:
     assert "demo-diptych-decode-b" not in [item["metadata"]["name"] for item in rendered.of("PodDisruptionBudget")]
 
 
+def test_a_pool_may_keep_prefixes_on_disk(helm4: Path) -> None:
+    rendered = render(helm4, over={"prefill": {"defaults": {"kvDisk": {"enabled": True, "gib": 7}}}})
+    prefill, decode = (rendered.named("Deployment", f"demo-diptych-{role}-default") for role in ("prefill", "decode"))
+    settings = settings_of(rendered, prefill)
+    assert settings["kv_disk_gib"] == 7 and "kv_disk_gib" not in settings_of(rendered, decode)
+    spec = prefill["spec"]["template"]["spec"]
+    (mount,) = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "kv-disk"]
+    assert settings["kv_disk_path"].startswith(mount["mountPath"] + "/")
+    assert {"name": "kv-disk", "emptyDir": {"sizeLimit": "8Gi"}} in spec["volumes"]
+
+
 def test_what_fetches_a_model_has_the_environment_of_its_pod(helm4: Path) -> None:
     proxy = [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]
     rendered = render(helm4, over={"workers": {"env": proxy}, "router": {"env": proxy}})

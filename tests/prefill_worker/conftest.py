@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import zmq
 from torch import Tensor
 
 from common.grammar.grammars import Grammars
+from common.kv.block_hash import block_hashes
 from common.kv.block_pool import BlockPool
 from common.kv.cache import KVCache
 from common.kv.quantised_staging import quantised_outgoing
+from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.resolve import resolve_model
@@ -42,6 +45,7 @@ from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
+from ..tier_rig import DiskTier
 
 
 @pytest.fixture(autouse=True)
@@ -176,16 +180,21 @@ class EngineRig(DecodeSide, RouterSide):
         quantise: bool = False,
         grammars: bool = False,
         pooler: Pooler | None = None,
+        disk: Path | None = None,
     ) -> None:
+        """Blocks are kept in a file at `disk`, too."""
         super().__init__()
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.kv = KVCache(model.config, num_blocks, 16, "float32")
-        scheduler = PrefillScheduler(BlockPool(num_blocks, 16), max_num_batched_tokens=budget, max_num_seqs=4)
+        pool = BlockPool(num_blocks, 16)
+        scheduler = PrefillScheduler(pool, max_num_batched_tokens=budget, max_num_seqs=4)
         sender = self.make_sender(
             self.kv.block, self.kv.block_bytes, lambda event: self.engine.notify(event), lease_s, 1,
             quantise=quantised_outgoing(self.kv).view if quantise else None,
         )  # fmt: skip
+        notify = lambda event: self.engine.notify(event)  # noqa: E731
+        self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify)
         self.sent: list[tuple[bytes, Message]] = []
         self.engine = PrefillEngine(
             self.sent.extend,
@@ -197,6 +206,7 @@ class EngineRig(DecodeSide, RouterSide):
             WorkerMetrics("m", "p", lambda: self.engine.status),
             grammars=self.grammars,
             pooler=pooler,
+            tiers=self.tiers,
         )
         sender.start()
 
@@ -216,6 +226,18 @@ class EngineRig(DecodeSide, RouterSide):
             ttft_s=ttft_s,
         )
         self.tell(request, router)
+
+    def hashes(self, tokens: list[int]) -> list[bytes]:
+        return block_hashes(tokens, 16)
+
+    def kv_of(self, tokens: list[int]) -> list[bytes]:
+        """The blocks of a prompt that is computed alone, a step for what a step of the engine computes."""
+        blocks = range(-(-len(tokens) // 16))
+        kv = KVCache(self.model.config, len(blocks), 16, "float32")
+        runner, budget = ModelRunner(self.model, kv), self.engine.scheduler.most_step_tokens
+        for start in range(0, len(tokens), budget):
+            runner.forward([SequenceChunk(tokens[start : start + budget], start, blocks, sample=False)])
+        return [bytes(kv.block(block)) for block in blocks]
 
     def oracle(self, tokens: list[int], count: int = 1, **params: object) -> list[int]:
         return super().oracle(tokens, count, **params)

@@ -12,6 +12,7 @@ from itertools import repeat
 from typing import SupportsIndex, overload
 
 from common.kv.block_hash import BlockHasher
+from router.streams.known_hashes import KnownHashes
 from router.streams.prompt import Prompt
 
 _DIGEST = struct.Struct("<QQ")
@@ -130,9 +131,9 @@ class CountedPrompt(Prompt):
         """Nothing: simulated workers know the request by its id."""
         return b""
 
-    def hasher(self, block_size: int) -> InjectedHasher:
-        known = self._hashers.get(block_size)
-        if known is None:
-            known = self._hashers[block_size] = InjectedHasher(self._content, block_size)
-            known.extend(self._token_ids)
-        return InjectedHasher.copy(known)  # type: ignore[arg-type]
+    def hasher(self, block_size: int, known: KnownHashes) -> InjectedHasher:
+        mine = self._hashers.get(block_size)
+        if mine is None:
+            mine = self._hashers[block_size] = InjectedHasher(self._content, block_size)
+            mine.extend(self._token_ids)
+        return InjectedHasher.copy(mine)  # type: ignore[arg-type]

@@ -124,6 +124,24 @@ async def test_an_idle_connection_that_was_used_stays(start: Any, connect: Conne
         await asyncio.sleep(0)
 
 
+async def test_ten_ticks_check_each_connection_once(
+    running: Any, tools: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(25):
+        await connect(running)
+    connections = running.server.server_state.connections
+    await tools.until(lambda: len(connections) >= 25)
+    checked: list[Any] = []
+    monkeypatch.setattr(connection_module.HTTPConnection, "check", lambda connection, _: checked.append(connection))
+    most = 0
+    for tick in range(server_module.TICKS_A_CHECK):
+        before = len(checked)
+        await running.server.on_tick(tick)
+        most = max(most, len(checked) - before)
+    assert len(checked) == len(connections) and set(checked) == connections
+    assert most <= 3, "a tick looks at a tenth of them"
+
+
 async def test_an_unread_answer_holds_no_connection(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "CLOSE_S", 0.1)
     running = await start()

@@ -90,8 +90,8 @@ def test_without_blocks_to_give_only_those_that_run_are_places():
 
 def test_what_runs_for_long_already_tells_what_nothing_that_ended_told():
     full = decode(num_running=4, num_waiting=7, service_s=0.5)
-    assert lasting_s([("tcp://d:1", 60.0)] * 3) == {}, "a few long answers"
-    lasting = lasting_s([("tcp://d:1", age_s) for age_s in (1.0, 6.0, 8.0, 60.0)])
+    assert lasting_s({"tcp://d:1": {str(number): 40.0 for number in range(3)}}, 100.0) == {}, "a few long answers"
+    lasting = lasting_s({"tcp://d:1": {str(at): at for at in (99.0, 94.0, 92.0, 40.0)}}, 100.0)
     assert lasting == {"tcp://d:1": 6.0}
     assert wait_s([], [full], lasting=lasting) == pytest.approx(8 * 6.0 / 4)
     assert wait_s([], [decode(num_running=3, service_s=0.5)], lasting=lasting) == 0

@@ -45,6 +45,10 @@ class Rig:
     def holds(self, *numbers: int) -> bool:
         return all(self.index.hits([block(number)]).num_blocks("w") for number in numbers)
 
+    def reaches(self, number: int) -> bool:
+        """Whether the block is in memory or in a tier."""
+        return self.index.hits([block(number)]).num_reachable("w") == 1
+
 
 def test_events_in_order_need_no_snapshot() -> None:
     rig = Rig()
@@ -165,3 +169,34 @@ def test_a_worker_with_another_role_begins_with_an_empty_cache() -> None:
         lives.on_message("w", BlockEvents(epoch=epoch, sequence=1, stored=block(epoch)), 0.0)
         held = [number for number in (1, 2, 3, 9) if index.hits([block(number)]).num_blocks("w")]
         assert held == [epoch]
+
+
+def test_what_leaves_memory_for_a_tier_is_still_reached() -> None:
+    rig = Rig()
+    for number in (1, 2):
+        rig.log.stored(block(number))
+        rig.log.in_tier(block(number), True)
+    rig.tell()
+    rig.log.removed(block(1))
+    rig.tell()
+    assert rig.holds(2) and not rig.holds(1)
+    assert rig.reaches(1) and rig.reaches(2)
+    rig.log.in_tier(block(1), False)
+    rig.log.in_tier(block(2), False)
+    rig.tell()
+    assert rig.holds(2) and not rig.reaches(1)
+
+
+def test_a_snapshot_tells_of_tiers() -> None:
+    rig = Rig(max_changes=2)
+    for number in (1, 2, 3):
+        rig.log.in_tier(block(number), True)
+    rig.tell()
+    rig.log.stored(block(3))
+    rig.tell()
+    assert rig.asks() and not rig.reaches(1)
+    rig.answer()
+    assert rig.reaches(1) and rig.reaches(2) and rig.holds(3) and not rig.holds(1)
+    rig.log.cleared()
+    rig.tell()
+    assert rig.index.is_empty

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
@@ -16,7 +17,9 @@ from common.wire.messages import (
     TokenOutput,
 )
 from common.wire.sampling_params import SamplingParams
+from router.dispatch import quiet
 from router.dispatch.core import Actions, DispatchCore
+from router.dispatch.silence import why_left
 from router.dispatch.turns import MAX_PLACED_A_TURN
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
@@ -144,3 +147,25 @@ def test_closing_fails_what_runs() -> None:
     with pytest.raises(Unavailable, match="shutting down"):
         state.take_event()
     assert rig.sent[-1] == AbortRequest(request_id="a", attempt=0)
+
+
+def test_ticks_ask_seldom_of_streams_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand that wait for a token cost no more than ten: a tick asks of each when its answer can change."""
+    rig, asked = Rig(worker_timeout_s=1.0, token_timeout_s=3.0), list[float]()
+    rig.greet()
+    rig.registry.on_heartbeat(D, heartbeat_of("d", num_running=1), 0.0)
+    state = rig.core.submit(request("a"), 0.0)
+    rig.tokens("a", 0, 7, now=0.0)
+
+    def count(*values: object) -> str:
+        asked.append(cast(float, values[-1]))
+        return why_left(*values)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quiet, "why_left", count)
+    for tick in range(1, 13):
+        rig.core.on_tick(tick * 0.25)
+    assert asked == [1.25, 2.25, 3.0] and not state.num_failures, "once a second, and when its time is over"
+    rig.core.on_tick(3.25)
+    assert asked[3:] == [3.25] and state.num_failures == 1, "as soon as if each tick asked"
+    rig.core.end(state)
+    assert not any(rig.core._quiet._slots.values())

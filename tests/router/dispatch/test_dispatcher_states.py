@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 from unittest.mock import patch
@@ -22,8 +22,11 @@ from common.config import RouterConfig
 from common.wire.messages import Message
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.silence import why_left
+from router.fleet.worker import Worker
 from router.fleet.worker_connection import WorkerConnection
 from router.streams.client import GenerationRequest
+from router.streams.request_state import Assignment, RequestState
 
 from ...examples import examples
 from ...fake_worker import expected
@@ -74,7 +77,23 @@ class DispatcherMachine(RuleBasedStateMachine):
         dispatcher.core._recovery.recover = lambda state, failed, reason, now, **how: (  # type: ignore[method-assign]
             self.blamed.append(reason) or recover(state, failed, reason, now, **how)  # type: ignore[func-returns-value]
         )
+        quiet = dispatcher.core._quiet
+        self.silent = quiet.silent
+        quiet.silent = self.silent_as_when_all_are_asked  # type: ignore[method-assign]
         return dispatcher
+
+    def silent_as_when_all_are_asked(
+        self, ids: Collection[str], workers: Mapping[str, Worker], now: float
+    ) -> list[tuple[RequestState, Assignment, str]]:
+        core, asked = self.dispatcher.core, []
+        for state in core.states.values():
+            if not state.done and (assignment := state.waits_for) is not None:
+                idle_since = workers[assignment.address].idle_since
+                asked.append((state, assignment, why_left(state, assignment, core._config, idle_since, now)))
+        found = self.silent(ids, workers, now)
+        told = [(state.request.request_id, why) for state, _, why in found]
+        assert told == [(state.request.request_id, why) for state, _, why in asked if why]
+        return found
 
     # ------------------------------------------------------------ what can happen
 
@@ -214,6 +233,18 @@ class DispatcherMachine(RuleBasedStateMachine):
         booked = [serial for worker in self.dispatcher.fleet.registry.workers.values() for serial in worker.bookings]
         assert set(booked) <= set(used)
         assert len(used) == len(set(used))
+
+    @invariant()
+    def what_is_decoded_is_known(self) -> None:
+        core = self.dispatcher.core
+        core._decoding.look()
+        running = [state for state in core.states.values() if not state.done]
+        assert core._decoding.open == [state for state in running if state.decoded_on is None]
+        begun: dict[str, dict[str, float]] = {}
+        for state in running:
+            if (decode := state.decoded_on) is not None:
+                begun.setdefault(decode.address, {})[state.request.request_id] = decode.delivered_at
+        assert core._decoding.begun == begun
 
     def teardown(self) -> None:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.kv.block_hash import block_hashes
+from common.latency.link_model import LinkModel, Links
+from common.latency.step_model import StepShape
 from common.wire.messages import Message
 from common.wire.sampling_params import SamplingParams
 from router.placement.placement import Placement
@@ -12,7 +14,7 @@ from router.policy.routing import Choice
 from router.streams.client import GenerationRequest
 from router.streams.request_state import RequestState
 
-from ..policy.test_shortlist import Rig
+from ..policy.test_shortlist import MODEL, Rig
 
 PROMPT = [number % 250 for number in range(1000)]
 
@@ -97,3 +99,18 @@ def test_without_decode_workers_a_request_waits(placing: Placing) -> None:
     for number in range(40):
         placing.registry.on_cut(f"d{number}")
     assert placing.place(placing.state()) is None and not placing.sent
+
+
+def test_a_prompt_goes_to_the_worker_that_has_it_on_disk_unless_another_has_it_in_memory(placing: Placing) -> None:
+    disk = LinkModel(byte_s=1e-10, block_bytes=10**6, num_transfers=9)
+    placing.report("p33", links=Links(disk=disk))
+    shorts = [digest[:8] for digest in block_hashes(PROMPT, 16)]
+    placing.index.store_below("p33", shorts)
+    placing.index.store_below("p34", shorts)  # which cannot say how long it reads
+    choice = placing.place(placing.state(max_tokens=1))
+    assert choice is not None and choice.prefill is not None and choice.prefill.address == "p33"
+    computed = MODEL.seconds(StepShape.of_prompt(992, 1000))
+    assert choice.forecast.prompt_s == pytest.approx(62 * 1e-4 + computed)
+    placing.index.store("p20", shorts)
+    again = placing.place(placing.state(max_tokens=1))
+    assert again is not None and again.prefill is not None and again.prefill.address == "p20"

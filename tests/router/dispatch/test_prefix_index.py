@@ -153,3 +153,32 @@ def test_hits_are_what_a_plain_scan_finds(acts: list[tuple[tuple[str, str, int],
             held = stored | expected
             scan = next((i for i, digest in enumerate(chain) if digest not in held), len(chain))
             assert found.num_blocks(address) == scan
+
+
+def test_what_is_in_a_tier_is_reached_but_no_hit() -> None:
+    index = PrefixIndex()
+    index.store("a", shorts(CHAIN[:1]))
+    index.store_below("a", shorts(CHAIN[1:3]))
+    index.store_below("b", shorts(CHAIN[:2]))
+    index.store("c", shorts(CHAIN[:2]))
+    found = index.hits(CHAIN)
+    assert [found.num_blocks(worker) for worker in "abcd"] == [1, 0, 2, 0]
+    assert [found.num_reachable(worker) for worker in "abcd"] == [3, 2, 2, 0]
+    assert set(index.addresses(list(found.levels())[-1])) == {"a", "b", "c"}
+    index.remove("a", shorts(CHAIN[2:3]))
+    assert index.hits(CHAIN).num_reachable("a") == 2
+    for worker in "ab":
+        index.clear(worker)
+    assert index.hits(CHAIN).reach is None
+    index.clear_stored("c")
+    assert index.is_empty
+
+
+def test_tiers_count_for_the_bounds() -> None:
+    index = PrefixIndex(capacity=2, total=3)
+    index.store_below("a", shorts(CHAIN))
+    index.store_below("b", shorts(CHAIN))
+    assert [index.hits(CHAIN).num_reachable(worker) for worker in "ab"] == [2, 1]
+    index.clear("a")
+    index.store_below("b", shorts(CHAIN))
+    assert index.hits(CHAIN).num_reachable("b") == 2

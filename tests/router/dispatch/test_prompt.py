@@ -31,16 +31,16 @@ def says(state: RequestState, token_ids: list[int]) -> None:
 def test_a_prompt_is_packed_and_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
     hashed: list[int] = []
-    extend = BlockHasher.extend
+    extend = BlockHasher._extend
 
-    def counted(self: BlockHasher, token_ids: Any) -> list[bytes]:
+    def counted(self: BlockHasher, new: bytes) -> list[bytes]:
         before = len(self.hashes)
-        hashes = extend(self, token_ids)
+        hashes = extend(self, new)
         hashed.append(len(hashes) - before)
         return hashes
 
     monkeypatch.setattr(prompts, "pack_tokens", lambda ids: packed.append(ids) or pack_tokens(ids))
-    monkeypatch.setattr(BlockHasher, "extend", counted)
+    monkeypatch.setattr(BlockHasher, "_extend", counted)
     shared = Prompt(TOKENS)
     for number in range(128):
         one = state(number, shared)

@@ -1,0 +1,61 @@
+"""The tiers that a worker's settings ask for, opened."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from common.config import WorkerConfig
+from common.errors import ConfigError
+from common.kv.block_pool import BlockPool
+from common.kv.cache import KVCache
+from common.tiers.block_file import GIB, BlockFile, slots_within
+from common.tiers.block_tiers import BlockTiers, ReadEnded
+from common.tiers.copies import copied_incoming, copied_outgoing
+from common.tiers.tier import BlockTier
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+"""Of a disk that is full or fails, and not of a path that is wrong."""
+
+
+class NoSlots:
+    """The store of a tier that is off from the beginning."""
+
+    num_slots = 0
+    found: Iterable[tuple[int, int, bytes]] = ()
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+
+    def write(self, slot: int, block_hash: bytes, block: memoryview) -> None: ...
+
+    def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
+        return False
+
+    def clear(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_tiers(
+    config: WorkerConfig, kv: KVCache, fingerprint: str, pool: BlockPool, notify: Callable[[ReadEnded], None]
+) -> BlockTiers | None:
+    """None if the settings ask for none. Raises ConfigError, or OSError for a path that cannot be opened."""
+    if not config.kv_disk_gib:
+        return None
+    tiers = [_disk(config, kv, fingerprint)]
+    return BlockTiers(tiers, pool, copied_outgoing(kv), copied_incoming(kv), notify)
+
+
+def _disk(config: WorkerConfig, kv: KVCache, fingerprint: str) -> BlockTier:
+    num_slots = slots_within(int(config.kv_disk_gib * GIB), kv.block_bytes)
+    if not num_slots:
+        raise ConfigError("kv_disk_gib", config.kv_disk_gib, f"room for a block of {kv.block_bytes} bytes at least")
+    try:
+        return BlockTier("disk", BlockFile(Path(config.kv_disk_path), fingerprint, kv.block_bytes, num_slots))
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        tier = BlockTier("disk", NoSlots(kv.block_bytes))
+        tier.fail("written", error)
+        return tier
