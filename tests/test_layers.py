@@ -60,13 +60,8 @@ ROOMS = {
     "kernels": ("interface", "plain", "cpu", "gpu"),
     "common": (
         "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_config", "model_files",
-<<<<<<< HEAD
-        "kv", "transfer",
-        "grammar", "weight_formats", "model", "sampling", "runner", "worker", "requests",
-=======
         "kv", "tiers", "transfer",
-        "grammar", "model", "sampling", "runner", "worker", "requests",
->>>>>>> main
+        "grammar", "weight_formats", "model", "sampling", "runner", "worker", "requests",
     ),
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",
