@@ -23,6 +23,11 @@ END_TOKENS = frozenset(
     ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "</s>")
 )
 
+OF_THE_FILE = frozenset(
+    ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
+)
+"""Fields of a config.json that say nothing of what is computed."""
+
 
 def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) -> ModelFiles:
     """Describes a .gguf file and converts its vocabulary to `folder`/tokenizer.json.
@@ -90,8 +95,14 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
         eos_token_ids=_folder_eos_token_ids(config, generation, tokenizer, eos_token),
         max_model_len=_positive(config.get("max_position_embeddings"), "max_position_embeddings", folder),
         vocab_size=_positive(config.get("vocab_size"), "vocab_size", folder),
-        weights_hash=hash_weights(shards, progress=progress) if weights else "",
+        weights_hash=hash_weights(shards, progress=progress, also=_computation(config)) if weights else "",
     )
+
+
+def _computation(config: dict[str, Any]) -> bytes:
+    """What of a config.json says how the weights are used: other rotary angles make other KV of the same weights."""
+    kept = {name: value for name, value in config.items() if name not in OF_THE_FILE}
+    return json.dumps(kept, sort_keys=True).encode()
 
 
 def _folder_eos_token_ids(

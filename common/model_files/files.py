@@ -12,8 +12,8 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A model on disk. `weights` are absolute paths: one .gguf file, or the .safetensors shards in name order.
 
     `eos_token_ids` are all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for
-    a base model. `weights_hash` is 16 hex digits over the content of all weights. `config` is config.json for "hf".
-    What was resolved without weights has none and no hash.
+    a base model. `weights_hash` is 16 hex digits over all weights and what says how to use them. `config` is
+    config.json for "hf". What was resolved without weights has none and no hash.
     """
 
     model_id: str

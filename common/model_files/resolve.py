@@ -20,7 +20,7 @@ from common.model_files.cache_folder import cache_folder, locked, make_folder, w
 from common.model_files.files import ModelFiles
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
 
-DESCRIPTION_VERSION = 1  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
+DESCRIPTION_VERSION = 2  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

@@ -49,8 +49,11 @@ def stamp_file(path: Path) -> FileStamp:
     return FileStamp(str(path), about.st_size, about.st_mtime_ns, digest.hexdigest())
 
 
-def hash_weights(paths: Sequence[Path], *, progress: bool) -> str:
-    """Hashes the whole content of the files, in the given order, into 16 hex digits: the same on every machine."""
+def hash_weights(paths: Sequence[Path], *, progress: bool, also: bytes = b"") -> str:
+    """Hashes the whole content of the files, in the given order, into 16 hex digits: the same on every machine.
+
+    `also` is hashed behind them.
+    """
     total = sum(path.stat().st_size for path in paths)
     digest = xxhash.xxh3_64()
     hidden = not progress or total < SLOW_BYTES
@@ -60,4 +63,5 @@ def hash_weights(paths: Sequence[Path], *, progress: bool) -> str:
                 while chunk := file.read(CHUNK_BYTES):
                     digest.update(chunk)
                     bar.update(len(chunk))
+    digest.update(also)
     return digest.hexdigest()

@@ -80,6 +80,15 @@ def test_a_changed_file_is_described_again(folder: Path) -> None:
     assert second.weights_hash != first.weights_hash and second.max_model_len == 128
 
 
+def test_other_angles_make_another_model_of_the_same_weights(folder: Path) -> None:
+    """Its KV means something else, so it must not be mixed with that of the first."""
+    first, before = resolve_model(str(folder)), (folder / "config.json").read_text()
+    edit(folder / "config.json", rope_theta=20000.0)
+    assert resolve_model(str(folder)).weights_hash != first.weights_hash
+    edit(folder / "config.json", rope_theta=json.loads(before)["rope_theta"], transformers_version="99")
+    assert resolve_model(str(folder)).weights_hash == first.weights_hash
+
+
 def test_a_damaged_conversion_is_made_again(gguf_copy: Path) -> None:
     files = resolve_model(str(gguf_copy))
     whole = files.tokenizer.read_bytes()
