@@ -60,6 +60,8 @@ class RouterPeer:
     """Heartbeats in a row that found no connection."""
     wants_snapshot: bool = False
     """Whether it asked for all blocks of the prefix cache since the last heartbeat."""
+    has_stayed: bool = False
+    """Whether it sent anything after its hello. A router of several models only asks which of them is served here."""
 
 
 class ControlServer:
@@ -181,7 +183,7 @@ class ControlServer:
         elif not isinstance(message, ToWorker):
             raise WireError(f"a {type(message).__name__} is not for workers")
         else:
-            peer.last_heard = now
+            peer.last_heard, peer.has_stayed = now, True
             if isinstance(message, BlockSnapshotRequest):
                 peer.wants_snapshot = message.epoch == self._blocks().epoch
             elif not isinstance(message, RouterHeartbeat):
@@ -214,7 +216,10 @@ class ControlServer:
         self.send(router, self._heartbeat(router))
 
     def _lose(self, router: bytes, peer: RouterPeer, why: str) -> None:
-        log.warning("router %s is %s: its requests end", peer.router_id, why)
+        if peer.has_stayed:
+            log.warning("router %s is %s: its requests end", peer.router_id, why)
+        else:
+            log.info("router %s has left after its hello", peer.router_id)
         del self._routers[router]
         self._on_router_lost(router)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -236,6 +237,25 @@ async def test_a_router_whose_connection_broke_is_lost_long_before_it_counts_as_
     leaving.socket.close()
     await rig.wait(lambda: rig.lost)
     assert rig.lost == [b"leaving"] and rig.server.num_routers == 1
+
+
+async def test_only_a_router_that_stayed_is_warned_of(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """A router of several models greets each worker once from another socket, to learn what it serves."""
+    caplog.set_level(logging.INFO)
+    asking, staying = rig.router("asking"), rig.router("staying")
+    for router in (asking, staying):
+        await router.hello()
+        await router.read_hello()
+    await staying.send(RouterHeartbeat(router_id="staying"))
+    await rig.wait(lambda: rig.server._routers[b"staying"].has_stayed)
+    for router in (asking, staying):
+        router.socket.close()
+    await rig.wait(lambda: len(rig.lost) == 2)
+    said = {record.getMessage(): record.levelname for record in caplog.records}
+    assert {words: level for words, level in said.items() if not words.endswith(" connected")} == {
+        "router asking has left after its hello": "INFO",
+        "router staying is cut off: its requests end": "WARNING",
+    }
 
 
 async def test_any_message_is_a_sign_of_life(rig: Rig) -> None:
