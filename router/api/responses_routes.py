@@ -83,7 +83,8 @@ async def respond(request: Request) -> Response:
             if stores:
                 kept.keep(fields, owner, response)
 
-        return Exchange(service, plan, ResponsesFrames(service, fields, plan, log, keep, stored=stores), log)
+        frames = ResponsesFrames(service, fields, plan, log, keep, stored=stores)
+        return Exchange(service, plan, frames, log, kept.written if stores else None)
 
     return await serve(request, ResponsesRequest, plan, answer)
 

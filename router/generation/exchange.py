@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -46,11 +46,22 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Exchange(Response):
-    """The answer to one generation request. It owns the request's generations while it is sent."""
+    """The answer to one generation request. It owns the request's generations while it is sent.
 
-    def __init__(self, service: Service, plan: AnswerPlan, frames: Frames, log: RequestLog) -> None:
+    `before_end` is awaited between the making of the answer's end and its sending.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        plan: AnswerPlan,
+        frames: Frames,
+        log: RequestLog,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         super().__init__()
         self._service, self._plan, self._frames, self._log = service, plan, frames, log
+        self._before_end = before_end
         self._stream = bool(plan.fields.stream)
         self._generations: Generations | None = None
         self._pieces: Pieces | None = None
@@ -109,6 +120,8 @@ class Exchange(Response):
         except RequestError as error:
             await self._refuse(error, scope, receive, send)
             return
+        if self._before_end is not None:
+            await self._before_end()
         response = Response(body, media_type="application/json")
         await response(scope, receive, send)
 
@@ -139,10 +152,11 @@ class Exchange(Response):
             except RequestError as error:
                 self._log.fail(error)
                 chunks.append(frames.error(error))
-                await send(_body(b"".join(chunks), more=False))
+                await self._send_end(chunks, send)
                 return
             if self._finished:
-                await send(_body(b"".join((*chunks, frames.ending())), more=False))
+                chunks.append(frames.ending())
+                await self._send_end(chunks, send)
                 return
             data = b"".join(chunks)
             if data or time.perf_counter() >= self._next_comment:
@@ -151,6 +165,11 @@ class Exchange(Response):
             if opened and self._pieces is not None:
                 generations.sink = self._pass_on
             arrivals = await generations.next(self._next_comment - time.perf_counter())
+
+    async def _send_end(self, chunks: Sequence[bytes], send: Send) -> None:
+        if self._before_end is not None:
+            await self._before_end()
+        await send(_body(b"".join(chunks), more=False))
 
     def _pass_on(self, index: int, at: float, event: TokenEvent) -> bool:
         """Write an event in the middle of a stream at once; False leaves it to `_answer_stream`."""

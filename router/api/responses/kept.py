@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from common.errors import InvalidRequest, RequestError
@@ -13,7 +14,8 @@ from router.api.responses.items import conversation_items, input_items, record_o
 from router.generation.choices.shape import Object
 from router.generation.service import Service
 from router.request.fields import MAX_MESSAGES
-from router.store.errors import ConversationGone, ConversationTooLong, asked
+from router.store.database import IN_MEMORY
+from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed, asked
 from router.store.record import RUNNING, StoredResponse, StoredTurn, StoreSize
 from router.store.responses import ResponseStore
 
@@ -22,6 +24,8 @@ T = TypeVar("T")
 MAX_SHOWN_ID = 80
 MANY_BYTES = 64 * 1024
 """A conversation of more bytes is read in a thread."""
+WRITTEN_S = 1.0
+"""A client's next turn may reach another router, which must know this one: milliseconds, unless a disk is stuck."""
 PREVIOUS = "previous_response_id"
 OFF = "this router keeps no responses (--response-store off)"
 LAPSED = "the router that made this response ended before the response was complete"
@@ -90,6 +94,17 @@ class KeptResponses:
         """Store a response that ended. Never waits; any thread may call."""
         if self._store is not None and response["status"] != "in_progress":
             self._store.keep(record_of(response, fields, owner))
+
+    async def written(self) -> None:
+        """Wait until other routers that share the store's file can read what was kept here, for a second at most.
+
+        What cannot be written is counted and logged where it fails, and its answer is sent all the same.
+        """
+        if self._store is None or self._store.path == IN_MEMORY:
+            return
+        with suppress(StoreFailed, TimeoutError):
+            async with asyncio.timeout(WRITTEN_S):
+                await self._store.settle()
 
     async def past(self, fields: ResponsesRequest, owner: str) -> list[Item]:
         """The items of the conversation that a request goes on from. Raises RequestError."""

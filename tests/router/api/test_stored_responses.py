@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +221,30 @@ async def test_two_routers_share_a_file(start: Any, tmp_path: Path) -> None:
     assert "one" in messages_of(other)
     assert (await other.http.delete(f"/v1/responses/{made['id']}")).status_code == 200
     assert (await one.http.get(f"/v1/responses/{made['id']}")).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_ends_once_another_router_can_read_it(start: Any, tmp_path: Path, stream: bool) -> None:
+    """Its client's next turn may reach that one."""
+    file = tmp_path / "r.sqlite3"
+    one, other = [await start(response_store=str(file)) for _ in range(2)]
+    writer = sqlite3.connect(file, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")  # nothing can be written meanwhile
+    asked = asyncio.create_task(post(one, stream=stream))
+    _, waiting = await asyncio.wait([asked], timeout=0.3)
+    assert waiting
+    writer.execute("COMMIT")
+    body = (await asked).text
+    writer.close()
+    made = json.loads(body.strip().rpartition("data: ")[2])["response"] if stream else json.loads(body)
+    assert (await other.http.get(f"/v1/responses/{made['id']}")).status_code == 200
+
+
+async def test_a_disk_that_is_stuck_keeps_no_answer_back(start: Any, tmp_path: Path) -> None:
+    running = await start(response_store=str(tmp_path / "r.sqlite3"))
+    with closing(sqlite3.connect(tmp_path / "r.sqlite3", isolation_level=None)) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        assert (await answered(running))["output"]
 
 
 async def test_without_a_store_answers_are_as_ever(start: Any) -> None:
