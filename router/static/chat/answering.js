@@ -15,6 +15,7 @@ const Answering = (() => {
   // Resolves after so many seconds, and raises AbortError when `signal` ends it.
   function pause(seconds, signal) {
     return new Promise((resolve, reject) => {
+      signal.throwIfAborted();
       const stop = () => { clearTimeout(timer); reject(new DOMException("stopped", "AbortError")); };
       const timer = setTimeout(() => { signal.removeEventListener("abort", stop); resolve(); }, 1000 * seconds);
       signal.addEventListener("abort", stop, { once: true });
