@@ -148,7 +148,7 @@ class BlockTiers:
         try:
             while turn():
                 pass
-        except Exception as error:  # whatever it is: the worker serves on without tiers
+        except Exception as error:  # the worker serves on without tiers, whichever error it was
             log.exception("a thread of the KV tiers died")
             for tier in self.tiers:
                 tier.fail("written or read", error)
