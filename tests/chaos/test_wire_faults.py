@@ -42,6 +42,7 @@ from common.wire.messages import (
     WorkerHeartbeat,
     WorkerHello,
 )
+from router.fleet.block_reports import ASK_AGAIN_S
 
 from .faults import FRAME_FAULTS, Fault
 from .rig import DECODE_FLAGS, PREFILL_FLAGS, ROUTER_FLAGS, WORKER_FLAGS, Rig, long_asks, of_length, some_asks
@@ -53,6 +54,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 LATE_S = 3.0
 """Longer than lease and transfer timeout: what it was for has been given up by then."""
+MAX_TURNS = 8
 
 
 @pytest.fixture(scope="module", params=["tcp", "shm"])
@@ -256,10 +258,19 @@ async def forgetting(rig: Rig, salt: str) -> None:
 
 
 async def missing_events(rig: Rig, salt: str) -> None:
-    """The router misses what changed in a cache, and asks for all of it."""
-    for turn in range(2):  # a snapshot that was asked for before, and comes late, makes up for the first
-        rig.strike(BlockEvents, Fault.DROP)
+    """The router misses what changed in a cache, and asks for all of it.
+
+    A snapshot that is under way for another reason, a worker that was greeted anew for one, makes up for the events
+    that were lost: then it must happen again.
+    """
+    before = rig.proxy.num_passed[BlockSnapshotRequest.__name__]
+    for turn in range(MAX_TURNS):
+        rule = rig.strike(BlockEvents, Fault.DROP)
         await rig.same_answers(f"{salt} {turn}")
+        await rig.struck(rule)
+        if rig.proxy.num_passed[BlockSnapshotRequest.__name__] > before:
+            return
+        await asyncio.sleep(ASK_AGAIN_S)
 
 
 SCENARIOS: dict[str, Callable[[Rig, str], Awaitable[None]]] = {
