@@ -6,8 +6,9 @@ measure, which other work on the machine disturbs least. Beside it runs a plain 
 streams the same chunks. Each round measures every server anew, in turning order; medians are shown.
 
   streaming  tokens as fast as clients read them, from 1,000 streams: each token is an event of its own
-  latency    from the stand-in's stamp to the client's receipt, at half of that rate: when a step of an engine brings a
-             token to each of its 250 streams, and when steps have 16 streams, as those of many small engines do
+  latency    from the stand-in's stamp to the client's receipt, at half of 30,000 tokens/s for each process, in steps
+             of 1 to 250 streams, beside floors: the burst times the CPU time that the event loop took for a token, as
+             often as bursts come (evenly spaced), and if they came at random
   short      whole answers of 4 tokens to chats of a hundred, 32 at once: prefill and decode worker take part
   large      prompts of 220 KB, 4 at once
   turns      conversations of 220 KB that go on with another question each time, 4 at once
@@ -51,14 +52,6 @@ ROWS: Final = (
     ("tokens_per_cpu_s", "streamed tokens/s, a core of the server", 0, "30,000"),
     ("tokens_per_s", "streamed tokens/s, as the machine allowed", 0, ""),
     ("events_per_token", "events a token", 3, "1"),
-    ("added_at_tokens_per_s", "latency: at tokens/s", 0, ""),
-    ("added_cpu_share", "latency: cores that the server used", 2, ""),
-    ("added_p50_ms", "added latency p50, ms", 2, ""),
-    ("added_p99_ms", "added latency p99, ms", 2, "1"),
-    ("fine_at_tokens_per_s", "latency in steps of 16 streams: at tokens/s", 0, ""),
-    ("fine_cpu_share", "the same: cores that the server used", 2, ""),
-    ("fine_p50_ms", "the same: added latency p50, ms", 2, ""),
-    ("fine_p99_ms", "the same: added latency p99, ms", 2, "1"),
     ("requests_per_cpu_s", "short requests/s, a core of the server", 0, "1,000"),
     ("requests_per_s", "short requests/s, as the machine allowed", 0, ""),
     ("request_p50_ms", "short request p50, ms", 1, ""),
@@ -75,6 +68,18 @@ ROWS: Final = (
     ("idle_kib", "memory of an idle stream, KiB", 1, ""),
     ("idle_share", "cores that idle streams use", 3, ""),
 )
+STEP_COLUMNS: Final = (
+    ("at_tokens_per_s", "tokens/s", 0),
+    ("cpu_share", "cores", 2),
+    ("work_us", "event loop, us a token", 1),
+    ("p50_ms", "p50, ms", 2),
+    ("floor_p50_ms", "floor", 2),
+    ("p99_ms", "p99, ms", 2),
+    ("floor_p99_ms", "floor", 2),
+    ("random_p99_ms", "floor at random", 2),
+)
+HALF_RATE: Final = 15_000.0
+"""Tokens/s of latency for each process of a router: half of what one should stream."""
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -90,7 +95,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--seconds", type=float, help="of each rate (default: 5)")
     parser.add_argument("--streams", type=int, help="of streaming and latency (default: 1,000)")
     parser.add_argument("--idle", type=int, help="idle streams (default: 10,000)")
-    parser.add_argument("--rate", type=float, default=0.0, help="tokens/s of latency (default: half of streaming's)")
+    parser.add_argument("--rate", type=float, help="tokens/s of latency (default: 15,000 for each router process)")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="streams in a step (default: 1 4 16 64 250)")
+    parser.add_argument("--router-processes", type=int, default=1, help="of the router (default: 1)")
     parser.add_argument("--tree", type=Path, help="measure the router of this checkout as well, in turns")
     parser.add_argument("--router-flags", default="", help="flags for the router, in one argument")
     parser.add_argument(
@@ -106,6 +113,8 @@ def size_of(options: Namespace, console: Console) -> Size:
     size = QUICK if options.quick else Size()
     given = {name: value for name in ("seconds", "streams", "idle") if (value := getattr(options, name)) is not None}
     size = replace(size, **given)
+    if options.steps:
+        size = replace(size, steps=tuple(options.steps))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(size.idle, size.streams) + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -123,9 +132,11 @@ def arms_of(options: Namespace, log_dir: Path, size: Size, token_id: int) -> lis
     workers, flags = (options.prefill, options.decode), options.router_flags.split()
 
     def router(name: str, tree: Path | None) -> Callable[[], Arm]:
+        num = options.router_processes
         return lambda: RouterArm(
-            name, options.clients, options.model, workers, token_id, tree=tree, flags=flags, log_dir=log_dir
-        )
+            *(name, options.clients, options.model, workers, token_id),
+            tree=tree, num_processes=num, flags=flags, log_dir=log_dir,
+        )  # fmt: skip
 
     arms = [router("router", None)]
     if options.tree is not None:
@@ -139,14 +150,14 @@ def arms_of(options: Namespace, log_dir: Path, size: Size, token_id: int) -> lis
 
 
 def measure(arm: Arm, size: Size, parts: Sequence[str], rate: float, chars_per_token: float) -> Figures:
-    """The figures of one server; `rate` is that of latency, 0 for half of the highest one."""
+    """The figures of one server; `rate` is that of latency."""
     bench, figures = Bench(arm, size, chars_per_token), Figures()
     if "short" in parts:
         figures |= bench.short()
     if "streaming" in parts:
         figures |= bench.streaming()
     if "latency" in parts and arm.paced:
-        figures |= bench.latency(rate or figures["tokens_per_s"] / 2)
+        figures |= bench.latency(rate)
     if not isinstance(arm, PlainArm):
         if "large" in parts:
             figures |= bench.large()
@@ -162,9 +173,9 @@ def measure(arm: Arm, size: Size, parts: Sequence[str], rate: float, chars_per_t
 def rounds_of(
     options: Namespace, size: Size, token_id: int, chars_per_token: float, console: Console
 ) -> dict[str, list[Figures]]:
-    """The figures of every server, round by round. Latency of all is measured at the rate of the first one."""
+    """The figures of every server, round by round."""
     found: dict[str, list[Figures]] = {}
-    rate = options.rate
+    rate = options.rate or (size.beside_rate if options.quick else HALF_RATE * options.router_processes)
     with tempfile.TemporaryDirectory(prefix="diptych-front-") as temporary:
         log_dir = options.log_dir or Path(temporary)
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -173,7 +184,6 @@ def rounds_of(
             for make in in_turns(makers, number):
                 with make() as arm:
                     figures = measure(arm, size, options.only, rate, chars_per_token)
-                rate = rate or figures.get("tokens_per_s", 0.0) / 2
                 found.setdefault(arm.name, []).append(figures)
                 shown = ", ".join(f"{name} {value:,.3g}" for name, value in figures.items())
                 console.print(f"round {number + 1}, {arm.name}: {shown}", highlight=False)
@@ -212,13 +222,23 @@ def show(console: Console, middle: dict[str, Figures], beside: dict[str, Figures
     print_table(console, title, columns, rows)
 
 
+def show_steps(console: Console, middle: dict[str, Figures], steps: Sequence[int]) -> None:
+    """Added latency of each server, a row for each size of steps."""
+    columns = ("streams in a step", *(label for _, label, _ in STEP_COLUMNS))
+    for arm, figures in middle.items():
+        rows = [
+            (f"{most:,}", *(f"{figures[f'step{most}_{name}']:,.{digits}f}" for name, _, digits in STEP_COLUMNS))
+            for most in steps
+            if f"step{most}_p50_ms" in figures
+        ]
+        if rows:
+            print_table(console, f"added latency, {arm} (mark: p99 below 1 ms)", columns, rows)
+
+
 def main(argv: Sequence[str]) -> int:
     options, console = parse(argv), open_console()
     if options.quick:
         options.rounds = 1
-    if "latency" in options.only and "streaming" not in options.only and not options.rate:
-        console.print("latency without streaming needs --rate", style="red")
-        return 2
     size = size_of(options, console)
     tokenizer = Tokenizer.from_file(resolve_model(options.model, weights=False).tokenizer)
     (token_id,) = tokenizer.encode(TOKEN.decode(), add_special_tokens=False)
@@ -231,6 +251,7 @@ def main(argv: Sequence[str]) -> int:
     middle, beside = medians(found), ratios(found)
     title = f"the front door: {options.prefill}P{options.decode}D stand-ins, {options.clients} load process, medians"
     show(console, middle, beside, f"{title} of {options.rounds}")
+    show_steps(console, middle, size.steps)
     content: dict[str, Any] = {"medians": middle, "ratios_of_the_first": beside, "rounds": found}
     packages = {name: version_of(name) for name in PACKAGES}
     more = {"size": asdict(size), "workers": f"{options.prefill}P{options.decode}D", "packages": packages}

@@ -88,6 +88,9 @@ class Arm:
 
     paced, most_streams, stream_tokens = True, 1 << 20, 4_000_000
 
+    num_serving = 1
+    """Processes of the server that answer requests."""
+
     def __init__(self, name: str, num_clients: int) -> None:
         self.name, self.tally, self.port, self.pid = name, Tally(num_clients), 0, 0
         self.model = "plain"
@@ -128,6 +131,12 @@ class Arm:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     @property
+    def main_thread_s(self) -> float:
+        """CPU seconds of its event loops so far, to the nanosecond."""
+        stats = (Path(f"/proc/{pid}/task/{pid}/schedstat").read_text() for pid in self.pids)
+        return 1e-9 * sum(int(stat.split()[0]) for stat in stats)
+
+    @property
     def rss_kib(self) -> float:
         """Resident memory of the server."""
         pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids)
@@ -139,10 +148,10 @@ class RouterArm(Arm):
 
     def __init__(
         self, name: str, num_clients: int, model: str, workers: tuple[int, int], token_id: int, *,
-        tree: Path | None = None, flags: Sequence[str] = (), log_dir: Path,
+        tree: Path | None = None, num_processes: int = 1, flags: Sequence[str] = (), log_dir: Path,
     ) -> None:  # fmt: skip
         super().__init__(name, num_clients)
-        self.model = model
+        self.model, self.num_serving = model, num_processes
         self._workers, self._token_id, self._tree, self._flags = workers, token_id, tree, flags
         self._process = ChildProcess(f"router {name}", log_dir / f"router-{name}.log".replace(" ", "-"))
 
@@ -153,6 +162,8 @@ class RouterArm(Arm):
         command = [sys.executable, "-P", "-m", "router", "--model", self.model, "--port", str(self.port), *ROOM]
         for role, addresses in source.greeting.items():
             command += [f"--{role}", ",".join(addresses)] if addresses else []
+        if self.num_serving > 1:
+            command += ["--router-processes", str(self.num_serving)]
         self._process.launch([*command, *self._flags], self._env(), cwd=self._tree)
         self._stack.callback(self._end)
         self.pid = self._process.pid

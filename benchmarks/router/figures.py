@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.router.arm import Arm
+from benchmarks.router.floors import at_random, evenly_spaced
 from benchmarks.router.steps import Pace
 from benchmarks.router.tally import ANSWERS, ENDED, EVENTS, FAILED, STARTED, TOKENS
 from benchmarks.stack import StackError
@@ -25,8 +26,8 @@ POLL_S: Final = 0.01
 SETTLE_S: Final = 0.5
 WORDS: Final = "the quick brown fox jumps over the lazy dog and goes on to the next field "
 SHORT_CHARS, SHORT_TOKENS = 400, 4
-FINE_STREAMS: Final = 16
-"""Streams of a small step: those of many engines with small batches."""
+STEPS: Final = (1, 4, 16, 64, 250)
+"""Streams that get a token in one step: 250 are all of an engine, fewer those of many engines with small batches."""
 ALL: Final = 1 << 40
 """More requests than any run sends."""
 Figures = dict[str, float]
@@ -51,9 +52,10 @@ class Size:
     beside_rate: float = 4000.0
     large_bytes: int = 220_000
     large_connections: int = 4
+    steps: tuple[int, ...] = STEPS
 
 
-QUICK: Final = Size(20, 0.5, 4, 50, 2000, 1, 10, 200.0, 20_000, 2)
+QUICK: Final = Size(20, 0.5, 4, 50, 2000, 1, 10, 200.0, 20_000, 2, (1, 5))
 
 
 class Bench:
@@ -81,27 +83,38 @@ class Bench:
         }
 
     def latency(self, tokens_per_s: float) -> Figures:
-        """From the source's stamp to the client's receipt, at this rate, with large steps and with small ones."""
+        """From the source's stamp to the client's receipt, at this rate, in steps of so many streams each."""
         step_s, windows, figures = self._size.streams / tokens_per_s, [], Figures()
         with self._running(self._size.streams, record=True):
-            for most in (0, FINE_STREAMS):
+            for most in self._size.steps:
                 self._pace(Pace.CLOCK, step_s, most)
                 time.sleep(SETTLE_S)
-                began, cpu_s = time.monotonic(), self._arm.cpu_s
+                began, cpu_s, main_s = time.monotonic(), self._arm.cpu_s, self._arm.main_thread_s
                 time.sleep(self._size.seconds)
-                ended, cpu_s = time.monotonic(), self._arm.cpu_s - cpu_s
-                windows.append((began, ended, cpu_s))
+                ended, cpu_s, main_s = time.monotonic(), self._arm.cpu_s - cpu_s, self._arm.main_thread_s - main_s
+                windows.append((began, ended, cpu_s, main_s))
             self._pace(Pace.HOLD)
             time.sleep(SETTLE_S)
-            for name, (began, ended, cpu_s) in zip(("added", "fine"), windows, strict=True):
-                delays = self._delays([(began, ended)])
-                figures |= {
-                    f"{name}_at_tokens_per_s": len(delays) / (ended - began),
-                    f"{name}_cpu_share": cpu_s / (ended - began),
-                    f"{name}_p50_ms": 1e3 * _quantile(delays, 0.5),
-                    f"{name}_p99_ms": 1e3 * _quantile(delays, 0.99),
-                }
+            for most, (began, ended, cpu_s, main_s) in zip(self._size.steps, windows, strict=True):
+                delays, took = self._delays([(began, ended)]), ended - began
+                figures |= self._of_steps(most, delays, took, main_s) | {f"step{most}_cpu_share": cpu_s / took}
         return figures
+
+    def _of_steps(self, most: int, delays: Any, took: float, main_s: float) -> Figures:
+        """Added latency in steps of `most` streams beside the floors: each process has its share of a step."""
+        servers, num = self._arm.num_serving, len(delays)
+        work_s = main_s / max(num, 1)
+        evenly = evenly_spaced(most / servers, work_s)
+        at_once = at_random(most / servers, work_s, num / took / servers)
+        return {
+            f"step{most}_at_tokens_per_s": num / took,
+            f"step{most}_work_us": 1e6 * work_s,
+            f"step{most}_p50_ms": 1e3 * _quantile(delays, 0.5),
+            f"step{most}_floor_p50_ms": 1e3 * evenly.p50_s,
+            f"step{most}_p99_ms": 1e3 * _quantile(delays, 0.99),
+            f"step{most}_floor_p99_ms": 1e3 * evenly.p99_s,
+            f"step{most}_random_p99_ms": 1e3 * at_once.p99_s,
+        }
 
     def short(self) -> Figures:
         """Whole answers of a few tokens to prompts of a hundred."""

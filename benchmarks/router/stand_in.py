@@ -84,8 +84,11 @@ class StandIn:
                 case AbortRequest(request_id=request_id):
                     self.running.pop(request_id, None)
 
-    def step(self, steps: Steps, now: float, part: slice = ALL, *, last: bool = False) -> None:
-        """A token for each sequence of a part, in one message to each router; the `last` one ends it."""
+    def step(self, steps: Steps, part: slice = ALL, *, last: bool = False) -> None:
+        """A token for each sequence of a part, in one message to each router; the `last` one ends it.
+
+        Tokens are stamped when their message is made: to make it is the engine's work.
+        """
         outputs: dict[bytes, list[TokenDelta]] = defaultdict(list)
         running = list(self.running.items())[part]
         for request_id, sequence in running:
@@ -100,11 +103,13 @@ class StandIn:
             )
             outputs[sequence.router].append(delta)
             sequence.index += 1
-            sequence.times.append(now)
         steps.num_emitted += len(running)
         for router, deltas in outputs.items():
-            self._tell(router, *deltas)
+            data = encode(TokenOutput(worker_id=self.worker_id, epoch=self._epoch, outputs=tuple(deltas)))
+            now = time.monotonic()
+            self.socket.send_multipart([router, data])
             for delta in deltas:
+                self.running[delta.request_id].times.append(now)
                 if delta.finish_reason:
                     del self.running[delta.request_id]
 
@@ -197,7 +202,7 @@ class StandIns:
                     worker.beat()
             turn = self._steps.due(now, self._num_running)
             if turn is not None:
-                self._decode[turn].step(self._steps, time.monotonic(), self._steps.part)
+                self._decode[turn].step(self._steps, self._steps.part)
             wait_s = 0.0 if turn is not None else self._steps.wait_s(now, self._num_running, max(0.0, beat_at - now))
             if self._steps.pace is Pace.CLOCK and wait_s < SOON_S:
                 time.sleep(wait_s)
@@ -222,7 +227,7 @@ class StandIns:
             case "finish":
                 self._steps.set(Pace.HOLD, 0.0, 0.0)
                 for worker in self._decode:
-                    worker.step(self._steps, time.monotonic(), last=True)
+                    worker.step(self._steps, last=True)
             case "times":
                 answer = {name: list(one.times) for worker in self._decode for name, one in worker.running.items()}
             case "report":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from benchmarks.router import __main__ as script
 from benchmarks.router import figures
 from benchmarks.router.figures import QUICK, Bench, Lost
+from benchmarks.router.floors import at_random, evenly_spaced
 from benchmarks.router.load import OPENING, Load, StreamClient
 from benchmarks.router.steps import Pace, Steps
 from benchmarks.router.tally import ENDED, EVENTS, FAILED, STARTED, TOKENS, Row, Tally
@@ -74,8 +77,10 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     shown, result = capsys.readouterr().out, json.loads(out.read_text())
     router, plain = result["medians"]["router"], result["medians"]["plain uvicorn"]
     assert router.keys() > plain.keys() and plain["events_per_token"] == pytest.approx(1.0, abs=0.01)
-    assert all(figures["added_p99_ms"] >= figures["added_p50_ms"] > 0 for figures in (router, plain))
-    assert all(figures["fine_p50_ms"] > 0 for figures in (router, plain))
+    for found, most in itertools.product((router, plain), QUICK.steps):
+        assert found[f"step{most}_p99_ms"] >= found[f"step{most}_p50_ms"] > 0
+        assert found[f"step{most}_at_tokens_per_s"] == pytest.approx(QUICK.beside_rate, rel=0.1)
+        assert found[f"step{most}_floor_p99_ms"] >= found[f"step{most}_floor_p50_ms"] > 0
     assert all(figures["tokens_per_s"] > 0 and figures["requests_per_s"] > 0 for figures in (router, plain))
     assert router["long_tokens"] >= QUICK.long_tokens and router["idle_streams"] == QUICK.idle
     assert router["large_per_s"] > 0 and 0 < router["events_per_token"] < 1.01
@@ -142,9 +147,21 @@ def test_a_stall_is_told_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -
         bench_of(tally)._wait(STARTED, 0, 10, "streams began")
 
 
-def test_latency_alone_needs_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--only", "latency"]) == 2
-    assert "--rate" in capsys.readouterr().out
+@pytest.mark.parametrize(("burst", "p50", "p99"), [(1, 1, 1), (0.5, 1, 1), (16, 8, 16), (250, 125, 248)])
+def test_the_floor_of_a_burst_is_the_work_before_a_token(burst: float, p50: int, p99: int) -> None:
+    floor = evenly_spaced(burst, 1e-5)
+    assert (floor.p50_s, floor.p99_s) == (pytest.approx(p50 * 1e-5), pytest.approx(p99 * 1e-5))
+
+
+def test_bursts_at_random_wait_for_each_other() -> None:
+    """The mean wait of an M/D/1 queue is half of what an M/M/1 queue has; here its median and tail at two loads."""
+    half = at_random(1, 1e-5, 50_000)
+    assert 1e-5 <= half.p50_s < 2e-5 and 4e-5 < half.p99_s < 6e-5
+    busy = at_random(1, 1e-5, 90_000)
+    assert busy.p50_s > half.p50_s and 2e-4 < busy.p99_s < 3e-4
+    few = at_random(16, 1e-5, 1_000)
+    assert few.p99_s == pytest.approx(evenly_spaced(16, 1e-5).p99_s, rel=0.3)
+    assert at_random(4, 1e-5, 100_000).p50_s == math.inf
 
 
 def test_fewer_open_files_mean_fewer_streams(
