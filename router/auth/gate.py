@@ -2,8 +2,8 @@
 
     arrive ─> admit: 401, 403, 429 ─> (the endpoint: take_prompt, spend) ─> leave: metrics, audit log
 
-A changed key file or certificate takes effect within two seconds, or at once on SIGHUP. A file with an error is logged
-and has no effect.
+A changed key file or certificate takes effect within two seconds, or at once on SIGHUP; of several processes, none goes
+by old keys for more than a look (`LOOK_EVERY_S`) longer than another. A file with an error is logged and has no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.config import RouterConfig
 from common.errors import ConfigError, InvalidRequest, RequestError
 from router.auth.audit import AuditLog
 from router.auth.errors import Forbidden, RateLimited, Unauthorized
-from router.auth.key_file import ring_of
+from router.auth.key_source import KeySource
 from router.auth.keys import ANONYMOUS, ApiKey, KeyRing
 from router.auth.limits import PER, Denied, Quota
 from router.auth.model_limits import ModelLimits
@@ -29,6 +29,7 @@ from router.auth.tls import Certificate
 from router.auth.visit import Visit
 from router.auth.watch import FileWatch
 from router.observe.metrics import RouterMetrics
+from router.siblings.part import RouterPart
 from router.siblings.usage import SharedUsage
 
 log = logging.getLogger(__name__)
@@ -47,14 +48,16 @@ class Gate:
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
         usage: SharedUsage | None = None,
+        part: RouterPart | None = None,
     ) -> None:
-        """`usage` is that of the keys at all processes of the router, where there are several."""
+        """`part`: which process of a router this is, of several, and `usage` that of the keys at all of them."""
         self._config, self._metrics, self._clock, self._usage = config, metrics, clock, usage
-        self._watches: list[tuple[str, FileWatch, Callable[[], Awaitable[None]]]] = []
+        self._watches: list[tuple[str, FileWatch | KeySource, Callable[[], Awaitable[None]]]] = []
         self._hurry = asyncio.Event()
-        if config.api_key_file:  # the watch begins before the file is read, so that it misses no change
-            self._watches.append(("api_key_file", FileWatch([config.api_key_file]), self._reload_keys))
-        self.ring: KeyRing | None = ring_of(config.api_key_file, config.api_key, config.classes)
+        self._keys = KeySource(config, part)
+        self.ring: KeyRing | None = self._keys.ring
+        if config.api_key_file:
+            self._watches.append(("api_key_file", self._keys, self._reload_keys))
         self.certificate: Certificate | None = None
         if config.tls_cert:
             watch = FileWatch([config.tls_cert, config.tls_key])
@@ -189,8 +192,7 @@ class Gate:
 
     async def _reload_keys(self) -> None:
         """Parse the key file in a thread, because ten thousand keys take long, and apply the new limits."""
-        config = self._config
-        self.ring = await asyncio.to_thread(ring_of, config.api_key_file, config.api_key, config.classes)
+        self.ring = await asyncio.to_thread(self._keys.read)
         now = self._clock()
         known = {key.name: key for key in self.ring.keys} if self.ring is not None else {}
         for name, quota in list(self._quotas.items()):

@@ -41,13 +41,21 @@ MAX_LIMIT = 10**12
 MAX_MODELS, MAX_MODEL_CHARS = 256, 256
 
 
-def read_keys(path: str, classes: Collection[str] = (DEFAULT,)) -> list[ApiKey]:
-    """The keys of a file, where `classes` of requests exist. Raises ConfigError, with the line if there is one."""
+def content_of(path: str) -> bytes:
+    """The bytes of a file, as far as one may be long. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(FIELD, path, f"a file that can be read ({error.strerror})") from error
+
+
+def read_keys(path: str, classes: Collection[str] = (DEFAULT,), data: bytes | None = None) -> list[ApiKey]:
+    """The keys of a file, where `classes` of requests exist; `data`: its content, if that was read already.
+
+    Raises ConfigError, with the line if there is one.
+    """
+    data = content_of(path) if data is None else data
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(FIELD, path, f"a file of at most {MAX_FILE_BYTES:,} bytes")
     try:
@@ -58,12 +66,17 @@ def read_keys(path: str, classes: Collection[str] = (DEFAULT,)) -> list[ApiKey]:
     return _Reader(path, text, classes).keys(table)
 
 
-def ring_of(path: str, api_key: str, classes: Collection[str] = (DEFAULT,)) -> KeyRing | None:
-    """The keys of the file and that of `--api-key`, named "default"; None without either. Raises ConfigError."""
+def ring_of(
+    path: str, api_key: str, classes: Collection[str] = (DEFAULT,), data: bytes | None = None
+) -> KeyRing | None:
+    """The keys of the file and that of `--api-key`, named "default"; None without either. Raises ConfigError.
+
+    `data`: the content of the file, if that was read already.
+    """
     if not path and not api_key:
         return None
     own = [ApiKey("default", (digest_of(api_key.encode()),), admin=True)] if api_key else []
-    keys = read_keys(path, classes) if path else []
+    keys = read_keys(path, classes, data) if path else []
     if own and any(key.name == "default" for key in keys):
         raise ConfigError(FIELD, path, 'no key named "default", which is that of --api-key')
     return KeyRing([*own, *keys])

@@ -75,7 +75,7 @@ def build_app(
     `part` says which process of a router this is, of several. `failure` says why `/health` must not be 200; "" while
     the process is healthy. Raises ConfigError when a file that the configuration names cannot be used.
     """
-    gate = Gate(config, metrics, usage=None if part is None else SharedUsage(part))
+    gate = Gate(config, metrics, usage=None if part is None else SharedUsage(part), part=part)
     siblings = None if part is None else siblings_of(part, metrics)
     service = Service(client, text, files, config, metrics, gate, failure, tracing, siblings)
     if part is not None:
