@@ -76,6 +76,18 @@ class Models(Generic[S]):
             return ModelCandidates(self.services[first], usable)
         raise Unavailable(f"model {first!r}: {able[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
 
+    def lacking(self, asked: str | None) -> str:
+        """A model, of several, for whose workers a request under this name may have to wait; "" if for none.
+
+        Raises ModelNotFound.
+        """
+        self.catalog.chain(asked)
+        if len(self.services) == 1:
+            return ""
+        names = self.catalog.models[:1] if asked is None else self.catalog.targets(asked)
+        able = set(self.able)
+        return next((name for name in names if able.isdisjoint(self.catalog.with_fallbacks(name))), "")
+
     @property
     def able(self) -> list[str]:
         """The models that have workers for a request now."""

@@ -107,6 +107,10 @@ class Catalog:
             return (self._models[asked],)
         return tuple(name for name, weight in split.weights.items() if weight > 0)
 
+    def with_fallbacks(self, model: str) -> tuple[str, ...]:
+        """The model and those that may answer in its place."""
+        return (model, *self._behind(model))
+
     def own_names(self, model: str) -> frozenset[str]:
         """What a model calls itself, beside the names that were given to it."""
         return self._own_names[model]

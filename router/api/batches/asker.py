@@ -12,14 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
-from common.errors import InternalError
+from common.errors import InternalError, RequestError
 from router.api.batches.halt import Halt
 from router.api.batches.lines import InputLine
 from router.auth.class_choice import HEADER, batch_class_of
@@ -47,6 +48,14 @@ FAILURES = frozenset((500, 502, 504))
 
 class KeyGone(Exception):
     """The API key of a batch no longer exists."""
+
+
+class ModelAway(Exception):
+    """No worker of the line's model is there, and another line waits for one."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"model {model!r} has no worker")
+        self.model = model
 
 
 class _InputDetails(msgspec.Struct):
@@ -103,19 +112,34 @@ class _Reply:
 
 
 class LineAsker:
-    """Shared by all batches of a router: at most `batch_concurrency` lines are answered at once, in turn."""
+    """Shared by all batches of a router: at most `batch_concurrency` lines are answered at once, in turn.
+
+    One line more waits for each of several models that has no worker, and so has one started where that is done.
+    """
 
     def __init__(self, service: Service, answer: Answer) -> None:
         self._service, self._answer = service, answer
         self._slots = asyncio.Semaphore(service.config.batch_concurrency)
+        self._waited_for: set[str] = set()  # models without a worker
         self.num_asking = 0
 
+    @property
+    def num_places(self) -> int:
+        """The most lines that are asked at once."""
+        num_models = len(self._service.models.services)
+        return self._service.config.batch_concurrency + (num_models if num_models > 1 else 0)
+
     async def result(self, line: InputLine, batch: StoredBatch, halt: Halt) -> LineResult | None:
-        """The line's result; None if the batch stopped before. Raises KeyGone."""
+        """The line's result; None if the batch stopped before. Raises KeyGone, and ModelAway for a later try."""
         request_id, wait_s, num_failures = new_request_id(), FIRST_WAIT_S, 0
         metrics = self._service.metrics.batches
         while True:
-            async with self._slots:
+            lacking = self._lacking(line)
+            if self.is_away(lacking):
+                raise ModelAway(lacking)
+            async with self._place(lacking):
+                if not lacking and self._lacking(line):  # its last worker went while it waited for a place
+                    continue
                 reply = await self._once(line, batch, halt, request_id) if await self._ready(halt) else None
             if reply is None:
                 return None
@@ -127,6 +151,30 @@ class LineAsker:
             metrics.count_line("again")
             await halt.pause(max(reply.retry_after_s, wait_s * random.uniform(0.5, 1.0)))
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+
+    def is_away(self, model: str) -> bool:
+        """Whether a model has no worker, and a line waits for one already."""
+        return model in self._waited_for and self._service.models.lacking(model) == model
+
+    def _lacking(self, line: InputLine) -> str:
+        """See `Models.lacking`; what is wrong with the line's model is the endpoint's to say."""
+        try:
+            return self._service.models.lacking(line.model if isinstance(line.model, str) else None)
+        except RequestError:
+            return ""
+
+    @asynccontextmanager
+    async def _place(self, lacking: str) -> AsyncIterator[None]:
+        """One of the places of all lines, or the one of those that wait for the model that they lack."""
+        if not lacking:
+            async with self._slots:
+                yield
+            return
+        self._waited_for.add(lacking)
+        try:
+            yield
+        finally:
+            self._waited_for.discard(lacking)
 
     async def _ready(self, halt: Halt) -> bool:
         """Wait for workers; False when the batch stopped before."""

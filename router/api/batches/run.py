@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
-from router.api.batches.asker import KeyGone, LineAsker
+from router.api.batches.asker import KeyGone, LineAsker, ModelAway
 from router.api.batches.halt import Halt, Halted
 from router.api.batches.lines import ENVELOPE_BYTES, InputLine, judge, lines_of, parse_line
 from router.batch.lines import BatchResult
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 STORE_RETRY_S = 2.0
 """Between two tries to store a result that the store could not take."""
+AWAY_S = 1.0
+"""Between two looks whether a model has workers again, for which lines were put off."""
 EXPIRED_A_TIME = 200
 """Lines without an answer that are written at once when a batch's time is over."""
 EXPIRED_TEXT = "the batch's completion window ended before this request had an answer"
@@ -47,6 +49,7 @@ class BatchRun:
     def __init__(self, service: Service, store: FileStore, asker: LineAsker, batch: StoredBatch) -> None:
         self._service, self._store, self._asker, self.batch = service, store, asker, batch
         self._turn = asyncio.Lock()
+        self._away: set[str] = set()  # models whose lines were put off
         self.halt = Halt()
 
     async def run(self) -> None:
@@ -128,11 +131,23 @@ class BatchRun:
     # ------------------------------------------------------------ in progress
 
     async def _ask_all(self) -> None:
-        """Answer every line without a result. Raises the first error of those that do it."""
+        """Answer every line without a result, those of models without workers when these are back.
+
+        Raises the first error of those that do it.
+        """
+        while not self.halt.stops:
+            self._away.clear()
+            await self._ask_once()
+            if not self._away:
+                return
+            while not self.halt.stops and all(map(self._asker.is_away, self._away)):
+                await self.halt.pause(AWAY_S)
+
+    async def _ask_once(self) -> None:
         async with aclosing(self._unanswered()) as lines:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self._service.config.batch_concurrency, self.batch.num_total)):
+                    for _ in range(min(self._asker.num_places, self.batch.num_total)):
                         group.create_task(self._ask_some(lines), name=f"{self.batch.id}-lines")
             except ExceptionGroup as errors:  # the first ended the others
                 raise errors.exceptions[0] from errors
@@ -143,7 +158,11 @@ class BatchRun:
                 line = await anext(lines, None)
             if line is None:
                 return
-            result = await self._asker.result(line, self.batch, self.halt)
+            try:
+                result = await self._asker.result(line, self.batch, self.halt)
+            except ModelAway as away:
+                self._away.add(away.model)
+                continue
             if result is not None:
                 await self._keep([result])
 
