@@ -16,9 +16,22 @@ def load_of(service: Service) -> dict[str, object]:
     """What this process knows of a model, or of all that are behind a front."""
     members = list(service.models.services.values())
     shown = [service] if any(one is service for one in members) else members
-    models = [{"id": one.model_name, "max_model_len": one.max_model_len, "ready": one.able[0]} for one in shown]
+    models = [_model(one) for one in shown]
     traffic = service.metrics.traffic.summary(time.monotonic())
     return load_body(service.client.load(), service.outlook(), goals_of(service.config), models, traffic)
+
+
+def _model(service: Service) -> dict[str, object]:
+    """One model, with its own goals, classes and plan: those of a front stand for all of its models."""
+    outlook, goals = service.outlook(), goals_of(service.config)
+    return {
+        "id": service.model_name,
+        "max_model_len": service.max_model_len,
+        "ready": service.able[0],
+        "goals": _tails(goals.ttft_s, goals.tpot_s),
+        "classes": service.client.load().classes,
+        "plan": None if outlook is None else _plan(outlook, goals),
+    }
 
 
 def own_load(service: Service) -> dict[str, object]:

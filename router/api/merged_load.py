@@ -29,17 +29,27 @@ def merged_load(loads: Sequence[Load], counts: Sequence[Mapping[str, Sequence[in
     rates = _sums(load["traffic"]["rates"] for load in loads)
     return {
         **first,
+        "models": [_model(one, loads, weights) for one in first["models"]],
         "server_load": sum(load["server_load"] for load in loads),
         "stages": _sums(load["stages"] for load in loads),
         "traffic": {**first["traffic"], "rates": rates, **percentiles_of(times)},
-        "classes": [_class(one, loads, weights) for one in first["classes"]],
+        "classes": _classes([load["classes"] for load in loads], weights),
         "workers": [_worker(one, loads) for one in first["workers"]],
     }
 
 
-def _class(first: Load, loads: Sequence[Load], weights: Sequence[int]) -> dict[str, Any]:
+def _model(first: Load, loads: Sequence[Load], weights: Sequence[int]) -> dict[str, Any]:
+    same = [next((one for one in load["models"] if one["id"] == first["id"]), first) for load in loads]
+    return {**first, "classes": _classes([one["classes"] for one in same], weights)}
+
+
+def _classes(told: Sequence[Sequence[Load]], weights: Sequence[int]) -> list[dict[str, Any]]:
+    return [_class(one, told, weights) for one in told[0]]
+
+
+def _class(first: Load, told: Sequence[Sequence[Load]], weights: Sequence[int]) -> dict[str, Any]:
     """A share that met a goal is weighed by the answers that each process gave lately."""
-    same = [next((one for one in load["classes"] if one["name"] == first["name"]), first) for load in loads]
+    same = [next((one for one in classes if one["name"] == first["name"]), first) for classes in told]
     attained = {}
     for goal in first["attainment"]:
         total = sum(weights)

@@ -106,12 +106,15 @@ class PlanStatus(BaseModel):
     held: str
 
 
-class ModelLimits(BaseModel):
-    """`ready`: whether a worker of it would answer now."""
+class ModelStatus(BaseModel):
+    """`ready`: whether a worker of it would answer now. Its pools are planned for its `goals`; 0: none."""
 
     id: str
     max_model_len: int
     ready: bool
+    goals: Tails
+    classes: list[ClassStatus]
+    plan: PlanStatus | None
 
 
 class TimesStatus(BaseModel):
@@ -150,10 +153,13 @@ class TrafficStatus(BaseModel):
 
 
 class Load(BaseModel):
-    """`plan` is null where none is made (`--planner off`); `events` are the latest, newest first."""
+    """`plan` is null where none is made (`--planner off`) and for several models together; `events`: newest first.
+
+    Of several models `classes` have the tightest goals and the least attained ones; `models` have each one's own.
+    """
 
     server_load: int
-    models: list[ModelLimits]
+    models: list[ModelStatus]
     stages: dict[str, int]
     traffic: TrafficStatus
     classes: list[ClassStatus]

@@ -71,10 +71,12 @@ def joined(loads: Sequence[DispatchLoad]) -> DispatchLoad:
 
 
 def _joined_class(loads: Sequence[ClassLoad]) -> ClassLoad:
-    """A class in all models: the goal that it met least counts."""
+    """A class in all models: the tightest of their goals, and the one that it met least, count."""
     goals = dict.fromkeys(goal for load in loads for goal in load.attainment)
     return replace(
         loads[0],
+        ttft_ms=_tightest(load.ttft_ms for load in loads),
+        tpot_ms=_tightest(load.tpot_ms for load in loads),
         num_in_flight=sum(load.num_in_flight for load in loads),
         num_waiting=sum(load.num_waiting for load in loads),
         num_held=sum(load.num_held for load in loads),
@@ -83,6 +85,11 @@ def _joined_class(loads: Sequence[ClassLoad]) -> ClassLoad:
         num_refused=sum(load.num_refused for load in loads),
         attainment={goal: min(load.attainment[goal] for load in loads if goal in load.attainment) for goal in goals},
     )
+
+
+def _tightest(goals_ms: Iterable[float]) -> float:
+    """The least of goals, of which 0 is none."""
+    return min(filter(None, goals_ms), default=0.0)
 
 
 def _sum(counts: Iterable[Mapping[K, int]]) -> dict[K, int]:

@@ -33,7 +33,9 @@ async def test_two_processes(running: Any) -> None:
     (worker,) = both["workers"]
     assert (worker["num_booked_requests"], worker["num_available_blocks"]) == (5, 90)
     assert both["traffic"]["ttft"].num == 2 and both["traffic"]["itl"].num == 14
-    assert both["models"] == own["load"]["models"]
+    (model,), (one,) = both["models"], own["load"]["models"]
+    assert {**model, "classes": []} == {**one, "classes": []}
+    assert model["classes"][0]["num_waiting"] == 6
 
 
 def test_percentiles_are_those_of_all_observations() -> None:
@@ -44,7 +46,7 @@ def test_percentiles_are_those_of_all_observations() -> None:
     for value in range(1, 101):
         together.observe(value / 100, 0.0)
     load: dict[str, Any] = {
-        **{"server_load": 0, "stages": {}, "classes": [], "workers": []},
+        **{"server_load": 0, "stages": {}, "classes": [], "workers": [], "models": []},
         "traffic": {"rates": {"requests_per_s": 1.5}, "ttft": {"num": 1}},
     }
     counts = [{kind: one.counts(0.0) for kind in KINDS} for one in times]
