@@ -105,6 +105,8 @@ class Models(Generic[S]):
         if asked is None or asked == own:
             return own
         self.catalog.chain(asked)
+        if own not in self.services:  # that of a front, which stands for all of its models
+            return asked
         return asked if asked in self.catalog.own_names(own) else own
 
     def listed(self, key: ApiKey = ANONYMOUS) -> list[ShownModel[S]]:
