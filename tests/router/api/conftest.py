@@ -31,6 +31,7 @@ from router.streams.client import ANYONE, Caller, GenerationRequest, RequestTime
 from router.text.text_pipeline import TextPipeline
 
 from .chromium import Browser
+from .several import several as several  # the fixture of several models
 
 MODEL = "tiny-random"
 EOS = 259

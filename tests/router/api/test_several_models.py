@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import pytest
-from fastapi import FastAPI
 
-from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
-from common.model_files.files import ModelFiles
-from router.admission.load import ClassLoad, DispatchLoad
 from router.auth.keys import Limits
-from router.models.catalog import Catalog
-from router.models.entry import ModelEntry, ModelTable, Split
-from router.observe.metrics import RouterMetrics
-from router.server.every_model import joined
-from router.server.serving import app_of_several, of_model
-from router.text.text_pipeline import TextPipeline
 from router.top.source import LoadSource
 
-from .batching import client_of, ended, line, made
+from .several import Start
 from .test_dashboard import NODE, SEES, browse
 
 KEYS = """
@@ -45,78 +31,7 @@ name = "all"
 key = "a-key-for-all-of-them"
 admin = true
 """
-GOALS = ((500.0, 0.0), (200.0, 30.0), (0.0, 60.0))
 NO_WORKER = (False, "no decode worker is ready (1 configured: decode-0 is silent)")
-
-
-@dataclass
-class Member:
-    """One model with a scripted engine."""
-
-    name: str
-    client: Any
-    text: TextPipeline
-    files: ModelFiles
-    config: RouterConfig
-    metrics: RouterMetrics
-    outlook: None = None
-
-
-@dataclass
-class Several:
-    """A running application of two models, `small` and `large`, with their engines."""
-
-    running: Any
-    small: Any
-    large: Any
-
-    async def ask(self, model: str | None, **fields: Any) -> httpx.Response:
-        headers = fields.pop("headers", {})
-        body = {"model": model, "prompt": "hi", "max_tokens": 5, "temperature": 0} | fields
-        reply: httpx.Response = await self.running.http.post("/v1/completions", json=body, headers=headers)
-        return reply
-
-    async def listed(self, **headers: str) -> dict[str, Any]:
-        reply = await self.running.http.get("/v1/models", headers=headers)
-        return {one["id"]: one for one in reply.json()["data"]}
-
-
-Start = Callable[..., Awaitable[Several]]
-
-
-@pytest.fixture
-def several(start: Any, tools: Any, files: ModelFiles, text: TextPipeline) -> Start:
-    """Starts it; `small` and `large` change what is said of a model."""
-
-    async def run(small: dict[str, Any] | None = None, large: dict[str, Any] | None = None, **settings: Any) -> Several:
-        engines = {"small": tools.Engine(text="small. "), "large": tools.Engine(text="large. ")}
-        engines["large"].max_model_len = 2048
-        entries = (
-            ModelEntry("org/small", "small", aliases=("fast",)),
-            ModelEntry("org/large", "large"),
-        )
-        changed = (replace(entries[0], **(small or {})), replace(entries[1], **(large or {})))
-        splits = (Split("chat", {"small": 1.0, "large": 1.0}),)
-        catalog = Catalog(ModelTable(changed, splits), ["org/small", "org/large"])
-
-        def application(config: RouterConfig) -> FastAPI:
-            front = RouterMetrics("", None)
-            members = [
-                Member(
-                    name,
-                    engine,
-                    text,
-                    msgspec.structs.replace(files, model_id=f"org/{name}"),
-                    of_model(config, name, catalog.entries[name]),
-                    RouterMetrics(name, engine.load, front=front),
-                )
-                for name, engine in engines.items()
-            ]
-            return app_of_several(config, catalog, members, front)
-
-        return Several(await start(application=application, **settings), **engines)
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -402,42 +317,3 @@ async def test_top_shows_all_models_or_one(several: Start) -> None:
     assert numbers == {"": (["small", "large"], 1), "small": (["small"], 0), "large": (["large"], 1)}
     unknown = await asyncio.to_thread(LoadSource.of(served.running.url, model="a b&c").ask)
     assert "there is no model 'a b&c' here, only 'small', 'fast', 'large', 'chat'" in unknown.problem
-
-
-async def test_lines_for_a_model_without_workers_let_those_for_others_pass(several: Start, tools: Any) -> None:
-    """One of them waits for a worker, beside the places of all lines; the others follow when it is there."""
-    both = await several(batch_concurrency=1)
-    both.large.is_ready, both.large.hold_after = NO_WORKER, 0
-    models = [*("large", "fast") * 4, "chat"]
-    lines = [line(f"{i}", model=model, prompt="hi", max_tokens=2) for i, model in enumerate(models)]
-    async with client_of(both.running) as sdk:
-        first = await made(sdk, lines)
-        await tools.until(lambda: len(both.small.requests) == 4)
-        second = await made(sdk, [line("a", model="large", prompt="hi"), line("b", model="small", prompt="hi")])
-        await tools.until(lambda: len(both.small.requests) == 5)
-        assert len(both.large.requests) == 1, "of nine lines that may be for it"
-        counts = (await sdk.batches.retrieve(first.id)).request_counts
-        assert counts is not None and (counts.completed, counts.total) == (4, 9)
-        both.large.is_ready = (True, "")
-        both.large.go.set()
-        done = [await ended(sdk, batch) for batch in (first, second)]
-    assert [batch.request_counts.completed for batch in done if batch.request_counts] == [9, 2]
-    assert len(both.large.requests) + len(both.small.requests) == 11
-
-
-async def test_load_shows_the_goals_of_each_model(several: Start) -> None:
-    both = await several(large={"slo_ttft_ms": 900.0}, slo_ttft_ms=300.0, slo_tpot_ms=40.0)
-    load = (await both.running.http.get("/load")).json()
-    found = {one["id"]: (one["goals"], [goals["name"] for goals in one["classes"]]) for one in load["models"]}
-    assert found == {
-        "small": ({"ttft_ms": 300.0, "tpot_ms": 40.0}, ["batch"]),
-        "large": ({"ttft_ms": 900.0, "tpot_ms": 40.0}, ["batch"]),
-    }
-    alone = (await both.running.http.get("/load?model=large")).json()
-    assert [one["goals"]["ttft_ms"] for one in alone["models"]] == [900.0]
-
-
-def test_a_class_of_several_models_has_the_tightest_of_their_goals() -> None:
-    loads = [DispatchLoad({}, (), {}, {}, {}, 0, classes=(ClassLoad("a", ttft_ms=t, tpot_ms=p),)) for t, p in GOALS]
-    (shown,) = joined(loads).classes
-    assert (shown.ttft_ms, shown.tpot_ms) == (200.0, 30.0)

@@ -1,0 +1,90 @@
+"""Two models behind one front door, each with a scripted engine that has a text of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+
+from common.config import RouterConfig
+from common.model_files.files import ModelFiles
+from router.models.catalog import Catalog
+from router.models.entry import ModelEntry, ModelTable, Split
+from router.observe.metrics import RouterMetrics
+from router.server.serving import app_of_several, of_model
+from router.text.text_pipeline import TextPipeline
+
+
+@dataclass
+class Member:
+    """One model with a scripted engine."""
+
+    name: str
+    client: Any
+    text: TextPipeline
+    files: ModelFiles
+    config: RouterConfig
+    metrics: RouterMetrics
+    outlook: None = None
+
+
+@dataclass
+class Several:
+    """A running application of two models, `small` and `large`, with their engines."""
+
+    running: Any
+    small: Any
+    large: Any
+
+    async def ask(self, model: str | None, **fields: Any) -> httpx.Response:
+        headers = fields.pop("headers", {})
+        body = {"model": model, "prompt": "hi", "max_tokens": 5, "temperature": 0} | fields
+        reply: httpx.Response = await self.running.http.post("/v1/completions", json=body, headers=headers)
+        return reply
+
+    async def listed(self, **headers: str) -> dict[str, Any]:
+        reply = await self.running.http.get("/v1/models", headers=headers)
+        return {one["id"]: one for one in reply.json()["data"]}
+
+
+Start = Callable[..., Awaitable[Several]]
+
+
+@pytest.fixture
+def several(start: Any, tools: Any, files: ModelFiles, text: TextPipeline) -> Start:
+    """Starts it; `small` and `large` change what is said of a model."""
+
+    async def run(small: dict[str, Any] | None = None, large: dict[str, Any] | None = None, **settings: Any) -> Several:
+        engines = {"small": tools.Engine(text="small. "), "large": tools.Engine(text="large. ")}
+        engines["large"].max_model_len = 2048
+        entries = (
+            ModelEntry("org/small", "small", aliases=("fast",)),
+            ModelEntry("org/large", "large"),
+        )
+        changed = (replace(entries[0], **(small or {})), replace(entries[1], **(large or {})))
+        splits = (Split("chat", {"small": 1.0, "large": 1.0}),)
+        catalog = Catalog(ModelTable(changed, splits), ["org/small", "org/large"])
+
+        def application(config: RouterConfig) -> FastAPI:
+            front = RouterMetrics("", None)
+            members = [
+                Member(
+                    name,
+                    engine,
+                    text,
+                    msgspec.structs.replace(files, model_id=f"org/{name}"),
+                    of_model(config, name, catalog.entries[name]),
+                    RouterMetrics(name, engine.load, front=front),
+                )
+                for name, engine in engines.items()
+            ]
+            return app_of_several(config, catalog, members, front)
+
+        return Several(await start(application=application, **settings), **engines)
+
+    return run
