@@ -2,14 +2,17 @@
 
 The router logs what it predicted for a request when it placed it, so all predictions are made ahead of what they
 predict. Workers go on fitting their models meanwhile; requests of the first part of the load are left out. Beside the
-errors of one paced prefill worker stands their floor: the same arrivals at a virtual worker (`foresight.py`).
+errors of one paced prefill worker stands their floor: the same arrivals at a virtual worker (`foresight.py`). Beside
+those of a real one stand the errors of a virtual worker with its model that knew all arrivals.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,75 +27,128 @@ from benchmarks.load.report import print_table
 from benchmarks.load.summary import RequestRecord
 from benchmarks.paced.model import Coefficients
 from benchmarks.paced.stack import EXAMPLE, PacedStack
-from benchmarks.prompt_order import VirtualPrompt
+from benchmarks.prompt_order import VirtualPrompt, serve
 from benchmarks.sla.foresight import foreseen
 from benchmarks.sla.real import ANSWER_S, requests_logged, served
 from benchmarks.sla.step import Numbers, Settings, Step
 from benchmarks.stack import Stack
+from common.latency.step_model import StepModel
+from common.requests.prompt_order import prompt_order
 
-PACED, POOLS, REAL = "paced 1P1D", "paced 3P3D", "real model, 1P1D"
+PACED, POOLS, SHARED, OWN, OWN_PLAIN = (
+    "paced 1P1D",
+    "paced 3P3D",
+    "real model, 1P1D, shared cores",
+    "real model, 1P1D, a core each",
+    "the same without draft tokens",
+)
 FLOOR: Final = "paced 1P1D, all known but later prompts"
+HINDSIGHT: Final = ", all known and all later prompts"
 LEARNING: Final = 0.3
 """Of the requests, while workers fit their models."""
-SIZES: Final = {PACED: 1, POOLS: 3}
-LENGTHS: Final[dict[str, tuple[str, str]]] = {
-    PACED: ("200-1500", "20-80"),
-    POOLS: ("200-1500", "20-80"),
-    REAL: ("64-512", "16-48"),
-}
-RATES: Final[dict[str, tuple[float, ...]]] = {
-    PACED: (4.0, 10.0, 16.0),
-    POOLS: (12.0, 24.0, 36.0),
-    REAL: (0.5, 1.0, 1.5),
-}
 ROUTER_FLAGS: Final = ("--log-json",)
 MARKS: Final = {"TTFT": (0.10, 0.25), "TPOT": (0.08, None)}
 NUM_SMALL_MS: Final = 0.01
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a load is served: so many paced workers of each role, or 0: a real model on 1P1D.
+
+    `rates` are requests a second, for equal parts of the time; `own_cores`: a core for each worker.
+    """
+
+    name: str
+    num_paced: int
+    rates: tuple[float, ...]
+    own_cores: bool = False
+    drafts: bool = True
+
+    @property
+    def lengths(self) -> tuple[str, str]:
+        """Of prompts and answers."""
+        return ("200-1500", "20-80") if self.num_paced else ("64-512", "16-48")
+
+    def stack(self, model: str, log_dir: Path) -> Stack:
+        if self.num_paced:
+            return PacedStack(self.num_paced, self.num_paced, router_flags=ROUTER_FLAGS, log_dir=log_dir)
+        prefill, decode = sorted(os.sched_getaffinity(0))[:2] if self.own_cores else (None, None)
+        return Stack(
+            1,
+            1,
+            model=model,
+            router_flags=ROUTER_FLAGS,
+            prefill_cores=() if prefill is None else (prefill,),
+            decode_cores=() if decode is None else (decode,),
+            decode_flags=() if self.drafts else ("--max-draft-tokens", "0"),
+            log_dir=log_dir,
+        )
+
+
+PLACES: Final = (
+    Place(PACED, 1, (4.0, 10.0, 16.0)),
+    Place(POOLS, 3, (12.0, 24.0, 36.0)),
+    Place(SHARED, 0, (0.5, 1.0, 1.5)),
+    Place(OWN, 0, (0.5, 1.0, 1.5), own_cores=True),
+    Place(OWN_PLAIN, 0, (0.5, 1.0, 1.5), own_cores=True, drafts=False),
+)
+
+
 def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
     pairs: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    floor: list[tuple[float, float]] = []
+    floors: dict[str, list[tuple[float, float]]] = {}
+    places = [place for place in PLACES if not place.own_cores or len(os.sched_getaffinity(0)) > 1]
     with tempfile.TemporaryDirectory(prefix="diptych-sla-") as folder:
-        for name in (PACED, POOLS, REAL):
+        for place in places:
+            name = place.name
             tell(f"{name}: starts")
-            log_dir = Path(folder) / name.replace(" ", "-")
-            with stack_of(name, settings, log_dir) as stack:
-                seconds = settings.real_s / len(RATES[name])
+            with place.stack(settings.model, Path(folder) / name.replace(" ", "-")) as stack:
+                seconds = settings.real_s / len(place.rates)
                 tell(f"{name}: {settings.real_s:g} s of load")
-                profile = RateProfile.steps(",".join(f"{rate:g}x{seconds:g}" for rate in RATES[name]))
-                records = served(stack, profile, LENGTHS[name], seed=settings.seed)
+                profile = RateProfile.steps(",".join(f"{rate:g}x{seconds:g}" for rate in place.rates))
+                records = served(stack, profile, place.lengths, seed=settings.seed)
                 num_ok = sum(record.ok for record in records)
                 lines = requests_logged(stack.router.log, num_ok)
                 if name == PACED:
-                    floor = foreseen_ms(records, prefill_step_tokens(stack))
+                    floors[FLOOR] = foreseen_ms(records, prefill_worker(stack)[1])
+                elif not place.num_paced:
+                    floors[name + HINDSIGHT] = hindsight_ms(records, *prefill_worker(stack))
             pairs[name] = pairs_of(lines[int(LEARNING * len(lines)) :])
     rows = [row for name, found in pairs.items() for row in summarised(name, found)]
-    return {"pairs": pairs, "summary": [*rows, *summarised(FLOOR, {"TTFT": floor})]}
+    rows += [row for name, found in floors.items() for row in summarised(name, {"TTFT": found})]
+    return {"pairs": pairs, "summary": rows}
 
 
-def prefill_step_tokens(stack: Stack) -> int:
-    """Prompt tokens of a step of the stack's prefill worker, as it says now."""
+def prefill_worker(stack: Stack) -> tuple[StepModel, int]:
+    """What the stack's prefill worker says now: its model, and the prompt tokens of a step."""
     answer = httpx.get(f"{stack.url}/load", timeout=ANSWER_S, trust_env=False)
     workers = answer.raise_for_status().json()["workers"]
-    return next(int(worker["step_tokens"]) for worker in workers if worker["role"] == "prefill")
+    worker = next(worker for worker in workers if worker["role"] == "prefill")
+    return StepModel(**worker["step_model"]), int(worker["step_tokens"])
 
 
 def foreseen_ms(records: Sequence[RequestRecord], step_tokens: int) -> list[tuple[float, float]]:
     """(foreseen, then happened) TTFT in ms at a virtual worker with the paced one's pace, learning left out."""
-    prompts = [
-        VirtualPrompt(record.start, record.prompt_tokens, math.inf)
-        for record in sorted(records, key=lambda record: record.start)
-        if record.ok
-    ]
+    prompts, _ = prompts_of(records)
     found = foreseen(prompts, Coefficients.read(EXAMPLE).prefill.model(), step_tokens)
     return [(1e3 * before, 1e3 * after) for before, after in found[int(LEARNING * len(found)) :]]
 
 
-def stack_of(name: str, settings: Settings, log_dir: Path) -> Stack:
-    if name in SIZES:
-        return PacedStack(SIZES[name], SIZES[name], router_flags=ROUTER_FLAGS, log_dir=log_dir)
-    return Stack(1, 1, model=settings.model, router_flags=ROUTER_FLAGS, log_dir=log_dir)
+def hindsight_ms(records: Sequence[RequestRecord], model: StepModel, step_tokens: int) -> list[tuple[float, float]]:
+    """(said, measured) TTFT in ms. A virtual worker says it that had the same prompts, and steps that `model` times.
+
+    It knows all that a router can only guess, later prompts included: what is left is how much steps vary.
+    """
+    prompts, measured = prompts_of(records)
+    serve(prompts, prompt_order, model, step_tokens)
+    pairs = [(1e3 * prompt.ttft_s, 1e3 * ttft_s) for prompt, ttft_s in zip(prompts, measured, strict=True)]
+    return pairs[int(LEARNING * len(pairs)) :]
+
+
+def prompts_of(records: Sequence[RequestRecord]) -> tuple[list[VirtualPrompt], list[float]]:
+    """The prompts that were answered, in order of their arrival, and their TTFT in seconds."""
+    found = [record for record in sorted(records, key=lambda record: record.start) if record.ok]
+    return [VirtualPrompt(each.start, each.prompt_tokens, math.inf) for each in found], [each.ttft_s for each in found]
 
 
 def pairs_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
