@@ -1,4 +1,4 @@
-# make serve | sla | check | test | test-all | lint | format | fetch | clean. `make` alone says what each does.
+# make serve | sla | gpu | check | test | test-all | lint | format | fetch | clean. `make` alone says what each does.
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERM
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare sla check test test-touched test-all clients chaos soak lint format docs clean
+.PHONY: help serve fetch bench compare sla gpu check test test-touched test-all clients chaos soak lint format docs clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench      load generator (ARGS='--help')"
 	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
 	@echo "make sla        how well goals are met and at what cost, in 20 minutes: tables and plots (ARGS='--only policies'; --help)"
+	@echo "make gpu        all that a GPU node can tell, in ten minutes, into a folder (OUT=build/gpu ARGS='--dry-run'; --help)"
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"
 	@echo "make test-touched    the slow tests of what differs from a commit (BASE=main)"
@@ -79,6 +80,13 @@ compare: $(VENV)/.serve $(VENV)/.bench
 
 sla: $(VENV)/.serve $(VENV)/.bench
 	@exec $(BIN)/python -m benchmarks.sla $(ARGS)
+
+# A bare GPU machine has its own Python with torch, no network, and perhaps a folder of wheels: nothing is installed.
+OUT ?= build/gpu
+gpu:
+	@TAIL=200 PYTHON="$(if $(wildcard $(VENV)/.serve),$(BIN)/python,$(PYTHON))" benchmarks/gpu_machine.sh "$(OUT)" \
+	  "node:$(LIMIT):$(ARGS)"
+LIMIT ?= 600
 
 # ------------------------------------------------------------------ check
 

@@ -10,6 +10,7 @@
 #     look      the device, the versions, and whether everything can be imported
 #     tests     of kernels and pinned memory, on the device     ARGUMENTS: pytest's
 #     bench     benchmarks.gpu                                  ARGUMENTS: its own
+#     node      benchmarks.gpu.node, what `make gpu` runs       ARGUMENTS: its own
 #     answers   tests/e2e/test_same_answer.py on the device     ARGUMENTS: pytest's
 #     do        ARGUMENTS are a command for bash
 #
@@ -17,7 +18,7 @@
 # NAME-workers.tgz of a bench. The exit status is 0 if all parts' are. $PYTHON (default: python3) runs it all.
 set -u
 
-[ $# -ge 2 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && folder=$(cd "$1" && pwd) || exit 2
 shift
 cd "$(dirname "$0")/.." || exit 2
@@ -48,6 +49,11 @@ bench() {
         "--time-limit-s $((seconds > 80 ? seconds - 40 : seconds / 2)) $*"
 }
 
+node() {
+    echo "exec $python -P -m benchmarks.gpu.node --out '$folder'" \
+        "--time-limit-s $((seconds > 80 ? seconds - 30 : seconds / 2)) $*"
+}
+
 answers() {
     echo "export DIPTYCH_DEVICE=cuda HF_HUB_OFFLINE=1; exec $pytest -k 'not real_models'" \
         "tests/e2e/test_same_answer.py $*"
@@ -61,7 +67,7 @@ for part in "$@"; do
     fi
     workers=
     case ${name%%.*} in
-        look | tests | answers) command=$("${name%%.*}" "$arguments") ;;
+        look | tests | answers | node) command=$("${name%%.*}" "$arguments") ;;
         bench)
             workers=$(mktemp -d)
             command=$(bench "$arguments")

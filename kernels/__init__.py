@@ -18,6 +18,7 @@ KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head
     plain       every device: torch, where there is nothing faster; `reference`, slow and obvious, for tests
     cpu         C++ that reads blocks in place, compiled at first use from `native`
     gpu         Triton kernels for CUDA devices
+    agreement   every kernel of a device beside plain torch, at the shapes of one model; nothing else imports it
 
 A backend for another device implements `interface.kernels.Kernels` and is named in `dispatch.backend`.
 """

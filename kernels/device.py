@@ -32,6 +32,11 @@ def triton_backend(kind: str) -> DeviceKernels | None:
     return found
 
 
+def has_device_kernels(kind: str) -> bool:
+    """Whether the backend of this device type is `DeviceKernels`."""
+    return triton_backend(kind) is not None
+
+
 def missing_to_launch() -> str:
     """What this machine lacks for Triton to build its launchers, or "": Triton itself fails only in the first step."""
     has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

@@ -73,6 +73,17 @@ class Experts:
             return self._device_kernels.experts(x, chosen, shares, gate_up, down, gate_up_bias, down_bias, activation)
         return self._by_expert(x, chosen, shares, activation)
 
+    @property
+    def by_device(self) -> bool:
+        """Whether the device's own kernels multiply by them."""
+        return self._device_kernels is not None
+
+    def expert(self, index: int) -> Expert:
+        """The weights of one expert, where they are used `by_device`."""
+        gate_up, down, gate_up_bias, down_bias = (None if part is None else part[index] for part in self._stacked)
+        assert gate_up is not None and down is not None
+        return Expert(gate_up, down, gate_up_bias, down_bias)
+
     def _by_expert(self, x: Tensor, chosen: Tensor, shares: Tensor, activation: str) -> Tensor:
         per_token = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)  # pairs of row and expert, by expert

@@ -31,7 +31,7 @@ class PrefillDuty(Duty):
         tiers = self.new_tiers(loaded, pool, lambda event: engine.notify(event))
         scheduler = PrefillScheduler(
             pool,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_batched_tokens=settings.step_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_prompt_logprobs=max_prompt_logprobs(loaded.vocab_size),
         )

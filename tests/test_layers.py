@@ -57,7 +57,7 @@ EXCEPTIONS: dict[str, set[str]] = {
 }
 # The rooms of a package, from the lowest to the highest: each imports only those before it.
 ROOMS = {
-    "kernels": ("interface", "plain", "cpu", "gpu"),
+    "kernels": ("interface", "plain", "cpu", "gpu", "agreement"),
     "common": (
         "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_config", "model_files",
         "kv", "tiers", "transfer",

@@ -87,6 +87,7 @@ def decode_case(backend: Any, shape: GPUShape, batch: int, device: torch.device)
         {
             "torch sdpa": lambda: _sdpa_calls(inputs, causal=False),
             "flashinfer": lambda: _flashinfer_decode(inputs, shape),
+            "fa3": lambda: _fa3_decode(inputs),
         },
     )
 
@@ -105,6 +106,7 @@ def prefill_case(backend: Any, shape: GPUShape, length: int, device: torch.devic
         {
             "torch sdpa": lambda: _sdpa_calls(inputs, causal=True),
             "flashinfer": lambda: _flashinfer_prefill(inputs),
+            "fa3": lambda: _fa3_prefill(inputs),
         },
     )
 
@@ -191,5 +193,30 @@ def _flashinfer_prefill(inputs: PagedInputs) -> list[Call]:
     flat = [(keys[0].transpose(0, 1).contiguous(), values[0].transpose(0, 1).contiguous()) for keys, values in both]
     return [
         lambda q=q, k=k, v=v: flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True)  # type: ignore[misc]
+        for q, (k, v) in zip(inputs.q, islice(cycle(flat), len(inputs.q)), strict=True)
+    ]
+
+
+def _fa3_decode(inputs: PagedInputs) -> list[Call]:
+    """FlashAttention-3's paged decode on its own layout, keys and values apart: [pages, page, kv heads, D]."""
+    fa3, device = import_module("flash_attn_interface"), inputs.device
+    table = torch.tensor([span.block_table[:-1] for span in inputs.spans], dtype=torch.int32, device=device)
+    lengths = torch.tensor([span.length for span in inputs.spans], dtype=torch.int32, device=device)
+    caches = [inputs.kv[:, layer].permute(3, 0, 2, 1, 4).contiguous() for layer in range(inputs.layout.num_layers)]
+    return [
+        lambda q=q[:, None], k=k, v=v: fa3.flash_attn_with_kvcache(  # type: ignore[misc]
+            q, k, v, cache_seqlens=lengths, page_table=table, causal=True
+        )
+        for q, (k, v) in zip(inputs.q, caches, strict=True)
+    ]
+
+
+def _fa3_prefill(inputs: PagedInputs) -> list[Call]:
+    """FlashAttention-3's causal prefill over contiguous keys and values, [1, L, kv heads, D]."""
+    fa3 = import_module("flash_attn_interface")
+    both = [inputs.contiguous(layer) for layer in range(inputs.layout.num_layers)]
+    flat = [(keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()) for keys, values in both]
+    return [
+        lambda q=q[None], k=k, v=v: fa3.flash_attn_func(q, k, v, causal=True)  # type: ignore[misc]
         for q, (k, v) in zip(inputs.q, islice(cycle(flat), len(inputs.q)), strict=True)
     ]

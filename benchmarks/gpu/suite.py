@@ -80,17 +80,8 @@ class Suite:
     def run(self) -> bool:
         """Whether every check passed and everything was measured."""
         torch.manual_seed(datetime.now(UTC).microsecond)
-        parts: dict[str, Callable[[], None]] = {"chip": self.measure_chip, "checks": self.check}
-        sections = {
-            "kernels": self.measure_kernels,
-            "engine": self.measure_engine,
-            "transfer": self.measure_transfer,
-            "serving": self.measure_serving,
-            "tiles": self.measure_tiles,
-        }
-        parts |= {name: section for name, section in sections.items() if name in self.options.only}
         try:
-            for name, part in parts.items():
+            for name, part in self.parts().items():
                 self._run(name, part)
                 if "chip" in self.errors:
                     break  # every floor derives from it
@@ -101,6 +92,21 @@ class Suite:
         if self.path is not None:
             self.console.print(f"wrote {self.path}", highlight=False)
         return not self.errors and not any(self.problems.values())
+
+    def parts(self) -> dict[str, Callable[[], None]]:
+        """What is run, in order."""
+        sections = {
+            "kernels": self.measure_kernels,
+            "engine": self.measure_engine,
+            "transfer": self.measure_transfer,
+            "serving": self.measure_serving,
+            "tiles": self.measure_tiles,
+        }
+        chosen = {name: section for name, section in sections.items() if name in self.options.only}
+        return {"chip": self.measure_chip, "checks": self.check} | chosen
+
+    def ended(self, name: str) -> None:
+        """Called after each part, whether it failed or not."""
 
     def save(self) -> None:
         if self.path is not None:
@@ -164,7 +170,7 @@ class Suite:
             report.print_engine(self.console, found)
 
     def measure_transfer(self) -> None:
-        self._keep("transfer", "KV transfer, GB/s", measure_transfer(self.shape, self.timer))
+        self.keep("transfer", "KV transfer, GB/s", measure_transfer(self.shape, self.timer))
 
     def measure_serving(self) -> None:
         self._require_checks()
@@ -176,12 +182,12 @@ class Suite:
             num_requests=in_flight if options.dry_run or options.quick else options.requests,
             log_dir=options.log_dir,
         )
-        self._keep("serving", "The service on one device", rows)
+        self.keep("serving", "The service on one device", rows)
 
     def measure_tiles(self) -> None:
-        self._keep("tiles", "Attention with other tiles", measure_tiles(self.shape, self.chip, self.timer))
+        self.keep("tiles", "Attention with other tiles", measure_tiles(self.shape, self.chip, self.timer))
 
-    def _keep(self, name: str, title: str, rows: Iterable[dict[str, Any]]) -> None:
+    def keep(self, name: str, title: str, rows: Iterable[dict[str, Any]]) -> None:
         """Save each row as it comes, because a later one may fail or take too long."""
         kept: list[dict[str, Any]] = []
         self.found[name] = kept
@@ -210,6 +216,7 @@ class Suite:
         finally:
             self.seconds[name] = round(time.monotonic() - began, 1)
             self.save()
+            self.ended(name)
         self.console.print(f"{name}: {self.seconds[name]:,.1f} s", highlight=False)
         self._release()
 

@@ -82,8 +82,7 @@ def flag_values(spec: PlanSpec) -> tuple[tuple[int, ...], ...]:
     threshold = spec.settings.get("local_prefill_threshold", _default(RouterConfig, "local_prefill_threshold"))
     return (
         search.local_prefill_threshold or (int(threshold),),
-        search.max_num_batched_tokens
-        or (spec.prefill.max_step_tokens or _default(PrefillWorkerConfig, "max_num_batched_tokens"),),
+        search.max_num_batched_tokens or (spec.prefill.max_step_tokens or PrefillWorkerConfig().step_tokens,),
         search.max_num_seqs or (spec.decode.max_num_seqs or usual.places,),
         search.local_prefill_chunk or (spec.decode.max_step_tokens or usual.step_tokens,),
     )

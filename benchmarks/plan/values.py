@@ -9,10 +9,9 @@ from typing import Any
 
 from benchmarks.plan.candidate import Candidate
 from benchmarks.plan.spec import PlanSpec
+from common.config.worker import BLOCK_SIZES
 from common.errors import ConfigError
 
-BLOCK_SIZES = (16, 32, 64, 128)
-"""What workers take; a simulation takes others as well."""
 NAME_LENGTH = 40
 PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 WORDS = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}

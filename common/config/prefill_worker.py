@@ -9,6 +9,9 @@ from common.config.field import setting
 from common.config.worker import WorkerConfig
 from common.errors import ConfigError
 
+CPU_STEP, GPU_STEP = 512, 8192
+"""Tokens: matrix products of a GPU need thousands of rows to be bound by arithmetic."""
+
 
 @dataclass(frozen=True)
 class PrefillWorkerConfig(WorkerConfig):
@@ -21,11 +24,11 @@ class PrefillWorkerConfig(WorkerConfig):
     )
 
     max_num_batched_tokens: int = setting(
-        512,
+        0,
         "prompt tokens computed in one step, over all requests, at most: while prompts have a goal for their first "
-        "token, as few as lose hardly any tokens a second",
+        f"token, as few as lose hardly any tokens a second; 0: {CPU_STEP}, on a GPU {GPU_STEP}",
         group="Scheduling",
-        ge=1,
+        ge=0,
         le=1_000_000,
     )
     max_num_seqs: int = setting(32, "requests computed side by side", group="Scheduling", ge=1, le=4096)
@@ -58,7 +61,7 @@ class PrefillWorkerConfig(WorkerConfig):
 
     @property
     def step_tokens(self) -> int:
-        return self.max_num_batched_tokens
+        return self.max_num_batched_tokens or (GPU_STEP if self.on_gpu else CPU_STEP)
 
     @property
     def shares_kv(self) -> bool:

@@ -10,6 +10,10 @@ from common.config.common import CommonConfig
 from common.config.field import DURATION, FILE, HOST, PORT, setting
 from common.errors import ConfigError
 
+BLOCK_SIZES = (16, 32, 64, 128)
+CPU_BLOCK, GPU_BLOCK = 16, 64
+"""Tokens: on a GPU a tile of keys is a block of 64, so attention reads one entry of the block table a tile."""
+CPU_KV_GIB = 1.0
 _CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
 _IDENTITY = r"[A-Za-z0-9_.:-]{0,128}"
 
@@ -100,6 +104,12 @@ class WorkerConfig(CommonConfig, PodSettings):
         expects="cpu, cuda or cuda:N",
         metavar="DEVICE",
     )
+    kernel_check: bool = setting(
+        True,
+        "compare every kernel with plain torch at the model's own shapes before this worker is ready, and refuse to "
+        "start where one differs",
+        group="Device",
+    )
     threads: int = setting(
         0, "CPU threads for computing; 0: one for each core this process may use", group="Device", ge=0, le=1024
     )
@@ -118,9 +128,27 @@ class WorkerConfig(CommonConfig, PodSettings):
         metavar="LIST",
     )
     block_size: int = setting(
-        16, "tokens in a KV block; the same on every worker", group="KV cache", choices=(16, 32, 64, 128)
+        0,
+        f"tokens in a KV block; the same on every worker; 0: {CPU_BLOCK}, on a GPU {GPU_BLOCK}",
+        group="KV cache",
+        choices=(0, *BLOCK_SIZES),
     )
-    kv_memory_gib: float = setting(1.0, "GiB of memory for KV blocks", group="KV cache", ge=0.001, le=4096)
+    kv_memory_gib: float = setting(
+        0.0,
+        f"GiB of memory for KV blocks; 0: {CPU_KV_GIB:g}, on a GPU what --gpu-memory-utilization leaves beside weights "
+        "and steps",
+        group="KV cache",
+        ge=0,
+        le=4096,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "share of a GPU's memory that this worker may use, weights and steps included: it sizes the KV cache where "
+        "neither --kv-memory-gib nor --num-blocks does; `diptych serve` divides it among the workers of one GPU",
+        group="KV cache",
+        ge=0.05,
+        le=1,
+    )
     num_blocks: int = setting(
         0, "number of KV blocks; 0: as many as --kv-memory-gib holds", group="KV cache", ge=0, le=1_000_000_000
     )
@@ -199,6 +227,21 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "above 0 with --kv-disk-path, and 0 without")
         if self.kv_disk_gib and not self.enable_prefix_caching:
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "0 without prefix caching: it holds cached blocks")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model runs on a GPU."""
+        return self.device != "cpu"
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a KV block."""
+        return self.block_size or (GPU_BLOCK if self.on_gpu else CPU_BLOCK)
+
+    @property
+    def kv_gib(self) -> float:
+        """GiB of memory for KV blocks; 0: as many as a GPU has left."""
+        return self.kv_memory_gib or (0.0 if self.on_gpu else CPU_KV_GIB)
 
     @property
     def places(self) -> int:

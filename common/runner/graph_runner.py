@@ -76,13 +76,15 @@ class GraphRunner(ModelRunner):
 
     def replays(self, chunks: Sequence[SequenceChunk]) -> bool:
         """Whether a recorded step can run `chunks`."""
-        fits = bucket_for(self._sizes, len(chunks)) is not None
-        return fits and all(
+        size = bucket_for(self._sizes, len(chunks))
+        if size is None or not all(
             chunk.sample
             and len(chunk.token_ids) == 1
             and -(-(chunk.start + 1) // self.kv.block_size) <= self._max_blocks
             for chunk in chunks
-        )
+        ):
+            return False
+        return self._steps[size].plan.takes(chunk.start + 1 for chunk in chunks)
 
     def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> Tensor:
         """Replay a step of `chunks`, which `replays` them: logits float32 [len(chunks), vocab_size], when it has run.

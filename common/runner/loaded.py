@@ -17,6 +17,8 @@ from common.model.load import load_model, load_score
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 from common.model_files.task import GENERATES, ServedTask, served_task
+from common.runner.kernel_check import check_model_kernels
+from common.runner.kv_memory import CUDAMemory, blocks_left
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import warmed_up
 from common.wire.messages import PROTOCOL_VERSION
@@ -103,18 +105,16 @@ class LoadedModel:
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
-        torch.set_float32_matmul_precision("highest")  # some images ask for TF32 by their environment
+        compute_exactly()
         model = load()
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        per_block = block_bytes(shape, config.block_size, kv_dtype)
-        num_blocks = config.num_blocks or int(config.kv_memory_gib * GIB / per_block)
-        if num_blocks < 2:
-            raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least {2 * per_block / GIB:.4f} GiB")
-        longest = min(shape.max_model_len, num_blocks * config.block_size)
+        block_size = config.block_tokens
+        num_blocks = num_kv_blocks(model, config, kv_dtype, samples=task.generates)
+        longest = min(shape.max_model_len, num_blocks * block_size)
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
-        kv = KVCache(shape, num_blocks, config.block_size, kv_dtype, config.device, share=config.shares_kv)
+        kv = KVCache(shape, num_blocks, block_size, kv_dtype, config.device, share=config.shares_kv)
         fingerprint = layout_fingerprint(
             files.model_id,
             files.weights_hash,
@@ -124,9 +124,11 @@ class LoadedModel:
             dtype=dtype,
             kv_dtype=kv_dtype,
             quantization=model.quantization,
-            block_size=config.block_size,
+            block_size=block_size,
             protocol_version=PROTOCOL_VERSION,
         )
+        if config.kernel_check and make_runner is None:
+            check_model_kernels(model, kv, samples=task.generates)
         make = make_runner or (lambda kv: decode_graphs(model, kv, config) or ModelRunner(model, kv))
         runner = warmed_up(lambda: make(kv), config, samples=task.generates)
         return cls(
@@ -143,6 +145,30 @@ class LoadedModel:
             num_threads,
             task,
         )
+
+
+def num_kv_blocks(model: RunnableModel, config: WorkerConfig, kv_dtype: str, *, samples: bool) -> int:
+    """The size of the cache, by the settings or by what a GPU has left. ConfigError where two blocks do not fit."""
+    if config.num_blocks:
+        return config.num_blocks
+    if not config.kv_gib:
+        return blocks_left(model, config, kv_dtype, CUDAMemory(torch.device(config.device)), samples=samples)
+    per_block = block_bytes(model.config, config.block_tokens, kv_dtype)
+    num_blocks = int(config.kv_gib * GIB / per_block)
+    if num_blocks < 2:
+        raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least {2 * per_block / GIB:.4f} GiB")
+    return num_blocks
+
+
+def compute_exactly() -> None:
+    """Products of float32 in float32, and sums of bfloat16 products in float32 to their end, on every device.
+
+    Some images ask for TF32 by their environment. cuBLAS may add up the parts of a split bfloat16 product in bfloat16,
+    which torch allows by default.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:

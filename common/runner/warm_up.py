@@ -38,10 +38,10 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples:
         runner.forward([SequenceChunk((0, 0), 0, (0,))])
         runner.forward([SequenceChunk((0,) * TIMED_TOKENS, 0, (0,))])
         if runner.kv.device.type == "cuda":
-            run_every_kind(runner, num_tokens, samples=samples)
+            run_every_kind(runner, num_tokens, max(1, config.places), samples=samples)
             runner.wait()
     except torch.OutOfMemoryError as error:
-        field = "num_blocks" if config.num_blocks else "kv_memory_gib"
+        field = "num_blocks" if config.num_blocks else "kv_memory_gib" if config.kv_gib else "gpu_memory_utilization"
         allowed = f"less: beside weights and KV cache {config.device} has no memory for a step of {num_tokens} tokens"
         raise ConfigError(field, getattr(config, field), f"{allowed} ({str(error).splitlines()[0]})") from error
     return runner
@@ -54,24 +54,28 @@ def step_tokens(config: WorkerConfig) -> int:
     return config.step_tokens
 
 
-def run_every_kind(runner: ModelRunner, num_tokens: int, *, samples: bool = True) -> None:
-    """Runs the largest step, one with a prompt's logits, a row at the longest sequence's end, each kind of draw."""
+def run_every_kind(runner: ModelRunner, num_tokens: int, num_rows: int = 1, *, samples: bool = True) -> None:
+    """Runs the largest step, one with a prompt's logits, `num_rows` at the longest sequence's end, each kind of draw.
+
+    Those rows need the most room that attention over splits may take, and sampling them the most that a step draws in.
+    """
     longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
     table = range(-(-longest // runner.kv.block_size))
     runner.forward(largest_step(num_tokens, longest, runner.kv))
     if not samples:
         runner.forward([SequenceChunk((0,) * min(num_tokens, longest), 0, table, all_logits=True)])
-        runner.forward([SequenceChunk((0,), longest - 1, table)])
+        runner.forward([SequenceChunk((0,), longest - 1, table)] * num_rows)
         return
     num_logprobs_sent = min(num_tokens, longest, max_prompt_logprobs(runner.model.config.vocab_size))
     prompt_logits = runner.forward([SequenceChunk((0,) * num_logprobs_sent, 0, table, all_logits=True)])
     token_logprobs(prompt_logits, (0,) * num_logprobs_sent, MAX_TOP_LOGPROBS)
     del prompt_logits
-    logits = runner.forward([SequenceChunk((0,), longest - 1, table)])
+    runner.forward([SequenceChunk((0,), longest - 1, table)])  # a lone row: its products are others than many rows'
+    logits = runner.forward([SequenceChunk((0,), longest - 1, table)] * num_rows)
     sampler = Sampler(runner.model.config.vocab_size)
     with on_device(logits.device):
         for params in SAMPLED:
-            sampler.launch(logits, [SamplingRow(params, longest)])
+            sampler.launch(logits, [SamplingRow(params, longest)] * num_rows)
 
 
 def largest_step(num_tokens: int, longest: int, kv: KVCache) -> list[SequenceChunk]:

@@ -74,10 +74,7 @@ class Sampler:
         Only for rows that it `can_launch`.
         """
         with torch.inference_mode():
-            logits = logits.float()
-            if logits.device.type == "cuda" and all(row.params.greedy for row in rows):
-                return torch.argmax(logits, dim=-1)
-            return self._draw(logits, rows)
+            return self._draw(logits.float(), rows)
 
     def _draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Draws all rows at once, from copies of those that it adjusts."""

@@ -165,7 +165,7 @@ class WorkerProcess:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
         grammars = await asyncio.to_thread(_grammars, files, loaded)
-        self.metrics.describe_cache(self.config.block_size, loaded.kv.num_blocks, loaded.kv_dtype)
+        self.metrics.describe_cache(self.config.block_tokens, loaded.kv.num_blocks, loaded.kv_dtype)
         floor_s = FLOOR_S if self.config.device == "cpu" else DEVICE_FLOOR_S
         times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s, token_s=loaded.token_s)
         self.duties.start(files, loaded, grammars, control, times)
@@ -175,7 +175,7 @@ class WorkerProcess:
             files.model_id,
             loaded.precision,
             loaded.kv.num_blocks,
-            self.config.block_size,
+            self.config.block_tokens,
             loaded.kv.num_blocks * loaded.kv.block_bytes / 2**30,
             loaded.num_threads,
             time.monotonic() - began,

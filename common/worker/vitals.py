@@ -58,7 +58,7 @@ def hello_of(
         epoch=identity.epoch,
         fingerprint=loaded.fingerprint if loaded else "loading",
         model=loaded.model_id if loaded else config.model,
-        block_size=config.block_size,
+        block_size=config.block_tokens,
         num_blocks=loaded.kv.num_blocks if loaded else 0,
         max_model_len=loaded.max_model_len if loaded else 0,
         max_num_seqs=config.places,

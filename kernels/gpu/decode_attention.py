@@ -121,19 +121,19 @@ def attend_splits(
             store_output(p_out, b_m, b_l, b_acc, m_q, sinks, o_head, m_g, v_scale, SINKS)
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit
 def reduce_splits(
-    spans, counts, sinks, partial, lse, out, v_scale, max_splits,
+    spans, splits, sinks, partial, lse, out, v_scale,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One program a (span, head). Chunks of partial results have one size for all plans, so the order of
     the sums is the sequence's own."""
     i_span, i_head = tl.program_id(0), tl.program_id(1)
-    count = tl.load(counts + i_span)
+    count = tl.load(splits + i_span * 2)
     if count > 1:
         o_c, o_d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
         m_d = o_d < HEAD_DIM
-        i_first = i_span.to(tl.int64) * max_splits * NUM_HEADS + i_head
+        i_first = tl.load(splits + i_span * 2 + 1).to(tl.int64) * NUM_HEADS + i_head
         b_top = tl.full([CHUNK], float("-inf"), tl.float32)
         for start in range(0, count, CHUNK):
             p_lse = lse + i_first + (start + o_c) * NUM_HEADS
@@ -167,10 +167,10 @@ def decode_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: S
     masked = scores.window > 0 or padded != dim
     config = decode_config(dim, q.dtype, kv.element_size(), capability(q.device), masked)
     work = plan.decode_work(scores.window)
-    places = plan.num_spans * plan.max_splits if plan.max_splits > 1 else 0
+    places = plan.num_places
     partial = torch.empty((places, heads, dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((places, heads), dtype=torch.float32, device=q.device)
-    grid = min(plan.num_multiprocessors * config.programs, plan.num_spans * plan.max_splits * kv_heads)
+    grid = min(plan.num_multiprocessors * config.programs, (plan.num_spans + places) * kv_heads)
     attend_splits[(grid,)](
         q, scores.storage(kv), plan.block_tables, plan.spans, work.items, work.total, scores.sinks, partial, lse, out,
         layer, plan.width, scores.scale, scores.softcap, scores.v_scale, q.stride(0), q.stride(1),
@@ -181,7 +181,7 @@ def decode_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: S
     )  # fmt: skip
     if places:
         reduce_splits[(plan.num_spans, heads)](
-            plan.spans, work.counts, scores.sinks, partial, lse, out, scores.v_scale, plan.max_splits,
+            plan.spans, work.splits, scores.sinks, partial, lse, out, scores.v_scale,
             NUM_HEADS=heads, HEAD_DIM=dim, BLOCK_D=padded, CHUNK=REDUCE_CHUNK, SINKS=scores.sinks is not None,
             num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip

@@ -10,13 +10,13 @@ Kernels read spans, block tables and work lists from the device. The host keeps 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.gpu.work_list import DecodeWork, max_splits
+from kernels.gpu.work_list import SPLIT_TOKENS, DecodeWork, num_places
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 
 SPAN_FIELDS = 3  # row, num_rows, start
@@ -62,8 +62,9 @@ class GPUPlan(AttentionPlan):
 
     spans int32 [num_spans, 3]: row, num_rows, start; a span with num_rows 0 is padding, and its output stays unwritten.
     block_tables int32 [num_spans, width]; entries behind a sequence's last block are never followed.
-    `single` and `wide` say whether spans of one row, and of more than one row, may occur. A fill waits for the device
-    only if that has not yet taken the spans of `host_copies` fills ago.
+    `single` and `wide` say whether spans of one row, and of more than one row, may occur. Decode attention gets room
+    for `places` partial results; without that number, for as many as the spans may have at their longest. A fill waits
+    for the device only if that has not yet taken the spans of `host_copies` fills ago.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class GPUPlan(AttentionPlan):
         num_heads: int,
         device: torch.device,
         *,
+        places: int | None = None,
         host_copies: int = 2,
     ) -> None:
         self.num_spans, self.width, self.max_rows = num_spans, width, max_rows
         self.layout, self.num_heads, self.device = layout, num_heads, device
         self.num_multiprocessors = num_multiprocessors(device)
-        self.max_splits = max_splits(width * layout.block_size)
+        self.num_places = num_spans * num_places(width * layout.block_size) if places is None else places
         self.single, self.wide = True, max_rows > 1
         fields = num_spans * SPAN_FIELDS
         self._tables_at = -(-fields // ALIGNMENT) * ALIGNMENT
@@ -94,18 +96,31 @@ class GPUPlan(AttentionPlan):
 
     @classmethod
     def empty(cls, num_spans: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:
-        """A plan for decode steps of up to `num_spans` sequences of up to `max_blocks` blocks; all padding yet."""
-        return cls(num_spans, max_blocks, 1, layout, num_heads, device)
+        """A plan for decode steps of up to `num_spans` sequences of up to `max_blocks` blocks; all padding yet.
+
+        Its room is for sequences that fill the cache's blocks together. Such as share blocks may need more (`takes`).
+        """
+        most = num_spans * num_places(max_blocks * layout.block_size)
+        filled = num_spans + layout.num_blocks * layout.block_size // SPLIT_TOKENS
+        return cls(num_spans, max_blocks, 1, layout, num_heads, device, places=min(most, filled))
 
     @classmethod
     def sized_for(cls, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:
         """A plan just large enough for `spans`, filled with them."""
         width = max((-(-span.length // layout.block_size) for span in spans), default=1)
         rows = max((span.num_rows for span in spans), default=1)
-        plan = cls(len(spans), width, rows, layout, num_heads, device, host_copies=1)
+        places = sum(num_places(span.length) for span in spans if span.num_rows == 1)
+        plan = cls(len(spans), width, rows, layout, num_heads, device, places=places, host_copies=1)
         plan.fill(spans)
         plan.single = any(span.num_rows == 1 for span in spans)
         return plan
+
+    def takes(self, lengths: Iterable[int]) -> bool:
+        """Whether there is room for the partial results of single-row spans of these lengths."""
+        found = list(lengths)
+        if len(found) + sum(found) // SPLIT_TOKENS <= self.num_places:  # never less than the exact number
+            return True
+        return sum(map(num_places, found)) <= self.num_places
 
     def fill(self, spans: Sequence[QuerySpan]) -> None:
         """Other sequences into the same device memory. `prepare` must follow, here or in a replayed graph.
@@ -121,6 +136,8 @@ class GPUPlan(AttentionPlan):
                     f"a span of {span.num_rows} rows and {-(-span.length // size)} blocks does not fit a plan of "
                     f"{self.max_rows} rows and {self.width} blocks a span"
                 )
+        if not self.takes(span.length for span in spans if span.num_rows == 1):
+            raise ValueError(f"the spans have more than {self.num_places} partial results together")
         host = self._staging.next()
         rows = host[: self.num_spans * SPAN_FIELDS].reshape(-1, SPAN_FIELDS)
         tables = host[self._tables_at :].reshape(-1, self.width)
@@ -144,7 +161,7 @@ class GPUPlan(AttentionPlan):
     def decode_work(self, window: int) -> DecodeWork:
         """The splits of the single-row spans, seen through `window`; built at first use, then by `prepare`."""
         if window not in self._decode_work:
-            work = DecodeWork(self.num_spans, self.max_splits, window, self.device)
+            work = DecodeWork(self.num_spans, self.num_places, window, self.device)
             work.build(self.spans)
             self._decode_work[window] = work
         return self._decode_work[window]

@@ -205,7 +205,7 @@ def draw_tokens(
                 threshold = search(p_weights, size, threshold, ONE_BITS + 1, goal, True, BLOCK)
                 total = sum_from(p_weights, size, threshold, True, BLOCK)
             drawn = pick(p_weights, size, threshold, total, noise, 0.0, 1.0, True, BLOCK)
-            drawn = tl.load(p_ids + drawn)
+            drawn = tl.load(p_ids + tl.maximum(tl.minimum(drawn, size - 1), 0))  # never beyond what was copied
         else:
             drawn = pick(p_logits, vocab, floor, total, noise, maximum, temperature, False, BLOCK)
         token = drawn

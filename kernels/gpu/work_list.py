@@ -22,14 +22,22 @@ def max_splits(tokens: int) -> int:
     return max(1, min(MAX_SPLITS, -(-tokens // SPLIT_TOKENS)))
 
 
-class DecodeWork:
-    """items int32 [S * max_splits, 4], of which total[0] count; counts int32 [S]: splits of each span."""
+def num_places(tokens: int) -> int:
+    """Upper bound of the partial results of a sequence of up to `tokens` tokens, whatever its window: none for one
+    split, which writes the output."""
+    splits = max_splits(tokens)
+    return splits if splits > 1 else 0
 
-    def __init__(self, num_spans: int, max_splits: int, window: int, device: torch.device) -> None:
-        self.window, self.max_splits = window, max_splits
-        self.items = torch.empty((num_spans * max_splits, ITEM_FIELDS), dtype=torch.int32, device=device)
+
+class DecodeWork:
+    """items int32 [spans + places, 4], of which total[0] count; splits int32 [S, 2]: of each span how many there are,
+    and the place of the first one's partial result, the others' behind it."""
+
+    def __init__(self, num_spans: int, places: int, window: int, device: torch.device) -> None:
+        self.window = window
+        self.items = torch.empty((num_spans + places, ITEM_FIELDS), dtype=torch.int32, device=device)
         self.total = torch.zeros(1, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(num_spans, dtype=torch.int32, device=device)
+        self.splits = torch.zeros((num_spans, 2), dtype=torch.int32, device=device)
 
     def build(self, spans: Tensor) -> None:
         """One launch, from int32 spans [S, 3] on the device."""
@@ -39,10 +47,9 @@ class DecodeWork:
                 spans,
                 self.items,
                 self.total,
-                self.counts,
+                self.splits,
                 num_spans,
                 self.window,
-                self.max_splits,
                 SPLIT=SPLIT_TOKENS,
                 MAX_SPLITS=MAX_SPLITS,
                 BLOCK=SPAN_BLOCK,
@@ -67,9 +74,9 @@ def _splits(spans, o_span, num_spans, window, SPLIT: tl.constexpr, MAX_SPLITS: t
     return b_begin, b_end, b_length, b_first, b_count
 
 
-@triton.jit(do_not_specialize=["num_spans", "window", "max_splits"])
+@triton.jit(do_not_specialize=["num_spans", "window"])
 def list_splits(
-    spans, items, total, counts, num_spans, window, max_splits,
+    spans, items, total, splits, num_spans, window,
     SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a span. Whole splits come first and the cut ones, at the end of their sequence, behind them all."""
@@ -78,6 +85,7 @@ def list_splits(
     n_full_before = 0  # ... of those before this one
     n_cut = 0
     n_cut_before = 0
+    n_places_before = 0  # partial results of the spans before this one
     for start in range(0, num_spans, BLOCK):
         o_span = start + tl.arange(0, BLOCK)
         _, b_end, b_length, _, b_count = _splits(spans, o_span, num_spans, window, SPLIT, MAX_SPLITS)
@@ -87,11 +95,13 @@ def list_splits(
         n_full_before += tl.sum(tl.where(o_span < i_span, b_full, 0))
         n_cut += tl.sum(b_cut)
         n_cut_before += tl.sum(tl.where(o_span < i_span, b_cut, 0))
+        n_places_before += tl.sum(tl.where((o_span < i_span) & (b_count > 1), b_count, 0))
     if i_span == 0:
         tl.store(total, n_full + n_cut)
     o_own = i_span + tl.arange(0, 1)  # [1]
     b_begin, b_end, b_length, b_first, b_count = _splits(spans, o_own, num_spans, window, SPLIT, MAX_SPLITS)
-    tl.store(counts + o_own, b_count)
+    tl.store(splits + o_own * 2, b_count)
+    tl.store(splits + o_own * 2 + 1, n_places_before + tl.zeros_like(b_count))
     o_split = tl.arange(0, MAX_SPLITS)
     b_from = tl.maximum((b_first + o_split) * b_length, b_begin)
     b_to = tl.minimum((b_first + o_split + 1) * b_length, b_end)
@@ -101,4 +111,4 @@ def list_splits(
     tl.store(p_item, i_span + tl.zeros_like(o_split), mask=m_split)
     tl.store(p_item + 1, b_from, mask=m_split)
     tl.store(p_item + 2, b_to, mask=m_split)
-    tl.store(p_item + 3, tl.where(b_count == 1, -1, i_span * max_splits + o_split), mask=m_split)
+    tl.store(p_item + 3, tl.where(b_count == 1, -1, n_places_before + o_split), mask=m_split)

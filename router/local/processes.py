@@ -21,6 +21,8 @@ from router.models.models_file import table_of
 
 C = TypeVar("C", bound=Config)
 W = TypeVar("W", bound=WorkerConfig)
+THRESHOLD = "local_prefill_threshold"
+"""0 unless given where decode workers run on a GPU: a prompt in a recorded step would have it run kernel by kernel."""
 P = TypeVar("P", bound=RouterConfig | WorkerConfig)
 
 ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
@@ -115,10 +117,16 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
     # A worker that leaves while the service goes on may hand its streams over in peace.
     drain_s = prefill.drain_timeout_s if serve.autoscale else WORKER_DRAIN_S
     router = _hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S)
+    if decode.on_gpu and THRESHOLD not in flags and THRESHOLD not in sources.values(RouterConfig, skip=ROUTER_OWN):
+        router = dataclasses.replace(router, local_prefill_threshold=0)
     models = tuple(entry.model for entry in table_of(router).models)
     if serve.autoscale and len(models) > 1:
         allowed = "left out with several models; else a `diptych serve` for each, on a port of its own"
         raise ConfigError("autoscale", True, allowed)
+
+    same = prefill.device == decode.device
+    prefill = _divided(prefill, len(models) * (serve.prefill + serve.decode * same))
+    decode = _divided(decode, len(models) * (serve.decode + serve.prefill * same))
 
     def workers(config: W, role: Role, num: int) -> tuple[W, ...]:
         ours = [dataclasses.replace(config, model=model) for model in models for _ in range(num)]
@@ -134,6 +142,13 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
         kinds={"prefill": _worker(prefill, "", cores, drain_s), "decode": _worker(decode, "", cores, drain_s)},
         models=models,
     )
+
+
+def _divided(config: W, num_workers: int) -> W:
+    """Workers of one GPU share its memory."""
+    if not config.on_gpu or num_workers < 2:
+        return config
+    return dataclasses.replace(config, gpu_memory_utilization=config.gpu_memory_utilization / num_workers)
 
 
 def _planning(router: RouterConfig, serve: ServeConfig, num_cores: int) -> RouterConfig:

@@ -47,6 +47,13 @@ def test_each_part_ends_in_time_and_leaves_its_log(tree: Path) -> None:
     assert "there is no part x" in done.stdout
 
 
+def test_the_node_part_leaves_its_results_in_the_folder(tree: Path) -> None:
+    done = run(tree, "node:300:--dry-run --parts chip", PYTHON="echo", WHEELS="none")
+    assert done.returncode == 0, done.stdout
+    told = (tree / "out" / "node.log").read_text().strip()
+    assert told == f"-P -m benchmarks.gpu.node --out {tree / 'out'} --time-limit-s 270 --dry-run --parts chip"
+
+
 def test_all_parts_together_end_in_time(tree: Path) -> None:
     done = run(tree, "do:60:true", LIMIT_S="1")
     assert done.returncode == 1 and "do: left out, the time is over" in done.stdout

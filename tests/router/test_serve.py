@@ -50,6 +50,18 @@ def test_an_option_reaches_every_process_that_has_it() -> None:
     assert (plan.router.max_retries, plan.decode[0].watermark) == (1, 0.1)
 
 
+def test_workers_of_one_gpu_share_its_memory_and_leave_prompts_to_prefill_workers() -> None:
+    """A prompt in a decode step would have it run kernel by kernel instead of as a recorded graph."""
+    plan = plan_of("--device", "cuda", "--decode", "2")
+    assert [one.gpu_memory_utilization for one in (*plan.prefill, *plan.decode)] == pytest.approx([0.3] * 3)
+    assert plan.router.local_prefill_threshold == 0
+    apart = plan_of("--prefill-device", "cuda:0", "--decode-device", "cuda:1", "--local-prefill-threshold", "9")
+    assert (apart.prefill[0].gpu_memory_utilization, apart.decode[0].gpu_memory_utilization) == (0.9, 0.9)
+    assert apart.router.local_prefill_threshold == 9
+    assert plan_of("--device", "cuda", DIPTYCH_LOCAL_PREFILL_THRESHOLD="7").router.local_prefill_threshold == 7
+    assert plan_of().router.local_prefill_threshold == RouterConfig().local_prefill_threshold > 0
+
+
 def test_an_option_for_one_pool_wins() -> None:
     plan = plan_of("--cores", "0-1", "--decode-cores", "2", "--decode-threads", "3")
     assert (plan.prefill[0].cores, plan.decode[0].cores) == ("0-1", "2")

@@ -85,7 +85,7 @@ class PoolSpec(Part, frozen=True):
         usual = PrefillWorkerConfig
         return PrefillWorkerConfig(
             max_num_seqs=self.max_num_seqs or usual.max_num_seqs,
-            max_num_batched_tokens=self.max_step_tokens or usual.max_num_batched_tokens,
+            max_num_batched_tokens=self.max_step_tokens,
         )
 
     def of_decode(self, goal_ms: float) -> DecodeWorkerConfig:

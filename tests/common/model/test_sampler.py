@@ -210,6 +210,27 @@ def test_launched_rows_get_the_same_tokens(logits: torch.Tensor) -> None:
     assert sampler.launch(many[:3], greedy).tolist() == many[:3].argmax(-1).tolist()
 
 
+class OnGPU(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+def test_a_greedy_batch_on_a_gpu_is_drawn_where_a_nan_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.argmax takes a NaN for the largest logit: its place would be a token."""
+    drawn: list[int] = []
+
+    def draw_all(logits: torch.Tensor, rows: Any, allowed: Any) -> torch.Tensor:
+        drawn.append(len(logits))
+        return torch.full((len(logits),), VOCAB)
+
+    monkeypatch.setattr("common.sampling.sampler.sample", draw_all)
+    monkeypatch.setattr("common.sampling.sampler.SamplingTensors.pack", lambda draws, device: draws)
+    logits = torch.full((3, VOCAB), math.nan).as_subclass(OnGPU)
+    assert Sampler(VOCAB).launch(logits, [row(temperature=0.0)] * 3).tolist() == [VOCAB] * 3
+    assert drawn == [3]
+
+
 @pytest.mark.parametrize(
     "fields", [{"logprobs": 0}, {"presence_penalty": 0.1}, {"logit_bias": ((1, 1.0),)}, {"banned": (3,)}]
 )

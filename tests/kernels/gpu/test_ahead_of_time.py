@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.config.worker import BLOCK_SIZES
 from kernels.gpu.decode_attention import REDUCE_CHUNK, DecodeConfig, decode_config
 from kernels.gpu.prefill_attention import prefill_config
 from kernels.gpu.work_list import MAX_SPLITS, SPLIT_TOKENS
@@ -22,9 +23,9 @@ pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600)]
 PACKAGE = "kernels.gpu"
 POINTERS = {
     **{"q": "*bf16", "out": "*bf16", "sinks": "*fp32", "partial": "*fp32", "lse": "*fp32"},
-    **dict.fromkeys(("block_tables", "spans", "items", "total", "counts", "tiles"), "*i32"),
+    **dict.fromkeys(("block_tables", "spans", "items", "total", "splits", "tiles"), "*i32"),
 }
-INTEGERS = ("layer", "table_width", "window", "num_spans", "max_splits", "stride_q_row", "stride_q_head")
+INTEGERS = ("layer", "table_width", "window", "num_spans", "stride_q_row", "stride_q_head")
 NUMBERS = ("scale", "softcap", "v_scale")
 SIGNATURE = {**POINTERS, **dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(NUMBERS, "fp32")}
 ALIGNED = ("stride_q_row", "stride_q_head")
@@ -40,13 +41,14 @@ class Shape:
     head_dim: int
     cache: str = "bf16"
     features: str = ""
+    block_size: int = 64
 
     def constexprs(self) -> dict[str, Any]:
         return {
             "NUM_LAYERS": self.layers,
             "NUM_KV_HEADS": self.kv_heads,
             "GROUP": self.group,
-            "BLOCK_SIZE": 64,
+            "BLOCK_SIZE": self.block_size,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": 1 << (self.head_dim - 1).bit_length(),
             "WINDOW": "window" in self.features,
@@ -75,6 +77,10 @@ DECODE = [
     (MISTRAL, 90), (PHI3, 90),
 ]  # fmt: skip
 PREFILL = [(LLAMA, 80), (LLAMA, 90), (LLAMA_FLOAT8, 90), (SMOLLM2, 90), (GEMMA3, 90)]
+OTHER_BLOCKS = [replace(LLAMA, block_size=size) for size in BLOCK_SIZES if size != LLAMA.block_size]
+"""A tile of keys then lies in several blocks, or is part of one."""
+DECODE += [(shape, 90) for shape in OTHER_BLOCKS]
+PREFILL += [(shape, 90) for shape in OTHER_BLOCKS]
 
 
 def decode_config_of(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> DecodeConfig:

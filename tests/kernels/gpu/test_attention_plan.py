@@ -31,15 +31,18 @@ def test_the_work_list_has_every_split_once_and_cut_ones_last(device: torch.devi
     lengths = [1, 512, 513, 32256, 32257, 130_000, *(draw.randrange(1, 3000) for _ in range(30))]
     rows = [[i, 0 if i % 7 == 3 else 1, length - 1] for i, length in enumerate(lengths)]
     rows[8][1] = 5  # a span of several rows is not decode attention's
-    work = work_list.DecodeWork(len(rows), 64, window, device)
+    places = sum(work_list.num_places(start + 1) for _, count, start in rows if count == 1)
+    work = work_list.DecodeWork(len(rows), places, window, device)
     work.build(torch.tensor(rows, dtype=torch.int32, device=device))
     expected = {i: splits_of(start + 1, window) for i, count, start in rows if count == 1}
-    assert work.counts.tolist() == [len(expected.get(i, [])) for i in range(len(rows))]
+    counts, firsts = work.splits.T.tolist()
+    assert counts == [len(expected.get(i, [])) for i in range(len(rows))]
+    assert firsts == [sum(count for count in counts[:i] if count > 1) for i in range(len(rows))]
     items = work.items[: int(work.total)].tolist()
     found = {(i, begin, end): place for i, begin, end, place in items}
     assert len(found) == len(items)
     assert found == {
-        (i, begin, end): -1 if len(splits) == 1 else i * 64 + j
+        (i, begin, end): -1 if len(splits) == 1 else firsts[i] + j
         for i, splits in expected.items()
         for j, (begin, end) in enumerate(splits)
     }
@@ -50,12 +53,26 @@ def test_the_work_list_has_every_split_once_and_cut_ones_last(device: torch.devi
 def test_more_spans_than_one_program_sees_in_one_go(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_list, "SPAN_BLOCK", 4)
     lengths = [600, 5, 1024, 700, 1, 512, 2000, 3, 9]
-    work = work_list.DecodeWork(len(lengths), 4, 0, device)
+    work = work_list.DecodeWork(len(lengths), sum(map(work_list.num_places, lengths)), 0, device)
     work.build(torch.tensor([[i, 1, n - 1] for i, n in enumerate(lengths)], dtype=torch.int32, device=device))
     items = work.items[: int(work.total)].tolist()
     assert sorted((i, a, b) for i, a, b, _ in items) == [
         (i, *keys) for i, n in enumerate(lengths) for keys in splits_of(n, 0)
     ]
+
+
+def test_room_for_partial_results_is_by_tokens(device: torch.device) -> None:
+    """256 sequences of up to 100,000 tokens over a cache of 160,000: no room for 256 times 64 splits."""
+    layout = LAYOUT._replace(num_blocks=10_000)
+    plan = GPUPlan.empty(256, 6250, layout, 4, device)
+    assert plan.num_places == 256 + 160_000 // 512
+    assert plan.takes([512] * 256) and plan.takes([625] * 256) and plan.takes([100_000, *([230] * 255)])
+    shared = [QuerySpan(i, 1, 99_999, range(6250)) for i in range(256)]
+    assert not plan.takes(span.length for span in shared)  # they share the blocks of one prefix
+    with pytest.raises(ValueError, match="more than 568 partial results"):
+        plan.fill(shared)
+    exact = attention.plan_attention([*shared[:2], QuerySpan(2, 1, 511, range(32))], layout, 4, device)
+    assert exact.num_places == 2 * 64
 
 
 def test_a_plan_is_filled_in_place(device: torch.device) -> None:

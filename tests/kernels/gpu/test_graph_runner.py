@@ -22,6 +22,7 @@ from common.runner.step_launcher import StepLauncher
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 from kernels.gpu import backend as triton_backend
+from kernels.gpu.device_plan import GPUPlan
 
 from ...common.model.generation import files_of, prompt
 from ...oracle import generate
@@ -142,7 +143,7 @@ def test_a_device_that_has_failed_is_not_waited_for(
     assert "the device failed: CUDA error: an illegal memory access was encountered" in caplog.text
 
 
-def test_only_recorded_steps_are_replayed(runner: GraphRunner) -> None:
+def test_only_recorded_steps_are_replayed(runner: GraphRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     one = SequenceChunk((1,), 5, (2, 4))
     assert runner.max_num_seqs == MAX_SEQS
     assert runner.replays([one] * MAX_SEQS)
@@ -151,6 +152,8 @@ def test_only_recorded_steps_are_replayed(runner: GraphRunner) -> None:
     assert not runner.replays([one, SequenceChunk((1, 2), 5, (2, 4))])
     assert not runner.replays([one, SequenceChunk((1,), 5, (2, 4), sample=False)])
     assert not runner.replays([SequenceChunk((1,), 64, range(5))])
+    monkeypatch.setattr(GPUPlan, "takes", lambda plan, lengths: list(lengths) != [6])
+    assert not runner.replays([one]) and runner.replays([one] * 2)  # room for partial results is by tokens
 
 
 def test_bad_chunks_are_refused_before_anything_runs(runner: GraphRunner, model: Decoder) -> None:

@@ -1,0 +1,158 @@
+"""KV transfers that land in a cache while recorded steps over other blocks of it are replayed: nothing may change.
+
+The tokens of many short generations are compared with those of the same ones without transfers, and each block that
+landed with what was sent, to the byte.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import zmq
+
+from benchmarks.block_path import BlockPath, Events, Shape, grant_all
+from benchmarks.gpu.engine import recorded
+from benchmarks.gpu.model import random_model
+from benchmarks.gpu.node.verdict import Verdict
+from benchmarks.gpu.shape import GPUShape
+from common.kv.cache import KVCache
+from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
+from common.model.batch import SequenceChunk
+from common.runner.graph_runner import FROM_HOST, GraphRunner
+from common.runner.runner import ModelRunner
+from common.runner.step_launcher import SampledIds, StepLauncher
+from common.sampling.sampler import Sampler, SamplingRow
+from common.transfer.receiver import KVReceiver
+from common.wire.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+END_S = 90.0
+"""For the last transfer."""
+
+
+class LandingBlocks:
+    """Sends blocks again and again, with other numbers each time, into `kv` from block `first` on."""
+
+    def __init__(self, shape: GPUShape, kv: KVCache, first: int, count: int) -> None:
+        self._kv, self._first, self._count = kv, first, count
+        self._source = KVCache(shape.config, count, shape.block_size, shape.dtype, kv.device)
+        incoming, events = StagedIncoming(kv, CopyStream(kv.device)), Events()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._receiver = KVReceiver(
+            self._context, "127.0.0.1", 0, lambda index: incoming.view(first + index), events.put, share=False,
+            commit=lambda indices: incoming.commit([first + index for index in indices]),
+        )  # fmt: skip
+        address: SimpleQueue[str] = SimpleQueue()
+        granting = threading.Thread(target=grant_all, args=(_Mailbox(address), self._receiver, events), daemon=True)
+        granting.start()
+        outgoing = StagedOutgoing(self._source, CopyStream(kv.device))
+        self._path = BlockPath(address.get(timeout=END_S), Shape(kv.block_bytes, count), outgoing.view)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="landing")
+        self.num_transfers = self.num_wrong = 0
+        self.failure = ""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(END_S)
+        self._path.close()
+        self._receiver.stop()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        random = torch.Generator(self._kv.device).manual_seed(1)
+        landed = self._kv.tensor[self._first : self._first + self._count].view(torch.uint8)
+        try:
+            while not self._stop.is_set():
+                self._source.tensor.normal_(generator=random)
+                if self._kv.device.type == "cuda":
+                    torch.cuda.synchronize(self._kv.device)  # copies run on streams of their own
+                self._path.run()
+                self.num_transfers += 1
+                self.num_wrong += int((landed != self._source.tensor.view(torch.uint8)).sum())
+        except Exception as error:  # told with the verdict
+            self.failure = f"{type(error).__name__}: {error}"
+
+
+class _Mailbox:
+    """What `grant_all` sends its address to."""
+
+    def __init__(self, queue: SimpleQueue[str]) -> None:
+        self.send = queue.put
+
+
+def measure_landing(shape: GPUShape, device: torch.device, seconds: float) -> dict[str, Any]:
+    """Generations for `seconds` with transfers beside them: how many replays, transfers, other tokens, other bytes."""
+    model = random_model(shape, device)
+    few, each = max(shape.decode_batches), 2
+    with torch.inference_mode(False):  # as a worker's: the receiver's thread writes it too
+        kv = KVCache(shape.config, few * each + shape.moved_blocks, shape.block_size, shape.dtype, device)
+        landing = LandingBlocks(shape, kv, few * each, shape.moved_blocks)
+    graphs, plain = recorded(model, kv, shape), ModelRunner(model, kv)
+    generate = _Generations(shape, graphs, plain, few)
+    expected = generate.run()
+    rounds = different = 0
+    began = time.monotonic()
+    landing.start()
+    try:
+        while time.monotonic() - began < seconds or not (landing.num_transfers or landing.failure):
+            found = generate.run()
+            rounds += 1
+            different += sum(one != other for one, other in zip(found, expected, strict=True))
+    finally:
+        took = time.monotonic() - began
+        landing.stop()
+    return {
+        "seconds": round(took, 1),
+        "replays": rounds * generate.num_steps,
+        "transfers": landing.num_transfers,
+        "gb_per_s": round(landing.num_transfers * shape.moved_blocks * kv.block_bytes / took / 1e9, 3),
+        "tokens": rounds * len(expected),
+        "other_tokens": different,
+        "other_bytes": landing.num_wrong,
+        "failure": landing.failure,
+    }
+
+
+class _Generations:
+    """The same greedy generations each time: `count` sequences, each step fed by the one before on the device."""
+
+    def __init__(self, shape: GPUShape, graphs: GraphRunner, plain: ModelRunner, count: int) -> None:
+        self._plain, self._count, self._start = plain, count, shape.block_size - 2
+        self.num_steps = shape.block_size // 2
+        self._launcher = StepLauncher(graphs, Sampler(shape.vocab_size))
+        self._prompts = [[(11 * i + j) % shape.vocab_size for j in range(self._start)] for i in range(count)]
+
+    def run(self) -> list[int]:
+        """All tokens, step by step."""
+        prompts = [SequenceChunk(tokens, 0, (2 * i, 2 * i + 1), sample=False) for i, tokens in enumerate(self._prompts)]
+        self._plain.forward(prompts)
+        rows = [SamplingRow(GREEDY, self._start)] * self._count
+        sources: Sequence[int] = [FROM_HOST] * self._count
+        before: SampledIds | None = None
+        tokens: list[int] = []
+        for step in range(self.num_steps):
+            chunks = [SequenceChunk((i % 7,), self._start + step, (2 * i, 2 * i + 1)) for i in range(self._count)]
+            launched = self._launcher.launch(chunks, sources, rows)
+            if before is not None:
+                tokens += before.read()
+            before, sources = launched, range(self._count)
+        assert before is not None  # there is at least one step
+        return [*tokens, *before.read()]
+
+
+def of_landing(row: dict[str, Any]) -> Verdict:
+    found = (
+        f"{row['seconds']:g} s, {row['replays']:,} replays, {row['transfers']:,} transfers, {row['other_tokens']} of "
+        f"{row['tokens']:,} tokens and {row['other_bytes']} bytes are others {row['failure']}".rstrip()
+    )
+    ok = not (row["other_tokens"] or row["other_bytes"] or row["failure"]) and row["transfers"] > 0
+    return Verdict("landing", "transfers during replays", ok, found, "none may be")

@@ -1,0 +1,112 @@
+"""PASS or FAIL, with the number and the threshold that decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.gpu.chip import Chip
+
+LEAST_COPY, LEAST_MATMUL = 0.8, 0.6
+"""Of a data sheet's bandwidth and dense bf16 rate."""
+LEAST_OF_FLOOR = {"decode attention": 0.7, "prefill attention": 0.5}
+LEAST_OF_FLOOR_ELSE = 0.4
+"""Of the time that the chip's own rates allow; small kernels are bound by their launch."""
+MOST_OF_PEER = 1.1
+"""Times the fastest peer's time."""
+MOST_TIMES_FLOOR = 1.4
+"""Of a recorded decode step, beside the reading of all weights and KV."""
+LEAST_OF_MATMUL = 0.5
+"""Of a prefill of the longest prompt."""
+LEAST_PINNED, LEAST_OF_RAW = 10.0, 0.5
+"""GB/s of copies to and from pinned memory; share of raw TCP that a transfer from device to device reaches."""
+MOST_TPOT = 2.0
+"""Times the engine's own step at as many requests."""
+SHEETS = {
+    "H200": (4.8e12, 989e12),
+    "H100 PCIe": (2.0e12, 756e12),
+    "H100 NVL": (3.9e12, 835e12),
+    "H100": (3.35e12, 989e12),
+    "A100-SXM4-80GB": (2.039e12, 312e12),
+    "A100": (1.555e12, 312e12),
+    "L40S": (0.864e12, 362e12),
+    "L4": (0.3e12, 121e12),
+}
+"""Bytes and dense bf16 FLOPs a second, from data sheets, by a part of the name that torch gives: the first one."""
+
+
+class Verdict(NamedTuple):
+    """`what` was found to be `found`, where `wanted` is asked for. skipped: it was not judged, and why."""
+
+    part: str
+    what: str
+    ok: bool
+    found: str
+    wanted: str
+    skipped: str = ""
+
+    def __str__(self) -> str:
+        word = "SKIP" if self.skipped else "PASS" if self.ok else "FAIL"
+        return f"{word}  {self.part}: {self.what}: {self.found} ({self.skipped or self.wanted})"
+
+
+def of_chip(chip: Chip) -> Iterator[Verdict]:
+    sheet = next((rates for name, rates in SHEETS.items() if name in chip.name), (0.0, 0.0))
+    copy, matmul = chip.copy_rate, chip.matmul_rate
+    unknown = "" if sheet[0] else "no data sheet of this chip here"
+    least = LEAST_COPY * sheet[0]
+    wanted = f"at least {least / 1e9:,.0f}"
+    yield Verdict("chip", "copy", copy >= least, f"{copy / 1e9:,.1f} GB/s", wanted, unknown)
+    least = LEAST_MATMUL * sheet[1]
+    wanted = f"at least {least / 1e12:,.0f}"
+    yield Verdict("chip", "matmul", matmul >= least, f"{matmul / 1e12:,.1f} TFLOP/s", wanted, unknown)
+
+
+def at_least(part: str, what: str, share: float, least: float, of: str) -> Verdict:
+    return Verdict(part, what, share >= least, f"{share:.0%} of {of}", f"at least {least:.0%}")
+
+
+def at_most(part: str, what: str, times: float, most: float, of: str) -> Verdict:
+    return Verdict(part, what, times <= most, f"{times:.2f} times {of}", f"at most {most:g}")
+
+
+def of_kernels(rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
+    for row in rows:
+        what = f"{row['kernel']}, {row['size']}"
+        least = LEAST_OF_FLOOR.get(row["kernel"], LEAST_OF_FLOOR_ELSE)
+        yield at_least("kernels", what, row["of_floor"], least, "the floor")
+        times = {name: us for name, us in row["peers_us"].items() if isinstance(us, float) and us > 0}
+        if times:
+            fastest = min(times, key=lambda name: times[name])
+            ratio = row["us"] / times[fastest]
+            yield at_most("kernels", f"{what} beside {fastest}", ratio, MOST_OF_PEER, "its time")
+
+
+def of_engine(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Verdict]:
+    for row in found["prefill"][-1:]:
+        what = f"prefill of {row['tokens']:,}"
+        yield at_least("engine", what, row["of_matmul_rate"], LEAST_OF_MATMUL, "the matmul rate")
+    for row in found["decode"]:
+        if row["how"] == "recorded":
+            what = f"recorded step of {row['batch']}"
+            yield at_most("engine", what, row["times_floor"], MOST_TIMES_FLOOR, "the floor")
+
+
+def of_transfer(rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
+    for row in rows:
+        rate = row["gb_per_s"]
+        if "one_block" in row:
+            wanted = f"at least {LEAST_PINNED:g}"
+            yield Verdict("transfer", row["path"], rate >= LEAST_PINNED, f"{rate:,.1f} GB/s", wanted)
+        elif "of_raw" in row:
+            yield at_least("transfer", row["path"], row["of_raw"], LEAST_OF_RAW, "raw TCP")
+
+
+def of_serving(rows: Sequence[Mapping[str, Any]], step_ms: float) -> Iterator[Verdict]:
+    """`step_ms`: of the engine at as many requests; 0: not measured. A request that fails ends the part."""
+    most = MOST_TPOT * step_ms
+    for row in rows:
+        times = f"TTFT {row['ttft_p50_ms']:,.0f} ms, TPOT {row['tpot_p50_ms']:.2f} ms"
+        found = f"{row['output_tokens_per_s']:,.0f} tokens/s, {times}"
+        wanted = f"all {row['requests']} answered" + (f", TPOT at most {most:.2f} ms" if most else "")
+        yield Verdict("serving", row["arm"], not most or row["tpot_p50_ms"] <= most, found, wanted)

@@ -1,0 +1,97 @@
+"""A worker proves the kernels of its device at the shapes of its model, before it is ready.
+
+A driver, a compiler or a chip that computes wrongly is found here, and not in answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from common.errors import ModelError
+from common.kv.cache import SMALL_DTYPES, KVCache
+from common.model.mlp import MixtureOfExperts
+from common.model_files.config import ModelConfig
+from common.runner.runner import RunnableModel
+from kernels import AttentionRule
+from kernels.agreement.experts import experts_check
+from kernels.agreement.gate import Check
+from kernels.agreement.run import SEED, check_kernels
+from kernels.agreement.shape import CheckedShape, LayerRule
+from kernels.device import has_device_kernels
+
+log = logging.getLogger(__name__)
+
+
+def check_model_kernels(model: RunnableModel, kv: KVCache, *, samples: bool = True) -> None:
+    """Compares every kernel that steps over `kv` use with plain torch; `samples`: the model makes logits.
+
+    Leaves zeros in `kv`, which must hold nothing yet. Raises ModelError that names each kernel that differs, its shape,
+    the largest difference and the tolerance.
+    """
+    began = time.perf_counter()
+    shape = checked_shape(model, kv, samples=samples)
+    findings = check_kernels(shape, kv.tensor, expert_checks(model, kv.device))
+    wrong = [str(one) for one in findings if one.problem]
+    if wrong:
+        raise ModelError(
+            f"{len(wrong)} of {len(findings)} kernels on {kv.device} do not compute what plain torch does: "
+            f"{'; '.join(wrong)}. Check the device, its driver and the versions of torch and Triton; "
+            "--no-kernel-check starts all the same"
+        )
+    log.info("%d kernels agree, %.1f s", len(findings), time.perf_counter() - began)
+
+
+def checked_shape(model: RunnableModel, kv: KVCache, *, samples: bool) -> CheckedShape:
+    """What the steps of a model over `kv` ask of the kernels."""
+    config, on_device = model.config, has_device_kernels(kv.device.type)
+    return CheckedShape(
+        num_heads=config.num_heads,
+        rules=layer_rules(config, kv.device),
+        dtype=model.dtype,
+        hidden_size=config.hidden_size,
+        widths=gated_widths(config),
+        activation=config.activation,
+        vocab_size=config.vocab_size if samples else 0,
+        eps=config.rms_norm_eps,
+        longest=config.max_model_len,
+        qk_norm=config.qk_norm,
+        device_kernels=on_device,
+        quantised_wire=kv.dtype not in SMALL_DTYPES.values(),
+    )
+
+
+def layer_rules(config: ModelConfig, device: torch.device) -> list[LayerRule]:
+    """The last layer of each window."""
+    random = torch.Generator().manual_seed(SEED)
+    sinks = torch.randn(config.num_heads, generator=random).to(device) if config.sinks else None
+    last = {window: layer for layer, window in enumerate(config.layer_windows)}
+    return [
+        LayerRule(layer, AttentionRule(config.attention_scale, window, config.attention_softcap, sinks))
+        for window, layer in last.items()
+    ]
+
+
+def gated_widths(config: ModelConfig) -> list[int]:
+    """The widths of all kinds of MLPs that the model has."""
+    experts = config.experts
+    if experts is None:
+        return [config.intermediate_size]
+    dense = [] if all(experts.layers) else [config.intermediate_size]
+    return [*dense, experts.intermediate_size, *([experts.shared_size] if experts.shared_size else [])]
+
+
+def expert_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]:
+    """Of the first layer with experts that the device's kernels multiply by."""
+    weights = getattr(model, "weights", None)  # a model that only waits has none
+    for layer in weights.layers if weights is not None else ():
+        mlp = layer.mlp
+        if isinstance(mlp, MixtureOfExperts) and mlp.experts.by_device:
+            random = torch.Generator().manual_seed(SEED)
+            sizes = (mlp.per_token, model.config.hidden_size, model.config.activation)
+            yield partial(experts_check, mlp.experts, *sizes, device, random)
+            return

@@ -1,0 +1,95 @@
+"""How many KV blocks fit beside weights and steps on a GPU: measured, because no formula knows what kernels allocate.
+
+load the weights ─> try the largest steps on a small cache ─> what is left of this worker's share is for KV blocks
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from common.config import DecodeWorkerConfig, WorkerConfig
+from common.errors import ConfigError
+from common.kv.cache import KVCache, block_bytes
+from common.runner.runner import ModelRunner, RunnableModel
+from common.runner.warm_up import run_every_kind, step_tokens
+
+log = logging.getLogger(__name__)
+GIB = 2**30
+CONTEXT_BYTES = GIB
+"""Of the driver's context, loaded kernels and libraries' workspaces, which torch does not count."""
+TRIAL_SHARE = 0.5
+"""Of the free memory that the small cache may take at most."""
+
+
+class DeviceMemory(Protocol):
+    """The memory of one GPU, as one process sees it."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes that nobody uses, and all."""
+
+    def used(self) -> int:
+        """Bytes that this process has taken."""
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        """Bytes that `run` takes beyond what is taken before, at most."""
+
+
+class CUDAMemory:
+    """Implements `DeviceMemory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_and_total(self) -> tuple[int, int]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)
+
+    def used(self) -> int:
+        return torch.cuda.memory_reserved(self._device) + CONTEXT_BYTES
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+def blocks_left(
+    model: RunnableModel, config: WorkerConfig, kv_dtype: str, memory: DeviceMemory, *, samples: bool = True
+) -> int:
+    """As many blocks as `--gpu-memory-utilization` leaves room for. ConfigError when that is less than two.
+
+    Steps that are recorded as graphs have memory of their own, as much as one of the largest.
+    """
+    per_block = block_bytes(model.config, config.block_tokens, kv_dtype)
+    free, total = memory.free_and_total()
+    longest = max(model.config.max_model_len, step_tokens(config))
+    num_tried = max(2, min(-(-longest // config.block_tokens), int(TRIAL_SHARE * free / per_block)))
+    peak = memory.peak_of(lambda: _try_steps(model, config, kv_dtype, num_tried, samples))
+    free, total = memory.free_and_total()
+    records = isinstance(config, DecodeWorkerConfig) and config.cuda_graphs
+    steps = (peak - num_tried * per_block) * (2 if records else 1)
+    room = min(int(config.gpu_memory_utilization * total) - memory.used(), free) - steps
+    num_blocks = room // per_block
+    log.info(
+        "memory of %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB are for KV",
+        *(config.device, total / GIB, free / GIB, steps / GIB, max(0, room) / GIB),
+    )
+    if num_blocks < 2:
+        used = f"this worker uses {memory.used() / GIB:.2f} GiB, its steps take {steps / GIB:.2f} GiB"
+        allowed = f"more, or smaller steps: of {total / GIB:.2f} GiB {used}, and {free / GIB:.2f} GiB are free"
+        raise ConfigError("gpu_memory_utilization", config.gpu_memory_utilization, allowed)
+    return num_blocks
+
+
+def _try_steps(model: RunnableModel, config: WorkerConfig, kv_dtype: str, num_blocks: int, samples: bool) -> None:
+    """The largest steps over a cache of its own."""
+    kv = KVCache(model.config, num_blocks, config.block_tokens, kv_dtype, config.device)
+    run_every_kind(ModelRunner(model, kv), step_tokens(config), max(1, config.places), samples=samples)

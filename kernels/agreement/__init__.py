@@ -1,0 +1,1 @@
+"""Do the kernels of this device compute what plain torch does, at one model's shapes? On memory full of NaN."""

@@ -1,0 +1,155 @@
+"""What lies around attention beside plain torch: rotary embedding with the KV write, norms, gates, sampling, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.agreement.attention import name
+from kernels.agreement.gate import Check, Finding, finding
+from kernels.agreement.poisoned_cache import PoisonedCache
+from kernels.agreement.shape import CheckedShape
+from kernels.blocks import gather_blocks, gather_by_torch, scatter_blocks, scatter_by_torch, wire_bytes
+from kernels.interface.draws import Draw, SamplingTensors
+from kernels.interface.kernels import HeadNorms
+from kernels.plain import backend as plain
+from kernels.sampling import sample, sample_by_sorting
+
+ROWS = 19
+"""Odd: no multiple of what programs take together."""
+MAX_DIFFERENT_DRAWS = 1
+"""Of the rows that draw: rounding may move the border between two tokens, with the noise beside it."""
+
+
+def elementwise_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Check]:
+    yield partial(rotary, shape, cache)
+    yield partial(norms, shape, cache)
+    for width in dict.fromkeys(shape.widths):
+        yield partial(gate, shape, cache, width)
+    if shape.vocab_size:
+        yield partial(sampling, shape, cache)
+    if shape.device_kernels:
+        for quantised in (False, True) if shape.quantised_wire else (False,):
+            yield partial(copies, cache, quantised)
+
+
+def rotary(shape: CheckedShape, cache: PoisonedCache) -> Finding:
+    """Rows scattered over slots of all blocks, the last of them padding; every other slot must stay NaN."""
+    layout, device = cache.layout, cache.kv.device
+    layer, dim, kv_heads, size = layout.num_layers - 1, layout.head_dim, layout.num_kv_heads, layout.block_size
+    cache.give_back()
+    cache.poison()
+    own = torch.tensor(cache.blocks[1:])
+    slots = (own[:, None] * size + torch.arange(size)).flatten()
+    slots = slots[torch.randperm(len(slots), generator=cache.random)][:ROWS]
+    rows = len(slots)
+    qkv = _random(shape, cache, rows, (shape.num_heads + 2 * kv_heads) * dim)
+    angles = (torch.rand(rows, dim // 2, generator=cache.random) * 6).to(device)
+    weights = [(torch.rand(dim, generator=cache.random) + 0.5).to(device) for _ in range(2)]
+    head_norms = HeadNorms(weights[0], weights[1], shape.eps) if shape.qk_norm else None
+    written = rows - 1 if shape.device_kernels and rows > 1 else rows
+    given = slots.clone()
+    given[written:] = -1
+    kernel = dispatch.backend(device.type).rotate_and_write
+    q = kernel(qkv, angles.cos(), angles.sin(), cache.kv, layer, given.to(device), head_norms)[:written]
+    found = cache.read(layer, cache.blocks)
+    expected = torch.full_like(found, float("nan"))
+    place = {block: index for index, block in enumerate(cache.blocks)}
+    moved = torch.tensor([place[int(slot) // size] * size + int(slot) % size for slot in slots[:written]])
+    few = slice(0, written)
+    plain_q = plain.rotate_and_write(
+        qkv[few].float(), angles[few].cos(), angles[few].sin(), expected, 0, moved.to(device), head_norms
+    )
+    words = f"{shape.num_heads} + 2 x {kv_heads} heads of {dim}, KV in {name(cache.kv.dtype)}, {name(shape.dtype)}"
+    if not torch.equal(found.isnan(), expected.isnan()):
+        problem = "it wrote slots that are not its own, or left its own unwritten"
+        return Finding("rotary embedding and KV write", words, float("inf"), 0.0, problem)
+    pairs = [("queries", q, plain_q, shape.dtype)]
+    pairs += [("keys and values", found.nan_to_num(), expected.nan_to_num(), cache.kv.dtype)]
+    return finding("rotary embedding and KV write", words, pairs)
+
+
+def norms(shape: CheckedShape, cache: PoisonedCache) -> Finding:
+    """Alone, and of a sum, which is rounded before it is normed."""
+    x, delta = (_random(shape, cache, ROWS, shape.hidden_size) for _ in range(2))
+    weight = (torch.rand(shape.hidden_size, generator=cache.random) + 0.5).to(x.device)
+    total, normed = dispatch.add_rms_norm(x, delta, weight, shape.eps)
+    alone = dispatch.rms_norm(x, weight, shape.eps)
+    pairs = [
+        ("norm", alone, plain.rms_norm(x.float(), weight, shape.eps), shape.dtype),
+        ("sum", total, x.double() + delta.double(), shape.dtype),
+        ("norm of the sum", normed, plain.rms_norm(total.float(), weight, shape.eps), shape.dtype),
+    ]
+    return finding("norm", f"{ROWS} x {shape.hidden_size}, {name(shape.dtype)}", pairs)
+
+
+def gate(shape: CheckedShape, cache: PoisonedCache, width: int) -> Finding:
+    x = _random(shape, cache, ROWS, 2 * width) * 3
+    found, expected = dispatch.gated(x, shape.activation), plain.gated(x.float(), shape.activation)
+    words = f"{shape.activation}, {ROWS} x {width}, {name(shape.dtype)}"
+    return finding("gate", words, [("output", found, expected, shape.dtype)])
+
+
+def sampling(shape: CheckedShape, cache: PoisonedCache) -> Finding:
+    """Greedy and random rows beside a sort; a row with a NaN must yield no token, whatever the others are."""
+    device, vocab = cache.kv.device, shape.vocab_size
+    kinds = [Draw(), Draw(0.8), Draw(1.0, 20), Draw(1.0, 0, 0.7), Draw(0.7, 50, 0.9, 0.02)]
+    draws = [kinds[i % len(kinds)]._replace(seed=i, position=100 + i) for i in range(2 * len(kinds))]
+    logits = (torch.randn(len(draws), vocab, generator=cache.random) * 3).to(device)
+    found = _drawn(logits, draws)
+    expected = sample_by_sorting(logits, SamplingTensors.pack(draws, device)).tolist()
+    differ = [draw for draw, one, other in zip(draws, found, expected, strict=True) if one != other]
+    spoilt = logits[:4].clone()
+    spoilt[::2, vocab // 2] = float("nan")
+    tokens = [token for batch in (draws[1:5], [Draw()] * 4) for token in _drawn(spoilt, batch)[::2]]
+    words = f"{len(draws)} x {vocab}"
+    problem = ""
+    if len(differ) > MAX_DIFFERENT_DRAWS or any(not draw.temperature for draw in differ):
+        problem = f"{len(differ)} of {len(draws)} rows draw another token, {MAX_DIFFERENT_DRAWS} random one may"
+    elif min(tokens) < vocab:
+        problem = f"{sum(token < vocab for token in tokens)} of {len(tokens)} rows with a NaN yield a token"
+    return Finding("sampling", words, float(len(differ)), float(MAX_DIFFERENT_DRAWS), problem)
+
+
+def _drawn(logits: Tensor, draws: list[Draw]) -> list[int]:
+    tokens: list[int] = sample(logits, SamplingTensors.pack(draws, logits.device)).tolist()
+    return tokens
+
+
+def copies(cache: PoisonedCache, quantised: bool) -> Finding:
+    """Blocks to a transfer buffer and back, to the byte; a block beside them must not change."""
+    kv, device = cache.kv, cache.kv.device
+    cache.give_back()
+    cache.poison()
+    chosen = cache.take(2 * cache.layout.block_size)
+    for layer in range(cache.layout.num_layers):
+        numbers = cache.numbers(len(chosen), 1)[:, 0].transpose(1, 2).flatten(0, 1)  # [slots, kv_heads, 2, D]
+        cache.write(layer, chosen, 0, numbers)
+    ids = torch.tensor(chosen, device=device)
+    small = torch.stack([kv[block] for block in chosen])
+    buffer = torch.zeros(len(chosen), wire_bytes(kv, quantised=quantised), dtype=torch.uint8, device=device)
+    expected = torch.zeros_like(buffer)
+    gather_by_torch(small, torch.arange(len(chosen), device=device), expected, quantised)
+    gather_blocks(kv, ids, quantised=quantised, out=buffer)
+    words = f"{len(chosen)} blocks of {kv[0].numel() * kv.element_size()} bytes" + (", in 8 bits" if quantised else "")
+    if not torch.equal(buffer, expected):
+        off = int((buffer != expected).sum())
+        return Finding("gather blocks", words, float(off), 0.0, f"{off} of {buffer.numel()} bytes differ")
+    cache.poison()
+    back = torch.zeros_like(small)
+    scatter_by_torch(expected, back, torch.arange(len(chosen), device=device), quantised)
+    scatter_blocks(buffer, kv, ids, quantised=quantised)
+    there = torch.stack([kv[block] for block in chosen]).view(torch.uint8)
+    off = int((there != back.view(torch.uint8)).sum())
+    beside = any(not cache.read(0, [block]).isnan().all() for block in cache.blocks if block not in chosen)
+    problem = f"{off} of {there.numel()} bytes differ" if off else "it wrote a block beside its own" if beside else ""
+    return Finding("gather and scatter blocks", words, float(off), 0.0, problem)
+
+
+def _random(shape: CheckedShape, cache: PoisonedCache, rows: int, width: int) -> Tensor:
+    made = torch.randn(rows, width, generator=cache.random)
+    return made.to(device=cache.kv.device, dtype=shape.dtype)

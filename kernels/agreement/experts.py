@@ -1,0 +1,42 @@
+"""Experts beside plain products of a few of them, with a model's own weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.agreement.attention import name
+from kernels.agreement.gate import Finding, finding
+from kernels.experts import Expert, Experts
+from kernels.interface.quantised import QuantisedWeight
+from kernels.plain import backend as plain
+
+ROWS = 5
+
+
+def experts_check(
+    experts: Experts, per_token: int, hidden_size: int, activation: str, device: torch.device, random: torch.Generator
+) -> Finding:
+    """Rows that go to different experts, and two that share all of theirs."""
+    x = torch.randn(ROWS, hidden_size, generator=random).to(device=device, dtype=experts.dtype)
+    order = torch.randperm(experts.count, generator=random)
+    chosen = torch.stack([order.roll(i // 2 * per_token)[:per_token] for i in range(ROWS)])
+    shares = torch.rand(ROWS, per_token, generator=random) + 0.1
+    found = experts(x, chosen.to(device), shares.to(device), activation)
+    expected = torch.zeros(ROWS, hidden_size, dtype=torch.float32, device=device)
+    for row, (ids, parts) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
+        for index, part in zip(ids, parts, strict=True):
+            expected[row] += part * _mlp(experts.expert(index), x[row : row + 1].float(), activation)[0]
+    words = f"{per_token} of {experts.count}, {hidden_size} wide, {name(experts.dtype)}"
+    return finding("experts", words, [("output", found, expected, experts.dtype)])
+
+
+def _mlp(expert: Expert, x: Tensor, activation: str) -> Tensor:
+    inner = plain.gated(_linear(x, expert.gate_up, expert.gate_up_bias), activation)
+    return _linear(inner, expert.down, expert.down_bias)
+
+
+def _linear(x: Tensor, weight: Tensor | QuantisedWeight, bias: Tensor | None) -> Tensor:
+    dense = weight.float() if isinstance(weight, Tensor) else weight.dense(torch.float32)
+    made = x @ dense.T
+    return made if bias is None else made + bias.float()

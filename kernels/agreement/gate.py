@@ -1,0 +1,105 @@
+"""Is a kernel right? Outputs that it must write hold NaN before, and a plain reference stands beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+TOLERANCE = {
+    **{torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},
+    **{torch.float8_e4m3fn: 0.13, torch.int8: 4e-2},
+}
+"""By the type that holds the result: in each number, and of the norm of all. In 8 bits the last
+bit may fall either way: an eighth of an e4m3 number, a step of 1/127 of the largest of a key in int8."""
+NEW_MEMORY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+
+
+class Poisoned(TorchFunctionMode):
+    """Fills what this thread makes with `torch.empty` with NaN, so that an unwritten output shows."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in NEW_MEMORY and made.is_floating_point():
+            made.fill_(float("nan"))
+        return made
+
+
+class Difference(NamedTuple):
+    """largest: of any number, as a share of the tolerance's unit; share: of the norm of all. wrong: in words, or ""."""
+
+    largest: float
+    share: float
+    tolerance: float
+    wrong: str = ""
+
+
+def compared(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Difference:
+    """How far `actual`, which `dtype` held, lies from `expected`, of a wider type."""
+    tolerance = TOLERANCE[dtype]
+    if actual.shape != expected.shape:
+        found = f"shape {list(actual.shape)}, not {list(expected.shape)}"
+        return Difference(float("inf"), float("inf"), tolerance, found)
+    actual, expected = actual.double(), expected.double()
+    strange = int((~torch.isfinite(actual)).sum())
+    if strange:
+        found = f"{strange} of {actual.numel()} numbers are not finite"
+        return Difference(float("inf"), float("inf"), tolerance, found)
+    if not actual.numel():
+        return Difference(0.0, 0.0, tolerance)
+    off = (actual - expected).abs()
+    largest = float(off.max())
+    # Attention over many keys yields small numbers, of which a limit for each would not notice a large missing part.
+    norm = float(expected.norm())
+    share = float((actual - expected).norm()) / norm if norm else 0.0
+    limit = tolerance * max(1.0, float(expected.abs().mean()))
+    worst = float((off - tolerance * expected.abs()).max())
+    if worst > limit:
+        found = f"off by {largest:.3g}, {limit + largest - worst:.3g} is allowed there"
+        return Difference(largest, share, tolerance, found)
+    found = f"off by {share:.2g} of its norm, {tolerance:.2g} is allowed" if share > tolerance else ""
+    return Difference(largest, share, tolerance, found)
+
+
+def difference(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
+    """The error of `actual` in words, or ""."""
+    return compared(actual, expected, dtype).wrong
+
+
+class Finding(NamedTuple):
+    """One kernel at one shape. `largest` is the largest difference found; `problem` says what is wrong, or ""."""
+
+    kernel: str
+    shape: str
+    largest: float
+    tolerance: float
+    problem: str
+
+    @classmethod
+    def of_failure(cls, kernel: str, error: Exception) -> Finding:
+        """Of a kernel that does not compile, or does not end."""
+        words = (str(error).strip().splitlines() or ["no message"])[0]
+        return cls(
+            kernel, "at the first shape that failed", float("inf"), 0.0, f"{type(error).__name__}: {words[:300]}"
+        )
+
+    def __str__(self) -> str:
+        words = self.problem or "agrees"
+        numbers = f"largest difference {self.largest:.3g}, tolerance {self.tolerance:g}"
+        return f"{self.kernel} ({self.shape}): {words}; {numbers}"
+
+
+def finding(kernel: str, shape: str, pairs: Sequence[tuple[str, Tensor, Tensor, torch.dtype]]) -> Finding:
+    """The first of (name, actual, expected, type) that differs, or the one that differs most."""
+    found = [(name, compared(actual, expected, dtype)) for name, actual, expected, dtype in pairs]
+    name, worst = next(((n, d) for n, d in found if d.wrong), max(found, key=lambda pair: pair[1].largest))
+    problem = f"{name}: {worst.wrong}" if worst.wrong else ""
+    return Finding(kernel, shape, worst.largest, worst.tolerance, problem)
+
+
+Check = Callable[[], Finding]

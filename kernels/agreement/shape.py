@@ -1,0 +1,40 @@
+"""What a model asks of the kernels: the sizes at which they are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kernels.interface.kernels import AttentionRule
+
+
+class LayerRule(NamedTuple):
+    """A layer that stands for all that attend by the same rule."""
+
+    layer: int
+    rule: AttentionRule
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedShape:
+    """widths: of the gated MLPs, of one half each. longest: tokens of a sequence. Norms have weights float32.
+
+    vocab_size 0: nothing is sampled. device_kernels: the backend is `DeviceKernels`, so a negative slot is a row that
+    writes nothing, and blocks are copied by kernels, also in 8 bits with `quantised_wire`.
+    """
+
+    num_heads: int
+    rules: Sequence[LayerRule]
+    dtype: torch.dtype
+    hidden_size: int
+    widths: Sequence[int]
+    activation: str
+    vocab_size: int
+    eps: float
+    longest: int
+    qk_norm: bool = False
+    device_kernels: bool = False
+    quantised_wire: bool = False

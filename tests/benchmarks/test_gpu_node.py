@@ -1,0 +1,117 @@
+"""`make gpu`: every part runs on a CPU, each finding has its verdict, and what is wrong is FAIL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.chip import Chip
+from benchmarks.gpu.node import PARTS, verdict
+from benchmarks.gpu.node import __main__ as node
+from benchmarks.gpu.node.families import FAMILIES, of_family
+from benchmarks.gpu.node.graphs import of_bucket
+from benchmarks.gpu.node.landing import of_landing
+from common.config.worker import BLOCK_SIZES
+
+QUICK = ("chip", "agreement", "graphs", "landing", "engine")
+
+
+def dry_run(folder: Path, *parts: str) -> tuple[subprocess.CompletedProcess[str], list[str], dict[str, Any]]:
+    """The process that ended, its lines of verdicts, and the JSON file."""
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu.node", "--dry-run", f"--out={folder}", "--parts", *parts]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
+    assert (folder / "gpu.json").exists(), done.stdout + done.stderr
+    lines = (folder / "verdicts.txt").read_text().splitlines()
+    return done, lines, json.loads((folder / "gpu.json").read_text())
+
+
+@pytest.mark.interpret
+@pytest.mark.timeout(600)
+def test_a_dry_run_tells_the_most_important_first(tmp_path: Path) -> None:
+    done, lines, found = dry_run(tmp_path / "out", *QUICK)
+    assert done.returncode == node.PASSED, done.stdout + done.stderr
+    assert [line.split()[0] for line in lines].count("FAIL") == 0
+    parts = [one["part"] for one in found["verdicts"]]
+    assert list(dict.fromkeys(parts)) == list(QUICK) and [one["line"] for one in found["verdicts"]] == lines
+    assert found["agreement"][0]["kernels"] == 10 and not found["agreement"][0]["problems"]
+    assert [row["bucket"] for row in found["graphs"]] == [1, 2]
+    assert found["landing"][0]["transfers"] > 0 and found["landing"][0]["tokens"] > 0
+    assert (tmp_path / "out" / "gpu.png").stat().st_size > 10_000
+    assert all(line in done.stdout for line in lines)
+
+
+@pytest.mark.interpret
+@pytest.mark.timeout(600)
+def test_a_dry_run_of_everything_else(tmp_path: Path) -> None:
+    rest = [part for part in PARTS if part not in QUICK[1:]]
+    done, lines, found = dry_run(tmp_path / "out", *rest)
+    assert done.returncode == node.PASSED, done.stdout + done.stderr
+    assert set(found["problems"].values()) == {""}
+    assert {one["part"] for one in found["verdicts"]} == set(rest) - {"families"}  # a dry run has one family
+    assert "flashinfer" in done.stdout and "fa3" in done.stdout
+    assert [line for line in lines if line.startswith("SKIP  serving: 1P1D")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert node.main([f"--out={tmp_path / 'out'}"]) == node.NO_GPU
+    assert "no CUDA device" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_a_slow_chip_fails_and_an_unknown_one_is_not_judged() -> None:
+    fast = list(verdict.of_chip(Chip("NVIDIA H200", 4.3e12, 700e12)))
+    slow = list(verdict.of_chip(Chip("NVIDIA H200", 3.0e12, 300e12)))
+    assert [one.ok for one in (*fast, *slow)] == [True, True, False, False]
+    assert str(slow[0]) == "FAIL  chip: copy: 3,000.0 GB/s (at least 3,840)"
+    assert all(str(one).startswith("SKIP") for one in verdict.of_chip(Chip("CPU", 1e10, 1e10)))
+
+
+def test_a_kernel_is_judged_by_its_floor_and_by_the_fastest_peer() -> None:
+    row = {"kernel": "decode attention", "size": "8 x 4,096", "us": 100.0, "of_floor": 0.72}
+    rows = [row | {"peers_us": {"torch sdpa": 400.0, "flashinfer": 80.0, "fa3": "ImportError: none"}}]
+    by_floor, by_peer = verdict.of_kernels(rows)
+    assert by_floor.ok and not by_peer.ok and "beside flashinfer" in by_peer.what
+    assert by_peer.found == "1.25 times its time"
+
+
+def test_steps_transfers_and_the_service_are_judged() -> None:
+    steps = {"prefill": [{"tokens": 8192, "of_matmul_rate": 0.6}], "decode": []}
+    steps["decode"] = [{"how": "kernel by kernel", "batch": 1, "times_floor": 9.0}]
+    steps["decode"] += [{"how": "recorded", "batch": 8, "times_floor": 1.5}]
+    assert [one.ok for one in verdict.of_engine(steps)] == [True, False]
+    paths = [{"path": "device to pinned", "gb_per_s": 9.0, "one_block": 3.0}, {"path": "raw", "gb_per_s": 2.0}]
+    paths += [{"path": "KV", "gb_per_s": 2.0, "of_raw": 0.8}]
+    assert [one.ok for one in verdict.of_transfer(paths)] == [False, True]
+    arm = {"arm": "1P1D", "requests": 8, "output_tokens_per_s": 9.0, "ttft_p50_ms": 9.0, "tpot_p50_ms": 21.0}
+    assert [next(verdict.of_serving([arm], step)).ok for step in (0.0, 10.0, 11.0)] == [True, False, True]
+
+
+def test_anything_that_a_transfer_changes_is_a_failure() -> None:
+    good = {"seconds": 60.0, "replays": 9, "transfers": 3, "tokens": 90, "other_tokens": 0, "other_bytes": 0}
+    good |= {"failure": ""}
+    assert of_landing(good).ok
+    for wrong in ({"other_tokens": 1}, {"other_bytes": 1}, {"failure": "RuntimeError: lost"}, {"transfers": 0}):
+        assert not of_landing(good | wrong).ok
+
+
+def test_graphs_and_families_are_judged() -> None:
+    row = {"bucket": 8, "padded_rows": 5, "padded_error": 1e-3, "full_error": 0.0}
+    assert of_bucket(row, torch.bfloat16).ok and not of_bucket(row, torch.float32).ok
+    assert "bit for bit when full" in str(of_bucket(row, torch.bfloat16))
+    agreed = {"family": "llama-8b", "kernels": 7, "seconds": 0.8, "problems": []}
+    assert of_family(agreed).ok and not of_family(agreed | {"problems": ["decode attention: off"]}).ok
+    assert {family.block for family in FAMILIES} == set(BLOCK_SIZES)
+
+
+def test_make_runs_it_with_the_folder_and_the_arguments(repository: Path) -> None:
+    command = ["make", "-n", "gpu", "OUT=here", "ARGS=--dry-run", "PYTHON=/usr/bin/python3", "VENV=none"]
+    printed = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
+    assert 'benchmarks/gpu_machine.sh "here"' in printed and '"node:600:--dry-run"' in printed
