@@ -51,7 +51,7 @@ def _preferred(scores: Tensor, routing: Routing) -> Tensor:
         scores = scores + routing.correction
     if routing.groups == 1:
         return scores
-    groups = scores.view(len(scores), routing.groups, -1)
+    groups = scores.view(len(scores), routing.groups, scores.shape[1] // routing.groups)
     best = groups.topk(1 if routing.correction is None else 2, dim=-1).values.sum(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.kept_groups, dim=-1).indices, True)
     return groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)

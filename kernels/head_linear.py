@@ -33,7 +33,7 @@ class HeadLinear:
         native = native_backend()
         if self.heads and len(self._packed) == self.num_heads and native is not None:
             return native.head_linear(x, self._packed)
-        parts = x.view(len(x), self.num_heads, -1)[..., : self.in_features]
+        parts = x.view(len(x), self.num_heads, x.shape[1] // self.num_heads)[..., : self.in_features]
         if self._stacked is not None:
-            return torch.bmm(parts.transpose(0, 1), self._stacked).transpose(0, 1).reshape(len(x), -1)
+            return torch.bmm(parts.transpose(0, 1), self._stacked).transpose(0, 1).flatten(1)
         return torch.cat([head(parts[:, i].contiguous()) for i, head in enumerate(self.heads)], dim=1)

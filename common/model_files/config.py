@@ -106,6 +106,11 @@ class ModelConfig:
     """Layers of the file behind those that are computed: they predict more tokens at once, and are not read."""
 
     @property
+    def kv_numbers(self) -> int:
+        """Numbers that the cache holds of a token: keys and values of all layers, or their latents."""
+        return self.num_layers * self.num_kv_heads * self.head_dim * (2 if self.latent is None else 1)
+
+    @property
     def rope_dim(self) -> int:
         """Numbers of a head that rotary embedding sees."""
         return self.head_dim if self.latent is None else self.latent.rope_dim

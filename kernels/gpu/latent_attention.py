@@ -21,7 +21,7 @@ from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import Scores, capability
 
 
-class LatentConfig(NamedTuple):
+class LatentTile(NamedTuple):
     """rows: heads, or tokens x heads, of a program; tile: keys a step; stages: of the loop over tiles."""
 
     rows: int
@@ -30,24 +30,24 @@ class LatentConfig(NamedTuple):
     stages: int
 
 
-def decode_config(num_heads: int, dtype: torch.dtype, chip: tuple[int, int]) -> LatentConfig:
+def decode_config(num_heads: int, dtype: torch.dtype, chip: tuple[int, int]) -> LatentTile:
     """For queries of `dtype` on a chip of that compute capability.
 
     Chosen by what the compiler reports: sums of 512 numbers a row are kept in registers, and nothing spills.
     """
     rows = max(MIN_ROWS, triton.next_power_of_2(num_heads))
     if dtype == torch.float32:  # exact products, on the ordinary cores: for tests
-        return LatentConfig(MIN_ROWS, tile=16, warps=8, stages=2)
+        return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)
     if chip >= (9, 0):
-        return LatentConfig(min(rows, 64), tile=32, warps=8 if rows > MIN_ROWS else 4, stages=3)
-    return LatentConfig(min(rows, 32), tile=32, warps=8 if rows > MIN_ROWS else 4, stages=2)
+        return LatentTile(min(rows, 64), tile=32, warps=8 if rows > MIN_ROWS else 4, stages=3)
+    return LatentTile(min(rows, 32), tile=32, warps=8 if rows > MIN_ROWS else 4, stages=2)
 
 
-def prefill_config(dtype: torch.dtype, chip: tuple[int, int]) -> LatentConfig:
+def prefill_config(dtype: torch.dtype, chip: tuple[int, int]) -> LatentTile:
     """As `decode_config`, with as many rows as registers have sums for."""
     if dtype == torch.float32:
-        return LatentConfig(MIN_ROWS, tile=16, warps=8, stages=2)
-    return LatentConfig(64 if chip >= (9, 0) else 32, tile=32, warps=8, stages=3 if chip >= (9, 0) else 2)
+        return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)
+    return LatentTile(64 if chip >= (9, 0) else 32, tile=32, warps=8, stages=3 if chip >= (9, 0) else 2)
 
 
 @triton.jit(do_not_specialize=["layer", "table_width"])

@@ -267,8 +267,9 @@ def write_latents(
 ) -> Tensor:
     tokens, rope, size = len(latents), 2 * cos.shape[1], kv.shape[3]
     rank = latents.shape[1] - rope
-    absorbed = absorbed.view(tokens, -1, rank)
-    rotated = _rotated(q.view(tokens, absorbed.shape[1], -1)[..., -rope:], cos, sin).to(q.dtype)
+    heads = absorbed.shape[1] // rank
+    absorbed = absorbed.view(tokens, heads, rank)
+    rotated = _rotated(q.view(tokens, heads, q.shape[1] // heads)[..., -rope:], cos, sin).to(q.dtype)
     wide = latents[:, :rank].float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
     new = torch.cat((normed, _rotated(latents[:, None, rank:], cos, sin)[:, 0]), dim=-1)

@@ -12,7 +12,7 @@ from kernels.gpu import attention, latents, work_list
 from kernels.gpu.blocks import gather_blocks as gather_on_device
 from kernels.gpu.blocks import scatter_blocks as scatter_on_device
 from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.latent_attention import LatentConfig, decode_config, prefill_config
+from kernels.gpu.latent_attention import LatentTile, decode_config, prefill_config
 from kernels.interface.kernels import AttentionRule
 from kernels.plain import backend as plain
 
@@ -114,7 +114,7 @@ def test_blocks_on_the_wire(device: torch.device) -> None:
         assert torch.equal(there.cpu(), back)
 
 
-def job(kernel: str, config: LatentConfig, capability: int, heads: int, cache: str = "bf16", **more: Any) -> Job:
+def job(kernel: str, config: LatentTile, capability: int, heads: int, cache: str = "bf16", **more: Any) -> Job:
     """Of DeepSeek's attention, in blocks of 64 tokens."""
     signature = {
         **dict.fromkeys(("q", "out"), "*bf16"),
