@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.config import PrefillWorkerConfig
 from common.errors import ConfigError, ModelError
 from common.kv.cache import KVCache, block_bytes
 from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.config import from_hf
+from common.runner.loaded import LoadedModel
 from common.runner.runner import ModelRunner
 from kernels import Routing, route
 from kernels.cpu.backend import native_backend
@@ -196,9 +198,6 @@ def test_routing(monkeypatch: pytest.MonkeyPatch, backend: str, sigmoid: bool, n
 
 
 def test_int8_caches_are_refused_before_weights_are_read(third: Path) -> None:
-    from common.config import PrefillWorkerConfig
-    from common.runner.loaded import LoadedModel
-
     config = PrefillWorkerConfig(model="m", kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="auto or fp8 for a model with latent attention"):
         LoadedModel.load(files_of(third), config)
