@@ -41,24 +41,25 @@ def write_tokens(
             p_x = q + o_row * QUERY_DIM + (QUERY_DIM - ROPE) + o_d[None, :]
             b_first = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
             b_second = tl.load(p_x + HALF, mask=m, other=0.0).to(tl.float32)
-            b_cos, b_sin = b_cos[None, :], b_sin[None, :]
-            p_out += RANK + o_d[None, :]
-            tl.store(p_out, rounded(b_first * b_cos - b_second * b_sin, queries.dtype.element_ty), mask=m)
-            tl.store(p_out + HALF, rounded(b_second * b_cos + b_first * b_sin, queries.dtype.element_ty), mask=m)
-        else:
-            m_c = o_c < RANK
-            p_x = latents + i_token * (RANK + ROPE)
-            b_x = tl.load(p_x + o_c, mask=m_c, other=0.0).to(tl.float32)
+            b_turned = b_first * b_cos[None, :] - b_second * b_sin[None, :]
+            tl.store(p_out + RANK + o_d[None, :], rounded(b_turned, queries.dtype.element_ty), mask=m)
+            b_turned = b_second * b_cos[None, :] + b_first * b_sin[None, :]
+            tl.store(p_out + RANK + HALF + o_d[None, :], rounded(b_turned, queries.dtype.element_ty), mask=m)
+        else:  # names of its own: their types are others
+            m_rank = o_c < RANK
+            p_latent = latents + i_token * (RANK + ROPE)
+            b_x = tl.load(p_latent + o_c, mask=m_rank, other=0.0).to(tl.float32)
             b_x *= 1.0 / tl.sqrt_rn(tl.sum(b_x * b_x, 0) / RANK + eps)
-            b_x *= tl.load(norm + o_c, mask=m_c, other=0.0)
+            b_x *= tl.load(norm + o_c, mask=m_rank, other=0.0)
             i_block = b_slot // BLOCK_SIZE * num_layers + layer  # int64, as slots are
             p_kv = kv + (i_block * BLOCK_SIZE + b_slot % BLOCK_SIZE) * (RANK + ROPE)
-            tl.store(p_kv + o_c, cache_number(b_x, 1.0, kv, FP8), mask=m_c)
-            b_first = tl.load(p_x + RANK + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_second = tl.load(p_x + RANK + HALF + o_d, mask=m_d, other=0.0).to(tl.float32)
-            p_kv += RANK + o_d
-            tl.store(p_kv, cache_number(b_first * b_cos - b_second * b_sin, 1.0, kv, FP8), mask=m_d)
-            tl.store(p_kv + HALF, cache_number(b_second * b_cos + b_first * b_sin, 1.0, kv, FP8), mask=m_d)
+            tl.store(p_kv + o_c, cache_number(b_x, 1.0, kv, FP8), mask=m_rank)
+            b_low = tl.load(p_latent + RANK + o_d, mask=m_d, other=0.0).to(tl.float32)
+            b_high = tl.load(p_latent + RANK + HALF + o_d, mask=m_d, other=0.0).to(tl.float32)
+            b_key = cache_number(b_low * b_cos - b_high * b_sin, 1.0, kv, FP8)
+            tl.store(p_kv + RANK + o_d, b_key, mask=m_d)
+            b_key = cache_number(b_high * b_cos + b_low * b_sin, 1.0, kv, FP8)
+            tl.store(p_kv + RANK + HALF + o_d, b_key, mask=m_d)
 
 
 def write_latents(

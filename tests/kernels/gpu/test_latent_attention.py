@@ -134,6 +134,25 @@ def job(kernel: str, config: LatentTile, capability: int, heads: int, cache: str
 
 @pytest.mark.cpu
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("cache", ["bf16", "u8"])
+def test_writing_compiled(cache: str) -> None:
+    """V3's sizes: without spills, and rows by 16 bytes at once."""
+    signature = {
+        **dict.fromkeys(("q", "absorbed", "latents", "queries"), "*bf16"),
+        **dict.fromkeys(("cos", "sin", "norm"), "*fp32"),
+        **{"kv": f"*{cache}", "slots": "*i64", "layer": "i32", "num_layers": "i32", "eps": "fp32"},
+    }
+    width, heads, warps = latents.latent_tile(128, 512)
+    constants = {
+        **{"NUM_HEADS": 128, "QUERY_DIM": 192, "RANK": 512, "ROPE": 64, "BLOCK_SIZE": 64, "BLOCK_C": width},
+        **{"BLOCK_HALF": 32, "BLOCK_HEADS": heads, "FP8": cache == "u8"},
+    }
+    (found,) = compile_kernels([Job("kernels.gpu.latents:write_tokens", signature, constants, 90, warps)])
+    assert found.spills == 0 and "STG.E.128" in found.sass
+
+
+@pytest.mark.cpu
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled(capability: int) -> None:
     """V2-Lite's 16 heads and V3's 128: on tensor cores, without spills, in shared memory that a chip has."""
