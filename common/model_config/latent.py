@@ -72,7 +72,7 @@ def read_latent(model_type: str, fields: Mapping[str, Any], path: Path) -> Laten
 
 def latent_scale(latent: LatentConfig, rope: Mapping[str, Any], path: Path) -> float:
     """What multiplies scores: more than 1 / sqrt(query_dim) where YaRN stretches the context (`mscale_all_dim`)."""
-    reader, scale = FieldReader(rope, path), latent.query_dim**-0.5
+    reader, scale = FieldReader(rope, path), 1.0 / math.sqrt(latent.query_dim)
     all_dim = reader.number("mscale_all_dim", 0.0)
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not all_dim:
         return scale

@@ -156,6 +156,7 @@ def test_layers_for_further_tokens_are_not_read(third: Path, tmp_path: Path, cap
             {
                 "model_type": "deepseek_v2",
                 "topk_method": "group_limited_greedy",
+                "scoring_func": "softmax",
                 "norm_topk_prob": False,
                 "n_group": ...,
             },
