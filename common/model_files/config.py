@@ -215,7 +215,8 @@ class HFReader(_Reader):
     def _attention_scale(self, gemma: bool, head_dim: int, latent: LatentConfig | None) -> float:
         if latent is not None:
             return latent_scale(latent, self._rope_fields(), self.path)
-        return self.number("query_pre_attn_scalar") ** -0.5 if gemma else head_dim**-0.5
+        scale: float = self.number("query_pre_attn_scalar") ** -0.5 if gemma else head_dim**-0.5
+        return scale
 
     def _rope_fields(self) -> dict[str, Any]:
         """Of a model with one rotary embedding, as transformers 5 and 4 name them."""

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
 def test_a_block_is_its_latents(system_of: Any, random_prompts: Any, folder: Path, transport: str) -> None:
     """48 numbers a token and layer, one row for all heads; prefixes are found again in both caches."""
     oracle, config = Oracle(transformers_model(folder)), load(folder).config
@@ -47,7 +47,7 @@ def test_a_block_is_its_latents(system_of: Any, random_prompts: Any, folder: Pat
     assert system.transfers(transport) == 2 * len(prompts)
 
 
-@pytest.mark.parametrize(("role", "transport"), [("prefill", "tcp"), pytest.param("decode", "shm")])
+@pytest.mark.parametrize(("role", "transport"), [("prefill", "tcp"), ("decode", "shm")])
 @pytest.mark.slow
 def test_a_killed_worker_costs_no_token(
     system_of: Any, random_prompts: Any, folder: Path, role: str, transport: str
