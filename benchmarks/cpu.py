@@ -124,7 +124,8 @@ def floor_of(name: str, model: Decoder, load: Load, rates: Rates, kv_dtype: torc
     if name == "attend":
         num_bytes = load.batch * (load.context + load.num_tokens) * block_bytes(config, 1, kv_dtype)
         pairs = load.batch * load.num_tokens * (load.context + (load.num_tokens + 1) / 2)
-        work = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
+        each = config.head_dim + (config.latent_dim or config.head_dim)  # of scores, and of the sum of values
+        work = 2 * pairs * config.num_layers * config.num_heads * each
         return max(num_bytes / rates.bytes_per_s, work / rates.dtype_operations_per_s)
     head, seconds = model.weights.lm_head, 0.0
     for linear in matrices(model):

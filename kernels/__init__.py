@@ -2,6 +2,8 @@
 
     QuerySpan, KVLayout, plan_attention     once a step: what every layer's attention shares
     rotate_and_write                        q/k norm, rotary embedding, new keys and values into the cache
+    write_latents                           latents into the cache, and whole queries for attention over them
+    HeadLinear                              what takes each head's rows into the latents' space, and out of it
     paged_attention                         softmax(scale * q.k) v over the blocks of the cache
     sample                                  from logits to tokens, without leaving the device
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
@@ -12,7 +14,8 @@
     record, ProgramRecorder, Program        a whole forward pass as one native call
     share_cores                             how many threads that call may use while others compute too
 
-KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous.
+KV caches are `[num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), head_dim]`, contiguous, with 1 in place of 2
+where they hold latents.
 
     interface   the operations with their shapes, and the data that they take
     plain       every device: torch, where there is nothing faster; `reference`, slow and obvious, for tests
@@ -26,7 +29,8 @@ A backend for another device implements `interface.kernels.Kernels` and is named
 from __future__ import annotations
 
 from kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
-from kernels.cpu.backend import NativePlan, share_cores
+from kernels.cpu.backend import share_cores
+from kernels.cpu.native_plan import NativePlan
 from kernels.cpu.program import Program
 from kernels.cpu.recorder import ProgramRecorder, record
 from kernels.device import on_device
@@ -38,13 +42,16 @@ from kernels.dispatch import (
     plan_attention,
     rms_norm,
     rotate_and_write,
+    write_latents,
 )
 from kernels.embedding import Embedding
 from kernels.experts import Expert, Experts, add_gated, route
+from kernels.head_linear import HeadLinear
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import Draw, SamplingTensors
-from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels
+from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, LatentNorm
 from kernels.interface.quantised import QuantisedWeight, quantise, unified
+from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
 from kernels.sampling import bits_allowed, sample
 
@@ -56,15 +63,18 @@ __all__ = [
     "Expert",
     "Experts",
     "GatedLinear",
+    "HeadLinear",
     "HeadNorms",
     "KVLayout",
     "Kernels",
+    "LatentNorm",
     "Linear",
     "NativePlan",
     "Program",
     "QuantisedWeight",
     "QuerySpan",
     "ProgramRecorder",
+    "Routing",
     "SamplingTensors",
     "Weight",
     "add_gated",
@@ -86,4 +96,5 @@ __all__ = [
     "share_cores",
     "unified",
     "wire_bytes",
+    "write_latents",
 ]

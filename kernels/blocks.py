@@ -4,6 +4,8 @@ A block in a buffer is one row of bytes. As it is, those are the block's own. Qu
 
     e4m3 [layer][kv_head][slot][K|V][head_dim], float32 scales [layer][kv_head][K|V], zeros up to a multiple of 16 bytes
 
+(of latents there is one kind of numbers and one scale in place of K|V)
+
 and a number is its e4m3 times its scale. A scale is the largest magnitude that it serves / 448, and at least 2^-100.
 All backends write the same bytes. Every number of a block must be finite, those in unused slots included.
 """
@@ -28,7 +30,7 @@ def wire_bytes(kv: Tensor, *, quantised: bool = False) -> int:
     shape = kv.shape[1:]
     if not quantised:
         return math.prod(shape) * kv.dtype.itemsize
-    size = math.prod(shape) + shape[0] * shape[1] * 2 * torch.float32.itemsize
+    size = math.prod(shape) + shape[0] * shape[1] * shape[3] * torch.float32.itemsize
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -79,7 +81,7 @@ def gather_by_torch(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bo
     for row, index in zip(buffer, block_ids.tolist(), strict=True):
         block = heads[index]  # [layers * heads, slots, 2, D]
         small = row[:numbers].view(torch.float8_e4m3fn).view(block.shape)
-        most = torch.zeros(block.shape[0], 2, dtype=torch.float32, device=kv.device)
+        most = torch.zeros(block.shape[0], block.shape[2], dtype=torch.float32, device=kv.device)
         for piece in pieces:
             most[piece[0]] = torch.maximum(most[piece[0]], block[piece].float().abs().amax((1, 3)))
         # A tensor of them: by a number torch divides on a GPU with its inverse, which may miss the last bit.
@@ -101,7 +103,7 @@ def scatter_by_torch(buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: b
     for row, index in zip(buffer, block_ids.tolist(), strict=True):
         block = heads[index]  # [layers * heads, slots, 2, D]
         small = row[:numbers].view(torch.int8).view(block.shape)
-        scales = (row[numbers:end].clone().view(torch.float32).view(-1, 2) * 256.0)[:, None, :, None]
+        scales = (row[numbers:end].clone().view(torch.float32).view(-1, block.shape[2]) * 256.0)[:, None, :, None]
         for piece in pieces:
             block[piece] = _widened(small[piece]) * scales[piece[0]]
 
@@ -110,14 +112,14 @@ def _by_heads(kv: Tensor) -> tuple[Tensor, int, int]:
     """The cache as [blocks, layers * heads, slots, 2, D], and where a row's numbers and its scales end."""
     heads = kv.view(kv.shape[0], -1, *kv.shape[3:])
     numbers = math.prod(kv.shape[1:])
-    return heads, numbers, numbers + heads.shape[1] * 2 * torch.float32.itemsize
+    return heads, numbers, numbers + heads.shape[1] * heads.shape[3] * torch.float32.itemsize
 
 
 def _pieces(heads: Tensor) -> list[tuple[slice, slice]]:
     """Heads and slots of a block, at most PIECE numbers at a time; these stay in a core's cache, too."""
-    _, num_heads, num_slots, _, dim = heads.shape
-    slots = min(num_slots, max(1, PIECE // (2 * dim)))
-    step = max(1, PIECE // (num_slots * 2 * dim))
+    _, num_heads, num_slots, kinds, dim = heads.shape
+    slots = min(num_slots, max(1, PIECE // (kinds * dim)))
+    step = max(1, PIECE // (num_slots * kinds * dim))
     return [
         (slice(head, head + step), slice(slot, slot + slots))
         for head in range(0, num_heads, step)

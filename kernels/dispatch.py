@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.backend import native_backend
-from kernels.cpu.recorder import RecordedKernels
+from kernels.cpu.recorded_kernels import RecordedKernels
 from kernels.device import triton_backend
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels
+from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, LatentNorm
 from kernels.plain import backend as plain_backend
 
 
@@ -43,9 +43,10 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    latent_dim: int = 0,
 ) -> Tensor:
     """See `Kernels.paged_attention` and `AttentionRule`."""
-    rule = AttentionRule(scale, window, softcap, sinks, k_scale, v_scale)
+    rule = AttentionRule(scale, window, softcap, sinks, k_scale, v_scale, latent_dim)
     return backend(q.device.type).paged_attention(q, kv, layer, plan, rule)
 
 
@@ -64,6 +65,23 @@ def rotate_and_write(
     """See `Kernels.rotate_and_write`; the heads are normalised with both norms or with none."""
     norms = None if q_norm is None or k_norm is None else HeadNorms(q_norm, k_norm, eps)
     return backend(qkv.device.type).rotate_and_write(qkv, cos, sin, kv, layer, slots, norms)
+
+
+def write_latents(
+    q: Tensor,
+    absorbed: Tensor,
+    latents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+    *,
+    norm: Tensor,
+    eps: float,
+) -> Tensor:
+    """See `Kernels.write_latents`."""
+    return backend(q.device.type).write_latents(q, absorbed, latents, cos, sin, kv, layer, slots, LatentNorm(norm, eps))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,10 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import WIDTH_MULTIPLE, NativeBackend, native_backend
+from kernels.cpu.backend import NativeBackend, native_backend
+from kernels.cpu.native_plan import WIDTH_MULTIPLE
 from kernels.cpu.recorder import Slot
 from kernels.device import triton_backend
+from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
+
+LEAST_SUM = 1e-20
+"""Added to the sum of shares, which sigmoids may leave at zero."""
 
 
 class Expert(NamedTuple):
@@ -23,26 +28,42 @@ class Expert(NamedTuple):
     down_bias: Tensor | None = None
 
 
-def route(logits: Tensor, per_token: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each row of float32 logits [T, experts], the best first: int64 and float32 shares [T, per_token].
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts of each row of float32 logits [T, experts], the best first, int64, and their shares, float32.
 
-    A share is the softmax over all experts, of which those chosen add up to one where they are `normalised`.
+    Both are [T, per_token].
     """
     if isinstance(logits, Slot):
-        return logits.recorder.route(logits, per_token, normalised)
+        return logits.recorder.route(logits, routing)
     if (native := _native(logits)) is not None:
-        return native.route(logits, per_token, normalised)
-    shares, chosen = torch.softmax(logits, dim=-1).topk(per_token, dim=-1)
-    return chosen, shares / shares.sum(-1, keepdim=True) if normalised else shares
+        return native.route(logits, routing)
+    scores = torch.sigmoid(logits) if routing.sigmoid else torch.softmax(logits, dim=-1)
+    chosen = _preferred(scores, routing).topk(routing.per_token, dim=-1).indices
+    shares = scores.gather(1, chosen)
+    if routing.normalised:
+        shares = shares / (shares.sum(-1, keepdim=True) + LEAST_SUM)
+    return chosen, shares * routing.scale if routing.scale != 1.0 else shares
 
 
-def add_gated(x: Tensor, other: Tensor, gates: Tensor) -> Tensor:
-    """x + other * sigmoid(gates) of [T, width] and gates float32 [T, 1]."""
+def _preferred(scores: Tensor, routing: Routing) -> Tensor:
+    """What experts are chosen by: -inf for those of groups that are not kept."""
+    if routing.correction is not None:
+        scores = scores + routing.correction
+    if routing.groups == 1:
+        return scores
+    groups = scores.view(len(scores), routing.groups, scores.shape[1] // routing.groups)
+    best = groups.topk(1 if routing.correction is None else 2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.kept_groups, dim=-1).indices, True)
+    return groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+
+
+def add_gated(x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
+    """x + other * sigmoid(gates) of [T, width] and gates float32 [T, 1]; without gates x + other."""
     if isinstance(x, Slot):
         return x.recorder.add_gated(x, other, gates)
     if (native := _native(x)) is not None and not x.shape[1] % WIDTH_MULTIPLE:
         return native.add_gated(x, other, gates)
-    return (x + other.float() * torch.sigmoid(gates)).to(x.dtype)
+    return x + other if gates is None else (x + other.float() * torch.sigmoid(gates)).to(x.dtype)
 
 
 class Experts:

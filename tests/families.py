@@ -18,6 +18,11 @@ YARN: dict[str, Any] = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LATENT: dict[str, Any] = {
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "v_head_dim": 24},
+    **{"qk_nope_head_dim": 40, "qk_rope_head_dim": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 48},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 4, "topk_group": 2},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2",
@@ -53,6 +58,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 20},
             "rope_parameters": YARN | {"truncate": False},
         },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0, "attention_bias": True},
+    ),
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        {
+            **(LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "kv_lora_rank": 40}),
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        LATENT | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_shared_experts": 1},
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        LATENT | {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ),
     "yarn": ("Llama", {"rope_parameters": YARN}),
     "yarn-mscale": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.errors import BlockError, ModelError
 from common.kv.shared_memory import NotShared, SharedMemory
 from kernels.cpu.large_pages import prefer_large_pages
+from kernels.interface.attention_plan import KVLayout
 from kernels.interface.kv_region import numbers_of, row_width, scales_of
 
 if TYPE_CHECKING:
@@ -37,14 +38,22 @@ def cache_dtype(name: str) -> torch.dtype:
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype | str) -> int:
-    """Bytes of one block of `block_size` tokens: every layer, every KV head, keys and values."""
+    """Bytes of one block of `block_size` tokens: every layer, every KV head, keys and values, or latents."""
     kind = cache_dtype(dtype) if isinstance(dtype, str) else dtype
     row_bytes = row_width(config.head_dim, kind) * kind.itemsize
-    return config.num_layers * config.num_kv_heads * block_size * 2 * row_bytes
+    return config.num_layers * config.num_kv_heads * block_size * kv_parts(config) * row_bytes
+
+
+def kv_parts(config: ModelConfig) -> int:
+    """Rows of numbers that a token has in the cache for a layer and KV head: its key and its value, or its latent."""
+    return 1 if config.latent_dim else 2
 
 
 class KVCache:
     """`.tensor` is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width], contiguous, zero at first.
+
+    Of a model with latents it is [num_blocks, num_layers, 1, block_size, 1, rank + rope_dim]: a key, and in its first
+    `rank` numbers the value, of all heads.
 
     Its width is head_dim; in int8 there is room for scales besides: see `kernels.interface.kv_region`.
 
@@ -66,6 +75,8 @@ class KVCache:
         self.dtype = cache_dtype(dtype) if isinstance(dtype, str) else dtype
         self.device = torch.device(device)
         self.block_bytes = block_bytes(config, block_size, self.dtype)
+        if self.dtype == torch.int8 and config.latent_dim:
+            raise ModelError("a KV cache of int8 is not for latents (kv_cache_dtype int8): use auto or fp8")
         if self.dtype == torch.int8 and self.device.type != "cpu":
             raise ModelError(f"a KV cache of int8 is for CPUs: on {device} use fp8 or the model's own type")
         if num_blocks < 1 or block_size < 1:
@@ -73,7 +84,7 @@ class KVCache:
                 f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing: raise num_blocks"
             )
         width = row_width(config.head_dim, self.dtype)
-        shape = (num_blocks, config.num_layers, config.num_kv_heads, block_size, 2, width)
+        shape = (num_blocks, config.num_layers, config.num_kv_heads, block_size, kv_parts(config), width)
         self._host: memoryview | None = None
         self.shared: SharedMemory | None = None
         try:
@@ -86,6 +97,13 @@ class KVCache:
                 f"no memory for a KV cache of {num_blocks} blocks ({num_blocks * self.block_bytes / 2**30:.2f} GiB) "
                 f"on {device}: lower kv_memory_gib or num_blocks ({error})"
             ) from error
+
+    @property
+    def layout(self) -> KVLayout:
+        """What attention must know of the tensor."""
+        config = self.config
+        sizes = (config.num_layers, config.num_kv_heads, self.block_size, config.head_dim, config.latent_dim)
+        return KVLayout(self.num_blocks, *sizes)
 
     def _in_host_memory(self, shape: tuple[int, ...], share: bool) -> Tensor:
         num_bytes = math.prod(shape) * self.dtype.itemsize

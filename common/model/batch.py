@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.kv.cache import KVCache
 from common.model_files.config import ModelConfig
-from kernels import AttentionPlan, KVLayout, QuerySpan, plan_attention
+from kernels import AttentionPlan, QuerySpan, plan_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,13 @@ class ForwardBatch:
             wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise InvalidRequest(f"token id {wrong} is outside of the vocabulary of {config.vocab_size}")
         positions, slots = _place(spans, kv.block_size, len(ids))
-        layout = KVLayout(kv.num_blocks, config.num_layers, config.num_kv_heads, kv.block_size, config.head_dim)
         return cls(
             num_tokens=len(ids),
             token_ids=torch.from_numpy(ids).to(kv.device),
             positions=torch.from_numpy(positions).to(kv.device),
             slots=torch.from_numpy(slots).to(kv.device),
             sampled=None if len(sampled) == len(ids) else torch.tensor(sampled, dtype=torch.int64, device=kv.device),
-            plan=plan_attention(spans, layout, config.num_heads, kv.device),
+            plan=plan_attention(spans, kv.layout, config.num_heads, kv.device),
         )
 
 

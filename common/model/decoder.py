@@ -37,7 +37,7 @@ class Decoder(ABC):
         self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = torch.tensor(config.embedding_scale).to(self.dtype)  # rounded as transformers does
         self._ropes = {
-            rope: RopeTable(rope, config.head_dim, config.max_model_len, self.device, weights.rope_factors)
+            rope: RopeTable(rope, config.rope_dim, config.max_model_len, self.device, weights.rope_factors)
             for rope in set(config.layer_ropes)
         }
         self._program: Program | Literal[False] | None = None

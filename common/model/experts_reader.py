@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.model.mlp import MixtureOfExperts, SharedExpert
 from common.model_config.experts import ExpertsConfig
-from kernels import Expert, Experts, Linear
+from kernels import Expert, Experts, Linear, Routing
 
 if TYPE_CHECKING:
     from common.model.weights import Assembler
@@ -36,7 +36,23 @@ class ExpertsReader:
         router = Linear(source.matrix(f"{name}.weight", config.count, self.hidden), bias)
         experts = self._stacked() if not self.gates else [self._expert(i) for i in range(config.count)]
         made = Experts(experts, dtype=source.dtype)
-        return MixtureOfExperts(router, made, config.per_token, config.normalised, self._shared())
+        return MixtureOfExperts(router, made, self._routing(name), self._shared())
+
+    def _routing(self, router: str) -> Routing:
+        config, source = self.config, self.assembler
+        correction: Tensor | None = None
+        if config.corrected:
+            found = source.checked(f"{router}.e_score_correction_bias", (config.count,))
+            correction = found.to(device=source.device, dtype=torch.float32).contiguous()
+        return Routing(
+            config.per_token,
+            config.normalised,
+            config.sigmoid,
+            correction,
+            config.groups,
+            config.kept_groups,
+            config.scale,
+        )
 
     def _expert(self, index: int) -> Expert:
         """One whose matrices are tensors of their own."""
@@ -74,6 +90,8 @@ class ExpertsReader:
     def _shared(self) -> SharedExpert | None:
         if not self.config.shared_size:
             return None
+        if not self.config.shared_gated:
+            return SharedExpert(self.assembler.mlp(f"{self.prefix}mlp.shared_experts.", self.config.shared_size), None)
         gate = self.assembler.matrix(f"{self.prefix}mlp.shared_expert_gate.weight", 1, self.hidden)
         mlp = self.assembler.mlp(f"{self.prefix}mlp.shared_expert.", self.config.shared_size)
         return SharedExpert(mlp, Linear(gate))

@@ -12,6 +12,7 @@ from common.errors import ModelError
 from common.gguf_format.tensors import GGUFFile
 from common.kv.cache import torch_dtype
 from common.model.decoder import Decoder
+from common.model.deepseek import DeepSeek
 from common.model.gemma import Gemma
 from common.model.gguf_weights import GGUFWeights
 from common.model.llama import Llama
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
 
 log = logging.getLogger("model")
-FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma": Gemma}
+FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma": Gemma, "deepseek": DeepSeek}
 
 
 def load_model(
@@ -51,6 +52,12 @@ def load_model(
     wanted = Quantization(quantization).effective(on_cpu=on_cpu, quantised_file=source.has_quantised)
     if not on_cpu and wanted is not Quantization.NONE:
         raise ModelError(f"quantization {quantization!r} runs on the CPU only: use auto or none on {device}")
+    if config.extra_layers:
+        first = config.num_layers
+        log.info(
+            "%s: layers %d to %d of the file, if it has them, predict further tokens (MTP) and are not read",
+            *(files.model_id, first, first + config.extra_layers - 1),
+        )
     assembler = Assembler(config, source, kind, place, wanted, with_head=with_head)
     weights = assembler.assemble()
     if source.has_quantised:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels import Experts, GatedLinear, Linear, add_gated, route
+from kernels import Experts, GatedLinear, Linear, Routing, add_gated, route
 
 
 class FeedForward(Protocol):
@@ -31,25 +31,25 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An MLP that every row uses, times the sigmoid of its gate, [hidden] to [1]."""
+    """An MLP that every row uses, times the sigmoid of its gate, [hidden] to [1], where it has one."""
 
     mlp: MLP
-    gate: Linear
+    gate: Linear | None
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Each row goes to the `per_token` experts that the router prefers, and to the shared one where there is one."""
+    """Each row goes to the experts that `routing` chooses by the router's logits, and to the shared one if any."""
 
     router: Linear
     experts: Experts
-    per_token: int
-    normalised: bool
+    routing: Routing
     shared: SharedExpert | None = None
 
     def __call__(self, rows: Tensor, activation: str) -> Tensor:
-        chosen, shares = route(self.router(rows, wide=True), self.per_token, normalised=self.normalised)
+        chosen, shares = route(self.router(rows, wide=True), self.routing)
         made = self.experts(rows, chosen, shares, activation)
         if self.shared is None:
             return made
-        return add_gated(made, self.shared.mlp(rows, activation), self.shared.gate(rows, wide=True))
+        gates = None if self.shared.gate is None else self.shared.gate(rows, wide=True)
+        return add_gated(made, self.shared.mlp(rows, activation), gates)

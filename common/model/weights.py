@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.errors import ModelError
 from common.model.experts_reader import ExpertsReader
+from common.model.latent_reader import LatentReader, LatentWeights
 from common.model.mlp import MLP, FeedForward
 from common.model.rope import rotation_order
 from common.model_files.config import ModelConfig
@@ -52,7 +53,7 @@ class WeightSource(Protocol):
 class LayerWeights:
     """The weights of one layer. Norm weights are float32; weights that a family lacks are None.
 
-    qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim.
+    qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim; with `latent` to the queries alone.
     """
 
     input_norm: Tensor
@@ -65,6 +66,7 @@ class LayerWeights:
     post_attention_norm: Tensor | None = None
     post_mlp_norm: Tensor | None = None
     sinks: Tensor | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +128,14 @@ class Assembler:
 
     def layer(self, index: int) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size
-        prefix, q = f"model.layers.{index}.", config.num_heads * config.head_dim
+        prefix, q = f"model.layers.{index}.", config.num_heads * config.value_dim
         sandwich = config.sandwich_norm
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-        order = rotation_order(config.layer_ropes[index], config.head_dim)
+        order = None if config.latent else rotation_order(config.layer_ropes[index], config.head_dim)
+        latents = None if config.latent is None else LatentReader(self, config.latent, f"{prefix}self_attn.")
         return LayerWeights(
             input_norm=self.norm(f"{prefix}input_layernorm.weight", hidden),
-            qkv=self.attention_inputs(prefix, order),
+            qkv=self.attention_inputs(prefix, order) if latents is None else latents.queries(),
             output=self.linear(Linear, prefix, {"self_attn.o_proj": hidden}, q, config.output_bias),
             mlp_norm=self.norm(f"{prefix}{mlp_norm}.weight", hidden),
             mlp=self.feed_forward(index),
@@ -141,6 +144,7 @@ class Assembler:
             post_attention_norm=self.norm(f"{prefix}post_attention_layernorm.weight", hidden) if sandwich else None,
             post_mlp_norm=self.norm(f"{prefix}post_feedforward_layernorm.weight", hidden) if sandwich else None,
             sinks=self.sinks(f"{prefix}self_attn.sinks"),
+            latent=None if latents is None else latents.read(),
         )
 
     def attention_inputs(self, prefix: str, order: Tensor | None) -> Linear:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.model_config.fields import FieldReader
+from common.model_config.latent import LATENT_TYPES
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Of gpt-oss' gate, which the kernels have as "clamped_swiglu"."""
@@ -18,8 +19,11 @@ class ExpertsConfig:
     """The layers that have experts in place of one MLP.
 
     A router gives each token `per_token` of `count` experts of `intermediate_size`. `normalised`: their shares, taken
-    from a softmax over all, add up to one. A shared expert of `shared_size` serves every token by a gate of its own.
-    `biased`: router and experts have biases.
+    from a softmax over all, add up to one. A shared expert of `shared_size` serves every token, by a gate of its own
+    where it is `shared_gated`. `biased`: router and experts have biases.
+
+    DeepSeek's: scores are `sigmoid`s instead of a softmax; `corrected`: a number of each expert is added to its score
+    before the best are chosen; those are of the `kept_groups` best of `groups` groups; shares are times `scale`.
     """
 
     count: int
@@ -29,11 +33,19 @@ class ExpertsConfig:
     normalised: bool
     shared_size: int = 0
     biased: bool = False
+    shared_gated: bool = True
+    sigmoid: bool = False
+    corrected: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
 
 
 def read_experts(model_type: str, fields: Mapping[str, Any], path: Path, num_layers: int) -> ExpertsConfig | None:
     """The experts of a model; None where it has none. ModelError for a kind of them that is not supported."""
     reader = FieldReader(fields, path)
+    if model_type in LATENT_TYPES:
+        return _read_deepseek(reader, num_layers, third=model_type != "deepseek_v2")
     if model_type in ("mixtral", "gpt_oss"):
         sparse = (True,) * num_layers
         count, inner = _count(reader, 8 if model_type == "mixtral" else 128), reader.count("intermediate_size")
@@ -59,3 +71,56 @@ def read_experts(model_type: str, fields: Mapping[str, Any], path: Path, num_lay
 def _count(reader: FieldReader, default: int) -> int:
     """How many experts there are: transformers 5 writes the one name for the other."""
     return reader.count("num_local_experts", reader.count("num_experts", default))
+
+
+def _read_deepseek(reader: FieldReader, num_layers: int, *, third: bool) -> ExpertsConfig:
+    """DeepSeek's, of V3 if `third`, else of V2."""
+    fields = reader.fields
+    count = reader.count("n_routed_experts", 256 if third else 64)
+    per_token = reader.count("num_experts_per_tok", 8 if third else None)
+    method = fields.get("topk_method", "noaux_tc" if third else "greedy")
+    allowed = ("noaux_tc",) if third else ("greedy", "group_limited_greedy")
+    _expect(reader, "topk_method", method, *allowed)
+    _expect(reader, "scoring_func", fields.get("scoring_func"), None, "sigmoid" if third else "softmax")
+    _expect(reader, "moe_layer_freq", fields.get("moe_layer_freq"), None, 1)
+    groups = kept = 1
+    if method != "greedy":
+        groups, kept = (reader.count(name, 8 if third else None) for name in ("n_group", "topk_group"))
+    normalised = fields.get("norm_topk_prob")
+    if not third:  # transformers ignores it, DeepSeek's own code then leaves out the scale
+        _expect(reader, "norm_topk_prob", normalised, None, False)
+    _check_groups(reader, count, per_token, groups, kept, at_least=2 if third else 1)
+    dense = int(reader.number("first_k_dense_replace", 3 if third else 0))
+    inner = reader.count("moe_intermediate_size", 2048 if third else 1407)
+    return ExpertsConfig(
+        count,
+        per_token,
+        inner,
+        tuple(i >= dense for i in range(num_layers)),
+        bool(normalised) or (third and normalised is None),
+        int(reader.number("n_shared_experts", 0)) * inner,
+        shared_gated=False,
+        sigmoid=third,
+        corrected=third,
+        groups=groups,
+        kept_groups=kept,
+        scale=reader.number("routed_scaling_factor", 2.5 if third else 1.0),
+    )
+
+
+def _expect(reader: FieldReader, name: str, value: object, *allowed: object) -> None:
+    if value not in allowed:
+        named = " or ".join(repr(one) for one in allowed if one is not None)
+        raise reader.refuse(f"{name} {value!r} of {reader.fields['model_type']}", f"{name} {named}")
+
+
+def _check_groups(reader: FieldReader, count: int, per_token: int, groups: int, kept: int, *, at_least: int) -> None:
+    """ModelError where a token cannot be given as many experts as it takes."""
+    if count % groups or count // groups < at_least:
+        wanted = f"groups of {at_least} experts or more, all of one size"
+        raise reader.refuse(f"n_group {groups} of {count} experts", wanted)
+    if kept > groups:
+        raise reader.refuse(f"topk_group {kept} of {groups} groups", f"topk_group {groups} or less")
+    if per_token > kept * (count // groups):
+        held = kept * (count // groups)
+        raise reader.refuse(f"num_experts_per_tok {per_token} of {held} experts in {kept} groups", f"at most {held}")

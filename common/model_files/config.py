@@ -11,6 +11,7 @@ from typing import Any
 from common.errors import ModelError
 from common.model_config.experts import ExpertsConfig, read_experts
 from common.model_config.fields import FieldReader
+from common.model_config.latent import LatentConfig, latent_scale, read_latent
 from common.model_config.rope import RopeConfig, RopeReader
 
 HF_FAMILIES = {
@@ -23,6 +24,9 @@ HF_FAMILIES = {
     "qwen3_moe": "llama",
     "phi3": "llama",
     "gpt_oss": "llama",
+    "deepseek_v2": "deepseek",
+    "deepseek_v3": "deepseek",
+    "kimi_k2": "deepseek",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
     "gemma3": "gemma",
@@ -43,6 +47,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "qwen2_moe": {"max_position_embeddings": 32768, "qkv_bias": True},
     "qwen3_moe": {"max_position_embeddings": 32768},
+    "deepseek_v2": {"n_shared_experts": 2},
+    "deepseek_v3": {"max_position_embeddings": 4096, "n_shared_experts": 1},
+    "kimi_k2": {"max_position_embeddings": 4096, "n_shared_experts": 1},
     "gpt_oss": {
         **{"head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": 128},
         **{"rope_theta": 150000.0, "attention_bias": True},
@@ -63,7 +70,8 @@ class ModelConfig:
     `layer_windows[i]` is the number of tokens layer i may look back to, itself included (0: all of them);
     `layer_ropes[i]` its rotary embedding. `attention_scale` multiplies q.k; softcaps of 0 are off. `sinks`: attention
     has one more logit a head. `fused`: the file holds q, k, v in one matrix, and gate and up too. Some layers have
-    `experts` in place of the MLP of `intermediate_size`.
+    `experts` in place of the MLP of `intermediate_size`. With `latent` the cache holds one KV head of `head_dim`
+    numbers a token, which are keys and values of all heads.
     """
 
     family: str
@@ -93,6 +101,29 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
+    latent: LatentConfig | None = None
+    extra_layers: int = 0
+    """Layers of the file behind those that are computed: they predict more tokens at once, and are not read."""
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers that the cache holds of a token: keys and values of all layers, or their latents."""
+        return self.num_layers * self.num_kv_heads * self.head_dim * (2 if self.latent is None else 1)
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that rotary embedding sees."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of what a head's attention yields."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Numbers of a key that are its value too; 0 where values have a place of their own."""
+        return 0 if self.latent is None else self.latent.rank
 
 
 def from_hf(path: Path) -> ModelConfig:
@@ -143,7 +174,9 @@ class HFReader(_Reader):
         layers, heads, hidden = (
             self.count(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
         )
-        head_dim = self.count("head_dim", hidden // heads)
+        latent = read_latent(model_type, self.fields, self.path)
+        head_dim = self.count("head_dim", hidden // heads) if latent is None else latent.key_dim
+        rope_dim = head_dim if latent is None else latent.rope_dim
         bias = bool(self.fields.get("attention_bias", False)) and model_type != "qwen2"
         max_len = self.count("max_position_embeddings", 2048)
         config = ModelConfig(
@@ -151,7 +184,7 @@ class HFReader(_Reader):
             model_type=model_type,
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=self.count("num_key_value_heads", heads),
+            num_kv_heads=self.count("num_key_value_heads", heads) if latent is None else 1,
             head_dim=head_dim,
             hidden_size=hidden,
             intermediate_size=self.count("intermediate_size"),
@@ -159,8 +192,8 @@ class HFReader(_Reader):
             max_model_len=max_len,
             rms_norm_eps=self.number("rms_norm_eps", 1e-6),
             layer_windows=self._windows(layers, model_type),
-            layer_ropes=self._ropes(layers, model_type, RopeReader(self.fields, self.path, head_dim, max_len)),
-            attention_scale=self.number("query_pre_attn_scalar") ** -0.5 if gemma else head_dim**-0.5,
+            layer_ropes=self._ropes(layers, model_type, RopeReader(self.fields, self.path, rope_dim, max_len)),
+            attention_scale=self._attention_scale(gemma, head_dim, latent),
             activation="clamped_swiglu" if model_type == "gpt_oss" else self._activation(gemma),
             tie_embeddings=bool(self.fields.get("tie_word_embeddings", False)),
             qkv_bias=bias or model_type == "qwen2" or bool(self.fields.get("qkv_bias", False)),
@@ -174,8 +207,21 @@ class HFReader(_Reader):
             embedding_scale=hidden**0.5 if gemma else 1.0,
             attention_softcap=self.number("attn_logit_softcapping", 0.0),
             final_softcap=self.number("final_logit_softcapping", 0.0),
+            latent=latent,
+            extra_layers=0 if latent is None else int(self.number("num_nextn_predict_layers", 0)),
         )
         return self.check(config)
+
+    def _attention_scale(self, gemma: bool, head_dim: int, latent: LatentConfig | None) -> float:
+        if latent is not None:
+            return latent_scale(latent, self._rope_fields(), self.path)
+        scale: float = self.number("query_pre_attn_scalar") ** -0.5 if gemma else head_dim**-0.5
+        return scale
+
+    def _rope_fields(self) -> dict[str, Any]:
+        """Of a model with one rotary embedding, as transformers 5 and 4 name them."""
+        found = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
+        return dict(found)
 
     def _activation(self, gemma: bool) -> str:
         name = "hidden_activation" if gemma else "hidden_act"
@@ -204,7 +250,8 @@ class HFReader(_Reader):
         return ["sliding_attention"] * layers
 
     def _windows(self, layers: int, model_type: str) -> tuple[int, ...]:
-        off = model_type == "llama" or (model_type.startswith("qwen") and not self.fields.get("use_sliding_window"))
+        off = model_type == "llama" or HF_FAMILIES[model_type] == "deepseek"
+        off = off or (model_type.startswith("qwen") and not self.fields.get("use_sliding_window"))
         if not self.fields.get("sliding_window") or off:
             return (0,) * layers
         window = self.count("sliding_window")
@@ -215,8 +262,7 @@ class HFReader(_Reader):
         parameters = self.fields.get("rope_parameters") or {}
         theta = self.number("rope_theta", 10000.0)
         if model_type != "gemma3_text":
-            scaling = parameters or self.fields.get("rope_scaling") or {}
-            return (reader.read(scaling, theta),) * layers
+            return (reader.read(self._rope_fields(), theta),) * layers
         if "full_attention" in parameters or "sliding_attention" in parameters:
             far, near = parameters.get("full_attention") or {}, parameters.get("sliding_attention") or {}
         else:

@@ -24,6 +24,7 @@ def layout_fingerprint(
     quantization: str,
     block_size: int,
     protocol_version: int,
+    latent_dim: int = 0,
 ) -> str:
     """32 hex digits over everything that gives the bytes of a KV block their meaning."""
     fields = {
@@ -40,4 +41,6 @@ def layout_fingerprint(
     }
     if kv_dtype != dtype:  # else the fingerprint stays that of earlier versions
         fields["kv_dtype"] = kv_dtype
+    if latent_dim:
+        fields |= {"latent_dim": latent_dim, "order": "block,layer,slot,dim"}
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

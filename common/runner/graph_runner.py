@@ -23,7 +23,7 @@ from common.model.batch import ForwardBatch, SequenceChunk, check_chunk
 from common.runner.buckets import bucket_for, bucket_sizes
 from common.runner.graph_capture import StepRecorder
 from common.runner.runner import ModelRunner, RunnableModel, StepProfile
-from kernels import KVLayout, QuerySpan, on_device
+from kernels import QuerySpan, on_device
 from kernels.gpu.device_plan import GPUPlan, Staging
 
 log = logging.getLogger(__name__)
@@ -116,8 +116,7 @@ class GraphRunner(ModelRunner):
         inputs = self._memory[: NUM_INPUTS * size].view(NUM_INPUTS, size)
         inputs.zero_()
         inputs[SLOT], inputs[SOURCE] = -1, FROM_HOST
-        layout = KVLayout(kv.num_blocks, config.num_layers, config.num_kv_heads, kv.block_size, config.head_dim)
-        plan = GPUPlan.empty(size, self._max_blocks, layout, config.num_heads, kv.device)
+        plan = GPUPlan.empty(size, self._max_blocks, kv.layout, config.num_heads, kv.device)
 
         def run() -> None:
             # An id that is no token marks logits that are not finite: the host ends its request later.

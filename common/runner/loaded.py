@@ -13,7 +13,7 @@ from common.config import DecodeWorkerConfig, WorkerConfig
 from common.errors import ConfigError, ModelError
 from common.kv.cache import KVCache, block_bytes
 from common.machine.core_share import CoreShare
-from common.model.load import load_model, load_score
+from common.model.load import load_model, load_score, open_model
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 from common.model_files.task import GENERATES, ServedTask, served_task
@@ -80,6 +80,8 @@ class LoadedModel:
                 f"{files.model_id} is served to {task.name}, which prefill workers do alone: start no decode worker, "
                 "or give --task generate to all processes"
             )
+        if config.kv_cache_dtype == "int8" and open_model(files)[0].latent_dim:
+            raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
         dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
         options = {"dtype": dtype, "device": config.device, "quantization": config.quantization}
         loaded = cls.of(
@@ -126,6 +128,7 @@ class LoadedModel:
             quantization=model.quantization,
             block_size=block_size,
             protocol_version=PROTOCOL_VERSION,
+            latent_dim=shape.latent_dim,
         )
         if config.kernel_check and make_runner is None:
             check_model_kernels(model, kv, samples=task.generates)

@@ -9,21 +9,20 @@ import ctypes
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kernels.cpu.build import load_native
+from kernels.cpu.native_plan import WIDTH_MULTIPLE, NativePlan, fits, native_plan, plain_plan
 from kernels.cpu.packed import Q8, PackedWeight, panel_size, room
-from kernels.cpu.structs import EPILOGUES, OpStruct, StepStruct, check_layouts
+from kernels.cpu.structs import EPILOGUES, OpStruct, RoutingStruct, StepStruct, check_layouts
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import SamplingTensors
-from kernels.interface.kernels import AttentionRule, HeadNorms
+from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
 from kernels.interface.kv_region import head_dim_of
+from kernels.interface.routing import Routing
 from kernels.plain import backend as plain
 
 log = logging.getLogger("kernels")
@@ -32,27 +31,8 @@ INT8_DOTS, BF16_PAIRS, FP16_WIDENING = 1, 2, 4
 """Bits of `diptych_features`."""
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 """Activations are of the first two; a KV cache is of the activations' type or of one of the last two."""
-WIDTH_MULTIPLE: Final = 16
-"""Of head sizes and widths that the kernels take: the lanes of the widest vectors."""
-MAX_HEAD_DIM: Final = 1024
 OUTLIER_SHARE: Final = 512
 """At most one weight in so many may be an outlier of the 12-bit format: more would cost time."""
-ROWS_PER_UNIT: Final = 96
-"""Query rows (tokens x heads of a group) that share one pass over the keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class NativePlan(AttentionPlan):
-    """The arrays that `native/attention.h` reads.
-
-    spans int64 [S, 4]: row, rows, start, first entry in tables; tables int32; units int32 [U, 4]: span, KV head, first
-    query, count; shape int64 [5]: layers, KV heads, block size, head_dim, heads.
-    """
-
-    spans: npt.NDArray[np.int64]
-    tables: npt.NDArray[np.int32]
-    units: npt.NDArray[np.int32]
-    shape: npt.NDArray[np.int64]
 
 
 POINTER, INTEGER, NUMBER, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -65,7 +45,9 @@ SIGNATURES: Final = {
     "rotate_and_write": (NUMBER, NUMBER, *(POINTER,) * 4, INTEGER, *(POINTER,) * 5, FLOAT, INTEGER, NUMBER),
     "gated": (NUMBER, POINTER, POINTER, INTEGER, INTEGER, NUMBER, NUMBER),
     "quantise": (NUMBER, POINTER, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, POINTER, POINTER),
-    "route": (POINTER, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, POINTER),
+    "write_latents": (NUMBER, NUMBER, *(POINTER,) * 6, INTEGER, INTEGER, *(POINTER,) * 4, FLOAT, INTEGER, NUMBER),
+    "head_linear": (POINTER, INTEGER, POINTER, INTEGER, INTEGER, NUMBER, POINTER, NUMBER),
+    "route": (POINTER, INTEGER, INTEGER, POINTER, POINTER, POINTER, POINTER),
     "combine": (NUMBER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER),
     "add_gated": (NUMBER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER),
     "linear": (*(POINTER,) * 4, INTEGER, NUMBER, POINTER, NUMBER, NUMBER),
@@ -153,14 +135,27 @@ class NativeBackend:
         )
         return out
 
-    def route(self, logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    def head_linear(self, x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
+        """As `kernels.HeadLinear`, of the packed dense weights of each head."""
+        x, heads = x.contiguous(), len(weights)
+        out = torch.empty((x.shape[0], heads * weights[0].out_features), dtype=x.dtype)
+        addresses = (ctypes.c_void_p * heads)(*(weight.address for weight in weights))
+        self._library.diptych_head_linear(
+            *(ctypes.addressof(addresses), heads, x.data_ptr(), x.shape[1] // heads, x.shape[0]),
+            *(TYPES[x.dtype], out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """As `kernels.route`; of equal logits the first wins."""
         logits = logits.contiguous()
         rows, experts = logits.shape
-        chosen = torch.empty((rows, per_token), dtype=torch.int32)
-        shares = torch.empty((rows, per_token))
+        chosen = torch.empty((rows, routing.per_token), dtype=torch.int32)
+        shares = torch.empty((rows, routing.per_token))
+        struct = RoutingStruct.of(routing)
         self._library.diptych_route(
-            *(logits.data_ptr(), rows, experts, per_token, normalised, chosen.data_ptr(), shares.data_ptr())
+            *(logits.data_ptr(), rows, experts, ctypes.addressof(struct), _address(routing.correction)),
+            *(chosen.data_ptr(), shares.data_ptr()),
         )
         return chosen.long(), shares
 
@@ -174,11 +169,11 @@ class NativeBackend:
         )
         return out
 
-    def add_gated(self, x: Tensor, other: Tensor, gates: Tensor) -> Tensor:
-        """x + other * sigmoid(gates) of contiguous [T, width] and gates float32 [T, 1]."""
+    def add_gated(self, x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
+        """x + other * sigmoid(gates) of contiguous [T, width] and gates float32 [T, 1]; without gates x + other."""
         out = torch.empty_like(x)
         self._library.diptych_add_gated(
-            *(TYPES[x.dtype], x.data_ptr(), other.data_ptr(), gates.data_ptr(), *x.shape, out.data_ptr())
+            *(TYPES[x.dtype], x.data_ptr(), other.data_ptr(), _address(gates), *x.shape, out.data_ptr())
         )
         return out
 
@@ -208,35 +203,18 @@ class NativeBackend:
     def plan_attention(
         self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
     ) -> AttentionPlan:
-        if layout.head_dim % WIDTH_MULTIPLE or layout.head_dim > MAX_HEAD_DIM:
+        if not fits(layout.head_dim, layout.latent_dim):
             return plain.plan_attention(spans, layout, num_heads, device)
-        tokens = max(1, ROWS_PER_UNIT * layout.num_kv_heads // num_heads)
-        table: list[int] = []
-        rows = np.empty((len(spans), 4), dtype=np.int64)
-        tiles: list[tuple[int, int, int, int]] = []  # work, span, first query, count
-        for i, span in enumerate(spans):
-            rows[i] = (span.row, span.num_rows, span.start, len(table))
-            table.extend(span.block_table[: -(-span.length // layout.block_size)])
-            for first in range(0, span.num_rows, tokens):
-                count = min(tokens, span.num_rows - first)
-                tiles.append((-(span.start + first + count) * count, i, first, count))
-        tiles.sort()  # the longest first, so that threads end together
-        heads = layout.num_kv_heads
-        units = np.empty((len(tiles), heads, 4), dtype=np.int32)
-        part = np.array(tiles, dtype=np.int64)
-        units[:, :, 0], units[:, :, 2], units[:, :, 3] = part[:, 1:2], part[:, 2:3], part[:, 3:4]
-        units[:, :, 1] = np.arange(heads, dtype=np.int32)
-        shape = np.array((layout.num_layers, heads, layout.block_size, layout.head_dim, num_heads), dtype=np.int64)
-        return NativePlan(rows, np.array(table, dtype=np.int32), units.reshape(-1, 4), shape)
+        return native_plan(spans, layout, num_heads)
 
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
         if not isinstance(plan, NativePlan):
             return plain.paged_attention(q, kv, layer, plan, rule)
         if not rule.k_scale == rule.v_scale == 1.0:
-            return plain.paged_attention(q, kv, layer, _plain_plan(plan, kv), rule)
+            return plain.paged_attention(q, kv, layer, plain_plan(plan, kv), rule)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty((*q.shape[:2], rule.latent_dim or q.shape[2]), dtype=q.dtype)
         self._library.diptych_attend(
             *(TYPES[q.dtype], TYPES[kv.dtype], q.data_ptr(), q.stride(0), out.data_ptr(), kv.data_ptr()),
             *(plan.spans.ctypes.data, plan.tables.ctypes.data, plan.units.ctypes.data, plan.units.shape[0]),
@@ -257,12 +235,12 @@ class NativeBackend:
     ) -> Tensor:
         _, num_layers, kv_heads, block_size, _, _ = kv.shape
         dim = head_dim_of(kv)
-        if dim % WIDTH_MULTIPLE or dim > MAX_HEAD_DIM:
+        if not fits(dim):
             return plain.rotate_and_write(qkv, cos, sin, kv, layer, slots, norms)
         tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
         qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
         q = torch.empty((tokens, heads, dim), dtype=qkv.dtype)
-        shape = (ctypes.c_int64 * 5)(num_layers, kv_heads, block_size, dim, heads)
+        shape = (ctypes.c_int64 * 7)(num_layers, kv_heads, block_size, dim, heads, 0, kv_heads)
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         self._library.diptych_rotate_and_write(
             *(TYPES[qkv.dtype], TYPES[kv.dtype], qkv.data_ptr(), q.data_ptr(), kv.data_ptr()),
@@ -270,6 +248,35 @@ class NativeBackend:
             *(_address(q_norm), _address(k_norm), eps, tokens, torch.get_num_threads()),
         )
         return q
+
+    def write_latents(
+        self,
+        q: Tensor,
+        absorbed: Tensor,
+        latents: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        norm: LatentNorm,
+    ) -> Tensor:
+        _, num_layers, kv_heads, block_size, _, dim = kv.shape
+        tokens, rank = latents.shape[0], dim - 2 * cos.shape[1]
+        if not fits(dim, rank):
+            return plain.write_latents(q, absorbed, latents, cos, sin, kv, layer, slots, norm)
+        q, absorbed, latents = q.contiguous(), absorbed.contiguous(), latents.contiguous()
+        heads = absorbed.shape[1] // rank
+        queries = torch.empty((tokens, heads, dim), dtype=q.dtype)
+        shape = (ctypes.c_int64 * 7)(num_layers, kv_heads, block_size, dim, heads, rank, kv_heads)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        self._library.diptych_write_latents(
+            *(TYPES[q.dtype], TYPES[kv.dtype], q.data_ptr(), absorbed.data_ptr(), latents.data_ptr()),
+            *(queries.data_ptr(), kv.data_ptr(), ctypes.addressof(shape), q.shape[1] // heads, layer),
+            *(slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), norm.weight.data_ptr(), norm.eps),
+            *(tokens, torch.get_num_threads()),
+        )
+        return queries
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         width = x.shape[-1]
@@ -310,15 +317,6 @@ class NativeBackend:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _plain_plan(plan: NativePlan, kv: Tensor) -> AttentionPlan:
-    """The same plan for plain torch, which has the features of attention that the native kernels lack."""
-    tables = plan.tables.tolist()
-    spans = [QuerySpan(row, rows, start, tables[first:]) for row, rows, start, first in plan.spans.tolist()]
-    num_blocks, num_layers, kv_heads, block_size = kv.shape[:4]
-    layout = KVLayout(num_blocks, num_layers, kv_heads, block_size, head_dim_of(kv))
-    return plain.plan_attention(spans, layout, int(plan.shape[4]), kv.device)
 
 
 @functools.cache

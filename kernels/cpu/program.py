@@ -8,7 +8,8 @@ import threading
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import NativeBackend, NativePlan
+from kernels.cpu.backend import NativeBackend
+from kernels.cpu.native_plan import NativePlan
 from kernels.cpu.structs import LINEAR, OP_NAMES, OpStruct, StepStruct, WeightsStruct
 
 

@@ -12,37 +12,36 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import MAX_HEAD_DIM, WIDTH_MULTIPLE, NativeBackend, native_backend
+from kernels.cpu.backend import NativeBackend, native_backend
+from kernels.cpu.native_plan import WIDTH_MULTIPLE
 from kernels.cpu.packed import PackedWeight
 from kernels.cpu.program import Program
 from kernels.cpu.structs import (
     ADD_GATED,
     ALL_ROWS,
-    ATTEND,
     COMBINE,
     EMBED,
     EPILOGUES,
     EXPERTS,
     GROUP,
+    HEADS,
     LINEAR,
     NORM,
     QUANTISE,
-    ROTATE,
     ROUTE,
     SAMPLED_ROWS,
     SELECT,
     SPREAD,
     WIDE,
     OpStruct,
+    RoutingStruct,
 )
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.kernels import AttentionRule, HeadNorms
-from kernels.interface.kv_region import head_dim_of
+from kernels.interface.routing import Routing
 
 log = logging.getLogger("kernels")
 
@@ -121,19 +120,22 @@ class ProgramRecorder:
         numbers, scale, total = self._quantised(source, weight, 0)
         return self.add(LINEAR, out, input=numbers, extra=scale, extra2=total, weights=(weight,), flags=flags)
 
-    def route(self, logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    def head_linear(self, x: Tensor, weights: Sequence[PackedWeight], num_heads: int) -> Tensor:
+        """As `NativeBackend.head_linear`; NotRecordable unless each of `num_heads` has packed weights."""
+        source = slot_of(x)
+        if len(weights) != num_heads:
+            raise NotRecordable("a head's matrix is not packed")
+        addresses = (ctypes.c_void_p * num_heads)(*(weight.address for weight in weights))
+        self.keep(*weights)
+        out = self.slot(num_heads * weights[0].out_features, source.rows)
+        return self.add(HEADS, out, input=source, width=source.width, per_token=num_heads, weights=(addresses,))
+
+    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """As `kernels.route`."""
-        source = slot_of(logits)
+        source, per_token = slot_of(logits), routing.per_token
         chosen, shares = (self.slot(per_token, source.rows, kind) for kind in (torch.int32, torch.float32))
-        self.add(
-            ROUTE,
-            chosen,
-            input=source,
-            extra=shares,
-            width=source.width,
-            per_token=per_token,
-            flags=int(normalised),
-        )
+        rule = (routing.correction, RoutingStruct.of(routing))
+        self.add(ROUTE, chosen, input=source, extra=shares, width=source.width, per_token=per_token, weights=rule)
         return cast(Tensor, chosen), cast(Tensor, shares)
 
     def experts(
@@ -163,11 +165,13 @@ class ProgramRecorder:
         out = self.slot(source.width, source.rows)
         return self.add(COMBINE, out, input=made, extra=places, extra2=slot_of(shares), per_token=per_token)
 
-    def add_gated(self, x: Tensor, other: Tensor, gates: Tensor) -> Tensor:
+    def add_gated(self, x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
         """As `kernels.add_gated`."""
-        source = slot_of(x)
+        source, share = slot_of(x), None if gates is None else slot_of(gates)
+        if source.width % WIDTH_MULTIPLE:
+            raise NotRecordable(f"{source.width} is no multiple of {WIDTH_MULTIPLE}")
         out = self.slot(source.width, source.rows)
-        return self.add(ADD_GATED, out, input=source, extra=slot_of(other), extra2=slot_of(gates))
+        return self.add(ADD_GATED, out, input=source, extra=slot_of(other), extra2=share)
 
     def _spread(self, source: Slot, places: Slot) -> Slot:
         """Copies of each row, by expert."""
@@ -277,71 +281,6 @@ class ProgramRecorder:
     def keep(self, *objects: object) -> None:
         """Keeps alive what an operation points at."""
         self._kept += objects
-
-
-class RecordedKernels:
-    """Implements `interface.kernels.Kernels` for slots: each operation appends itself to its slot's recorder."""
-
-    def plan_attention(
-        self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
-    ) -> NoReturn:
-        raise NotRecordable("a plan belongs to one step")
-
-    def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
-        source = slot_of(q)
-        if not rule.k_scale == rule.v_scale == 1.0 or head_dim_of(kv) > MAX_HEAD_DIM:
-            raise NotRecordable(f"attention with scales or heads of more than {MAX_HEAD_DIM} elements")
-        out = source.recorder.slot(source.width, ALL_ROWS)
-        return source.recorder.add(
-            ATTEND,
-            out,
-            input=source,
-            weights=(rule.sinks,),
-            layer=layer,
-            window=rule.window,
-            scale=rule.scale,
-            eps=rule.softcap,
-        )
-
-    def rotate_and_write(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv: Tensor,
-        layer: int,
-        slots: Tensor,
-        norms: HeadNorms | None,
-    ) -> Tensor:
-        source = slot_of(qkv)
-        recorder = source.recorder
-        if kv.dtype not in (recorder.dtype, torch.float8_e4m3fn, torch.int8):
-            raise NotRecordable(f"a KV cache of {kv.dtype}")
-        dim, kv_heads = head_dim_of(kv), kv.shape[2]
-        if dim % WIDTH_MULTIPLE:
-            raise NotRecordable(f"head size {dim} is no multiple of {WIDTH_MULTIPLE}")
-        out = recorder.slot(source.width - 2 * kv_heads * dim, ALL_ROWS)
-        pointers: object = None
-        if norms is not None:
-            pointers = (ctypes.c_void_p * 2)(norms.query.data_ptr(), norms.key.data_ptr())
-            recorder.keep(norms)
-        tables = (cast(RopeSlot, cos).table, cast(RopeSlot, sin).table, pointers)
-        eps = norms.eps if norms is not None else 0.0
-        return recorder.add(ROTATE, out, input=source, width=source.width, layer=layer, weights=tables, eps=eps)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        source = slot_of(x)
-        out = source.recorder.slot(source.width, source.rows)
-        return source.recorder.add(NORM, out, input=source, weights=(weight,), eps=eps)
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        source, change = slot_of(x), slot_of(delta)
-        total, out = (source.recorder.slot(source.width, source.rows) for _ in range(2))
-        source.recorder.add(NORM, out, input=source, extra=change, extra2=total, weights=(weight,), eps=eps)
-        return cast(Tensor, total), cast(Tensor, out)
-
-    def gated(self, gate_up: Tensor, activation: str) -> NoReturn:
-        raise NotRecordable("gate and up are one product here: see GatedLinear")
 
 
 def record(dtype: torch.dtype, forward: Callable[[ProgramRecorder], Tensor]) -> Program | None:

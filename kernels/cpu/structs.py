@@ -6,13 +6,18 @@ import ctypes
 from collections.abc import Mapping
 from typing import Final
 
-EMBED, NORM, QUANTISE, LINEAR, ROTATE, ATTEND, SELECT, ROUTE, GROUP, SPREAD, EXPERTS, COMBINE, ADD_GATED = range(13)
+from kernels.interface.routing import Routing
+
+EMBED, NORM, QUANTISE, LINEAR, ROTATE, ATTEND, SELECT = range(7)
+ROUTE, GROUP, SPREAD, EXPERTS, COMBINE, ADD_GATED, HEADS, LATENTS = range(7, 15)
 OP_NAMES: Final = (
     *("embed", "norm", "quantise", "linear", "rotate", "attend", "select"),
-    *("route", "group", "spread", "experts", "combine", "add gated"),
+    *("route", "group", "spread", "experts", "combine", "add gated", "heads", "latents"),
 )
 ALL_ROWS, SAMPLED_ROWS = 0, 1
 EPILOGUES: Final = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
+NORMALISED, SIGMOID = 1, 2
+"""Flags of a route."""
 WIDE: Final = 16
 """Beside an epilogue: the product is stored in float32."""
 
@@ -77,7 +82,27 @@ class WeightsStruct(ctypes.Structure):
     )
 
 
-SHARED: Final[Mapping[str, type[ctypes.Structure]]] = {"Op": OpStruct, "Step": StepStruct, "Weights": WeightsStruct}
+class RoutingStruct(ctypes.Structure):
+    """`struct Routing`: `interface.routing.Routing` without its correction."""
+
+    _fields_ = (
+        ("per_token", ctypes.c_int64),
+        ("flags", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("kept_groups", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+    )
+
+    @classmethod
+    def of(cls, routing: Routing) -> RoutingStruct:
+        flags = (NORMALISED if routing.normalised else 0) | (SIGMOID if routing.sigmoid else 0)
+        return cls(routing.per_token, flags, routing.groups, routing.kept_groups, routing.scale)
+
+
+SHARED: Final[Mapping[str, type[ctypes.Structure]]] = {
+    **{"Op": OpStruct, "Step": StepStruct},
+    **{"Weights": WeightsStruct, "Routing": RoutingStruct},
+}
 
 
 class LayoutError(RuntimeError):

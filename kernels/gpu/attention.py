@@ -1,4 +1,7 @@
-"""Attention of a step on the device: single rows to the decode kernel, wider spans to the prefill kernel."""
+"""Attention of a step on the device: single rows to the decode kernel, wider spans to the prefill kernel.
+
+Over latents, kernels of their own do both.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from kernels.gpu.decode_attention import decode_attention
 from kernels.gpu.device_plan import GPUPlan
+from kernels.gpu.latent_attention import latent_attention
 from kernels.gpu.prefill_attention import prefill_attention
 from kernels.gpu.scores import Scores
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
@@ -26,8 +30,11 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule
         raise TypeError(f"a {type(plan).__name__} was made by another backend")
     if q.stride(2) != 1:
         q = q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((*q.shape[:2], rule.latent_dim or q.shape[2]), dtype=q.dtype, device=q.device)
     scores = Scores.of(kv, rule)
+    if rule.latent_dim:
+        latent_attention(q, kv, layer, plan, scores, out)
+        return out
     if plan.single and plan.num_spans:
         decode_attention(q, kv, layer, plan, scores, out)
     if plan.wide:

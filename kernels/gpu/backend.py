@@ -6,6 +6,7 @@ from kernels.gpu.activation import gated
 from kernels.gpu.attention import paged_attention, plan_attention
 from kernels.gpu.blocks import gather_blocks, scatter_blocks
 from kernels.gpu.experts import experts
+from kernels.gpu.latents import write_latents
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rotary import rotate_and_write
 from kernels.gpu.sampling import sample
@@ -21,4 +22,5 @@ __all__ = [
     "rotate_and_write",
     "sample",
     "scatter_blocks",
+    "write_latents",
 ]

@@ -33,53 +33,53 @@ def copy_words(kv, buffer, block_ids, num_words, TO_BUFFER: tl.constexpr, BLOCK:
 @triton.jit(do_not_specialize_on_alignment=["block_ids"])
 def quantise_heads(
     kv, buffer, scales, block_ids, row_bytes, largest, least_scale,
-    NUMBERS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUMBERS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KINDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h, K or V): a layer's head of block block_ids[i]. HEADS counts those of all layers, NUMBERS is a
-    block's. `buffer` uint8 and `scales` float32 point at the same memory."""
+    """Program (i, h, K or V): a layer's head of block block_ids[i]. KINDS: 2, of latents 1. HEADS counts those of all
+    layers, NUMBERS is a block's. `buffer` uint8 and `scales` float32 point at the same memory."""
     i_row, i_head, i_kind = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i_block = tl.load(block_ids + i_row).to(tl.int64)
-    first = i_head * (BLOCK_SIZE * 2 * HEAD_DIM) + i_kind * HEAD_DIM
+    first = i_head * (BLOCK_SIZE * KINDS * HEAD_DIM) + i_kind * HEAD_DIM
     p_from, p_to = kv + i_block * NUMBERS + first, buffer + i_row * row_bytes + first
     o_slot, o_d = tl.arange(0, BLOCK_SLOTS), tl.arange(0, BLOCK_D)
-    o = o_slot[:, None] * (2 * HEAD_DIM) + o_d[None, :]  # [BLOCK_SLOTS, BLOCK_D]
+    o = o_slot[:, None] * (KINDS * HEAD_DIM) + o_d[None, :]  # [BLOCK_SLOTS, BLOCK_D]
     b_most = tl.zeros([BLOCK_SLOTS, BLOCK_D], tl.float32)
     for start in range(0, BLOCK_SIZE, BLOCK_SLOTS):
         m = (start + o_slot < BLOCK_SIZE)[:, None] & (o_d < HEAD_DIM)[None, :]
-        b_x = tl.load(p_from + start * (2 * HEAD_DIM) + o, mask=m, other=0.0).to(tl.float32)
+        b_x = tl.load(p_from + start * (KINDS * HEAD_DIM) + o, mask=m, other=0.0).to(tl.float32)
         b_most = tl.maximum(b_most, tl.abs(b_x))
     scale = tl.maximum(tl.div_rn(tl.max(b_most), largest), least_scale)
     inverse = tl.div_rn(1.0, scale)
-    tl.store(scales + i_row * (row_bytes // 4) + NUMBERS // 4 + i_head * 2 + i_kind, scale)
+    tl.store(scales + i_row * (row_bytes // 4) + NUMBERS // 4 + i_head * KINDS + i_kind, scale)
     for start in range(0, BLOCK_SIZE, BLOCK_SLOTS):
         m = (start + o_slot < BLOCK_SIZE)[:, None] & (o_d < HEAD_DIM)[None, :]
-        b_x = tl.load(p_from + start * (2 * HEAD_DIM) + o, mask=m, other=0.0).to(tl.float32)
-        tl.store(p_to + start * (2 * HEAD_DIM) + o, e4m3_bits(b_x * inverse), mask=m)
+        b_x = tl.load(p_from + start * (KINDS * HEAD_DIM) + o, mask=m, other=0.0).to(tl.float32)
+        tl.store(p_to + start * (KINDS * HEAD_DIM) + o, e4m3_bits(b_x * inverse), mask=m)
     if (i_head == 0) & (i_kind == 0):
-        end = NUMBERS // 4 + HEADS * 2 + tl.arange(0, 4)
+        end = NUMBERS // 4 + HEADS * KINDS + tl.arange(0, 4)
         tl.store(scales + i_row * (row_bytes // 4) + end, tl.zeros([4], tl.float32), mask=end < row_bytes // 4)
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_ids"])
 def dequantise_heads(
     kv, buffer, scales, block_ids, row_bytes,
-    NUMBERS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUMBERS: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, KINDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The way back; programs as above."""
     i_row, i_head, i_kind = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i_block = tl.load(block_ids + i_row).to(tl.int64)
-    first = i_head * (BLOCK_SIZE * 2 * HEAD_DIM) + i_kind * HEAD_DIM
+    first = i_head * (BLOCK_SIZE * KINDS * HEAD_DIM) + i_kind * HEAD_DIM
     p_from, p_to = buffer + i_row * row_bytes + first, kv + i_block * NUMBERS + first
     o_slot, o_d = tl.arange(0, BLOCK_SLOTS), tl.arange(0, BLOCK_D)
-    o = o_slot[:, None] * (2 * HEAD_DIM) + o_d[None, :]  # [BLOCK_SLOTS, BLOCK_D]
-    scale = tl.load(scales + i_row * (row_bytes // 4) + NUMBERS // 4 + i_head * 2 + i_kind)
+    o = o_slot[:, None] * (KINDS * HEAD_DIM) + o_d[None, :]  # [BLOCK_SLOTS, BLOCK_D]
+    scale = tl.load(scales + i_row * (row_bytes // 4) + NUMBERS // 4 + i_head * KINDS + i_kind)
     for start in range(0, BLOCK_SIZE, BLOCK_SLOTS):
         m = (start + o_slot < BLOCK_SIZE)[:, None] & (o_d < HEAD_DIM)[None, :]
-        b_x = tl.load(p_from + start * (2 * HEAD_DIM) + o, mask=m, other=0)
+        b_x = tl.load(p_from + start * (KINDS * HEAD_DIM) + o, mask=m, other=0)
         b_x = dequantised(b_x, tl.float32, True) * scale
-        tl.store(p_to + start * (2 * HEAD_DIM) + o, rounded(b_x, kv.dtype.element_ty), mask=m)
+        tl.store(p_to + start * (KINDS * HEAD_DIM) + o, rounded(b_x, kv.dtype.element_ty), mask=m)
 
 
 def gather_blocks(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:
@@ -103,13 +103,13 @@ def _move(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool, to_buf
             TO_BUFFER=to_buffer, BLOCK=WORDS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return
-    _, layers, heads, block_size, _, dim = kv.shape
+    _, layers, heads, block_size, kinds, dim = kv.shape
     slots, width = quantised_tile(block_size, dim)
     arguments = (kv, buffer, buffer.view(torch.float32), block_ids, row_bytes)
-    sizes = {"NUMBERS": math.prod(kv.shape[1:]), "HEADS": layers * heads, "BLOCK_SIZE": block_size, "HEAD_DIM": dim}
+    sizes = {"NUMBERS": math.prod(kv.shape[1:]), "HEADS": layers * heads, "BLOCK_SIZE": block_size, "KINDS": kinds}
     # No fused multiply-add: the bytes must be those of a processor that rounds after each operation.
-    options = {"BLOCK_SLOTS": slots, "BLOCK_D": width, "num_warps": 4, "enable_fp_fusion": False}
-    grid = (count, layers * heads, 2)
+    options = {"HEAD_DIM": dim, "BLOCK_SLOTS": slots, "BLOCK_D": width, "num_warps": 4, "enable_fp_fusion": False}
+    grid = (count, layers * heads, kinds)
     if to_buffer:
         quantise_heads[grid](*arguments, LARGEST_FP8, LEAST_SCALE, **sizes, **options)
     else:

@@ -24,13 +24,17 @@ class QuerySpan(NamedTuple):
 
 
 class KVLayout(NamedTuple):
-    """Sizes of a KV cache tensor, less its last-but-one dimension (K, V)."""
+    """Sizes of a KV cache tensor, less its last-but-one dimension (K, V).
+
+    `latent_dim`: the first so many numbers of a key are its value too, and the cache holds keys alone; 0: K and V.
+    """
 
     num_blocks: int
     num_layers: int
     num_kv_heads: int
     block_size: int
     head_dim: int
+    latent_dim: int = 0
 
 
 class AttentionPlan:

@@ -17,7 +17,8 @@ class AttentionRule(NamedTuple):
 
     Scores are q.k * scale, then softcap * tanh(scores / softcap) when `softcap` > 0. `window` > 0 lets a query see that
     many tokens, itself included. `sinks` (float32 [num_heads]) are one more logit a head in the softmax's denominator.
-    A cache of float8_e4m3fn holds keys divided by `k_scale` and values divided by `v_scale`.
+    A cache of float8_e4m3fn holds keys divided by `k_scale` and values divided by `v_scale`. With `latent_dim` the
+    cache holds keys alone, whose first `latent_dim` numbers are their values.
     """
 
     scale: float
@@ -26,6 +27,7 @@ class AttentionRule(NamedTuple):
     sinks: Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+    latent_dim: int = 0
 
 
 class HeadNorms(NamedTuple):
@@ -33,6 +35,13 @@ class HeadNorms(NamedTuple):
 
     query: Tensor
     key: Tensor
+    eps: float
+
+
+class LatentNorm(NamedTuple):
+    """RMS norm of latents: weight float32 [rank]."""
+
+    weight: Tensor
     eps: float
 
 
@@ -46,7 +55,8 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
-        """Causal attention of q [T, num_heads, head_dim] over the blocks of `layer` in kv: [T, num_heads, head_dim].
+        """Causal attention of q [T, num_heads, head_dim] over the blocks of `layer` in kv: [T, num_heads, head_dim],
+        over latents [T, num_heads, latent_dim].
 
         Query head h reads KV head h // (num_heads // num_kv_heads). The keys and values of the plan's spans must have
         been written; rows outside of the spans stay unwritten. A cache of int8, on a CPU alone, has a scale for each
@@ -70,6 +80,26 @@ class Kernels(Protocol):
         element i + head_dim / 2; slots int64 [T] are block * block_size + offset. `norms` normalise each head first. A
         cache of float8_e4m3fn takes keys and values to the nearest, at most 448, one of int8 to the nearest of 255
         multiples of a scale for each; NaN stays NaN.
+        """
+        ...
+
+    def write_latents(
+        self,
+        q: Tensor,
+        absorbed: Tensor,
+        latents: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        norm: LatentNorm,
+    ) -> Tensor:
+        """Normalises and rotates latents, writes them into the cache, returns queries [T, num_heads, rank + rope].
+
+        latents [T, rank + rope]: the first `rank` numbers are normalised, the others rotated, as `rotate_and_write`
+        does, by cos and sin float32 [T, rope / 2]. absorbed [T, num_heads * rank] is what the queries' parts without
+        rotation became; behind it come the rotated last `rope` numbers of each head of q [T, num_heads * n].
         """
         ...
 

@@ -1,6 +1,7 @@
 """The keys and values of one block, layer and head in a KV cache: as many numbers as they have, in 8 bits with scales.
 
-A cache is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width]. Its width is head_dim, and in a cache of
+A cache is [num_blocks, num_layers, num_kv_heads, block_size, 2 (K, V), width], or with 1 in place of 2 where it holds
+latents, whose first numbers are their values, never in int8. Its width is head_dim, and in a cache of
 int8 four bytes more, for scales: of such a cache the last three dimensions are one range of bytes,
 
     int8 [block_size][K|V][head_dim], float32 scales [K|V][block_size]

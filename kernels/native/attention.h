@@ -19,20 +19,27 @@ constexpr float LOG2_E = 1.44269504088896341f;
 
 struct Shape {
     int64_t num_layers, num_kv_heads, block_size, head_dim, num_heads;
+    int64_t latent_dim; // the first so many numbers of a key are its value too; 0: its value lies behind it
+    int64_t num_groups; // of query heads that share a unit: one for each KV head, or more
+
+    // Numbers of one slot, of its value, and where that begins.
+    int64_t slot() const { return latent_dim ? head_dim : 2 * head_dim; }
+    int64_t value_dim() const { return latent_dim ? latent_dim : head_dim; }
+    int64_t value_at() const { return latent_dim ? 0 : head_dim; }
 
     // Where the n-th keys and values of one block, layer and head begin in a cache of type C.
-    template <typename C> int64_t region(int64_t n) const { return n * block_size * 2 * (head_dim + SCALE<C>); }
+    template <typename C> int64_t region(int64_t n) const { return n * block_size * (slot() + 2 * SCALE<C>); }
 
     // The scales of such a region, if it has any.
     template <typename C> auto *scales(C *region) const {
         typedef std::conditional_t<std::is_const_v<C>, const float, float> Float;
-        return reinterpret_cast<Float *>(region + block_size * 2 * head_dim);
+        return reinterpret_cast<Float *>(region + block_size * slot());
     }
 };
 
-// One query tile of one sequence against one KV head.
+// One query tile of one sequence: of the heads of one group, which have one KV head.
 struct Unit {
-    int32_t span, head, first, count;
+    int32_t span, group, first, count;
 };
 
 // One sequence of a step: its first query row, how many, the position of the first, and where its block table begins.
@@ -41,7 +48,7 @@ struct Span {
 };
 
 // Python passes them as arrays: kernels/cpu/backend.py.
-static_assert(sizeof(Shape) == 5 * sizeof(int64_t) && sizeof(Span) == 4 * sizeof(int64_t));
+static_assert(sizeof(Shape) == 7 * sizeof(int64_t) && sizeof(Span) == 4 * sizeof(int64_t));
 static_assert(sizeof(Unit) == 4 * sizeof(int32_t));
 
 alignas(64) const float NOTHING[2048] = {};
@@ -51,7 +58,7 @@ struct Scales {
     alignas(64) float keys[TILE] = {}, values[TILE] = {};
 };
 
-// Where up to 64 keys lie, each with its value behind it. Keys that the unit does not see are zeros, so that unused
+// Where up to 64 keys lie, each with its value behind it or in it. Keys that the unit does not see are zeros, so that unused
 // slots are never read. C is the type of the cache's numbers; `scales` multiply them where that is int8.
 template <typename C> struct Tile {
     const C *rows[TILE];
@@ -62,7 +69,7 @@ template <typename C> struct Tile {
 
 // What a unit's rows have summed so far.
 struct Sums {
-    std::vector<float> sums, top, total; // [rows][dim], [rows], [rows][LANES]
+    std::vector<float> sums, top, total; // [rows][value_dim], [rows], [rows][LANES]
 
     void begin(int rows, int dim) {
         sums.assign(rows * dim, 0.f);
@@ -152,22 +159,23 @@ template <typename T, typename C> struct Attention {
         const uint32_t size = uint32_t(shape.block_size), block = uint32_t(at) / size;
         const uint32_t slot = uint32_t(at) - block * size;
         const int32_t id = tables[spans[unit.span].table + block];
-        const int64_t place = (id * shape.num_layers + layer) * shape.num_kv_heads + unit.head;
+        const int64_t head = unit.group * shape.num_kv_heads / shape.num_groups;
+        const int64_t place = (id * shape.num_layers + layer) * shape.num_kv_heads + head;
         count = size - slot;
         const C *region = kv + shape.region<C>(place);
         scale = shape.scales(region) + slot;
-        return region + slot * 2 * shape.head_dim;
+        return region + slot * shape.slot();
     }
 
     template <typename Work> void run(const Unit &unit, Work &work, RowStream<T, C> &stream) const {
         const Span &span = spans[unit.span];
-        const int dim = int(shape.head_dim), group = int(shape.num_heads / shape.num_kv_heads);
-        const int rows = unit.count * group;
-        work.begin(rows, dim);
+        const int dim = int(shape.head_dim), group = int(shape.num_heads / shape.num_groups);
+        const int rows = unit.count * group, value_dim = int(shape.value_dim());
+        work.begin(rows, shape);
         Sums &so_far = work.so_far;
-        so_far.begin(rows, dim);
+        so_far.begin(rows, value_dim);
         for (int i = 0; i < rows; i++) {
-            const int64_t token = span.row + unit.first + i / group, head = unit.head * group + i % group;
+            const int64_t token = span.row + unit.first + i / group, head = unit.group * group + i % group;
             work.take(i, q + token * q_stride + head * dim, dim, scale * LOG2_E);
         }
         Tile<C> tile;
@@ -181,17 +189,18 @@ template <typename T, typename C> struct Attention {
                     const int64_t at = first(unit) + i / group; // position of this query
                     online_softmax(&work.scores[(i - row) * TILE], &work.weights[(i - row) * TILE],
                                    Work::SCALES_LATER ? &tile.scales : nullptr, base, first_seen(at), at + 1, softcap,
-                                   &so_far.sums[i * dim], dim, so_far.top[i], &so_far.total[i * LANES]);
+                                   &so_far.sums[i * value_dim], value_dim, so_far.top[i], &so_far.total[i * LANES]);
                 }
-                work.add(tile, row, rows, dim, stream);
+                work.add(tile, row, rows, stream);
             }
         }
         for (int i = 0; i < rows; i++) {
-            const int64_t token = span.row + unit.first + i / group, head = unit.head * group + i % group;
-            T *to = out + (token * shape.num_heads + head) * dim;
+            const int64_t token = span.row + unit.first + i / group, head = unit.group * group + i % group;
+            T *to = out + (token * shape.num_heads + head) * value_dim;
             const float sink = sinks ? std::exp2(sinks[head] * LOG2_E - so_far.top[i]) : 0.f;
             const float inverse = 1.f / (sum(load(&so_far.total[i * LANES])) + sink);
-            for (int d = 0; d < dim; d += LANES) store(to + d, load(&so_far.sums[i * dim + d]) * inverse);
+            for (int d = 0; d < value_dim; d += LANES)
+                store(to + d, load(&so_far.sums[i * value_dim + d]) * inverse);
         }
     }
 };
@@ -205,7 +214,7 @@ public:
     // `unit` is read now, and `following`, unless null, after it.
     void begin(const Attention<T, C> &of, const Unit &unit, const Unit *following) {
         attention = &of, next = following;
-        lines = int(2 * of.shape.head_dim * int64_t(sizeof(C)) / LINE);
+        lines = int(of.shape.slot() * int64_t(sizeof(C)) / LINE);
         first = of.begin(unit), end = of.end(unit);
         if (current == &unit) return; // begun ahead
         current = &unit, position = first, filled = fetched = taken = 0;
@@ -268,7 +277,7 @@ private:
         const float *scale;
         const C *row = attention->row(*current, position, scale, count);
         const int more = int(std::min(std::min<int64_t>(count, TILE), attention->end(*current) - position));
-        const int64_t stride = 2 * attention->shape.head_dim;
+        const int64_t stride = attention->shape.slot();
         for (int i = 0; i < more; i++) rows[filled + i] = row + i * stride;
         if constexpr (SCALE<C> != 0)
             for (int i = 0; i < more; i++) scales[filled + i] = scale + i;
@@ -328,11 +337,13 @@ template <typename T, typename C> struct PlainWork {
     static constexpr bool SCALES_LATER = false; // tiles are multiplied by their scales when they are converted
     std::vector<float> queries, keys, values;
     Sums so_far;
+    int value_dim, value_at; // numbers of a value, and where it begins in its slot
 
-    void begin(int rows, int dim) {
-        queries.resize(rows * dim);
-        keys.resize(TILE * dim);
-        values.resize(TILE * dim);
+    void begin(int rows, const Shape &shape) {
+        value_dim = int(shape.value_dim()), value_at = int(shape.value_at());
+        queries.resize(rows * shape.head_dim);
+        keys.resize(TILE * shape.head_dim);
+        values.resize(TILE * value_dim);
     }
 
     void take(int row, const T *query, int dim, float scale) {
@@ -346,8 +357,9 @@ template <typename T, typename C> struct PlainWork {
         });
     }
 
-    void add(const Tile<C> &, int row, int rows, int dim, RowStream<T, C> &) {
-        by_rows(rows - row, [&](auto r) { add_all_values<r>(weights, values.data(), &so_far.sums[row * dim], dim); });
+    void add(const Tile<C> &, int row, int rows, RowStream<T, C> &) {
+        float *sums = &so_far.sums[row * value_dim];
+        by_rows(rows - row, [&](auto r) { add_all_values<r>(weights, values.data(), sums, value_dim); });
     }
 
     void read(const Tile<C> &tile, int, int dim, RowStream<T, C> &stream) {
@@ -362,8 +374,8 @@ template <typename T, typename C> struct PlainWork {
                 for (int j = 0; j < LANES; j++) store(&keys[(d + j) * TILE + i], part[j]);
             }
         for (int i = 0; i < TILE; i++)
-            for (int d = 0; d < dim; d += LANES)
-                store(&values[i * dim + d], wide(tile.rows[i] + dim + d, tile.scales.values[i]));
+            for (int d = 0; d < value_dim; d += LANES)
+                store(&values[i * value_dim + d], wide(tile.rows[i] + value_at + d, tile.scales.values[i]));
     }
 
     static f32s wide(const C *numbers, float scale) { return SCALE<C> ? load(numbers) * scale : load(numbers); }

@@ -55,9 +55,9 @@ void score_few(const bf16 *queries, const C *const *rows, float *scores, int dim
         for (int r = 0; r < R; r++) store(scores + r * TILE + g * LANES, acc[g][r] * scale);
 }
 
-// sums[R][V * 16 of dim] += weights[R][count] . values
+// sums[R][V * 16 of dim] += weights[R][count] . values, which begin behind `value_at` numbers of their slots
 template <int R, int V, typename C>
-void add_few(const bf16 *weights, const C *const *rows, int at, float *sums, int count, int dim,
+void add_few(const bf16 *weights, const C *const *rows, int value_at, int at, float *sums, int count, int dim,
              RowStream<bf16, C> &stream) {
     f32s acc[R][V];
     for (int r = 0; r < R; r++)
@@ -65,7 +65,7 @@ void add_few(const bf16 *weights, const C *const *rows, int at, float *sums, int
     for (int i = 0; i < count; i += 2) {
         if (at == 0) stream.fetch(1);
         i32s value[V];
-        Pairs<C>::interleave(rows[i] + dim + at, rows[i + 1] + dim + at, value);
+        Pairs<C>::interleave(rows[i] + value_at + at, rows[i + 1] + value_at + at, value);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const i32s p = splat_word(weights + r * TILE + i);
@@ -114,7 +114,7 @@ template <int R, int V> void add_pairs(const bf16 *weights, const uint32_t *valu
         for (int v = 0; v < V; v++) store(sums + r * dim + v * LANES, acc[r][v]);
 }
 
-// For more than one group of rows it first writes down a tile's pairs: keys [dim / 2][TILE], values [TILE / 2][dim].
+// For more than one group of rows it first writes down a tile's pairs: keys [dim / 2][TILE], values [TILE / 2][value_dim].
 template <typename C> struct PairWork {
     alignas(64) float scores[GROUP * TILE];
     alignas(64) bf16 weights[GROUP * TILE];
@@ -122,11 +122,13 @@ template <typename C> struct PairWork {
     std::vector<uint32_t> keys, values;
     static constexpr bool SCALES_LATER = SCALE<C> != 0; // scales multiply scores and weights, which are float32
     Sums so_far;
+    int value_dim, value_at; // numbers of a value, and where it begins in its slot
 
-    void begin(int rows, int dim) {
-        queries.resize(rows * dim);
-        keys.resize(TILE * dim / 2);
-        values.resize(TILE * dim / 2);
+    void begin(int rows, const Shape &shape) {
+        value_dim = int(shape.value_dim()), value_at = int(shape.value_at());
+        queries.resize(rows * shape.head_dim);
+        keys.resize(TILE * shape.head_dim / 2);
+        values.resize(TILE * value_dim / 2);
     }
 
     void take(int row, const bf16 *query, int dim, float) { Pairs<C>::arrange(query, &queries[row * dim], dim); }
@@ -149,21 +151,21 @@ template <typename C> struct PairWork {
         });
     }
 
-    void add(const Tile<C> &tile, int row, int rows, int dim, RowStream<bf16, C> &stream) {
-        float *sums = &so_far.sums[row * dim];
+    void add(const Tile<C> &tile, int row, int rows, RowStream<bf16, C> &stream) {
+        float *sums = &so_far.sums[row * value_dim];
         by_rows(rows - row, [&](auto r) {
             int d = 0;
-            for (; d + 4 * LANES <= dim; d += 4 * LANES) add_some<r, 4>(tile, d, sums + d, rows, dim, stream);
-            for (; d < dim; d += LANES) add_some<r, 1>(tile, d, sums + d, rows, dim, stream);
+            for (; d + 4 * LANES <= value_dim; d += 4 * LANES) add_some<r, 4>(tile, d, sums + d, rows, stream);
+            for (; d < value_dim; d += LANES) add_some<r, 1>(tile, d, sums + d, rows, stream);
         });
     }
 
     template <int R, int V>
-    void add_some(const Tile<C> &tile, int d, float *sums, int rows, int dim, RowStream<bf16, C> &stream) {
+    void add_some(const Tile<C> &tile, int d, float *sums, int rows, RowStream<bf16, C> &stream) {
         if (rows <= GROUP)
-            add_few<R, V>(weights, tile.rows, d, sums, tile.count, dim, stream);
+            add_few<R, V>(weights, tile.rows, value_at, d, sums, tile.count, value_dim, stream);
         else
-            add_pairs<R, V>(weights, values.data() + d, sums, tile.count, dim);
+            add_pairs<R, V>(weights, values.data() + d, sums, tile.count, value_dim);
     }
 
     template <int P> void put_keys(const C *const *rows, int d, int at) {
@@ -184,10 +186,10 @@ template <typename C> struct PairWork {
                 put_keys<pairs>(tile.rows + i, d, i);
             });
         for (int i = 0; i < tile.count; i += 2)
-            for (int d = 0; d < dim; d += LANES) {
+            for (int d = 0; d < value_dim; d += LANES) {
                 i32s value[1];
-                Pairs<C>::interleave(tile.rows[i] + dim + d, tile.rows[i + 1] + dim + d, value);
-                std::memcpy(&values[i / 2 * dim + d], value, sizeof value);
+                Pairs<C>::interleave(tile.rows[i] + value_at + d, tile.rows[i + 1] + value_at + d, value);
+                std::memcpy(&values[i / 2 * value_dim + d], value, sizeof value);
             }
     }
 };

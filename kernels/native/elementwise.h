@@ -111,6 +111,38 @@ void rotate_and_write(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, 
                      sine + t * half, q_norm, k_norm, eps);
 }
 
+// One token of a model with latents: `latent_dim` numbers normalised, the others rotated, to their slot of the cache;
+// queries [num_heads][head_dim] of what the heads' parts without rotation became, `absorbed` [num_heads][latent_dim],
+// and of the rotated ends of q [num_heads][query_dim].
+template <typename T, typename C>
+void write_latent(const T *q, const T *absorbed, const T *latent, T *queries, C *kv, const Shape &s, int64_t query_dim,
+                  int64_t layer, int64_t at, const float *cosine, const float *sine, const float *norm, float eps) {
+    const int64_t rank = s.latent_dim, dim = s.head_dim, block = at / s.block_size, slot = at % s.block_size;
+    for (int64_t h = 0; h < s.num_heads; h++) {
+        std::memcpy(queries + h * dim, absorbed + h * rank, rank * sizeof(T));
+        rotate_head(q + (h + 1) * query_dim - (dim - rank), queries + h * dim + rank, nullptr, nullptr, 0.f, cosine,
+                    sine, dim - rank);
+    }
+    if constexpr (SCALE<C> == 0) { // latents are not cached in int8
+        C *to = kv + s.region<C>((block * s.num_layers + layer) * s.num_kv_heads) + slot * s.slot();
+        const float scale = inverse_norm(latent, rank, eps);
+        for (int64_t i = 0; i < rank; i += LANES) store(to + i, load(latent + i) * scale * load(norm + i));
+        rotate_head(latent + rank, to + rank, nullptr, nullptr, 0.f, cosine, sine, dim - rank);
+    }
+}
+
+template <typename T, typename C>
+void write_latents(const T *q, const T *absorbed, const T *latents, T *queries, C *kv, const Shape &s,
+                   int64_t query_dim, int64_t layer, const int64_t *slots, const float *cosine, const float *sine,
+                   const float *norm, float eps, int64_t tokens, int threads) {
+    const int64_t half = (s.head_dim - s.latent_dim) / 2;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && tokens * s.num_heads * s.head_dim > 32768)
+    for (int64_t t = 0; t < tokens; t++)
+        write_latent(q + t * s.num_heads * query_dim, absorbed + t * s.num_heads * s.latent_dim,
+                     latents + t * s.head_dim, queries + t * s.num_heads * s.head_dim, kv, s, query_dim, layer,
+                     slots[t], cosine + t * half, sine + t * half, norm, eps);
+}
+
 template <typename T> void gate(const T *gate_up, T *out, int64_t rows, int64_t width, Epilogue kind, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > 32768)
     for (int64_t row = 0; row < rows; row++) {

@@ -19,25 +19,67 @@ struct ExpertUnits {
     ExpertUnit units[1];
 };
 
-// The experts of one row of logits, the best first, and the softmax over all of them; of those chosen alone where
-// they are `normalised`. Of equal logits the first wins.
-inline void route_row(const float *logits, int64_t experts, int64_t per_token, bool normalised, int32_t *chosen,
-                      float *shares) {
-    float top = logits[0], total = 0.f, kept = 0.f;
-    for (int64_t i = 1; i < experts; i++) top = logits[i] > top ? logits[i] : top;
-    for (int64_t i = 0; i < experts; i++) total += std::exp(logits[i] - top);
-    for (int64_t j = 0; j < per_token; j++) {
-        int64_t best = -1;
-        for (int64_t i = 0; i < experts; i++) {
-            bool taken = false;
-            for (int64_t other = 0; other < j; other++) taken = taken || chosen[other] == i;
-            if (!taken && (best < 0 || logits[i] > logits[best])) best = i;
+// How logits become experts and their shares: kernels/interface/routing.py. flags: 1 normalised, 2 sigmoids.
+struct Routing {
+    int64_t per_token, flags, groups, kept_groups;
+    double scale;
+};
+
+// The place of the largest of `count` numbers, of equal ones the first.
+inline int64_t largest_at(const float *numbers, int64_t count) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < count; i++)
+        if (numbers[i] > numbers[best]) best = i;
+    return best;
+}
+
+// Leaves -inf of the experts of all groups but the best: by their best expert, or by the sum of their two best.
+inline void keep_groups(std::vector<float> &preferred, const Routing &routing, bool by_two) {
+    const int64_t size = int64_t(preferred.size()) / routing.groups;
+    std::vector<float> worth(routing.groups);
+    for (int64_t g = 0; g < routing.groups; g++) {
+        float first = NEG_INF, second = NEG_INF;
+        for (int64_t i = g * size; i < (g + 1) * size; i++) {
+            const float x = preferred[i];
+            if (x > first)
+                second = first, first = x;
+            else if (x > second)
+                second = x;
         }
-        chosen[j] = int32_t(best);
-        shares[j] = std::exp(logits[best] - top) / total;
+        worth[g] = by_two ? first + second : first;
+    }
+    std::vector<bool> kept(routing.groups);
+    for (int64_t j = 0; j < routing.kept_groups; j++) {
+        const int64_t best = largest_at(worth.data(), routing.groups);
+        kept[best] = true, worth[best] = NEG_INF;
+    }
+    for (size_t i = 0; i < preferred.size(); i++)
+        if (!kept[i / size]) preferred[i] = NEG_INF;
+}
+
+// The experts of one row of logits, the best first, and their shares. `correction` may be null.
+inline void route_row(const float *logits, int64_t experts, const Routing &routing, const float *correction,
+                      int32_t *chosen, float *shares) {
+    const bool sigmoids = routing.flags & 2;
+    const float top = logits[largest_at(logits, experts)];
+    float total = 0.f, kept = 0.f;
+    for (int64_t i = 0; i < experts && !sigmoids; i++) total += std::exp(logits[i] - top);
+    const auto score = [&](int64_t i) {
+        return sigmoids ? 1.f / (1.f + std::exp(-logits[i])) : std::exp(logits[i] - top) / total;
+    };
+    std::vector<float> preferred(logits, logits + experts); // softmaxes are ordered as their logits are
+    if (sigmoids || correction)
+        for (int64_t i = 0; i < experts; i++) preferred[i] = score(i) + (correction ? correction[i] : 0.f);
+    if (routing.groups > 1) keep_groups(preferred, routing, correction != nullptr);
+    for (int64_t j = 0; j < routing.per_token; j++) {
+        const int64_t best = largest_at(preferred.data(), experts);
+        chosen[j] = int32_t(best), shares[j] = score(best);
+        preferred[best] = NEG_INF;
         kept += shares[j];
     }
-    for (int64_t j = 0; normalised && j < per_token; j++) shares[j] /= kept;
+    const float scale = float(routing.scale), least = 1e-20f; // sigmoids may all be zero
+    for (int64_t j = 0; j < routing.per_token; j++)
+        shares[j] = (routing.flags & 1 ? shares[j] / (kept + least) : shares[j]) * scale;
 }
 
 // Gives each pair of row and expert a place, pairs of one expert side by side in the order of their rows, and lists
@@ -68,9 +110,9 @@ void combine_row(const T *made, const int32_t *places, const float *shares, int6
     }
 }
 
-// One row plus another one times the sigmoid of its gate.
-template <typename T> void add_gated_row(const T *row, const T *other, float gate, int64_t width, T *out) {
-    const float share = 1.f / (1.f + std::exp(-gate));
+// One row plus another one times the sigmoid of its gate, or the whole of it where there is none.
+template <typename T> void add_gated_row(const T *row, const T *other, const float *gate, int64_t width, T *out) {
+    const float share = gate ? 1.f / (1.f + std::exp(-*gate)) : 1.f;
     for (int64_t i = 0; i < width; i += LANES) store(out + i, load(other + i) * share + load(row + i));
 }
 

@@ -44,7 +44,8 @@ inline void multiply_single(const Weights &w, int64_t panel, const Inputs &x, in
                             f32s (&out)[R][2]) {
     typedef typename F::Number T;
     const T *weights = reinterpret_cast<const T *>(w.panel_of<F>(panel));
-    const float *rows = static_cast<const float *>(x.data) + row * w.k;
+    const int64_t stride = x.row_stride(w);
+    const float *rows = static_cast<const float *>(x.data) + row * stride;
     f32s acc[R][2] = {};
     for (int64_t i = 0; i < w.k; i++, weights += PANEL, rows++) {
         if (i % STRIDE == 0) fetcher.step();
@@ -52,7 +53,7 @@ inline void multiply_single(const Weights &w, int64_t panel, const Inputs &x, in
         fetch_ahead<R, PANEL * sizeof(T)>(weights);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const f32s a = splat(rows[r * w.k]);
+            const f32s a = splat(rows[r * stride]);
             acc[r][0] = a * low + acc[r][0];
             acc[r][1] = a * high + acc[r][1];
         }
@@ -76,7 +77,8 @@ template <int R>
 inline void multiply_tile(WidenedBf16, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
                           f32s (&out)[R][2]) {
     const char *weights = w.panel_of<WidenedBf16>(panel);
-    const float *rows = static_cast<const float *>(x.data) + row * w.k;
+    const int64_t stride = x.row_stride(w);
+    const float *rows = static_cast<const float *>(x.data) + row * stride;
     f32s acc[R][2] = {};
     for (int64_t pair = 0; pair < w.k / 2; pair++, weights += 2 * VECTOR) {
         if (pair % (STRIDE / 2) == 0) fetcher.step();
@@ -86,7 +88,7 @@ inline void multiply_tile(WidenedBf16, const Weights &w, int64_t panel, const In
             const f32s low = one_of_pairs(weights, odd), high = one_of_pairs(weights + VECTOR, odd);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
-                const f32s a = splat(rows[r * w.k]);
+                const f32s a = splat(rows[r * stride]);
                 acc[r][0] = a * low + acc[r][0];
                 acc[r][1] = a * high + acc[r][1];
             }
@@ -99,8 +101,8 @@ template <int R>
 inline void multiply_tile(Bf16, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
                           f32s (&out)[R][2]) {
     const char *weights = w.panel_of<Bf16>(panel);
-    const char *rows = static_cast<const char *>(x.data) + row * w.k * 2;
-    const int64_t stride = w.k * 2;
+    const int64_t stride = x.row_stride(w) * 2;
+    const char *rows = static_cast<const char *>(x.data) + row * stride;
     f32s acc[R][2] = {};
     for (int64_t pair = 0; pair < w.k / 2; pair++, weights += 2 * VECTOR, rows += 4) {
         if (pair % (STRIDE / 2) == 0) fetcher.step();
@@ -122,8 +124,8 @@ template <int R>
 inline void multiply_tile(Bf16In12Bits, const Weights &w, int64_t panel, const Inputs &x, int64_t row, Fetcher &fetcher,
                           f32s (&out)[R][2]) {
     const char *weights = w.panel_of<Bf16In12Bits>(panel);
-    const char *rows = static_cast<const char *>(x.data) + row * w.k * 2;
-    const int64_t stride = w.k * 2;
+    const int64_t stride = x.row_stride(w) * 2;
+    const char *rows = static_cast<const char *>(x.data) + row * stride;
     const ExponentRegisters exponents(exponent_table(w, panel));
     f32s acc[R][2] = {};
     for (int64_t quad = 0; quad < w.k / 4; quad++, weights += 192, rows += 8) {
@@ -144,10 +146,10 @@ inline void multiply_tile(Bf16In12Bits, const Weights &w, int64_t panel, const I
         }
     }
     copy_tile(acc, out);
-    const bf16 *inputs = static_cast<const bf16 *>(x.data) + row * w.k;
+    const bf16 *inputs = reinterpret_cast<const bf16 *>(static_cast<const char *>(x.data) + row * stride);
     for (const Outlier *o = outliers(w, panel); o < outliers(w, panel + 1); o++)
         for (int r = 0; r < R; r++)
-            out[r][o->output / LANES][o->output % LANES] += widened(inputs[r * w.k + o->input]) * widened(o->value);
+            out[r][o->output / LANES][o->output % LANES] += widened(inputs[r * stride / 2 + o->input]) * widened(o->value);
 }
 #else
 template <int R, typename... Ts> inline void multiply_tile(Bf16In12Bits, Ts &&...) {} // nothing is packed so here
@@ -247,10 +249,10 @@ void finish_tile(const Weights &w, int64_t panel, const Inputs &x, int64_t row, 
         }
         return;
     }
-    const int64_t at = panel * PANEL;
+    const int64_t at = panel * PANEL, stride = x.out_stride ? x.out_stride : w.n;
     for (int r = 0; r < R; r++) {
-        store_some(out + (row + r) * w.n + at, y[r][0], w.n - at);
-        if (w.n - at > LANES) store_some(out + (row + r) * w.n + at + LANES, y[r][1], w.n - at - LANES);
+        store_some(out + (row + r) * stride + at, y[r][0], w.n - at);
+        if (w.n - at > LANES) store_some(out + (row + r) * stride + at + LANES, y[r][1], w.n - at - LANES);
     }
 }
 
@@ -272,6 +274,17 @@ void multiply(const Weights &w, int64_t panel, const Inputs &x, int64_t row, int
         finish_rows<DENSE_ROWS>(w, panel, x, row, rows, epilogue, out, fetcher);
         row += rows;
     }
+}
+
+// Rows [row, end) of one head by dense weights of its own: x [rows][heads * of], of which the first k numbers of each
+// head's `of` are multiplied, to out [rows][heads * n].
+template <typename Out>
+void multiply_head(const Weights &w, int64_t head, int64_t heads, const Out *x, int64_t of, int64_t row, int64_t end,
+                   Out *out) {
+    const Inputs inputs{x + head * of, nullptr, nullptr, heads * of, heads * w.n};
+    Fetcher nothing;
+    for (int64_t panel = 0; panel < w.panels(); panel++)
+        multiply(w, panel, inputs, row, end, Epilogue::PLAIN, out + head * w.n, nothing);
 }
 
 } // namespace diptych

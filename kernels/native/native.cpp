@@ -60,11 +60,15 @@ constexpr Field WEIGHTS_FIELDS[] = {
     FIELD(Weights, group),
     FIELD(Weights, format),
 };
+constexpr Field ROUTING_FIELDS[] = {
+    {"Routing", 0, sizeof(Routing)}, FIELD(Routing, per_token),   FIELD(Routing, flags),
+    FIELD(Routing, groups),          FIELD(Routing, kept_groups), FIELD(Routing, scale),
+};
 #undef FIELD
 
 extern "C" {
 
-// The fields of struct "Op", "Step" or "Weights", and how many: Python compares its own structs with them.
+// The fields of struct "Op", "Step", "Routing" or "Weights", and how many: Python compares its own structs with them.
 const Field *diptych_fields(const char *name, int64_t *count) {
     const auto give = [count](const auto &fields) {
         *count = sizeof fields / sizeof *fields;
@@ -72,6 +76,7 @@ const Field *diptych_fields(const char *name, int64_t *count) {
     };
     if (!std::strcmp(name, "Op")) return give(OP_FIELDS);
     if (!std::strcmp(name, "Step")) return give(STEP_FIELDS);
+    if (!std::strcmp(name, "Routing")) return give(ROUTING_FIELDS);
     return give(WEIGHTS_FIELDS);
 }
 
@@ -110,6 +115,20 @@ void diptych_rotate_and_write(int type, int kv_type, const void *qkv, void *q, v
         typedef typename decltype(types)::Cached C;
         rotate_and_write((const T *)qkv, (T *)q, (C *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps, tokens,
                          threads);
+    });
+}
+
+void diptych_write_latents(int type, int kv_type, const void *q, const void *absorbed, const void *latents,
+                           void *queries, void *kv, const int64_t *shape, int64_t query_dim, int64_t layer,
+                           const int64_t *slots, const float *cosine, const float *sine, const float *norm, float eps,
+                           int64_t tokens, int threads) {
+    Shape s;
+    std::memcpy(&s, shape, sizeof s);
+    by_types(type, kv_type, [&](auto types) {
+        typedef typename decltype(types)::Element T;
+        typedef typename decltype(types)::Cached C;
+        write_latents((const T *)q, (const T *)absorbed, (const T *)latents, (T *)queries, (C *)kv, s, query_dim,
+                      layer, slots, cosine, sine, norm, eps, tokens, threads);
     });
 }
 
@@ -160,11 +179,12 @@ void diptych_sample(const float *const *rows, const uint32_t *const *allowed, in
 }
 
 // Experts and their shares of each row of float32 logits [experts], to [rows][per_token].
-void diptych_route(const float *logits, int64_t rows, int64_t experts, int64_t per_token, int normalised,
+void diptych_route(const float *logits, int64_t rows, int64_t experts, const void *routing, const float *correction,
                    int32_t *chosen, float *shares) {
+    const Routing &rule = *static_cast<const Routing *>(routing);
     for (int64_t row = 0; row < rows; row++)
-        route_row(logits + row * experts, experts, per_token, normalised != 0, chosen + row * per_token,
-                  shares + row * per_token);
+        route_row(logits + row * experts, experts, rule, correction, chosen + row * rule.per_token,
+                  shares + row * rule.per_token);
 }
 
 // Sums of rows of `made` [rows * per_token][width], which `places` [rows][per_token] names, by their shares.
@@ -178,13 +198,13 @@ void diptych_combine(int type, const void *made, const int32_t *places, const fl
     });
 }
 
-// x plus `other` times the sigmoid of float32 gates [rows].
+// x plus `other` times the sigmoid of float32 gates [rows], or without gates the sum.
 void diptych_add_gated(int type, const void *x, const void *other, const float *gates, int64_t rows, int64_t width,
                        void *out) {
     by_types(type, type, [&](auto types) {
         typedef typename decltype(types)::Element T;
         for (int64_t row = 0; row < rows; row++)
-            add_gated_row((const T *)x + row * width, (const T *)other + row * width, gates[row], width,
+            add_gated_row((const T *)x + row * width, (const T *)other + row * width, gates ? gates + row : nullptr, width,
                           (T *)out + row * width);
     });
 }
@@ -217,6 +237,20 @@ void diptych_linear(const void *weights, const void *x, const float *scale, cons
             });
         }
     }
+}
+
+// x [rows][heads * of] by the weights of each head, of which there is a pointer each: see multiply_head.
+void diptych_head_linear(const void *weights, int64_t heads, const void *x, int64_t of, int64_t rows, int type,
+                         void *out, int threads) {
+    const Weights *const *each = static_cast<const Weights *const *>(weights);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t head = 0; head < heads; head++)
+        for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE)
+            by_types(type, type, [&](auto types) {
+                typedef typename decltype(types)::Element T;
+                multiply_head(*each[head], head, heads, (const T *)x, of, row, std::min(rows, row + ROWS_AT_ONCE),
+                              (T *)out);
+            });
 }
 
 // bf16 rows [panels * PANEL][k] in the panels' order. To tables [panels][2][16], and to begins [panels + 1] how many

@@ -91,7 +91,8 @@ private:
 
     static bool by_row(const Op &op) {
         const Kind kind = Kind(op.kind);
-        return kind != Kind::LINEAR && kind != Kind::ATTEND && kind != Kind::GROUP && kind != Kind::EXPERTS;
+        return kind != Kind::LINEAR && kind != Kind::ATTEND && kind != Kind::GROUP && kind != Kind::EXPERTS &&
+               kind != Kind::HEADS;
     }
 
     // Operations that follow each other row by row are one chain: a row goes through all of them, and no thread waits
@@ -128,6 +129,8 @@ private:
                 experts(op, part, ahead.weights);
             else if (Kind(op.kind) == Kind::GROUP)
                 group(op);
+            else if (Kind(op.kind) == Kind::HEADS)
+                heads(op, part);
             else
                 attend_unit(attention, units()[part], following < parts ? units() + following : nullptr, ahead.rows);
             part = following;
@@ -141,6 +144,7 @@ private:
         if (Kind(op.kind) == Kind::ATTEND) return step.num_units;
         if (by_row(op)) return ceil(rows(op), rows_at_once(from, to));
         if (Kind(op.kind) == Kind::GROUP) return 1;
+        if (Kind(op.kind) == Kind::HEADS) return op.per_token * ceil(rows(op), ROWS_AT_ONCE);
         if (Kind(op.kind) == Kind::EXPERTS) return most_units(op) * columns_of(op);
         const Weights &w = *static_cast<const Weights *>(op.weights[0]);
         return ceil(rows(op), ROWS_AT_ONCE) * ceil(w.panels(), panels_at_once(w, rows(op)));
@@ -163,6 +167,7 @@ private:
         case Kind::NORM: return norm(op, first, last);
         case Kind::QUANTISE: return quantise(op, first, last);
         case Kind::ROTATE: return rotate(op, first, last);
+        case Kind::LATENTS: return latents(op, first, last);
         case Kind::ROUTE: return route(op, first, last);
         case Kind::SPREAD: return spread(op, first, last);
         case Kind::COMBINE: return combine(op, first, last);
@@ -243,6 +248,29 @@ private:
         }
     }
 
+    // in: queries, `extra`: what their parts without rotation became, `extra2`: latents, which go into the cache; whole
+    // queries to out. weights: cosines, sines, the latents' norm.
+    void latents(const Op &op, int64_t first, int64_t last) const {
+        const int64_t half = (shape.head_dim - shape.latent_dim) / 2, heads = shape.num_heads;
+        for (int64_t row = first; row < last; row++) {
+            const int64_t at = step.positions[row] * half;
+            write_latent(buffer<const T>(op.input) + row * heads * op.per_token,
+                         buffer<const T>(op.extra) + row * heads * shape.latent_dim,
+                         buffer<const T>(op.extra2) + row * shape.head_dim,
+                         buffer(op.output) + row * heads * shape.head_dim, static_cast<C *>(step.kv), shape,
+                         op.per_token, op.layer, step.slots[row], static_cast<const float *>(op.weights[0]) + at,
+                         static_cast<const float *>(op.weights[1]) + at, static_cast<const float *>(op.weights[2]),
+                         float(op.eps));
+        }
+    }
+
+    // in: `per_token` heads, `width` numbers together; weights[0] has a pointer to the weights of each.
+    void heads(const Op &op, int64_t part) const {
+        const int64_t head = part % op.per_token, row = part / op.per_token * ROWS_AT_ONCE;
+        multiply_head(expert(op, head), head, op.per_token, buffer<const T>(op.input), op.width / op.per_token, row,
+                      std::min(rows(op), row + ROWS_AT_ONCE), buffer(op.output));
+    }
+
     Attention<T, C> attention_of(const Op &op) const {
         if (Kind(op.kind) != Kind::ATTEND) return {};
         return {buffer<const T>(op.input),
@@ -259,10 +287,11 @@ private:
                 static_cast<const float *>(op.weights[0])};
     }
 
-    // width: how many experts there are; chosen to out, shares to extra; flags: whether these are normalised.
+    // width: how many experts there are; chosen to out, shares to extra. weights: corrections or null, Routing.
     void route(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++)
-            route_row(buffer<const float>(op.input) + row * op.width, op.width, op.per_token, op.flags != 0,
+            route_row(buffer<const float>(op.input) + row * op.width, op.width,
+                      *static_cast<const Routing *>(op.weights[1]), static_cast<const float *>(op.weights[0]),
                       buffer<int32_t>(op.output) + row * op.per_token, buffer<float>(op.extra) + row * op.per_token);
     }
 
@@ -289,12 +318,12 @@ private:
         }
     }
 
-    // out = in + extra * sigmoid(extra2).
+    // out = in + extra * sigmoid(extra2), or in + extra.
     void add_gated(const Op &op, int64_t first, int64_t last) const {
         for (int64_t row = first; row < last; row++) {
             const int64_t at = row * op.width;
             add_gated_row(buffer<const T>(op.input) + at, buffer<const T>(op.extra) + at,
-                          buffer<float>(op.extra2)[row], op.width, buffer(op.output) + at);
+                          op.extra2 < 0 ? nullptr : buffer<float>(op.extra2) + row, op.width, buffer(op.output) + at);
         }
     }
 

@@ -20,6 +20,8 @@ enum class Kind : int64_t {
     EXPERTS = 10,
     COMBINE = 11,
     ADD_GATED = 12,
+    HEADS = 13,
+    LATENTS = 14,
 };
 
 // input, output, extra and extra2 are numbers of Step.buffers, or -1 for none. program.h says what a field means for
@@ -31,7 +33,8 @@ struct Op {
     int64_t width, layer, window, flags;
     const void *weights[3];
     double scale, eps;
-    int64_t per_token; // experts of a row: its copies, of which each has a row in a buffer; 0 where there is none
+    int64_t per_token; // experts of a row: its copies, of which each has a row in a buffer; 0 where there is none;
+                       // of HEADS how many there are, of LATENTS the numbers of a head of the input
     int64_t units;     // the buffer of ExpertUnits, or -1
 };
 

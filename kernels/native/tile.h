@@ -14,6 +14,10 @@ constexpr int STREAMED_ROWS = 4;     // as many rows wait for memory all the tim
 struct Inputs {
     const void *data;
     const float *scale, *sum; // [rows][k / group]
+    // From one row to the next, of dense inputs and of the product: where the rows are parts of longer ones. 0: k, n.
+    int64_t stride = 0, out_stride = 0;
+
+    int64_t row_stride(const Weights &w) const { return stride ? stride : w.k; }
 };
 
 template <int R, int BYTES = 2 * LINE> inline void fetch_ahead(const void *weights) {

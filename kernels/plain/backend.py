@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.kernels import AttentionRule, HeadNorms
+from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
 from kernels.interface.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss' gate
@@ -152,9 +152,9 @@ def paged_attention(
 ) -> Tensor:
     if not isinstance(plan, TorchPlan):
         raise TypeError(f"a {type(plan).__name__} was made by another backend")
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    num_blocks, num_layers, heads, size, _, width = kv.shape
-    flat = kv.view(num_blocks * num_layers * heads, size, 2, width)[layer * heads :]
+    num_blocks, num_layers, heads, size, parts, width = kv.shape
+    out = torch.empty((*q.shape[:2], rule.latent_dim or q.shape[2]), dtype=q.dtype, device=q.device)
+    flat = kv.view(num_blocks * num_layers * heads, size, parts, width)[layer * heads :]
     decodes, prefills = plan.window(rule.window)
     rule = rule._replace(scale=rule.scale * rule.k_scale)
     for group in decodes:
@@ -165,7 +165,7 @@ def paged_attention(
 
 
 def _gather(flat: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the flat cache as numbers that torch computes with: [rows, size, 2, head_dim]."""
+    """Rows of the flat cache as numbers that torch computes with: [rows, size, 2 (1 of latents), head_dim]."""
     if flat.dtype.itemsize > 1:
         return flat.index_select(0, rows)
     return unpacked(flat.view(torch.uint8).index_select(0, rows).view(flat.dtype)).to(dtype)
@@ -173,25 +173,32 @@ def _gather(flat: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _decode(q: Tensor, flat: Tensor, group: DecodeGroup, rule: AttentionRule, out: Tensor) -> None:
     batch, heads, dim = group.rows.shape[0], group.num_kv_heads, q.shape[2]
-    both = _gather(flat, group.gather, q.dtype).view(batch, heads, -1, 2, dim)  # [B, Hkv, L, 2, D]
+    both = _gather(flat, group.gather, q.dtype).view(batch, heads, -1, flat.shape[2], dim)  # [B, Hkv, L, 2, D]
     if group.padding is not None:
         both.transpose(1, 2)[group.padding] = 0.0  # unused slots may hold NaN, and 0 * NaN is NaN
     query = q.index_select(0, group.rows).view(batch, heads, -1, dim)  # [B, Hkv, G, D]
     sinks = None if rule.sinks is None else rule.sinks.view(heads, -1, 1)
-    result = _attend(query, both[..., 0, :], both[..., 1, :], group.mask, False, rule, sinks)
-    out.index_copy_(0, group.rows, result.reshape(batch, -1, dim))
+    result = _attend(query, *_keys_and_values(both, rule), group.mask, False, rule, sinks)
+    out.index_copy_(0, group.rows, result.reshape(batch, -1, out.shape[2]))
 
 
 def _prefill(q: Tensor, flat: Tensor, span: PrefillSpan, rule: AttentionRule, out: Tensor) -> None:
-    heads, dim = span.num_kv_heads, q.shape[2]
+    heads, dim, parts = span.num_kv_heads, q.shape[2], flat.shape[2]
     group = q.shape[1] // heads
-    both = _gather(flat, span.gather, q.dtype).view(heads, 1, -1, 2, dim)[:, :, span.skip : span.skip + span.length]
-    both = both.expand(heads, group, span.length, 2, dim)  # a view: the queries of a group share their keys
+    both = _gather(flat, span.gather, q.dtype).view(heads, 1, -1, parts, dim)
+    both = both[:, :, span.skip : span.skip + span.length]
+    both = both.expand(heads, group, span.length, parts, dim)  # a view: the queries of a group share their keys
     rows = slice(span.row, span.row + span.count)
     query = q[rows].view(span.count, heads, group, dim).permute(1, 2, 0, 3)  # [Hkv, G, count, D]
     sinks = None if rule.sinks is None else rule.sinks.view(heads, group, 1, 1)
-    result = _attend(query, both[..., 0, :], both[..., 1, :], span.mask, span.mask is None, rule, sinks)
-    out[rows] = result.permute(2, 0, 1, 3).reshape(span.count, heads * group, dim)
+    result = _attend(query, *_keys_and_values(both, rule), span.mask, span.mask is None, rule, sinks)
+    out[rows] = result.permute(2, 0, 1, 3).reshape(span.count, heads * group, out.shape[2])
+
+
+def _keys_and_values(both: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
+    """Of [..., 2, head_dim], or of latents [..., 1, head_dim]."""
+    keys = both[..., 0, :]
+    return keys, keys[..., : rule.latent_dim] if rule.latent_dim else both[..., 1, :]
 
 
 def _attend(
@@ -241,16 +248,44 @@ def rotate_and_write(
         qk = torch.cat((q, rms_norm(qkv[:, heads:-kv_heads], norms.key, norms.eps)), dim=1)
     else:
         qk = qkv[:, :-kv_heads]
-    first, second = qk.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    qk = _rotated(qk, cos, sin)
     new = torch.stack((qk[:, heads:], qkv[:, -kv_heads:].float()), dim=2)  # [T, Hkv, 2, D]
     _write(new, kv[:, layer], slots // size, slots % size)
     return qk[:, :heads].to(qkv.dtype)
 
 
+def write_latents(
+    q: Tensor,
+    absorbed: Tensor,
+    latents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+    norm: LatentNorm,
+) -> Tensor:
+    tokens, rope, size = len(latents), 2 * cos.shape[1], kv.shape[3]
+    rank = latents.shape[1] - rope
+    heads = absorbed.shape[1] // rank
+    absorbed = absorbed.view(tokens, heads, rank)
+    rotated = _rotated(q.view(tokens, heads, q.shape[1] // heads)[..., -rope:], cos, sin).to(q.dtype)
+    wide = latents[:, :rank].float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+    new = torch.cat((normed, _rotated(latents[:, None, rank:], cos, sin)[:, 0]), dim=-1)
+    _write(new[:, None, None], kv[:, layer], slots // size, slots % size)
+    return torch.cat((absorbed, rotated), dim=-1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D] with element i turned with element i + D / 2, float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 def _write(new: Tensor, kv: Tensor, blocks: Tensor, slots: Tensor) -> None:
-    """float32 [T, heads, 2, head_dim] into one layer of a cache."""
+    """float32 [T, heads, 2 (1 of latents), head_dim] into one layer of a cache."""
     if kv.dtype == torch.int8:
         numbers, scales = quantised(new)
         numbers_of(kv).transpose(1, 2)[blocks, slots] = numbers

@@ -12,11 +12,11 @@ from kernels.interface.kv_region import unpacked
 
 
 def gather_sequence(kv: Tensor, layer: int, block_table: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [length, num_kv_heads, head_dim] of one sequence, token by token."""
+    """Keys and values [length, num_kv_heads, head_dim] of one sequence, token by token; latents are both."""
     block_size = kv.shape[3]
     slots = [kv[block_table[i // block_size], layer, :, i % block_size] for i in range(length)]
     both = torch.stack(slots)  # [length, num_kv_heads, 2, head_dim]
-    return both[:, :, 0], both[:, :, 1]
+    return both[:, :, 0], both[:, :, -1]
 
 
 def paged_attention(
@@ -31,10 +31,12 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    latent_dim: int = 0,
 ) -> Tensor:
     """Same contract as `kernels.paged_attention`, from spans instead of a plan; float64 in, float64 out."""
     kv = unpacked(kv)
-    out = torch.full_like(q, float("nan"))
+    width = latent_dim or q.shape[2]
+    out = torch.full((*q.shape[:2], width), float("nan"), dtype=q.dtype)
     group = q.shape[1] // kv.shape[2]
     for span in spans:
         keys, values = gather_sequence(kv, layer, span.block_table, span.length)
@@ -42,7 +44,7 @@ def paged_attention(
         for i in range(span.num_rows):
             position = span.start + i
             first = max(0, position - window + 1) if window else 0
-            seen_k, seen_v = keys[first : position + 1], values[first : position + 1]
+            seen_k, seen_v = keys[first : position + 1], values[first : position + 1, :, :width]
             scores = torch.einsum("hd,lhd->hl", q[span.row + i], seen_k) * (scale * k_scale)
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
@@ -87,6 +89,30 @@ def rotate_and_write(
         kv[slot // block_size, layer, :, slot % block_size, 0] = k[i].to(kv.dtype)
         kv[slot // block_size, layer, :, slot % block_size, 1] = v[i].to(kv.dtype)
     return q
+
+
+def write_latents(
+    q: Tensor,
+    absorbed: Tensor,
+    latents: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    layer: int,
+    slots: Tensor,
+    weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """Same contract as `kernels.write_latents`."""
+    rope, block_size = 2 * cos.shape[1], kv.shape[3]
+    rank = latents.shape[1] - rope
+    keys = rotate(latents[:, None, rank:], cos, sin)[:, 0]
+    new = torch.cat((rms_norm(latents[:, :rank], weight, eps), keys), dim=1)
+    for i, slot in enumerate(slots.tolist()):
+        kv[slot // block_size, layer, 0, slot % block_size, 0] = new[i].to(kv.dtype)
+    absorbed = absorbed.view(len(q), -1, rank)
+    queries = q.view(len(q), absorbed.shape[1], -1)
+    return torch.cat((absorbed, rotate(queries[..., -rope:], cos, sin)), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,6 +13,10 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ModelError
+from common.model_files.config import from_hf
 
 QUEUE_SHARE = 0.65
 """The mean wait may use this share of the time that the TTFT goal leaves; the rest is for longer waits."""
@@ -155,11 +159,14 @@ def parse(argv: Sequence[str]) -> tuple[ModelSize, Accelerator, RequestLoad]:
     model = parser.add_argument_group("model")
     model.add_argument("--parameters", type=positive, required=True, help="number of weights, such as 8e9")
     model.add_argument("--weight-bytes", type=positive, default=2, help="bytes of a weight (default 2: bfloat16)")
-    model.add_argument(
+    cached = model.add_mutually_exclusive_group(required=True)
+    cached.add_argument(
         "--kv-bytes",
         type=positive,
-        required=True,
-        help="bytes of KV of one token: 2 x layers x KV heads x head size x 2",
+        help="bytes of KV of one token: 2 x layers x KV heads x head size x 2, of latents layers x their numbers x 2",
+    )
+    cached.add_argument(
+        "--config", type=kv_bytes_of, metavar="FILE", help="the model's config.json, which tells them for bfloat16"
     )
     device = parser.add_argument_group("accelerator, from its data sheet")
     device.add_argument("--tflops", type=positive, required=True, help="dense TFLOP/s at the weights' precision")
@@ -176,7 +183,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelSize, Accelerator, RequestLoad]:
     load.add_argument("--tpot-ms", type=positive, required=True)
     given = parser.parse_args(argv)
     return (
-        ModelSize(given.parameters, given.weight_bytes, given.kv_bytes),
+        ModelSize(given.parameters, given.weight_bytes, given.kv_bytes or given.config),
         Accelerator(
             given.tflops * 1e12,
             given.memory_gb * 1e9,
@@ -193,6 +200,14 @@ def positive(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
+
+
+def kv_bytes_of(path: str) -> float:
+    """Bytes of a token's KV in bfloat16, by a config.json."""
+    try:
+        return 2.0 * from_hf(Path(path)).kv_numbers
+    except ModelError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def part(text: str) -> float:

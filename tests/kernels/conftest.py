@@ -41,24 +41,29 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 class Case:
-    """A cache, the spans of a step, and its queries. `spans` are (tokens in this step, tokens before it)."""
+    """A cache, the spans of a step, and its queries. `spans` are (tokens in this step, tokens before it).
+
+    `latent_dim`: of keys that are values too, which the cache then holds alone.
+    """
 
     def __init__(
         self, spans: list[tuple[int, int]], *, heads: int = 4, kv_heads: int = 2, dim: int = 64, block: int = 16,
         dtype: torch.dtype = torch.float32, layers: int = 2, extra_blocks: int = 3, seed: int = 0,
+        latent_dim: int = 0,
     ) -> None:  # fmt: skip
         random = torch.Generator().manual_seed(seed)
         needed = [-(-(count + start) // block) for count, start in spans]
         total = sum(needed) + extra_blocks
         free = torch.randperm(total, generator=random).tolist()
-        self.layout = KVLayout(total, layers, kv_heads, block, dim)
+        self.layout = KVLayout(total, layers, kv_heads, block, dim, latent_dim)
+        parts = 1 if latent_dim else 2
         self.heads, self.spans = heads, list[QuerySpan]()
-        self.kv = torch.full((total, layers, kv_heads, block, 2, dim), float("nan"), dtype=dtype)
+        self.kv = torch.full((total, layers, kv_heads, block, parts, dim), float("nan"), dtype=dtype)
         rows = 0
         for (count, start), blocks in zip(spans, needed, strict=True):
             table = [free.pop() for _ in range(blocks)]
             for i in range(count + start):
-                value = torch.randn(layers, kv_heads, 2, dim, generator=random)
+                value = torch.randn(layers, kv_heads, parts, dim, generator=random)
                 self.kv[table[i // block], :, :, i % block] = value.to(dtype)
             self.spans.append(QuerySpan(rows, count, start, [*table, *free[:2]]))
             rows += count
@@ -68,7 +73,7 @@ class Case:
         self, backend: Any, layer: int = 1, *, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:
         plan = backend.plan_attention(self.spans, self.layout, self.heads, torch.device("cpu"))
-        rule = AttentionRule(self.layout.head_dim**-0.5, window, softcap, sinks)
+        rule = AttentionRule(self.layout.head_dim**-0.5, window, softcap, sinks, latent_dim=self.layout.latent_dim)
         out: Tensor = backend.paged_attention(self.q, self.kv, layer, plan, rule)
         return out
 

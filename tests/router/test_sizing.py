@@ -1,10 +1,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
-from router.local.size_estimate import Accelerator, Estimate, Infeasible, ModelSize, RequestLoad, main, size
+from router.local.size_estimate import (
+    Accelerator,
+    Estimate,
+    Infeasible,
+    ModelSize,
+    RequestLoad,
+    kv_bytes_of,
+    main,
+    size,
+)
 
 LLAMA_8B = ModelSize(parameters=8e9, weight_bytes=2, kv_bytes=128 * 1024)
 # NVIDIA's data sheet of the H200: 989 TFLOP/s dense bf16, 141 GB, 4.8 TB/s.
@@ -52,3 +63,30 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "prefill workers" in capsys.readouterr().out
     assert main([*line, "--ttft-ms", "10"]) == 1
     assert "cannot be met: TTFT of 10 ms" in capsys.readouterr().err
+
+
+SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 1000, "max_position_embeddings": 4096}
+DEEPSEEK_V3 = {
+    **{"model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512},
+    **{"qk_rope_head_dim": 64, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(("fields", "num_bytes"), [(LLAMA, 131072), (DEEPSEEK_V3, 70272)])
+def test_the_kv_of_a_token_by_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object], num_bytes: int
+) -> None:
+    """The same estimate as with the bytes given; a file that is not one is named."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SIZES | fields))
+    assert kv_bytes_of(str(path)) == num_bytes
+    rest = ["--tflops", "989", "--memory-gb", "141", "--bandwidth-gbs", "4800", "--rate", "20", "--prompt", "3000"]
+    rest += ["--output", "300", "--tpot-ms", "20", "--ttft-ms", "500", "--parameters", "8e9"]
+    assert main([*rest, "--config", str(path)]) == 0
+    known = capsys.readouterr().out
+    assert main([*rest, "--kv-bytes", str(num_bytes)]) == 0
+    assert capsys.readouterr().out == known
+    with pytest.raises(SystemExit):
+        main([*rest, "--config", str(tmp_path / "none.json")])
+    assert "none.json cannot be read" in capsys.readouterr().err

@@ -61,6 +61,9 @@ def random_checkpoint(folder: Path, family: str, **options: Any) -> Path:
         spread = 0.3 if "norm" in name or "bias" in name or "sinks" in name else 0.15
         one = "norm" in name and not family.startswith("Gemma")
         parameter.data = torch.randn(parameter.shape) * spread + (1.0 if one else 0.0)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.copy_(torch.randn(buffer.shape) * 0.3)
     model.save_pretrained(folder)
     return folder
 

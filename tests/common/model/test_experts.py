@@ -14,7 +14,7 @@ from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.runner.runner import ModelRunner
-from kernels import Expert, Experts, quantise, route
+from kernels import Expert, Experts, Routing, quantise, route
 from kernels.cpu.backend import NativeBackend, native_backend
 from kernels.cpu.program import Program
 from kernels.plain import reference
@@ -97,10 +97,10 @@ def native() -> NativeBackend:
 
 def test_route_prefers_the_first_of_equals(native: NativeBackend) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -2.0], [0.0, 0.0, 0.0, 0.0]])
-    chosen, shares = route(logits, 2, normalised=False)
+    chosen, shares = route(logits, Routing(2, False))
     assert chosen.tolist() == [[1, 2], [0, 1]]
     torch.testing.assert_close(shares, torch.softmax(logits, -1).gather(1, chosen))
-    _, shares = route(logits, 2, normalised=True)
+    _, shares = route(logits, Routing(2, True))
     torch.testing.assert_close(shares, torch.full((2, 2), 0.5))
 
 
@@ -114,7 +114,7 @@ def test_experts_against_float64(backend: str, activation: str, monkeypatch: pyt
         Expert(torch.randn(64, 48) / 5, torch.randn(48, 32) / 4, torch.randn(64), torch.randn(48)) for _ in range(4)
     ]
     x, logits = torch.randn(11, 48) * 3, torch.randn(11, 4)
-    chosen, shares = route(logits, 2, normalised=True)
+    chosen, shares = route(logits, Routing(2, True))
     expected = torch.zeros(11, 48, dtype=torch.float64)
     for row in range(11):
         for number, share in zip(chosen[row].tolist(), shares[row].tolist(), strict=True):

@@ -18,6 +18,7 @@ FIELDS = {
     "quantization": "none",
     "block_size": 16,
     "protocol_version": 1,
+    "latent_dim": 0,
 }
 
 

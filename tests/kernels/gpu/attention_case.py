@@ -21,12 +21,13 @@ def attend(
     sinks = more.pop("sinks", None)
     q, kv = case.q.to(device), case.kv.to(device)
     sinks = None if sinks is None else sinks.to(device)
-    rule = AttentionRule(case.layout.head_dim**-0.5, window, softcap, sinks, **more)
+    rule = AttentionRule(case.layout.head_dim**-0.5, window, softcap, sinks, latent_dim=case.layout.latent_dim, **more)
     return attention.paged_attention(q, kv, 1, plan, rule).cpu()
 
 
 def error(case: Any, out: Tensor, **options: Any) -> float:
     """The largest difference from the reference; NaN if a row of a span is unwritten."""
     scale = case.layout.head_dim**-0.5
+    options["latent_dim"] = case.layout.latent_dim
     expected = reference.paged_attention(case.q.double(), case.kv, 1, case.spans, scale=scale, **options)
     return float((out.double() - expected).abs().max())

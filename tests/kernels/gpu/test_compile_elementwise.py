@@ -55,7 +55,7 @@ def quantised_job(name: str) -> Job:
     signature = {"kv": "*bf16", "buffer": "*u8", "scales": "*fp32", "block_ids": "*i64", "row_bytes": "i32"}
     if name == "quantise_heads":
         signature |= {"largest": "fp32", "least_scale": "fp32"}
-    constants = {"NUMBERS": 32 * 8 * 64 * 2 * 128, "HEADS": 32 * 8, "BLOCK_SIZE": 64, "HEAD_DIM": 128}
+    constants = {"NUMBERS": 32 * 8 * 64 * 2 * 128, "HEADS": 32 * 8, "BLOCK_SIZE": 64, "KINDS": 2, "HEAD_DIM": 128}
     constants |= {"BLOCK_SLOTS": slots, "BLOCK_D": width}
     return Job(f"kernels.gpu.blocks:{name}", signature, constants, aligned=("row_bytes",))
 

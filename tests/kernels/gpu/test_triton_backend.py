@@ -21,7 +21,15 @@ from kernels.dispatch import backend
 from kernels.gpu import backend as triton_backend
 from kernels.plain import backend as torch_backend
 
-from ...common.model.generation import Pool, load, prompt
+from ...common.model.generation import (
+    Pool,
+    load,
+    prompt,
+    random_checkpoint,
+    transformers_greedy,
+    transformers_model,
+)
+from ...families import CASES
 from ...oracle import Oracle, generate
 from .conftest import ON_GPU
 
@@ -40,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    chosen = SimpleNamespace(**{name: counting(name) for name in OPERATIONS})
+    chosen = SimpleNamespace(**{name: counting(name) for name in (*OPERATIONS, "write_latents")})
     monkeypatch.setattr("kernels.dispatch.backend", lambda kind: chosen)
     monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
     return counted
@@ -57,6 +65,18 @@ def test_the_oracles_tokens(tmp_path: Path, calls: Counter[str], architecture: L
     expected = [generate(model, tokens, params) for tokens in prompts]
     assert Pool(model).greedy_batch(prompts, 4, chunk=24) == expected
     assert set(calls) == set(OPERATIONS)
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_latents(tmp_path: Path, calls: Counter[str], name: str) -> None:
+    """The tokens of transformers: a prompt in chunks, then single rows."""
+    family, options = CASES[name]
+    folder = random_checkpoint(tmp_path, family, **options)
+    tokens, _ = transformers_greedy(transformers_model(folder), prompt(21), 3)
+    assert Pool(load(folder)).greedy(prompt(21), 3, chunk=12) == tokens
+    assert set(calls) == {*OPERATIONS, "write_latents"} - {"rotate_and_write"}
 
 
 @pytest.mark.interpret

@@ -355,8 +355,8 @@ void check_experts(int64_t rows, int64_t experts, int64_t per_token, bool normal
     std::vector<int32_t> chosen(pairs), places(pairs);
     for (float &logit : logits) logit = float(uniform(-4, 4));
     for (int64_t row = 0; row < rows; row++)
-        route_row(&logits[row * experts], experts, per_token, normalised, &chosen[row * per_token],
-                  &shares[row * per_token]);
+        route_row(&logits[row * experts], experts, Routing{per_token, normalised, 1, 1, 1.0}, nullptr,
+                  &chosen[row * per_token], &shares[row * per_token]);
     std::vector<char> memory(sizeof(ExpertUnits) + pairs * sizeof(ExpertUnit));
     ExpertUnits &units = *reinterpret_cast<ExpertUnits *>(memory.data());
     group_by_expert(chosen.data(), pairs, experts, most, places.data(), &units);

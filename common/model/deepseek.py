@@ -1,0 +1,43 @@
+"""DeepSeek V2 and V3: attention over latents, which alone are cached.
+
+Keys and values are products of a token's latent c: k = W_uk c, v = W_uv c. So q.k = (W_uk^T q).c, and a sum of values
+is W_uv times the same sum of latents: queries are taken to the latents' space and sums of latents out of it, and keys
+and values of heads are never made (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.errors import ModelError
+from common.model.decoder import Step
+from common.model.llama import Llama
+from common.model.weights import LayerWeights
+from common.model_config.latent import NORM_EPS
+from kernels import paged_attention, rms_norm, write_latents
+
+
+class DeepSeek(Llama):
+    """Llama's layers with other attention. Chunks and single rows take the same way, so they have the same bits."""
+
+    def attention(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
+        config, latent = self.config, weights.latent
+        if latent is None:
+            raise ModelError(f"layer {index} lacks the matrices of latent attention: load it again")
+        q = normed if latent.query_down is None else rms_norm(latent.query_down(normed), latent.query_norm, NORM_EPS)
+        q = weights.qkv(q)
+        queries = write_latents(
+            q,
+            latent.absorb(q),
+            latent.down(normed),
+            *step.ropes[config.layer_ropes[index]],
+            step.kv,
+            index,
+            step.slots,
+            norm=latent.norm,
+            eps=NORM_EPS,
+        )
+        summed = paged_attention(
+            queries, step.kv, index, step.plan, scale=config.attention_scale, latent_dim=config.latent_dim
+        )
+        return weights.output(latent.expand(self.wanted(index, summed.flatten(1), step)))

@@ -1,0 +1,118 @@
+"""Implements the operations of `interface.kernels` for a recorder's slots: each appends itself to the program."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.native_plan import MAX_HEAD_DIM, WIDTH_MULTIPLE
+from kernels.cpu.recorder import NotRecordable, RopeSlot, slot_of
+from kernels.cpu.structs import ALL_ROWS, ATTEND, LATENTS, NORM, ROTATE
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
+from kernels.interface.kv_region import head_dim_of
+
+
+class RecordedKernels:
+    """Implements `interface.kernels.Kernels` for slots: each operation appends itself to its slot's recorder."""
+
+    def plan_attention(
+        self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
+    ) -> NoReturn:
+        raise NotRecordable("a plan belongs to one step")
+
+    def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
+        source = slot_of(q)
+        if not rule.k_scale == rule.v_scale == 1.0 or head_dim_of(kv) > MAX_HEAD_DIM:
+            raise NotRecordable(f"attention with scales or heads of more than {MAX_HEAD_DIM} elements")
+        heads = source.width // head_dim_of(kv)
+        out = source.recorder.slot(heads * rule.latent_dim if rule.latent_dim else source.width, ALL_ROWS)
+        return source.recorder.add(
+            ATTEND,
+            out,
+            input=source,
+            weights=(rule.sinks,),
+            layer=layer,
+            window=rule.window,
+            scale=rule.scale,
+            eps=rule.softcap,
+        )
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        source = slot_of(qkv)
+        recorder = source.recorder
+        if kv.dtype not in (recorder.dtype, torch.float8_e4m3fn, torch.int8):
+            raise NotRecordable(f"a KV cache of {kv.dtype}")
+        dim, kv_heads = head_dim_of(kv), kv.shape[2]
+        if dim % WIDTH_MULTIPLE:
+            raise NotRecordable(f"head size {dim} is no multiple of {WIDTH_MULTIPLE}")
+        out = recorder.slot(source.width - 2 * kv_heads * dim, ALL_ROWS)
+        pointers: object = None
+        if norms is not None:
+            pointers = (ctypes.c_void_p * 2)(norms.query.data_ptr(), norms.key.data_ptr())
+            recorder.keep(norms)
+        tables = (cast(RopeSlot, cos).table, cast(RopeSlot, sin).table, pointers)
+        eps = norms.eps if norms is not None else 0.0
+        return recorder.add(ROTATE, out, input=source, width=source.width, layer=layer, weights=tables, eps=eps)
+
+    def write_latents(
+        self,
+        q: Tensor,
+        absorbed: Tensor,
+        latents: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        norm: LatentNorm,
+    ) -> Tensor:
+        source, parts = slot_of(q), slot_of(absorbed)
+        recorder, tables = source.recorder, (cast(RopeSlot, cos).table, cast(RopeSlot, sin).table)
+        if kv.dtype not in (recorder.dtype, torch.float8_e4m3fn):
+            raise NotRecordable(f"a cache of latents in {kv.dtype}")
+        dim = head_dim_of(kv)
+        rank = dim - 2 * tables[0].shape[1]
+        if dim % WIDTH_MULTIPLE or rank % WIDTH_MULTIPLE:
+            raise NotRecordable(f"latents of {rank} and {dim - rank} numbers are no multiples of {WIDTH_MULTIPLE}")
+        heads = parts.width // rank
+        out = recorder.slot(heads * dim, ALL_ROWS)
+        return recorder.add(
+            LATENTS,
+            out,
+            input=source,
+            extra=parts,
+            extra2=slot_of(latents),
+            width=out.width,
+            layer=layer,
+            weights=(*tables, norm.weight),
+            eps=norm.eps,
+            per_token=source.width // heads,
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        source = slot_of(x)
+        out = source.recorder.slot(source.width, source.rows)
+        return source.recorder.add(NORM, out, input=source, weights=(weight,), eps=eps)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        source, change = slot_of(x), slot_of(delta)
+        total, out = (source.recorder.slot(source.width, source.rows) for _ in range(2))
+        source.recorder.add(NORM, out, input=source, extra=change, extra2=total, weights=(weight,), eps=eps)
+        return cast(Tensor, total), cast(Tensor, out)
+
+    def gated(self, gate_up: Tensor, activation: str) -> NoReturn:
+        raise NotRecordable("gate and up are one product here: see GatedLinear")

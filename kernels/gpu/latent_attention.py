@@ -1,0 +1,210 @@
+"""Attention over latents: one query row a sequence by splits on a persistent grid, several rows by tiles.
+
+As `decode_attention` and `prefill_attention`, whose work lists, order of sums and reduction these share. All query
+heads see the same keys, so a tile of queries is as many heads as a product takes, and more than one token only where
+there are fewer heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.decode_attention import MIN_ROWS, REDUCE_CHUNK, reduce_splits
+from kernels.gpu.device_plan import GPUPlan
+from kernels.gpu.latent_tile import attend_latents
+from kernels.gpu.rounding import rounded
+from kernels.gpu.scores import Scores, capability
+
+
+class LatentTile(NamedTuple):
+    """rows: heads, or tokens x heads, of a program; tile: keys a step; stages: of the loop over tiles."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def decode_config(num_heads: int, dtype: torch.dtype, chip: tuple[int, int]) -> LatentTile:
+    """For queries of `dtype` on a chip of that compute capability.
+
+    Chosen by what the compiler reports: sums of 512 numbers a row are kept in registers, and nothing spills.
+    """
+    rows = max(MIN_ROWS, triton.next_power_of_2(num_heads))
+    if dtype == torch.float32:  # exact products, on the ordinary cores: for tests
+        return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)
+    if chip >= (9, 0):
+        return LatentTile(min(rows, 64), tile=32, warps=8 if rows > MIN_ROWS else 4, stages=3)
+    return LatentTile(min(rows, 32), tile=32, warps=8 if rows > MIN_ROWS else 4, stages=2)
+
+
+def prefill_config(dtype: torch.dtype, chip: tuple[int, int]) -> LatentTile:
+    """As `decode_config`, with as many rows as registers have sums for."""
+    if dtype == torch.float32:
+        return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)
+    return LatentTile(64 if chip >= (9, 0) else 32, tile=32, warps=8, stages=3 if chip >= (9, 0) else 2)
+
+
+@triton.jit(do_not_specialize=["layer", "table_width"])
+def attend_latent_splits(
+    q, kv, block_tables, spans, items, total, partial, lse, out,
+    layer, table_width, scale, v_scale, stride_q_row, stride_q_head,
+    NUM_LAYERS: tl.constexpr, NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr,
+    ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, FP8_BITS: tl.constexpr,
+):  # fmt: skip
+    """A program walks over the work list, BLOCK_G heads at a time. Partial results are float32 [places, heads, RANK],
+    each already divided by its sum, and lse [places, heads] is the base 2 logarithm of that sum."""
+    LAYER_STRIDE: tl.constexpr = BLOCK_SIZE * (RANK + ROPE)
+    BLOCK_STRIDE: tl.constexpr = NUM_LAYERS * LAYER_STRIDE
+    GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_G - 1) // BLOCK_G
+    o_c, o_r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    p_kv = kv + layer.to(tl.int64) * LAYER_STRIDE
+    for i_work in tl.range(tl.program_id(0), tl.load(total) * GROUPS, tl.num_programs(0)):
+        p_item = items + i_work // GROUPS * 4
+        i_span, begin, end, i_place = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
+        i_row = tl.load(spans + i_span * 3).to(tl.int64)
+        o_head = i_work % GROUPS * BLOCK_G + tl.arange(0, BLOCK_G)
+        m_g = o_head < NUM_HEADS
+        m_c = m_g[:, None] & (o_c < RANK)[None, :]  # [BLOCK_G, BLOCK_C]
+        p_q = q + i_row * stride_q_row + o_head[:, None] * stride_q_head
+        b_qc = tl.load(p_q + o_c[None, :], mask=m_c, other=0.0)
+        b_qr = tl.load(p_q + RANK + o_r[None, :], mask=m_g[:, None] & (o_r < ROPE)[None, :], other=0.0)
+        p_table = block_tables + i_span.to(tl.int64) * table_width
+
+        b_m = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        b_l = tl.zeros([BLOCK_G], tl.float32)
+        b_acc = tl.zeros([BLOCK_G, BLOCK_C], tl.float32)
+        last = end // BLOCK_N * BLOCK_N
+        for start in tl.range(begin, last, BLOCK_N, num_stages=STAGES):  # splits begin at multiples of a tile
+            b_m, b_l, b_acc = attend_latents(
+                b_qc, b_qr, b_m, b_l, b_acc, p_kv, p_table, start, end, end, scale,
+                BLOCK_STRIDE, BLOCK_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, BLOCK_N, FP8_BITS, False,
+            )  # fmt: skip
+        if last < end:
+            b_m, b_l, b_acc = attend_latents(
+                b_qc, b_qr, b_m, b_l, b_acc, p_kv, p_table, last, end, end, scale,
+                BLOCK_STRIDE, BLOCK_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, BLOCK_N, FP8_BITS, True,
+            )  # fmt: skip
+
+        b_out = b_acc / b_l[:, None]
+        if i_place >= 0:
+            o_place = i_place.to(tl.int64) * NUM_HEADS + o_head
+            tl.store(partial + o_place[:, None] * RANK + o_c[None, :], b_out, mask=m_c)
+            tl.store(lse + o_place, b_m + tl.log2(b_l), mask=m_g)
+        else:
+            p_out = out + (i_row * NUM_HEADS + o_head)[:, None] * RANK + o_c[None, :]
+            tl.store(p_out, rounded(b_out * v_scale, out.dtype.element_ty), mask=m_c)
+
+
+@triton.jit(do_not_specialize=["layer", "table_width"])
+def attend_latent_tiles(
+    q, kv, block_tables, spans, tiles, out,
+    layer, table_width, scale, v_scale, stride_q_row, stride_q_head,
+    NUM_LAYERS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FP8_BITS: tl.constexpr,
+):  # fmt: skip
+    """One program a (tile of queries, GROUP heads): keys that all rows see, and the diagonal."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    GROUPS: tl.constexpr = (NUM_HEADS + GROUP - 1) // GROUP
+    LAYER_STRIDE: tl.constexpr = BLOCK_SIZE * (RANK + ROPE)
+    BLOCK_STRIDE: tl.constexpr = NUM_LAYERS * LAYER_STRIDE
+    i_tile, i_group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
+    i_span, i_token = tl.load(tiles + i_tile * 2), tl.load(tiles + i_tile * 2 + 1)
+    p_span = spans + i_span * 3
+    i_row, num_rows, position = tl.load(p_span).to(tl.int64), tl.load(p_span + 1), tl.load(p_span + 2)
+    p_table = block_tables + i_span.to(tl.int64) * table_width
+    p_kv = kv + layer.to(tl.int64) * LAYER_STRIDE
+
+    o_m, o_c, o_r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    o_token = i_token + o_m // GROUP  # [BLOCK_M]
+    o_head = i_group * GROUP + o_m % GROUP
+    m_m = (o_m < TOKENS * GROUP) & (o_token < num_rows) & (o_head < NUM_HEADS)
+    m_c = m_m[:, None] & (o_c < RANK)[None, :]
+    p_q = q + (i_row + o_token)[:, None] * stride_q_row + o_head[:, None] * stride_q_head
+    b_qc = tl.load(p_q + o_c[None, :], mask=m_c, other=0.0)
+    b_qr = tl.load(p_q + RANK + o_r[None, :], mask=m_m[:, None] & (o_r < ROPE)[None, :], other=0.0)
+
+    first, last = position + i_token, position + tl.minimum(i_token + TOKENS, num_rows) - 1  # the tile's tokens
+    high = tl.minimum(position + o_token, last)[:, None] + 1  # [BLOCK_M, 1]: a row sees keys 0 .. high - 1
+    diagonal = (first + 1) // BLOCK_N * BLOCK_N
+    end = last + 1
+
+    b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_l = tl.zeros([BLOCK_M], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for i_n in tl.range(0, diagonal, BLOCK_N, num_stages=STAGES):
+        b_m, b_l, b_acc = attend_latents(
+            b_qc, b_qr, b_m, b_l, b_acc, p_kv, p_table, i_n, end, high, scale,
+            BLOCK_STRIDE, BLOCK_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, BLOCK_N, FP8_BITS, False,
+        )  # fmt: skip
+    for i_n in tl.range(diagonal, end, BLOCK_N, num_stages=1):
+        b_m, b_l, b_acc = attend_latents(
+            b_qc, b_qr, b_m, b_l, b_acc, p_kv, p_table, i_n, end, high, scale,
+            BLOCK_STRIDE, BLOCK_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, BLOCK_N, FP8_BITS, True,
+        )  # fmt: skip
+
+    b_out = b_acc / b_l[:, None] * v_scale
+    p_out = out + ((i_row + o_token) * NUM_HEADS + o_head)[:, None] * RANK + o_c[None, :]
+    tl.store(p_out, rounded(b_out, out.dtype.element_ty), mask=m_c)
+
+
+def latent_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
+    """Rows of the plan's spans into out [T, num_heads, rank], contiguous. ValueError for what latents do not have."""
+    if scores.window or scores.softcap or scores.sinks is not None:
+        raise ValueError("attention over latents has no window, no softcap and no sinks")
+    if plan.single and plan.num_spans:
+        _decode(q, kv, layer, plan, scores, out)
+    if plan.wide:
+        _prefill(q, kv, layer, plan, scores, out)
+
+
+def _decode(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
+    heads, rank = out.shape[1:]
+    config = decode_config(heads, q.dtype, capability(q.device))
+    work = plan.decode_work(0)
+    places = plan.num_spans * plan.max_splits if plan.max_splits > 1 else 0
+    partial = torch.empty((places, heads, rank), dtype=torch.float32, device=q.device)
+    lse = torch.empty((places, heads), dtype=torch.float32, device=q.device)
+    grid = min(plan.num_multiprocessors, plan.num_spans * plan.max_splits * triton.cdiv(heads, config.rows))
+    attend_latent_splits[(grid,)](
+        q, scores.storage(kv), plan.block_tables, plan.spans, work.items, work.total, partial, lse, out,
+        layer, plan.width, scores.scale, scores.v_scale, q.stride(0), q.stride(1),
+        NUM_LAYERS=kv.shape[1], NUM_HEADS=heads, BLOCK_G=config.rows, STAGES=config.stages,
+        **_sizes(kv, rank, config.tile, scores.fp8_bits), num_warps=config.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    if places:
+        reduce_splits[(plan.num_spans, heads)](
+            plan.spans, work.counts, None, partial, lse, out, scores.v_scale, plan.max_splits,
+            NUM_HEADS=heads, HEAD_DIM=rank, BLOCK_D=max(16, triton.next_power_of_2(rank)), CHUNK=REDUCE_CHUNK,
+            SINKS=False, num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _prefill(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
+    heads, rank = out.shape[1:]
+    config = prefill_config(q.dtype, capability(q.device))
+    group = min(heads, config.rows)
+    tiles = plan.query_tiles(config.rows // group)
+    if not len(tiles):
+        return
+    attend_latent_tiles[(len(tiles) * triton.cdiv(heads, group),)](
+        q, scores.storage(kv), plan.block_tables, plan.spans, tiles, out,
+        layer, plan.width, scores.scale, scores.v_scale, q.stride(0), q.stride(1),
+        NUM_LAYERS=kv.shape[1], NUM_HEADS=heads, GROUP=group, BLOCK_M=config.rows, STAGES=config.stages,
+        **_sizes(kv, rank, config.tile, scores.fp8_bits), num_warps=config.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _sizes(kv: Tensor, rank: int, tile: int, fp8_bits: bool) -> dict[str, int | bool]:
+    rope = kv.shape[5] - rank
+    return {
+        **{"BLOCK_SIZE": kv.shape[3], "RANK": rank, "ROPE": rope, "BLOCK_N": tile, "FP8_BITS": fp8_bits},
+        **{"BLOCK_C": max(16, triton.next_power_of_2(rank)), "BLOCK_R": max(16, triton.next_power_of_2(rope))},
+    }

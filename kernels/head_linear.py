@@ -1,0 +1,39 @@
+"""Products of each head's rows with weights of its own: they take queries to latents, and sums of latents to values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.backend import native_backend
+from kernels.cpu.recorder import Slot
+from kernels.linear import Linear
+
+
+class HeadLinear:
+    """y[h] = x[h] W[h]^T for each head h, of W [heads, out, in] in the model's dtype.
+
+    On a CPU each head's weights are packed as `Linear` packs them: a row's result is the same in every batch.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.num_heads, self.out_features, self.in_features = weight.shape
+        self._stacked: Tensor | None = None
+        self.heads: list[Linear] = []
+        if weight.device.type == "cpu":
+            self.heads = [Linear(one.contiguous()) for one in weight]
+        else:
+            self._stacked = weight.transpose(1, 2).contiguous()  # [heads, in, out]
+        self._packed = [head.native for head in self.heads if head.native is not None]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, heads * n] to [T, heads * out], of the first `in` of each head's n numbers."""
+        if isinstance(x, Slot):
+            return x.recorder.head_linear(x, self._packed, self.num_heads)
+        native = native_backend()
+        if self.heads and len(self._packed) == self.num_heads and native is not None:
+            return native.head_linear(x, self._packed)
+        parts = x.view(len(x), self.num_heads, x.shape[1] // self.num_heads)[..., : self.in_features]
+        if self._stacked is not None:
+            return torch.bmm(parts.transpose(0, 1), self._stacked).transpose(0, 1).flatten(1)
+        return torch.cat([head(parts[:, i].contiguous()) for i, head in enumerate(self.heads)], dim=1)
