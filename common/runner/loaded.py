@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 
+from common.adapters.bank import AdapterBank
 from common.config import DecodeWorkerConfig, WorkerConfig
 from common.errors import ConfigError, ModelError
 from common.kv.cache import KVCache, block_bytes
 from common.machine.core_share import CoreShare
+from common.model.decoder import Decoder
 from common.model.load import load_model, load_score
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
@@ -42,6 +44,7 @@ class LoadedModel:
     max_model_len: int
     num_threads: int
     task: ServedTask = GENERATES
+    adapters: AdapterBank | None = None
     score: torch.Tensor | None = None
     """The head of a model that scores, float32 [labels, hidden_size]."""
 
@@ -105,6 +108,7 @@ class LoadedModel:
         torch.set_num_threads(num_threads)
         torch.set_float32_matmul_precision("highest")  # some images ask for TF32 by their environment
         model = load()
+        adapters = bank_of(model, config)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         per_block = block_bytes(shape, config.block_size, kv_dtype)
@@ -142,7 +146,17 @@ class LoadedModel:
             config.max_model_len or longest,
             num_threads,
             task,
+            adapters,
         )
+
+
+def bank_of(model: RunnableModel, config: WorkerConfig) -> AdapterBank | None:
+    """Places for the adapters that the settings allow. Raises ConfigError for a model that takes none."""
+    if not config.lora_places:
+        return None
+    if not isinstance(model, Decoder):
+        raise ConfigError("max_loras", config.lora_places, "0: this model takes no adapters")
+    return AdapterBank(model, max_loras=config.lora_places, max_rank=config.max_lora_rank)
 
 
 def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
@@ -157,7 +171,14 @@ def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> Mo
 
     longest = config.max_model_len or model.config.max_model_len
     recorder = GraphRecorder(kv.device)
-    return GraphRunner(model, kv, recorder, max_num_seqs=config.places, max_model_len=longest)
+    return GraphRunner(
+        model,
+        kv,
+        recorder,
+        max_num_seqs=config.places,
+        max_model_len=longest,
+        adapts=config.lora_places > 0,
+    )
 
 
 def native_dtype(device: str) -> str:

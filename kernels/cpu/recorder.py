@@ -28,8 +28,10 @@ from kernels.cpu.structs import (
     EMBED,
     EPILOGUES,
     EXPERTS,
+    GATE,
     GROUP,
     LINEAR,
+    LORA,
     NORM,
     QUANTISE,
     ROTATE,
@@ -38,6 +40,7 @@ from kernels.cpu.structs import (
     SELECT,
     SPREAD,
     WIDE,
+    LoraStruct,
     OpStruct,
 )
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
@@ -120,6 +123,17 @@ class ProgramRecorder:
             return self.add(LINEAR, out, input=source, weights=(weight,), flags=flags)
         numbers, scale, total = self._quantised(source, weight, 0)
         return self.add(LINEAR, out, input=numbers, extra=scale, extra2=total, weights=(weight,), flags=flags)
+
+    def lora(self, x: Tensor, y: Tensor, changes: ctypes.Array[LoraStruct], gated: bool) -> None:
+        """As `NativeBackend.add_lora`, by the adapter of each row of the step."""
+        source, out = slot_of(x), slot_of(y)
+        self.add(LORA, out, input=source, weights=(changes,), per_token=source.width, flags=int(gated))
+
+    def gate_panels(self, x: Tensor, activation: str) -> Tensor:
+        """As `NativeBackend.gate_panels`."""
+        source = slot_of(x)
+        out = self.slot(source.width // 2, source.rows)
+        return self.add(GATE, out, input=source, flags=EPILOGUES[activation])
 
     def route(self, logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
         """As `kernels.route`."""

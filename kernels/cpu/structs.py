@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Final
 
 EMBED, NORM, QUANTISE, LINEAR, ROTATE, ATTEND, SELECT, ROUTE, GROUP, SPREAD, EXPERTS, COMBINE, ADD_GATED = range(13)
+LORA, GATE = 13, 14
 OP_NAMES: Final = (
     *("embed", "norm", "quantise", "linear", "rotate", "attend", "select"),
-    *("route", "group", "spread", "experts", "combine", "add gated"),
+    *("route", "group", "spread", "experts", "combine", "add gated", "lora", "gate"),
 )
 ALL_ROWS, SAMPLED_ROWS = 0, 1
 EPILOGUES: Final = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
@@ -59,6 +60,7 @@ class StepStruct(ctypes.Structure):
         ("times", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
         ("cores", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
     )
 
 
@@ -77,7 +79,35 @@ class WeightsStruct(ctypes.Structure):
     )
 
 
-SHARED: Final[Mapping[str, type[ctypes.Structure]]] = {"Op": OpStruct, "Step": StepStruct, "Weights": WeightsStruct}
+MOST_PARTS: Final = 3
+"""Of a matrix that adapters change: q, k and v."""
+
+
+class LoraPartStruct(ctypes.Structure):
+    """`struct LoraPart`: some outputs of a matrix."""
+
+    _fields_ = (
+        ("first", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("b", ctypes.c_void_p),
+    )
+
+
+class LoraStruct(ctypes.Structure):
+    """`struct Lora`: what one adapter changes at one matrix."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
+        ("parts", LoraPartStruct * MOST_PARTS),
+    )
+
+
+SHARED: Final[Mapping[str, type[ctypes.Structure]]] = {
+    **{"Op": OpStruct, "Step": StepStruct, "Weights": WeightsStruct},
+    **{"Lora": LoraStruct, "LoraPart": LoraPartStruct},
+}
 
 
 class LayoutError(RuntimeError):
