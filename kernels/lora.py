@@ -6,7 +6,6 @@ not depend on the adapters of others.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +23,8 @@ from kernels.interface.lora import GroupedRows, LoraStack
 MAX_RANK = 512
 """What `native/lora.h` has room for."""
 NO_ADAPTER = -1
+LEAST_COLUMNS = 16
+"""Of a tile of the GPU's product, which has outputs of one part alone."""
 
 
 class LoraPart(NamedTuple):
@@ -79,7 +80,8 @@ class LoraSite:
             raise ValueError("panels are the native kernels' own")
         self._stack: LoraStack | None = None
         self._device_kernels = triton_backend(device.type)
-        if self._device_kernels is not None:
+        begins = (sum(self.parts[:i]) for i in range(1, len(self.parts)))
+        if self._device_kernels is not None and not any(begin % LEAST_COLUMNS for begin in begins):
             self._stack = LoraStack.empty(in_features, self.parts, max_loras, max_rank, dtype, device)
 
     def set(self, place: int, parts: Sequence[LoraPart]) -> int:
@@ -149,9 +151,7 @@ class LoraChange(NamedTuple):
         return self.site.add(x, y, self.rows)
 
 
-def _native(
-    in_features: int, parts: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> NativeBackend | None:
+def _native(in_features: int, parts: Sequence[int], dtype: torch.dtype, device: torch.device) -> NativeBackend | None:
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return None
     fits = not any(size % WIDTH_MULTIPLE for size in (in_features, *parts))

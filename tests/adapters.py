@@ -88,4 +88,6 @@ def _of(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def _weights(base: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in sorted(base.glob("*.safetensors")) for name, tensor in load_file(str(path)).items()}
+    return {
+        name: tensor for path in sorted(base.glob("*.safetensors")) for name, tensor in load_file(str(path)).items()
+    }

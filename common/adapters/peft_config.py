@@ -1,4 +1,4 @@
-"""An adapter's `adapter_config.json`, as the PEFT library writes it: ranks and scales, and what is refused. No torch."""
+"""An adapter's `adapter_config.json`, as PEFT writes it: its ranks and scales, and what is refused. No torch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ def _patterns(path: Path, fields: Mapping[str, Any], name: str) -> list[tuple[st
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ModelError(f"{path}: {name} has {_shown(pattern)}, which is no regular expression: {error}") from error
+            raise ModelError(
+                f"{path}: {name} has {_shown(pattern)}, which is no regular expression: {error}"
+            ) from error
     return list(patterns.items())
 
 

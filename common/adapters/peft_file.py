@@ -105,7 +105,7 @@ def places_of(config: ModelConfig, layer: int) -> dict[str, _Place]:
 def _checked(file: Any, path: Path, peft: PeftConfig, config: ModelConfig) -> Iterator[_Module]:
     """The modules of the file, whose names, shapes and types fit."""
     found: dict[tuple[str, int, str], dict[str, str]] = {}
-    for name in file.keys():
+    for name in list(file.keys()):
         match = NAME.fullmatch(name)
         if match is None:
             raise ModelError(f"{path}: tensor {name[:200]} is not supported: only LoRA weights of {SUPPORTED}")
@@ -128,7 +128,9 @@ def _checked(file: Any, path: Path, peft: PeftConfig, config: ModelConfig) -> It
                     f"{path}: tensor {names[which]} is {list(view.get_shape())}, base model and rank want {list(shape)}"
                 )
             if view.get_dtype() not in FLOATS:
-                raise ModelError(f"{path}: tensor {names[which]} has dtype {view.get_dtype()}: only {', '.join(FLOATS)}")
+                raise ModelError(
+                    f"{path}: tensor {names[which]} has dtype {view.get_dtype()}: only {', '.join(FLOATS)}"
+                )
         yield _Module(module, layer, place, names["A"], names["B"])
 
 

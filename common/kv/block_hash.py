@@ -13,8 +13,8 @@ class BlockHasher:
     """Hashes the blocks of one growing sequence, each once.
 
     `hash_i = blake2b(hash_{i-1} + tokens of block i)`. The chain starts from the salt, so that tenants with different
-    salts never share a block, and from the adapter, as the key of the salt's hash: it changes keys and values. It leaves
-    the model out: a pool holds the blocks of one model only.
+    salts never share a block, and from the adapter, as the key of the salt's hash: it changes keys and values. It
+    leaves the model out: a pool holds the blocks of one model only.
     """
 
     def __init__(self, block_size: int, salt: str = "", adapter: str = "") -> None:

@@ -69,4 +69,6 @@ def layer_sites(
     if not isinstance(weights.mlp, MLP):
         return LayerSites(qkv, output)
     inner = weights.mlp.gate_up.out_features // 2
-    return LayerSites(qkv, output, site(weights.mlp.gate_up, (inner, inner)), site(weights.mlp.down, (config.hidden_size,)))
+    return LayerSites(
+        qkv, output, site(weights.mlp.gate_up, (inner, inner)), site(weights.mlp.down, (config.hidden_size,))
+    )

@@ -1,4 +1,4 @@
-"""Every message that crosses a process border: one closed union, in a file each for routers, workers, adapters and KV transfers.
+"""Every message that crosses a process border: one closed union, in files for routers, workers, adapters and KV.
 
 Other modules import messages from here. `codec.py` packs them.
 """

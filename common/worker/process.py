@@ -76,9 +76,7 @@ class WorkerProcess:
         self.gatekeeper: Gatekeeper | None = None
         self.control: ControlServer | None = None
         self.adapters = WorkerAdapters(self._tell_routers)
-        self.metrics.register(
-            lambda labels: AdapterCollector(self.adapters, self._status, labels, config.lora_places)
-        )
+        self.metrics.register(lambda labels: AdapterCollector(self.adapters, self._status, labels, config.lora_places))
         self.duties = Duties(home, other, self.blocking_context, self.curve, self.metrics, identity)
 
     async def run(self) -> None:

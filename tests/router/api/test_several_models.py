@@ -17,6 +17,7 @@ from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.model_files.files import ModelFiles
 from router.auth.keys import Limits
+from router.generation.adapters import NO_ADAPTERS
 from router.models.catalog import Catalog
 from router.models.entry import ModelEntry, ModelTable, Split
 from router.observe.metrics import RouterMetrics
@@ -56,6 +57,7 @@ class Member:
     config: RouterConfig
     metrics: RouterMetrics
     outlook: None = None
+    adapters: Any = NO_ADAPTERS
 
 
 @dataclass
