@@ -74,11 +74,15 @@ class WorkerAdapters:
         self._forget()
         self._on_change()
 
+    async def loaded(self) -> None:
+        """Wait until all that was ordered is loaded, or was refused."""
+        if self._loading is not None:
+            await asyncio.wait({self._loading})
+
     async def close(self) -> None:
         """Load nothing more; an adapter that is being read is read to its end."""
         self._waiting.clear()
-        if self._loading is not None:
-            await asyncio.wait({self._loading})
+        await self.loaded()
 
     async def _load_waiting(self, bank: AdapterBank) -> None:
         """Load what was ordered, one after the other."""

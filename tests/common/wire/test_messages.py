@@ -65,7 +65,9 @@ MESSAGES: list[Message] = [
     PrefillRequest(
         request_id="a", attempt=3, prompt=pack_tokens([1, 2**32 - 1]), params=PARAMS, decode=KVTarget("d", 7, "tcp://h")
     ),
-    PrefillRequest(request_id="a", attempt=0, prompt=b"", params=PARAMS, cache_salt="s", deadline_s=0.0, adapter="0f" * 16),
+    PrefillRequest(
+        request_id="a", attempt=0, prompt=b"", params=PARAMS, cache_salt="s", deadline_s=0.0, adapter="0f" * 16
+    ),
     DecodeRequest(request_id="a", attempt=0, prompt=b"1234", params=PARAMS, prefill_worker="p", num_output_tokens=1),
     AbortRequest(request_id="a", attempt=1),
     ResetPrefixCache(request_id="a"),
@@ -83,7 +85,10 @@ MESSAGES: list[Message] = [
         worker_id="w", epoch=1, step=2, ready=True, draining=False, num_running=1, num_waiting=2, num_transferring=3,
         num_waiting_tokens=4, num_free_blocks=5, num_cached_blocks=6, num_owned_blocks=7, tokens_per_s=1.5,
         links=Links(shm=LinkModel(latency_s=1e-4, byte_s=1e-9, block_bytes=2**40, error=0.1, num_transfers=5)),
-        adapters=(AdapterState("a", 7, "loaded", "/a", "0f" * 16, "", 8, 2**30), AdapterState("b", 1, "failed", "/b", "", "why")),
+        adapters=(
+            AdapterState("a", 7, "loaded", "/a", "0f" * 16, "", 8, 2**30),
+            AdapterState("b", 1, "failed", "/b", "", "why"),
+        ),
     ),
     TokenOutput(
         worker_id="w", epoch=1,

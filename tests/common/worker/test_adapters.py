@@ -53,8 +53,8 @@ def shown(adapters: WorkerAdapters) -> dict[str, tuple[int, str, str]]:
 
 async def settled(adapters: WorkerAdapters) -> None:
     async with asyncio.timeout(60):
-        while any(one.status == "loading" for one in adapters.states):
-            await asyncio.sleep(0.001)
+        await adapters.loaded()
+    assert all(one.status != "loading" for one in adapters.states)
 
 
 async def begun(bank: Any, *named: str) -> WorkerAdapters:
