@@ -76,8 +76,6 @@ class LoraSite:
         self._held: list[tuple[LoraPart, ...]] = [()] * max_loras
         self._native = _native(in_features, parts, dtype, device)
         self._changes = (LoraStruct * max_loras)() if self._native is not None else None
-        if panels and self._native is None:
-            raise ValueError("panels are the native kernels' own")
         self._stack: LoraStack | None = None
         self._device_kernels = triton_backend(device.type)
         begins = (sum(self.parts[:i]) for i in range(1, len(self.parts)))
@@ -119,8 +117,16 @@ class LoraSite:
         for row, place in enumerate(rows.adapters.tolist()):
             for first, a, b in self._held[place] if place >= 0 else ():
                 low = (a.float() * x[row].float()).sum(1)
-                part = y[row, first : first + b.shape[0]]
-                part.copy_(part.float() + (b.float() * low).sum(1))
+                columns = self._columns(first, b.shape[0])
+                y[row, columns] = (y[row, columns].float() + (b.float() * low).sum(1)).to(y.dtype)
+
+    def _columns(self, first: int, count: int) -> Tensor:
+        """Where outputs lie, int64 [count]."""
+        places = torch.arange(count, device=self.device)
+        if not self.panels:
+            return places + first
+        half = panel_size() // 2
+        return places // half * 2 * half + places % half + self._number(first) * half
 
     def _kept(self, weight: Tensor) -> Tensor:
         return weight.to(device=self.device, dtype=self.dtype).contiguous()
