@@ -30,11 +30,6 @@ LOADS: Final = {
     **{"decode, batch 1": (1, 1), "decode, batch 8": (8, 1), "decode, batch 32": (32, 1)},
     "prefill of 512": (1, 512),
 }
-    "decode, batch 1": (1, 1),
-    "decode, batch 8": (8, 1),
-    "decode, batch 32": (32, 1),
-    "prefill of 512": (1, 512),
-}
 """Sequences, and how many tokens each adds."""
 COUNTS: Final = (0, 1, 4)
 
