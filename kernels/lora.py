@@ -84,16 +84,15 @@ class LoraSite:
 
     def set(self, place: int, parts: Sequence[LoraPart]) -> int:
         """Put an adapter in a place; without parts it changes nothing here. Returns the bytes that it takes."""
-        held = tuple(
-            LoraPart(part.first, self._kept(part.a), self._kept(part.b.T if self._native else part.b)) for part in parts
-        )
         if self._stack is not None:
             self._stack.set(place, [(self._number(part.first), part.a, part.b) for part in parts])
         elif self._native is not None:
-            joined = torch.cat([part.a for part in held]) if held else torch.empty(0, self.in_features)
-            held = tuple(LoraPart(part.first, joined, part.b) for part in held)
+            joined = self._kept(torch.cat([part.a for part in parts]) if parts else torch.empty(0, self.in_features))
+            held = tuple(LoraPart(part.first, joined, self._kept(part.b.T)) for part in parts)
             self._point(place, held, [part.a.shape[0] for part in parts], joined)
-        self._held[place] = held if self._stack is None else ()
+            self._held[place] = held
+        else:
+            self._held[place] = tuple(LoraPart(first, self._kept(a), self._kept(b)) for first, a, b in parts)
         return sum(part.a.numel() + part.b.numel() for part in parts) * self.dtype.itemsize
 
     def add(self, x: Tensor, y: Tensor, rows: LoraRows | None) -> Tensor:

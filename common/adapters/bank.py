@@ -108,7 +108,12 @@ class AdapterBank:
                 self._retired.discard(adapter.digest)
                 return known
         place = self._take_place(began + PLACE_WAIT_S)
-        held = HeldAdapter(adapter.digest, name, place, adapter.rank, self._fill(place, adapter))
+        try:
+            held = HeldAdapter(adapter.digest, name, place, adapter.rank, self._fill(place, adapter))
+        except BaseException:  # such as for lack of memory: the next adapter overwrites all of the place
+            with self._lock:
+                self._free.append(place)
+            raise
         with self._lock:
             self._held[adapter.digest] = held
         log.info(

@@ -111,11 +111,8 @@ class RequestEngine(Engine, Generic[R, S]):
     def snapshot(self) -> EngineStatus:
         scheduler, model = self.scheduler, self.step_fit.model
         waiting = scheduler.waiting_shape
-        held = self._adapters.held if self._adapters is not None else ()
-        running, all_of_them = (
-            Counter(sequence.request.adapter for sequence in sequences if sequence.adapter >= 0) if held else {}
-            for sequences in (scheduler.running, scheduler)
-        )
+        num_adapters = len(self._adapters.held) if self._adapters is not None else 0
+        running, here = (_users(each) if num_adapters else _users(()) for each in (scheduler.running, scheduler))
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
@@ -134,9 +131,9 @@ class RequestEngine(Engine, Generic[R, S]):
             step_tokens=scheduler.max_step_tokens,
             links=Links(disk=self._restores.link),
             tiers=self._tiers.counts if self._tiers is not None else (),
-            num_adapters=len(held),
+            num_adapters=num_adapters,
             adapters_running=running,
-            adapters_waiting={one: num - running.get(one, 0) for one, num in all_of_them.items()},
+            adapters_waiting=here - running,
         )
 
     def _note_knobs(self, others: Mapping[str, Knob], now: float) -> None:
@@ -258,3 +255,8 @@ class RequestEngine(Engine, Generic[R, S]):
     ) -> None:
         self._reports.fail(router, request_id, attempt, phase, why, retryable=retryable)
         self.metrics.count_failed(phase)
+
+
+def _users(sequences: Iterable[WorkerSequence]) -> Counter[str]:
+    """How many of them use each adapter, by its digest."""
+    return Counter(sequence.request.adapter for sequence in sequences if sequence.adapter >= 0)

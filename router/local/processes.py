@@ -116,6 +116,9 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
     drain_s = prefill.drain_timeout_s if serve.autoscale else WORKER_DRAIN_S
     router = _hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S)
     models = tuple(entry.model for entry in table_of(router).models)
+    if len(models) > 1 and (named := prefill.lora or decode.lora):
+        allowed = "left out with several models: load each adapter at run time, with --max-loras"
+        raise ConfigError("lora", named[0], allowed)
     if serve.autoscale and len(models) > 1:
         allowed = "left out with several models; else a `diptych serve` for each, on a port of its own"
         raise ConfigError("autoscale", True, allowed)
