@@ -101,6 +101,7 @@ class DecodeDuty(Duty):
             launcher=step_launcher(loaded.runner, sampler),
             grammars=grammars,
             tiers=tiers,
+            adapters=loaded.adapters,
         )
         receiver.start()
         sender.start()

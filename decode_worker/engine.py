@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from common.adapters.bank import AdapterBank
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
@@ -79,6 +80,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         launcher: Launcher | None = None,
         grammars: Grammars | None = None,
         tiers: BlockTiers | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
         """A `launcher` launches the steps that it takes before the tokens of the step before are known.
 
@@ -92,7 +94,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             max_prompt_len=longest - 1,
             knows_grammars=grammars is not None,
         )
-        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers)
+        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers, adapters)
         self._runner, self._sampler, self._transfers = runner, sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
         self._counters = DecodeCounters(metrics, block_size=scheduler.block_size)
@@ -160,6 +162,9 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         in_flight = self._pipeline.in_flight
         if in_flight is not None and (in_flight.has_drafts or self.scheduler.lacks_blocks):
             self._drain()  # drafts fix positions, and preemption frees blocks that a step in flight may write to
+        if self._has_unused_adapters:
+            self._drain()
+            self._free_adapters()
         self._pause_due(now)
         model, most_tokens = self.step_fit.model, self.scheduler.most_step_tokens
         output = self.scheduler.schedule(
@@ -274,6 +279,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             return
         self._expire_at = now + EXPIRE_INTERVAL_S
         self._expire_requests(now)
+        if self._pipeline.in_flight is None:
+            self._free_adapters()
         self._remote_prefills.expire(now)
         self._handovers.expire(now)
 

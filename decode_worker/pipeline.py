@@ -125,9 +125,13 @@ def model_chunks(chunks: Sequence[DecodeChunk]) -> list[SequenceChunk]:
     for chunk in chunks:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         tokens = sequence.token_ids[chunk.start : end]
-        prepared.append(SequenceChunk(tokens or (0,), chunk.start, sequence.blocks, chunk.sample, chunk.all_logits))
+        prepared.append(
+            SequenceChunk(
+                tokens or (0,), chunk.start, sequence.blocks, chunk.sample, chunk.all_logits, sequence.adapter
+            )
+        )
         for place, token_id in enumerate(chunk.draft.token_ids, end):
-            prepared.append(SequenceChunk((token_id,), place, sequence.blocks))
+            prepared.append(SequenceChunk((token_id,), place, sequence.blocks, adapter=sequence.adapter))
     return prepared
 
 

@@ -146,12 +146,14 @@ class DecodeSequence(WorkerSequence):
         mine = self.request
         if mine.params.prompt_logprobs >= 0:
             return False
-        return (mine.prompt, mine.params, mine.num_output_tokens, mine.cache_salt, mine.num_reserved_tokens) == (
+        of_mine = (mine.prompt, mine.params, mine.num_output_tokens, mine.cache_salt, mine.num_reserved_tokens)
+        return (*of_mine, mine.adapter) == (
             request.prompt,
             request.params,
             request.num_output_tokens,
             request.cache_salt,
             request.num_reserved_tokens,
+            request.adapter,
         )
 
     def mismatch(self, announced: KVOpen, block_size: int) -> str:

@@ -9,6 +9,7 @@
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
     Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 to 4 bits
+    LoraSite, LoraRows, LoraChange          what the adapters of rows add to such products
     route, Experts                          which MLPs a row uses, and their products, grouped by MLP
     Embedding                               rows of a table, which the head of a tied model may hold
     record, ProgramRecorder, Program        a whole forward pass as one native call
@@ -53,6 +54,7 @@ from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, LatentN
 from kernels.interface.quantised import QuantisedWeight, quantise, unified
 from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
+from kernels.lora import MAX_RANK, NO_ADAPTER, LoraChange, LoraPart, LoraRows, LoraSite
 from kernels.sampling import bits_allowed, sample
 
 __all__ = [
@@ -69,6 +71,12 @@ __all__ = [
     "Kernels",
     "LatentNorm",
     "Linear",
+    "LoraChange",
+    "LoraPart",
+    "LoraRows",
+    "LoraSite",
+    "MAX_RANK",
+    "NO_ADAPTER",
     "NativePlan",
     "Program",
     "QuantisedWeight",

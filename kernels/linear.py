@@ -22,6 +22,7 @@ from kernels.cpu.packed import (
 from kernels.cpu.recorder import Slot
 from kernels.dispatch import gated
 from kernels.interface.quantised import QuantisedWeight
+from kernels.lora import LoraChange
 
 PACKED_FOR_ROWS = 32  # any number serves all batch sizes; this one picks oneDNN's blocked layout
 Weight = Tensor | QuantisedWeight
@@ -74,8 +75,10 @@ class Linear:
         dense: Tensor = self._onednn.to_dense()
         return dense.contiguous()
 
-    def __call__(self, x: Tensor, *, wide: bool = False) -> Tensor:
-        """x [T, in] to [T, out]; float32 when `wide`, else x's dtype."""
+    def __call__(self, x: Tensor, *, wide: bool = False, change: LoraChange | None = None) -> Tensor:
+        """x [T, in] to [T, out]; float32 when `wide`, else x's dtype. A `change` of adapters is added, if not wide."""
+        if change is not None:
+            return change.add(x, self(x))
         if isinstance(x, Slot):
             return x.recorder.linear(x, self.native, self.out_features, "", wide)
         if self.native is not None and (native := native_backend()) is not None:
@@ -101,13 +104,24 @@ class GatedLinear(Linear):
     def __init__(self, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
         self._setup(weight, bias, dtype, alternate=True)
 
-    def activated(self, x: Tensor, activation: str) -> Tensor:
-        """x [T, in] to [T, n]. `activation` as `kernels.gated` has it."""
+    def activated(self, x: Tensor, activation: str, change: LoraChange | None = None) -> Tensor:
+        """x [T, in] to [T, n]. `activation` as `kernels.gated` has it; a `change` is added before it."""
+        if change is not None:
+            return self._changed(x, activation, change)
         if isinstance(x, Slot):
             return x.recorder.linear(x, self.native, self.out_features // 2, activation, False)
         if self.native is not None and (native := native_backend()) is not None:
             return native.linear(x, self.native, activation, False)
         return gated(self._multiply_dense(x), activation)
+
+    def _changed(self, x: Tensor, activation: str, change: LoraChange) -> Tensor:
+        """In two passes: rows that nothing changes keep the bits that one pass gives them."""
+        if isinstance(x, Slot):
+            both = change.add(x, x.recorder.linear(x, self.native, self.out_features, "", False))
+            return x.recorder.gate_panels(both, activation)
+        if self.native is not None and (native := native_backend()) is not None:
+            return native.gate_panels(change.add(x, native.linear(x, self.native, "", False)), activation)
+        return gated(change.add(x, self._multiply_dense(x)), activation)
 
 
 def _native(weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: bool) -> PackedWeight | None:

@@ -53,6 +53,7 @@ class PrefillDuty(Duty):
             self.parts.metrics,
             grammars=grammars,
             tiers=tiers,
+            adapters=loaded.adapters,
             pooler=None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score),
         )
         sender.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from common.adapters.bank import AdapterBank
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
@@ -47,6 +48,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         grammars: Grammars | None = None,
         pooler: Pooler | None = None,
         tiers: BlockTiers | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
         """Without `grammars`, requests with a grammar are refused. With a `pooler` all requests are for its vectors.
 
@@ -60,7 +62,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             knows_grammars=grammars is not None,
             pooling=pooler.pooling if pooler is not None else "",
         )
-        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers)
+        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers, adapters)
         self._reports = Reports(config.identity, self.emit)
         self._runner, self._sampler, self._sender, self._pooler = runner, sampler, sender, pooler
 
@@ -104,6 +106,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         if self._sender.failure is not None:
             raise RuntimeError("the KV sender died") from self._sender.failure
         self._expire_requests(now)
+        self._free_adapters()
 
     def tell_progress(self, *, has_stepped: bool) -> None:
         if not has_stepped:
@@ -277,4 +280,4 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
 def _model_chunk(chunk: PrefillChunk) -> SequenceChunk:
     sequence = chunk.sequence
     tokens = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    return SequenceChunk(tokens, chunk.start, sequence.blocks, chunk.sample, chunk.all_logits)
+    return SequenceChunk(tokens, chunk.start, sequence.blocks, chunk.sample, chunk.all_logits, sequence.adapter)

@@ -33,6 +33,7 @@ from common.wire.messages import (
     RequestFailed,
     ResetPrefixCache,
     RouterHeartbeat,
+    SetAdapter,
     TokenDelta,
     TokenOutput,
     WorkerHeartbeat,
@@ -59,6 +60,7 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         ResetPrefixCache(request_id=request_id),
         ChangeRole(role="prefill", reason=request_id),
         BlockSnapshotRequest(epoch=BIG),
+        SetAdapter(name=request_id, version=BIG, path="/nowhere"),
         BlockEvents(epoch=epoch, sequence=BIG, stored=b"x" * 8_000, removed=b"12345", cleared=True),
         BlockSnapshot(epoch=epoch, sequence=BIG, piece=BIG, num_pieces=BIG, hashes=b"x" * 8_000),
         WorkerHello(

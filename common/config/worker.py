@@ -15,6 +15,7 @@ CPU_BLOCK, GPU_BLOCK = 16, 64
 """Tokens: on a GPU a tile of keys is a block of 64, so attention reads one entry of the block table a tile."""
 CPU_KV_GIB = 1.0
 _CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
+ADAPTER_NAME = r"[!-+\-.-<>-~]{1,256}"
 _IDENTITY = r"[A-Za-z0-9_.:-]{0,128}"
 
 
@@ -96,6 +97,23 @@ class WorkerConfig(CommonConfig, PodSettings):
         ge=0,
         le=1_000_000_000,
     )
+    lora: tuple[str, ...] = setting(
+        (),
+        "LoRA adapters to load at the start: a folder in PEFT's layout, under the name that requests give as model",
+        group="Model",
+        pattern=rf"{ADAPTER_NAME}=[^,]{{1,1024}}",
+        expects="NAME=PATH, each name once and without spaces, commas and =",
+        metavar="NAME=PATH",
+    )
+    max_loras: int = setting(
+        0,
+        "LoRA adapters that a worker may hold at a time; 0: as many as --lora names. More than those can be loaded and "
+        "unloaded at the router while it serves",
+        group="Model",
+        ge=0,
+        le=128,
+    )
+    max_lora_rank: int = setting(64, "largest rank of a LoRA adapter", group="Model", ge=1, le=512)
     device: str = setting(
         "cpu",
         "where the model runs",
@@ -221,12 +239,25 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("kv_cache_dtype", "int8", f"auto or fp8 on {self.device}")
         parse_cores(self.cores)
         self._check_tiers()
+        self._check_adapters()
 
     def _check_tiers(self) -> None:
         if bool(self.kv_disk_path) != (self.kv_disk_gib > 0):
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "above 0 with --kv-disk-path, and 0 without")
         if self.kv_disk_gib and not self.enable_prefix_caching:
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "0 without prefix caching: it holds cached blocks")
+
+    def _check_adapters(self) -> None:
+        names = [one.partition("=")[0] for one in self.lora]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError("lora", twice[0], "each name once")
+        if self.max_loras and len(names) > self.max_loras:
+            raise ConfigError("max_loras", self.max_loras, f"0, or at least the {len(names)} of --lora")
+
+    @property
+    def lora_places(self) -> int:
+        """How many adapters it holds at most."""
+        return self.max_loras or len(self.lora)
 
     @property
     def on_gpu(self) -> bool:

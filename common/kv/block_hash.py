@@ -13,13 +13,17 @@ class BlockHasher:
     """Hashes the blocks of one growing sequence, each once.
 
     `hash_i = blake2b(hash_{i-1} + tokens of block i)`. The chain starts from the salt, so that tenants with different
-    salts never share a block. It leaves the model out: a pool holds the blocks of one model only.
+    salts never share a block, and from the adapter, as the key of the salt's hash: it changes keys and values. It
+    leaves the model out: a pool holds the blocks of one model only.
     """
 
-    def __init__(self, block_size: int, salt: str = "") -> None:
+    def __init__(self, block_size: int, salt: str = "", adapter: str = "") -> None:
+        """`adapter` is the digest of its weights, in hexadecimal; "": the base model."""
         self.block_size = block_size
         self.hashes: list[bytes] = []
-        self._tail = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+        self._tail = hashlib.blake2b(
+            salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, key=bytes.fromhex(adapter)
+        ).digest()
 
     def copy(self) -> BlockHasher:
         """A hasher that goes on from the same blocks."""

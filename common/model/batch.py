@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.kv.cache import KVCache
 from common.model_files.config import ModelConfig
-from kernels import AttentionPlan, QuerySpan, plan_attention
+from kernels import NO_ADAPTER, AttentionPlan, QuerySpan, plan_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class SequenceChunk:
 
     `block_table` names the sequence's blocks in order, and may be longer than needed. With `sample`, the runner
     returns the logits that follow the chunk's last token, with `all_logits` those that follow each of its tokens.
+    `adapter` is the place of the adapter that its tokens use.
     """
 
     token_ids: Sequence[int]
@@ -28,6 +29,7 @@ class SequenceChunk:
     block_table: Sequence[int]
     sample: bool = True
     all_logits: bool = False
+    adapter: int = NO_ADAPTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class ForwardBatch:
     slots                  int64 [T], block * block_size + slot within the block: where each token's KV goes
     sampled                int64 [n], rows of [T] whose logits are wanted, or None when those are all T rows
     plan                   of attention, shared by all layers
+    adapters               int64 [T], places of the adapters that rows use; None where none uses one
     """
 
     num_tokens: int
@@ -46,6 +49,7 @@ class ForwardBatch:
     slots: Tensor
     sampled: Tensor | None
     plan: AttentionPlan
+    adapters: Tensor | None = None
 
     @classmethod
     def build(cls, chunks: Sequence[SequenceChunk], config: ModelConfig, kv: KVCache) -> ForwardBatch:
@@ -63,6 +67,7 @@ class ForwardBatch:
                 sampled.extend(range(len(token_ids) - len(chunk.token_ids), len(token_ids)))
             elif chunk.sample:
                 sampled.append(len(token_ids) - 1)
+        places = [chunk.adapter for chunk in chunks]
         ids = np.array(token_ids, dtype=np.int64)
         if ids.min() < 0 or ids.max() >= config.vocab_size:
             wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
@@ -75,7 +80,15 @@ class ForwardBatch:
             slots=torch.from_numpy(slots).to(kv.device),
             sampled=None if len(sampled) == len(ids) else torch.tensor(sampled, dtype=torch.int64, device=kv.device),
             plan=plan_attention(spans, kv.layout, config.num_heads, kv.device),
+            adapters=_adapters(places, [span.num_rows for span in spans], kv.device),
         )
+
+
+def _adapters(places: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor | None:
+    """The adapter of each row, of chunks of `counts` rows; None where none has one."""
+    if all(place == NO_ADAPTER for place in places):
+        return None
+    return torch.from_numpy(np.repeat(np.array(places, dtype=np.int64), counts)).to(device)
 
 
 def check_chunk(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:

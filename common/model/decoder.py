@@ -9,24 +9,42 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from common.errors import ModelError
 from common.kv.cache import KVCache
 from common.model.batch import ForwardBatch
+from common.model.lora import LayerSites, StepChanges, layer_sites
+from common.model.mlp import MLP
 from common.model.rope import RopeTable
 from common.model.weights import LayerWeights, ModelWeights
 from common.model_config.rope import RopeConfig
 from common.model_files.config import ModelConfig
-from kernels import AttentionPlan, NativePlan, Program, ProgramRecorder, paged_attention, record, rotate_and_write
+from kernels import (
+    AttentionPlan,
+    LoraChange,
+    LoraRows,
+    LoraSite,
+    NativePlan,
+    Program,
+    ProgramRecorder,
+    paged_attention,
+    record,
+    rotate_and_write,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: see `ForwardBatch`; the cache; cos / sin [T, head_dim / 2] of each rotary embedding."""
+    """One forward pass: see `ForwardBatch`; the cache; cos / sin [T, head_dim / 2] of each rotary embedding.
+
+    `changes` are those of adapters, None where no row has one.
+    """
 
     slots: Tensor
     sampled: Tensor | None
     plan: AttentionPlan
     kv: Tensor
     ropes: dict[RopeConfig, tuple[Tensor, Tensor]]
+    changes: StepChanges | None = None
 
 
 class Decoder(ABC):
@@ -41,19 +59,22 @@ class Decoder(ABC):
             for rope in set(config.layer_ropes)
         }
         self._program: Program | Literal[False] | None = None
+        self._adapted: Program | Literal[False] | None = None  # the same with what adapters add
+        self._sites: tuple[LayerSites, ...] = ()
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Writes the KV of the batch's tokens into their slots; returns logits float32 [num sampled, vocab_size].
 
         A model without a head returns its normed hidden states instead, float32 [num sampled, hidden_size].
         """
-        if self._program is None and isinstance(batch.plan, NativePlan):
-            self._program = record(self.dtype, lambda recorder: self._record(recorder, kv.tensor)) or False
-        if self._program and isinstance(batch.plan, NativePlan):
+        if batch.adapters is not None and not self._sites:
+            raise ModelError("a step names adapters, and this model has none")
+        program = self._program_for(batch, kv)
+        if program and isinstance(batch.plan, NativePlan):
             index = (batch.token_ids, batch.positions, batch.slots, batch.sampled)
-            return self._finished(self._program.run(*index, kv.tensor, batch.plan))
+            return self._finished(program.run(*index, kv.tensor, batch.plan, batch.adapters))
         ropes = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
-        step = Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes)
+        step = Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes, self._changes(batch))
         hidden = self.weights.embedding(batch.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
@@ -71,12 +92,39 @@ class Decoder(ABC):
 
     def run_by_operation(self) -> None:
         """Makes later steps run operation by operation, as on devices without programs."""
-        self._program = False
+        self._program = self._adapted = False
 
-    def _record(self, recorder: ProgramRecorder, kv: Tensor) -> Tensor:
+    def add_sites(self, max_loras: int, max_rank: int) -> tuple[LayerSites, ...]:
+        """Makes places for `max_loras` adapters: what is put into these sites is added for rows that name a place."""
+        self._sites = tuple(
+            layer_sites(self.config, layer, max_loras, max_rank, self.dtype, self.device)
+            for layer in self.weights.layers
+        )
+        return self._sites
+
+    def _program_for(self, batch: ForwardBatch, kv: KVCache) -> Program | Literal[False] | None:
+        """The program of such a step. Steps without adapters keep theirs, whatever adapters there are."""
+        if not isinstance(batch.plan, NativePlan):
+            return None
+        if batch.adapters is None:
+            if self._program is None:
+                self._program = record(self.dtype, lambda recorder: self._record(recorder, kv.tensor)) or False
+            return self._program
+        if self._adapted is None:
+            changes = StepChanges(self._sites, None, None)
+            self._adapted = record(self.dtype, lambda recorder: self._record(recorder, kv.tensor, changes)) or False
+        return self._adapted
+
+    def _changes(self, batch: ForwardBatch) -> StepChanges | None:
+        if batch.adapters is None:
+            return None
+        rows = LoraRows(batch.adapters)
+        return StepChanges(self._sites, rows, rows if batch.sampled is None else rows.select(batch.sampled))
+
+    def _record(self, recorder: ProgramRecorder, kv: Tensor, changes: StepChanges | None = None) -> Tensor:
         """Runs the layers on a recorder's slots; returns the slot of the logits, or of the hidden states."""
         ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
-        step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes)
+        step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes, changes)
         hidden = self.weights.embedding.record(recorder, float(self._embedding_scale))
         return self._headed(self.layers(hidden, step))
 
@@ -88,7 +136,7 @@ class Decoder(ABC):
         """Projections, rotary embedding, KV write and attention of one layer: [T or sampled, hidden_size]."""
         config, kv = self.config, step.kv
         q = rotate_and_write(
-            weights.qkv(normed),
+            weights.qkv(normed, change=self._change(step, index, "qkv")),
             *step.ropes[config.layer_ropes[index]],
             kv,
             index,
@@ -107,11 +155,21 @@ class Decoder(ABC):
             softcap=config.attention_softcap,
             sinks=weights.sinks,
         )
-        return weights.output(self.wanted(index, mixed.flatten(1), step))
+        return weights.output(self.wanted(index, mixed.flatten(1), step), change=self._change(step, index, "output"))
 
-    def mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
+    def mlp(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """Gated MLP of normed rows, or experts."""
-        return weights.mlp(normed, self.config.activation)
+        if step.changes is None or not isinstance(weights.mlp, MLP):
+            return weights.mlp(normed, self.config.activation)
+        changes = (self._change(step, index, site) for site in ("gate_up", "down"))
+        return weights.mlp(normed, self.config.activation, *changes)
+
+    def _change(self, step: Step, index: int, name: Literal["qkv", "output", "gate_up", "down"]) -> LoraChange | None:
+        """What adapters change at one matrix in this step."""
+        if step.changes is None:
+            return None
+        site: LoraSite | None = getattr(self._sites[index], name)
+        return step.changes.at(site, index, after_attention=name != "qkv")
 
     def wanted(self, index: int, rows: Tensor, step: Step) -> Tensor:
         """The rows that are computed further: after the last layer's attention only the sampled ones."""

@@ -21,6 +21,6 @@ class Gemma(Decoder):
                 raise ModelError(f"layer {index} lacks the norms after attention and MLP of Gemma: load it again")
             mixed = rms_norm(self.attention(index, layer, normed, step), layer.post_attention_norm, eps)
             hidden, normed = add_rms_norm(self.wanted(index, hidden, step), mixed, layer.mlp_norm, eps)
-            change = rms_norm(self.mlp(layer, normed), layer.post_mlp_norm, eps)
+            change = rms_norm(self.mlp(index, layer, normed, step), layer.post_mlp_norm, eps)
             hidden, normed = add_rms_norm(hidden, change, next_norm, eps)
         return normed

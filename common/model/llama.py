@@ -18,5 +18,5 @@ class Llama(Decoder):
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             mixed = self.attention(index, layer, normed, step)
             hidden, normed = add_rms_norm(self.wanted(index, hidden, step), mixed, layer.mlp_norm, eps)
-            hidden, normed = add_rms_norm(hidden, self.mlp(layer, normed), next_norm, eps)
+            hidden, normed = add_rms_norm(hidden, self.mlp(index, layer, normed, step), next_norm, eps)
         return normed

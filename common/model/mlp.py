@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels import Experts, GatedLinear, Linear, Routing, add_gated, route
+from kernels import Experts, GatedLinear, Linear, LoraChange, Routing, add_gated, route
 
 
 class FeedForward(Protocol):
@@ -25,8 +25,11 @@ class MLP:
     gate_up: GatedLinear
     down: Linear
 
-    def __call__(self, rows: Tensor, activation: str) -> Tensor:
-        return self.down(self.gate_up.activated(rows, activation))
+    def __call__(
+        self, rows: Tensor, activation: str, gate_up: LoraChange | None = None, down: LoraChange | None = None
+    ) -> Tensor:
+        """With what adapters change at either matrix."""
+        return self.down(self.gate_up.activated(rows, activation, gate_up), change=down)
 
 
 @dataclass(frozen=True, slots=True)

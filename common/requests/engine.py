@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from common.errors import WireError
 from common.grammar.grammars import GrammarReady, Grammars
@@ -29,6 +30,9 @@ from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestRece
 from common.worker.metrics import WorkerMetrics
 from common.worker.step_times import StepRate
 
+if TYPE_CHECKING:  # torch
+    from common.adapters.bank import AdapterBank
+
 R = TypeVar("R", PrefillRequest, DecodeRequest)
 S = TypeVar("S", bound=WorkerSequence)
 
@@ -51,10 +55,11 @@ class RequestEngine(Engine, Generic[R, S]):
         metrics: WorkerMetrics,
         grammars: Grammars | None,
         tiers: BlockTiers | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
-        """Without `grammars`, requests with a grammar are refused."""
+        """Without `grammars`, requests with a grammar are refused, without `adapters` those that name one."""
         super().__init__(send)
-        self._tiers = tiers
+        self._tiers, self._adapters = tiers, adapters
         self._restores = Restores(tiers, scheduler.block_size, metrics)
         self.scheduler: Scheduler[S] = scheduler
         self.metrics = metrics
@@ -106,6 +111,8 @@ class RequestEngine(Engine, Generic[R, S]):
     def snapshot(self) -> EngineStatus:
         scheduler, model = self.scheduler, self.step_fit.model
         waiting = scheduler.waiting_shape
+        num_adapters = len(self._adapters.held) if self._adapters is not None else 0
+        running, here = (_users(each) if num_adapters else _users(()) for each in (scheduler.running, scheduler))
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
@@ -124,6 +131,9 @@ class RequestEngine(Engine, Generic[R, S]):
             step_tokens=scheduler.max_step_tokens,
             links=Links(disk=self._restores.link),
             tiers=self._tiers.counts if self._tiers is not None else (),
+            num_adapters=num_adapters,
+            adapters_running=running,
+            adapters_waiting=here - running,
         )
 
     def _note_knobs(self, others: Mapping[str, Knob], now: float) -> None:
@@ -158,17 +168,34 @@ class RequestEngine(Engine, Generic[R, S]):
         except WireError as error:
             self._refuse(router, request, str(error))
             return
+        adapter = self._adapters.place(request.adapter) if self._adapters is not None else None
+        if request.adapter and adapter is None:
+            self._refuse(router, request, f"adapter {request.adapter} is not loaded here", retryable=True)
+            return
         if too_many := self._overload():
             self._refuse(router, request, too_many, retryable=True)
             return
-        hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
+        hasher = BlockHasher(self.scheduler.block_size, request.cache_salt, request.adapter)
         sequence = self._add(router, request, token_ids, hasher, time.monotonic())
+        sequence.adapter = sequence.adapter if adapter is None else adapter
         self.scheduler.expect_hits(sequence, self._restores.num_held)
         self._grammars.ask(sequence)
 
     def _continue(self, known: S, request: R) -> bool:
         """Go on with a sequence under the new attempt `request`. False if that attempt must start from its prompt."""
         return False
+
+    @property
+    def _has_unused_adapters(self) -> bool:
+        """Whether adapters were retired that no sequence uses any more."""
+        if self._adapters is None or not (retired := self._adapters.retired):
+            return False
+        return not retired <= {sequence.request.adapter for sequence in self.scheduler}
+
+    def _free_adapters(self) -> None:
+        """Free them. No step may be in flight: one that has outlived its sequences may read them."""
+        if self._adapters is not None and self._has_unused_adapters:
+            self._adapters.free({sequence.request.adapter for sequence in self.scheduler})
 
     @property
     @abstractmethod
@@ -228,3 +255,8 @@ class RequestEngine(Engine, Generic[R, S]):
     ) -> None:
         self._reports.fail(router, request_id, attempt, phase, why, retryable=retryable)
         self.metrics.count_failed(phase)
+
+
+def _users(sequences: Iterable[WorkerSequence]) -> Counter[str]:
+    """How many of them use each adapter, by its digest."""
+    return Counter(sequence.request.adapter for sequence in sequences if sequence.adapter >= 0)

@@ -24,7 +24,7 @@ class WorkerSequence:
     of them are in the prefix cache. Of the tokens, `num_request_tokens` came with the request, and `num_cached` were
     found in a prefix cache, `num_restored` of these in a tier below memory; `num_expected_hits` were there when the
     request came, or are being read by `read`, during which nothing of it is computed. Times are engine clock, in
-    seconds: the first token is due at `due_at`, infinity without a goal.
+    seconds: the first token is due at `due_at`, infinity without a goal. `adapter`: the place of the one that it uses.
     """
 
     router: bytes
@@ -45,6 +45,7 @@ class WorkerSequence:
     constraint: Constraint | None = None
     read: BlockRead | None = None
     num_restored: int = 0
+    adapter: int = -1
 
     def __post_init__(self) -> None:
         self.num_request_tokens = len(self.token_ids)

@@ -23,13 +23,13 @@ from common.model.batch import ForwardBatch, SequenceChunk, check_chunk
 from common.runner.buckets import bucket_for, bucket_sizes
 from common.runner.graph_capture import StepRecorder
 from common.runner.runner import ModelRunner, RunnableModel, StepProfile
-from kernels import QuerySpan, on_device
+from kernels import NO_ADAPTER, QuerySpan, on_device
 from kernels.gpu.device_plan import GPUPlan, Staging
 
 log = logging.getLogger(__name__)
 
-TOKEN, POSITION, SLOT, SOURCE = range(4)  # rows of a step's inputs
-NUM_INPUTS = 4
+TOKEN, POSITION, SLOT, SOURCE, ADAPTER = range(5)  # rows of a step's inputs
+NUM_INPUTS = 5
 FROM_HOST = -1
 """The source of a row whose token comes from the host; others name a row of the step before."""
 
@@ -48,9 +48,19 @@ class GraphRunner(ModelRunner):
     """A `ModelRunner` whose steps of one sampled token a sequence are replays, up to `max_num_seqs` of them."""
 
     def __init__(
-        self, model: RunnableModel, kv: KVCache, recorder: StepRecorder, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: RunnableModel,
+        kv: KVCache,
+        recorder: StepRecorder,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        adapts: bool = False,
     ) -> None:
-        """Records every step, largest first: takes seconds on a GPU, and memory for one step of the largest size."""
+        """Records every step, largest first: takes seconds on a GPU, and memory for one step of the largest size.
+
+        With `adapts` it records each step once more, with what adapters add: steps without any do not pay for them.
+        """
         super().__init__(model, kv)
         self._max_blocks = min(-(-max_model_len // kv.block_size), kv.num_blocks)
         self._sizes = bucket_sizes(max_num_seqs)
@@ -61,7 +71,11 @@ class GraphRunner(ModelRunner):
             self.logits = torch.zeros(largest, model.config.vocab_size, dtype=torch.float32, device=kv.device)
             self.sampled = torch.zeros(largest, dtype=torch.int64, device=kv.device)
             began = time.perf_counter()
-            self._steps = {size: self._record(size, recorder) for size in reversed(self._sizes)}
+            self._steps = {
+                (size, adapted): self._record(size, recorder, adapted=adapted)
+                for size in reversed(self._sizes)
+                for adapted in ((True, False) if adapts else (False,))
+            }
         log.info("recorded %d decode steps in %.1f s", len(self._steps), time.perf_counter() - began)
 
     @property
@@ -100,7 +114,7 @@ class GraphRunner(ModelRunner):
         for chunk in chunks:
             check_chunk(chunk, self.model.config, self.kv)
         with on_device(self.kv.device), torch.inference_mode():
-            step = self._steps[size]
+            step = self._steps[size, any(chunk.adapter != NO_ADAPTER for chunk in chunks)]
             host = self._staging.next()[: NUM_INPUTS * size].reshape(NUM_INPUTS, size)
             _write_inputs(host, chunks, sources, self.kv.block_size, self.model.config.vocab_size)
             self._staging.send(NUM_INPUTS * size)
@@ -111,11 +125,11 @@ class GraphRunner(ModelRunner):
         self.profile = StepProfile(len(chunks), len(chunks), prepared - began, done - prepared)
         return self.logits[: len(chunks)]
 
-    def _record(self, size: int, recorder: StepRecorder) -> RecordedStep:
+    def _record(self, size: int, recorder: StepRecorder, *, adapted: bool) -> RecordedStep:
         config, kv = self.model.config, self.kv
         inputs = self._memory[: NUM_INPUTS * size].view(NUM_INPUTS, size)
         inputs.zero_()
-        inputs[SLOT], inputs[SOURCE] = -1, FROM_HOST
+        inputs[SLOT], inputs[SOURCE], inputs[ADAPTER] = -1, FROM_HOST, NO_ADAPTER
         plan = GPUPlan.empty(size, self._max_blocks, kv.layout, config.num_heads, kv.device)
 
         def run() -> None:
@@ -123,7 +137,8 @@ class GraphRunner(ModelRunner):
             before = self.sampled.index_select(0, inputs[SOURCE].clamp_min(0)).clamp(0, config.vocab_size - 1)
             token_ids = torch.where(inputs[SOURCE] < 0, inputs[TOKEN], before)
             plan.prepare()
-            batch = ForwardBatch(size, token_ids, inputs[POSITION], inputs[SLOT], None, plan)
+            adapters = inputs[ADAPTER] if adapted else None
+            batch = ForwardBatch(size, token_ids, inputs[POSITION], inputs[SLOT], None, plan, adapters)
             self.logits[:size].copy_(self.model.forward(batch, kv))
 
         return RecordedStep(size, inputs, plan, recorder.record(run))
@@ -143,5 +158,5 @@ def _write_inputs(
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"token id {token_id} is outside of the vocabulary of {vocab_size}")
         slot = chunk.block_table[start // block_size] * block_size + start % block_size
-        host[:, i] = (token_id, start, slot, sources[i])
-    host[:, count:] = np.array([[0], [0], [-1], [FROM_HOST]])
+        host[:, i] = (token_id, start, slot, sources[i], chunk.adapter)
+    host[:, count:] = np.array([[0], [0], [-1], [FROM_HOST], [NO_ADAPTER]])

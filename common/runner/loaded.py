@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 
+from common.adapters.bank import AdapterBank
 from common.config import DecodeWorkerConfig, WorkerConfig
 from common.errors import ConfigError, ModelError
 from common.kv.cache import KVCache, block_bytes
 from common.machine.core_share import CoreShare
+from common.model.decoder import Decoder
 from common.model.load import load_model, load_score, open_model
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
@@ -44,6 +46,7 @@ class LoadedModel:
     max_model_len: int
     num_threads: int
     task: ServedTask = GENERATES
+    adapters: AdapterBank | None = None
     score: torch.Tensor | None = None
     """The head of a model that scores, float32 [labels, hidden_size]."""
 
@@ -109,6 +112,7 @@ class LoadedModel:
         torch.set_num_threads(num_threads)
         compute_exactly()
         model = load()
+        adapters = bank_of(model, config)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_size = config.block_tokens
@@ -147,6 +151,7 @@ class LoadedModel:
             config.max_model_len or longest,
             num_threads,
             task,
+            adapters,
         )
 
 
@@ -174,6 +179,15 @@ def compute_exactly() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
+def bank_of(model: RunnableModel, config: WorkerConfig) -> AdapterBank | None:
+    """Places for the adapters that the settings allow. Raises ConfigError for a model that takes none."""
+    if not config.lora_places:
+        return None
+    if not isinstance(model, Decoder):
+        raise ConfigError("max_loras", config.lora_places, "0: this model takes no adapters")
+    return AdapterBank(model, max_loras=config.lora_places, max_rank=config.max_lora_rank)
+
+
 def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
     """A runner of recorded decode steps for a decode worker with a CUDA device and Triton, else None."""
     if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or kv.device.type != "cuda":
@@ -186,7 +200,14 @@ def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> Mo
 
     longest = config.max_model_len or model.config.max_model_len
     recorder = GraphRecorder(kv.device)
-    return GraphRunner(model, kv, recorder, max_num_seqs=config.places, max_model_len=longest)
+    return GraphRunner(
+        model,
+        kv,
+        recorder,
+        max_num_seqs=config.places,
+        max_model_len=longest,
+        adapts=config.lora_places > 0,
+    )
 
 
 def native_dtype(device: str) -> str:

@@ -36,6 +36,8 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples:
     try:
         runner = make()
         runner.forward([SequenceChunk((0, 0), 0, (0,))])
+        if config.lora_places:  # what adapters add, of one that changes nothing yet
+            runner.forward([SequenceChunk((0, 0), 0, (0,), adapter=0)])
         runner.forward([SequenceChunk((0,) * TIMED_TOKENS, 0, (0,))])
         if runner.kv.device.type == "cuda":
             run_every_kind(runner, num_tokens, max(1, config.places), samples=samples)

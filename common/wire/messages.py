@@ -1,10 +1,11 @@
-"""Every message that crosses a process border: one closed union, in a file each for routers, workers and KV transfers.
+"""Every message that crosses a process border: one closed union, in files for routers, workers, adapters and KV.
 
 Other modules import messages from here. `codec.py` packs them.
 """
 
 from __future__ import annotations
 
+from common.wire.adapter_messages import FLAG_VERSION, MAX_ADAPTERS, AdapterState, SetAdapter
 from common.wire.kv_messages import (
     MAX_BLOCKS_PER_FRAME,
     NONCE_BYTES,
@@ -55,12 +56,14 @@ from common.wire.worker_messages import (
 
 __all__ = [
     "AbortRequest",
+    "AdapterState",
     "AnyMessage",
     "BlockEvents",
     "BlockSnapshot",
     "BlockSnapshotRequest",
     "ChangeRole",
     "DecodeRequest",
+    "FLAG_VERSION",
     "HandOver",
     "KVAck",
     "KVBlocks",
@@ -71,6 +74,7 @@ __all__ = [
     "KVOpen",
     "KVTarget",
     "KVWait",
+    "MAX_ADAPTERS",
     "MAX_BLOCKS_PER_FRAME",
     "MAX_OUTPUTS",
     "MAX_POOLED_VALUES",
@@ -87,6 +91,7 @@ __all__ = [
     "RouterHeartbeat",
     "RouterHello",
     "SHORT_HASH_BYTES",
+    "SetAdapter",
     "ShortHashes",
     "Timeline",
     "ToDecode",

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from common.wire.adapter_messages import Digest, SetAdapter
 from common.wire.message_fields import (
     PROTOCOL_VERSION,
     Address,
@@ -54,7 +55,8 @@ class PrefillRequest(Message, frozen=True, tag=3):
     `decode` is None when no worker needs the KV, as for an answer of one token. The last `num_output_tokens` of the
     prompt are output of an earlier attempt. `deadline_s` is what is left of the request's time when sent, `ttft_s` what
     is left until its first token is due, `tpot_s` what each later token may take; 0 for no goal. Requests of higher
-    `priority` have their turn first. The worker acknowledges `serial` in its heartbeats.
+    `priority` have their turn first. The worker acknowledges `serial` in its heartbeats. `adapter` is the digest of the
+    one that the prompt uses; "": the base model.
     """
 
     request_id: Name
@@ -70,6 +72,7 @@ class PrefillRequest(Message, frozen=True, tag=3):
     serial: Count = 0
     tpot_s: Seconds = 0.0
     priority: Priority = 0
+    adapter: Digest = ""
 
 
 class DecodeRequest(Message, frozen=True, tag=4):
@@ -77,7 +80,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
 
     `prefill_worker` names the worker that sends the KV; empty: prefill locally. In a hand-over it is another decode
     worker, which decodes on meanwhile, by at most `num_reserved_tokens` beyond this prompt: the worker allocates blocks
-    for these too until the hand-over is done. The last four fields are as in `PrefillRequest`.
+    for these too until the hand-over is done. The last five fields are as in `PrefillRequest`.
     """
 
     request_id: Name
@@ -94,6 +97,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
     serial: Count = 0
     tpot_s: Seconds = 0.0
     priority: Priority = 0
+    adapter: Digest = ""
 
 
 class AbortRequest(Message, frozen=True, tag=5):
@@ -153,4 +157,5 @@ ToWorker = (
     | HandOver
     | BlockSnapshotRequest
     | ChangeRole
+    | SetAdapter
 )

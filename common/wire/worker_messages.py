@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from common.latency.link_model import Links
 from common.latency.step_model import StepModel
+from common.wire.adapter_messages import MAX_ADAPTERS, AdapterState
 from common.wire.message_fields import MAX_TOKENS, Count, Finite, Message, Name, Reason, Seconds, Text
 from common.wire.sampling_params import TokenLogprobs
 
@@ -32,7 +33,7 @@ class WorkerHello(Message, frozen=True, tag=20):
     `lost_router`: the receiving router was silent for too long, which also a frozen worker finds when it wakes up. Its
     requests here are gone, and it must say hello again. `max_step_tokens` prompt tokens are computed in one step.
     `home` is the role that the process was started with, `role` the one that it has now; with `changes_role` a router
-    may change it, which begins a new epoch.
+    may change it, which begins a new epoch. The worker has places for `max_loras` adapters.
     """
 
     worker_id: Name
@@ -51,6 +52,7 @@ class WorkerHello(Message, frozen=True, tag=20):
     max_step_tokens: Count = 0
     home: Text = ""
     changes_role: bool = False
+    max_loras: Count = 0
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):
@@ -63,7 +65,7 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     `block_sequence`; 0: the prefix cache has always been empty. At present `batch_cap` requests run side by side at
     most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says. `planner` is the id of the
     router that may change roles: the least of those that said they would; "" if none did. `links` is fitted to the KV
-    transfers that came to this worker, and to reads of its tier.
+    transfers that came to this worker, and to reads of its tier. `adapters` are all that it was told of.
     """
 
     worker_id: Name
@@ -91,6 +93,7 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     step_tokens: Count = 0
     planner: Text = ""
     links: Links = Links()
+    adapters: Annotated[tuple[AdapterState, ...], Meta(max_length=MAX_ADAPTERS)] = ()
 
 
 class BlockEvents(Message, frozen=True, tag=25):

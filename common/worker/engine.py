@@ -73,6 +73,7 @@ class EngineStatus:
 
     `batch_cap` requests run side by side at most, and `step_tokens` prompt tokens are computed in one step, as things
     are.
+    `num_adapters` take a place; requests that use one run or wait, by its digest.
     `serials`: by router, the largest serial of a request that the snapshot counts. `at`: when it was published.
     """
 
@@ -94,6 +95,9 @@ class EngineStatus:
     batch_cap: int = 0
     step_tokens: int = 0
     tiers: Sequence[TierCounts] = ()
+    num_adapters: int = 0
+    adapters_running: Mapping[str, int] = field(default_factory=dict)
+    adapters_waiting: Mapping[str, int] = field(default_factory=dict)
     at: float = 0.0
 
     def waiting_left_s(self, now: float) -> float:

@@ -141,6 +141,10 @@ class WorkerMetrics:
         self._knob, self._knob_changes = self._knobs()
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
 
+    def register(self, collector: Callable[[dict[str, str]], Collector]) -> None:
+        """Show what a collector, made with the labels of this worker, collects."""
+        self.registry.register(collector(self._labels))
+
     def change_role(self, role: str) -> None:
         """Signals for autoscalers are those of this role from now on."""
         self._role = role

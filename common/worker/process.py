@@ -36,9 +36,12 @@ from common.wire.messages import (
     DecodeRequest,
     PrefillRequest,
     RequestFailed,
+    SetAdapter,
     WorkerHeartbeat,
     WorkerHello,
 )
+from common.worker.adapter_metrics import AdapterCollector
+from common.worker.adapters import WorkerAdapters
 from common.worker.control import ControlServer, bind_control
 from common.worker.duties import DRAIN_POLL_S, Duties
 from common.worker.duty import DutyOffer
@@ -72,6 +75,8 @@ class WorkerProcess:
         self.curve = Curve.load(config.curve_key, config.curve_authorized)
         self.gatekeeper: Gatekeeper | None = None
         self.control: ControlServer | None = None
+        self.adapters = WorkerAdapters(self._tell_routers)
+        self.metrics.register(lambda labels: AdapterCollector(self.adapters, self._status, labels, config.lora_places))
         self.duties = Duties(home, other, self.blocking_context, self.curve, self.metrics, identity)
 
     async def run(self) -> None:
@@ -138,6 +143,7 @@ class WorkerProcess:
 
     async def _close(self, http: WorkerHTTP) -> None:
         """End the engine and all threads, and close the sockets."""
+        await self.adapters.close()
         has_ended = await asyncio.to_thread(self.duties.stop)
         await http.stop()
         if self.gatekeeper is not None:
@@ -161,6 +167,8 @@ class WorkerProcess:
     async def _start_engine(self, control: ControlServer) -> None:
         began = time.monotonic()
         files, loaded = await asyncio.to_thread(self._load)
+        if loaded.adapters is not None:
+            await self.adapters.load_flags(loaded.adapters, self.config.lora)
         if self.config.kv_transport == "shm" and loaded.kv.shared is None:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
@@ -219,6 +227,8 @@ class WorkerProcess:
         if isinstance(message, ChangeRole):
             if control is not None:
                 duties.order(message, control)
+        elif isinstance(message, SetAdapter):
+            self.adapters.order(message)
         elif duties.is_draining and control is not None and isinstance(message, PrefillRequest | DecodeRequest):
             control.send(router, self._refusal(message))  # its router sent it before it heard of the drain
         elif duties.engine is not None and not duties.engine.submit(RequestReceived(router, message)):
@@ -254,7 +264,12 @@ class WorkerProcess:
             duties.block_log.sequence,
             draining=duties.is_draining,
             planner=planner,
+            adapters=self.adapters.states,
         )
+
+    def _tell_routers(self) -> None:
+        if self.control is not None:
+            self.control.broadcast_heartbeat()
 
     def _status(self) -> EngineStatus:
         engine = self.duties.engine

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from common import __version__
 from common.config import WorkerConfig
-from common.wire.messages import WorkerHeartbeat, WorkerHello
+from common.wire.messages import AdapterState, WorkerHeartbeat, WorkerHello
 from common.worker.engine import Engine, EngineStatus
 from common.worker.probes import ProbeStatus
 from common.worker.step_times import LONGEST_S
@@ -68,6 +68,7 @@ def hello_of(
         max_step_tokens=config.step_tokens,
         home=identity.home,
         changes_role=changes_role,
+        max_loras=config.lora_places,
     )
 
 
@@ -80,6 +81,7 @@ def heartbeat_of(
     *,
     draining: bool,
     planner: str = "",
+    adapters: tuple[AdapterState, ...] = (),
 ) -> WorkerHeartbeat:
     """The heartbeat for a router. `engine` is None while the model loads, and between two duties."""
     return WorkerHeartbeat(
@@ -108,6 +110,7 @@ def heartbeat_of(
         step_tokens=status.step_tokens,
         planner=planner,
         links=status.links,
+        adapters=adapters,
     )
 
 

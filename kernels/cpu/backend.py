@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.cpu.build import load_native
 from kernels.cpu.native_plan import WIDTH_MULTIPLE, NativePlan, fits, native_plan, plain_plan
 from kernels.cpu.packed import Q8, PackedWeight, panel_size, room
-from kernels.cpu.structs import EPILOGUES, OpStruct, RoutingStruct, StepStruct, check_layouts
+from kernels.cpu.structs import EPILOGUES, LoraStruct, OpStruct, RoutingStruct, StepStruct, check_layouts
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import SamplingTensors
 from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
@@ -44,6 +44,8 @@ SIGNATURES: Final = {
     "rms_norm": (NUMBER, *(POINTER,) * 5, INTEGER, INTEGER, FLOAT, NUMBER),
     "rotate_and_write": (NUMBER, NUMBER, *(POINTER,) * 4, INTEGER, *(POINTER,) * 5, FLOAT, INTEGER, NUMBER),
     "gated": (NUMBER, POINTER, POINTER, INTEGER, INTEGER, NUMBER, NUMBER),
+    "lora": (NUMBER, *(POINTER,) * 3, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, NUMBER),
+    "gate_panels": (NUMBER, POINTER, POINTER, INTEGER, INTEGER, NUMBER),
     "quantise": (NUMBER, POINTER, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, POINTER, POINTER),
     "write_latents": (NUMBER, NUMBER, *(POINTER,) * 6, INTEGER, INTEGER, *(POINTER,) * 4, FLOAT, INTEGER, NUMBER),
     "head_linear": (POINTER, INTEGER, POINTER, INTEGER, INTEGER, NUMBER, POINTER, NUMBER),
@@ -175,6 +177,21 @@ class NativeBackend:
         self._library.diptych_add_gated(
             *(TYPES[x.dtype], x.data_ptr(), other.data_ptr(), _address(gates), *x.shape, out.data_ptr())
         )
+        return out
+
+    def add_lora(self, x: Tensor, y: Tensor, adapters: Tensor, changes: ctypes.Array[LoraStruct], gated: bool) -> None:
+        """Adds to y [T, out] what each row's adapter, int64 [T], -1 for none, makes of x [T, in]; all contiguous."""
+        self._library.diptych_lora(
+            *(TYPES[x.dtype], x.data_ptr(), adapters.data_ptr(), ctypes.addressof(changes), *x.shape, y.shape[1]),
+            *(gated, y.data_ptr(), torch.get_num_threads()),
+        )
+
+    def gate_panels(self, x: Tensor, activation: str) -> Tensor:
+        """A gated product [T, 2 * n] as its panels are, gates and ups in turn, to [T, n]."""
+        rows, width = x.shape[0], x.shape[1] // 2
+        out = torch.empty((rows, width), dtype=x.dtype)
+        epilogue = EPILOGUES[activation]
+        self._library.diptych_gate_panels(TYPES[x.dtype], x.data_ptr(), out.data_ptr(), rows, width, epilogue)
         return out
 
     def pack_12bit(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

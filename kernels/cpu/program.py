@@ -38,12 +38,19 @@ class Program:
         self.num_ops, self.num_buffers = len(ops), len(row_bytes)
 
     def run(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, sampled: Tensor | None, kv: Tensor, plan: NativePlan
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        sampled: Tensor | None,
+        kv: Tensor,
+        plan: NativePlan,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Runs one step: writes the tokens' KV, returns [num sampled rows, width]. Index tensors are int64.
 
         Logits are float32, hidden states of the program's type. The cache is of that type or of 8 bits, which may
-        differ from run to run.
+        differ from run to run. `adapters`: of each row, for a program that adds what they change.
         """
         num_rows = token_ids.shape[0]
         num_sampled = num_rows if sampled is None else sampled.shape[0]
@@ -51,7 +58,7 @@ class Program:
         with self._lock:
             self._reserve(num_rows)
             self._buffers[self._result] = out.data_ptr()
-            step = self._step(num_sampled, token_ids, positions, slots, sampled, kv, plan)
+            step = self._step(num_sampled, token_ids, positions, slots, sampled, kv, plan, adapters)
             self._native.run(self._dtype, kv.dtype, self._ops, step)
         return out
 
@@ -79,6 +86,7 @@ class Program:
         sampled: Tensor | None,
         kv: Tensor,
         plan: NativePlan,
+        adapters: Tensor | None,
     ) -> StepStruct:
         return StepStruct(
             *(token_ids.shape[0], num_sampled, token_ids.data_ptr(), positions.data_ptr(), slots.data_ptr()),
@@ -87,6 +95,7 @@ class Program:
             ctypes.addressof(self._buffers),
             0 if self._times is None else ctypes.addressof(self._times),
             *self._native.shared_cores,
+            0 if adapters is None else adapters.data_ptr(),
         )
 
     def _reserve(self, num_rows: int) -> None:

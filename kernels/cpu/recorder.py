@@ -28,9 +28,11 @@ from kernels.cpu.structs import (
     EMBED,
     EPILOGUES,
     EXPERTS,
+    GATE,
     GROUP,
     HEADS,
     LINEAR,
+    LORA,
     NORM,
     QUANTISE,
     ROUTE,
@@ -38,6 +40,7 @@ from kernels.cpu.structs import (
     SELECT,
     SPREAD,
     WIDE,
+    LoraStruct,
     OpStruct,
     RoutingStruct,
 )
@@ -129,6 +132,17 @@ class ProgramRecorder:
         self.keep(*weights)
         out = self.slot(num_heads * weights[0].out_features, source.rows)
         return self.add(HEADS, out, input=source, width=source.width, per_token=num_heads, weights=(addresses,))
+
+    def lora(self, x: Tensor, y: Tensor, changes: ctypes.Array[LoraStruct], gated: bool) -> None:
+        """As `NativeBackend.add_lora`, by the adapter of each row of the step."""
+        source, out = slot_of(x), slot_of(y)
+        self.add(LORA, out, input=source, weights=(changes,), per_token=source.width, flags=int(gated))
+
+    def gate_panels(self, x: Tensor, activation: str) -> Tensor:
+        """As `NativeBackend.gate_panels`."""
+        source = slot_of(x)
+        out = self.slot(source.width // 2, source.rows)
+        return self.add(GATE, out, input=source, flags=EPILOGUES[activation])
 
     def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """As `kernels.route`."""

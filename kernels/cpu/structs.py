@@ -9,10 +9,10 @@ from typing import Final
 from kernels.interface.routing import Routing
 
 EMBED, NORM, QUANTISE, LINEAR, ROTATE, ATTEND, SELECT = range(7)
-ROUTE, GROUP, SPREAD, EXPERTS, COMBINE, ADD_GATED, HEADS, LATENTS = range(7, 15)
+ROUTE, GROUP, SPREAD, EXPERTS, COMBINE, ADD_GATED, HEADS, LATENTS, LORA, GATE = range(7, 17)
 OP_NAMES: Final = (
     *("embed", "norm", "quantise", "linear", "rotate", "attend", "select"),
-    *("route", "group", "spread", "experts", "combine", "add gated", "heads", "latents"),
+    *("route", "group", "spread", "experts", "combine", "add gated", "heads", "latents", "lora", "gate"),
 )
 ALL_ROWS, SAMPLED_ROWS = 0, 1
 EPILOGUES: Final = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
@@ -64,6 +64,7 @@ class StepStruct(ctypes.Structure):
         ("times", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
         ("cores", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
     )
 
 
@@ -99,9 +100,35 @@ class RoutingStruct(ctypes.Structure):
         return cls(routing.per_token, flags, routing.groups, routing.kept_groups, routing.scale)
 
 
+MOST_PARTS: Final = 3
+"""Of a matrix that adapters change: q, k and v."""
+
+
+class LoraPartStruct(ctypes.Structure):
+    """`struct LoraPart`: some outputs of a matrix."""
+
+    _fields_ = (
+        ("first", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("b", ctypes.c_void_p),
+    )
+
+
+class LoraStruct(ctypes.Structure):
+    """`struct Lora`: what one adapter changes at one matrix."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int64),
+        ("parts", LoraPartStruct * MOST_PARTS),
+    )
+
+
 SHARED: Final[Mapping[str, type[ctypes.Structure]]] = {
     **{"Op": OpStruct, "Step": StepStruct},
     **{"Weights": WeightsStruct, "Routing": RoutingStruct},
+    **{"Lora": LoraStruct, "LoraPart": LoraPartStruct},
 }
 
 

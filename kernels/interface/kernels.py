@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import SamplingTensors
+from kernels.interface.lora import GroupedRows, LoraStack
 
 
 class AttentionRule(NamedTuple):
@@ -136,6 +137,10 @@ class DeviceKernels(Kernels, Protocol):
         activation: str,
     ) -> Tensor:
         """As `kernels.Experts`: gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner], contiguous."""
+        ...
+
+    def add_lora(self, x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows) -> None:
+        """Adds to y [T, out], in place, what the rows' adapters make of x [T, in]; both contiguous."""
         ...
 
     def gather_blocks(self, kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:

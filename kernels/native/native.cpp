@@ -47,7 +47,7 @@ constexpr Field STEP_FIELDS[] = {
     FIELD(Step, positions),    FIELD(Step, slots),    FIELD(Step, sampled),     FIELD(Step, kv),
     FIELD(Step, shape),        FIELD(Step, spans),    FIELD(Step, tables),      FIELD(Step, units),
     FIELD(Step, num_units),    FIELD(Step, buffers),  FIELD(Step, times),       FIELD(Step, places),
-    FIELD(Step, cores),
+    FIELD(Step, cores),        FIELD(Step, adapters),
 };
 constexpr Field WEIGHTS_FIELDS[] = {
     {"Weights", 0, sizeof(Weights)},
@@ -64,11 +64,19 @@ constexpr Field ROUTING_FIELDS[] = {
     {"Routing", 0, sizeof(Routing)}, FIELD(Routing, per_token),   FIELD(Routing, flags),
     FIELD(Routing, groups),          FIELD(Routing, kept_groups), FIELD(Routing, scale),
 };
+constexpr Field LORA_FIELDS[] = {
+    {"Lora", 0, sizeof(Lora)}, FIELD(Lora, a), FIELD(Lora, num_parts), FIELD(Lora, parts),
+};
+constexpr Field LORA_PART_FIELDS[] = {
+    {"LoraPart", 0, sizeof(LoraPart)}, FIELD(LoraPart, first), FIELD(LoraPart, count), FIELD(LoraPart, rank),
+    FIELD(LoraPart, b),
+};
 #undef FIELD
 
 extern "C" {
 
-// The fields of struct "Op", "Step", "Routing" or "Weights", and how many: Python compares its own structs with them.
+// The fields of struct "Op", "Step", "Routing", "Lora", "LoraPart" or "Weights", and how many: Python compares its own
+// structs with them.
 const Field *diptych_fields(const char *name, int64_t *count) {
     const auto give = [count](const auto &fields) {
         *count = sizeof fields / sizeof *fields;
@@ -77,6 +85,8 @@ const Field *diptych_fields(const char *name, int64_t *count) {
     if (!std::strcmp(name, "Op")) return give(OP_FIELDS);
     if (!std::strcmp(name, "Step")) return give(STEP_FIELDS);
     if (!std::strcmp(name, "Routing")) return give(ROUTING_FIELDS);
+    if (!std::strcmp(name, "Lora")) return give(LORA_FIELDS);
+    if (!std::strcmp(name, "LoraPart")) return give(LORA_PART_FIELDS);
     return give(WEIGHTS_FIELDS);
 }
 
@@ -206,6 +216,28 @@ void diptych_add_gated(int type, const void *x, const void *other, const float *
         for (int64_t row = 0; row < rows; row++)
             add_gated_row((const T *)x + row * width, (const T *)other + row * width, gates ? gates + row : nullptr, width,
                           (T *)out + row * width);
+    });
+}
+
+// Adds to rows of y [width] what the adapter of each row, -1 for none, makes of its x [k].
+void diptych_lora(int type, const void *x, const int64_t *adapters, const void *changes, int64_t rows, int64_t k,
+                  int64_t width, int gated, void *y, int threads) {
+    const Lora *of = static_cast<const Lora *>(changes);
+    by_types(type, type, [&](auto types) {
+        typedef typename decltype(types)::Element T;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && rows > 1)
+        for (int64_t row = 0; row < rows; row++)
+            if (adapters[row] >= 0)
+                add_lora_row(of[adapters[row]], (const T *)x + row * k, k, gated != 0, (T *)y + row * width);
+    });
+}
+
+// Rows of a gated product's panels to rows of `width` gated outputs.
+void diptych_gate_panels(int type, const void *x, void *out, int64_t rows, int64_t width, int epilogue) {
+    by_types(type, type, [&](auto types) {
+        typedef typename decltype(types)::Element T;
+        for (int64_t row = 0; row < rows; row++)
+            gate_panels_row((const T *)x + row * 2 * width, width, Epilogue(epilogue), (T *)out + row * width);
     });
 }
 

@@ -5,6 +5,7 @@
 #include "elementwise.h"
 #include "experts.h"
 #include "linear.h"
+#include "lora.h"
 #include "step.h"
 #include "team.h"
 
@@ -172,6 +173,8 @@ private:
         case Kind::SPREAD: return spread(op, first, last);
         case Kind::COMBINE: return combine(op, first, last);
         case Kind::ADD_GATED: return add_gated(op, first, last);
+        case Kind::LORA: return lora(op, first, last);
+        case Kind::GATE: return gate(op, first, last);
         default: return select(op, first, last);
         }
     }
@@ -325,6 +328,24 @@ private:
             add_gated_row(buffer<const T>(op.input) + at, buffer<const T>(op.extra) + at,
                           op.extra2 < 0 ? nullptr : buffer<float>(op.extra2) + row, op.width, buffer(op.output) + at);
         }
+    }
+
+    // Adds to rows of out what adapters make of those of in, `per_token` wide: weights[0] has what each changes here.
+    void lora(const Op &op, int64_t first, int64_t last) const {
+        const Lora *changes = static_cast<const Lora *>(op.weights[0]);
+        for (int64_t row = first; row < last; row++) {
+            const int64_t adapter = step.adapters[op.rows && step.sampled ? step.sampled[row] : row];
+            if (adapter < 0) continue;
+            add_lora_row(changes[adapter], buffer<const T>(op.input) + row * op.per_token, op.per_token, op.flags != 0,
+                         buffer(op.output) + row * op.width);
+        }
+    }
+
+    // out = the gated product whose panels are in; flags: the epilogue.
+    void gate(const Op &op, int64_t first, int64_t last) const {
+        for (int64_t row = first; row < last; row++)
+            gate_panels_row(buffer<const T>(op.input) + row * 2 * op.width, op.width, Epilogue(op.flags),
+                            buffer(op.output) + row * op.width);
     }
 
     const ExpertUnits &units_of(const Op &op) const { return *buffer<const ExpertUnits>(op.units); }

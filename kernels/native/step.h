@@ -22,6 +22,8 @@ enum class Kind : int64_t {
     ADD_GATED = 12,
     HEADS = 13,
     LATENTS = 14,
+    LORA = 15,
+    GATE = 16,
 };
 
 // input, output, extra and extra2 are numbers of Step.buffers, or -1 for none. program.h says what a field means for
@@ -51,6 +53,7 @@ struct Step {
     int64_t *times;        // nanoseconds of each operation are added here, unless null
     const uint8_t *places; // of the workers that share `cores`, or null: see Gate
     int64_t cores;
+    const int64_t *adapters; // of each token's row, -1 for none
 };
 
 } // namespace diptych

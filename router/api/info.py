@@ -158,6 +158,7 @@ def _model(service: Service, one: ShownModel[Service]) -> dict[str, object]:
         "created": service.created,
         "owned_by": "diptych",
         "root": one.name if one.service is None else one.service.files.model_id,
+        "parent": one.parent or None,
         "max_model_len": one.max_model_len,
         "ready": one.ready,
     }

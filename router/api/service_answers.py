@@ -11,6 +11,15 @@ class Status(BaseModel):
     status: str
 
 
+class LoadedAdapter(Status):
+    """`num_workers` hold the adapter `id` of the model `parent`; `digest` names its weights."""
+
+    id: str
+    parent: str
+    digest: str
+    num_workers: int
+
+
 class Readiness(Status):
     """`detail`: a problem that does not stop the service from taking requests."""
 

@@ -35,7 +35,7 @@ from router.siblings.usage import SharedUsage
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset(("/", "/dashboard", "/live", "/health", "/ready", "/metrics", "/ping"))
-ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache"))
+ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 LOOK_EVERY_S = 0.5
 
 

@@ -17,6 +17,7 @@ from common.wire.message_fields import Role
 from common.wire.messages import PromptResult, RequestFailed, ResetPrefixCache, TokenOutput
 from router.admission.demand import Demand
 from router.admission.load import DispatchLoad
+from router.dispatch.adapter_orders import AdapterOrders
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.turns import Cancel
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
@@ -53,6 +54,7 @@ class Dispatcher:
         self._passed_on_at = -PASSED_ON_S
         self._classes = config.classes
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock, models=models)
+        self.adapters = AdapterOrders(self.fleet)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
         self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy, splits)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from common.config import RouterConfig
-from common.errors import RequestError, Unavailable
+from common.errors import ModelNotFound, RequestError, Unavailable
 from router.admission.admission import Admission
 from router.admission.holding import Holding
 from router.admission.load import DispatchCounters
@@ -111,6 +111,9 @@ class Turns:
                 break
             waited = f"waited {now - state.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
             self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
+        for state in [one for one in self._waiting if one.request.adapter]:
+            if self._registry.is_gone(state.request.adapter):  # no worker will ever take it
+                self._fail(state, ModelNotFound("the adapter that the request uses was unloaded", param="model"))
 
     def soon(self, now: float) -> None:
         """A worker may have room for a held request."""

@@ -66,6 +66,7 @@ class WorkerFleet:
         self.failure = ""
         self._listener, self._clock, self._heartbeat_s = listener, clock, config.heartbeat_s
         self._lives = WorkerLives(self.registry, self.index, listener, self._greet, self.send)
+        self.adapters = self._lives.adapters
         self._hello = RouterHello(
             router_id=self.router_id, epoch=secrets.randbits(48), changes_roles=config.role_change
         )

@@ -20,6 +20,7 @@ from common.wire.messages import (
     WorkerHeartbeat,
     WorkerHello,
 )
+from router.fleet.adapters import FleetAdapters
 from router.fleet.block_reports import BlockReports
 from router.fleet.events import FleetEvents
 from router.fleet.prefix_index import PrefixIndex
@@ -64,6 +65,7 @@ class WorkerLives:
         self._registry, self._listener, self._greet, self._send = registry, listener, greet, send
         self._reports = BlockReports(index)
         self.events = FleetEvents()
+        self.adapters = FleetAdapters(registry)
 
     def on_message(self, address: str, message: ToRouter, now: float) -> None:
         match message:
@@ -133,6 +135,9 @@ class WorkerLives:
             self._lost(address, now)
         if worker.hello is None:
             self._greet(address)
+        elif worker.hello.max_loras:
+            for order in self.adapters.on_heartbeat(beat, worker.hello.max_loras):
+                self._send(address, order)
         if worker.ready and not was_ready:
             log.info("worker %s", worker.describe(now))
             self.events.add("ready", worker, now)

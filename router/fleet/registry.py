@@ -54,6 +54,8 @@ class WorkerRegistry(BookedWorkers):
         self._worker_timeout_s = worker_timeout_s
         self.explain: Callable[[Role, float], str] = lambda role, now: ""
         """Discovery's answer to why no worker of a role is known; "" without discovery."""
+        self.is_gone: Callable[[str], bool] = lambda digest: False
+        """Whether an adapter, by its digest, was unloaded everywhere."""
         self.role_changes: Counter[tuple[str, str]] = Counter()
         """How often workers changed their roles, by (from, to), whichever router had ordered it."""
         self._models: dict[Role, StepModel] = {}
@@ -122,6 +124,9 @@ class WorkerRegistry(BookedWorkers):
         if worker.beat is None or worker.beat.step != beat.step or not worker.beat.ready:
             worker.step_changed = now
         worker.beat, worker.beat_at, worker.fresh_since = beat, now, now
+        if worker.adapters != beat.adapters:
+            worker.adapters = beat.adapters
+            worker.digests = frozenset(one.digest for one in beat.adapters if one.status == "loaded")
         worker.fresh.clear()
         worker.ended.clear()
         if beat.step_model.is_known:

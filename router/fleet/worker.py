@@ -12,7 +12,7 @@ from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
 from common.wire.message_fields import Role
-from common.wire.messages import WorkerHeartbeat, WorkerHello
+from common.wire.messages import AdapterState, WorkerHeartbeat, WorkerHello
 from router.fleet.booking import Booking, Load, PromptSizes, peak_growth
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -55,6 +55,7 @@ class Worker:
     `rivals`: how many requests other routers send to decode workers for each of this router's.
     `token_pace`: how long tokens take lately over what models predict, on all decode workers.
     `terms`: what forecasts derive from all this; the registry drops it with each change.
+    `adapters` are as its last heartbeat says, `digests` those of the weights of the loaded ones.
     `pool_model` and `pool_link` are those of another worker of its pool, for as long as it has none.
 
     Its load is what it reports, less what `ended` since, and `fresh`, which the report does not count yet. So several
@@ -101,6 +102,8 @@ class Worker:
     rivals: float = 0.0
     token_pace: float = 1.0
     terms: object = None
+    adapters: tuple[AdapterState, ...] = ()
+    digests: frozenset[str] = frozenset()
     home: Role = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,12 +5,14 @@ asked name ── Catalog ──> the models that may answer it ── ready? �
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from common.errors import Unavailable
+from common.errors import ModelNotFound, Unavailable
+from router.auth.errors import Forbidden
 from router.auth.keys import ANONYMOUS, ApiKey
+from router.generation.adapters import ServedAdapters
 from router.models.catalog import Catalog
 from router.streams.client import RETRY_AFTER_S
 
@@ -27,6 +29,8 @@ class Served(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+    @property
+    def adapters(self) -> ServedAdapters: ...
 
 
 S = TypeVar("S", bound=Served)
@@ -44,13 +48,15 @@ class ModelCandidates(Generic[S]):
 class ShownModel(Generic[S]):
     """What a list of models says of one name. `service`: the model that it stands for; None for a split.
 
-    `ready`: whether a worker would answer now. Every model that it stands for takes `max_model_len` tokens.
+    `ready`: whether a worker would answer now. Every model that it stands for takes `max_model_len` tokens. `parent`:
+    the base model of an adapter, else "".
     """
 
     name: str
     service: S | None
     ready: bool
     max_model_len: int
+    parent: str = ""
 
 
 class Models(Generic[S]):
@@ -65,7 +71,8 @@ class Models(Generic[S]):
         `requester` is whom splits draw for. Raises ModelNotFound, Forbidden, and Unavailable when none of them has a
         worker and none may wait for one.
         """
-        chain = self.catalog.chain(asked, key, requester)
+        base = self.base_of(asked, key)  # an adapter has no fallbacks
+        chain = (base,) if base is not None else self.catalog.chain(asked, key, requester)
         if len(chain) == 1 and self.catalog.entries[chain[0]].holds:
             return ModelCandidates(only := self.services[chain[0]], (only,))
         able = {name: self.services[name].able for name in chain}
@@ -95,7 +102,20 @@ class Models(Generic[S]):
 
     def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> S:
         """The model for what needs no worker, such as tokenizing. Raises ModelNotFound, Forbidden."""
-        return self.services[self.catalog.chain(asked, key)[0]]
+        base = self.base_of(asked, key)
+        return self.services[self.catalog.chain(asked, key)[0] if base is None else base]
+
+    def base_of(self, asked: str | None, key: ApiKey = ANONYMOUS) -> str | None:
+        """The model whose adapter has this name; None when it names none. Raises Forbidden.
+
+        A key may use an adapter that is on its list, and those of the models that it may use.
+        """
+        if asked is None or self.catalog.knows(asked):
+            return None
+        base = next((name for name, service in self.services.items() if service.adapters.knows(asked)), None)
+        if base is not None and asked not in key.models and not self.catalog.may_use(key, base):
+            raise Forbidden(f"key {key.name!r} may not use adapter {asked!r} of model {base!r}", param="model")
+        return base
 
     def name_of(self, asked: str | None, own: str) -> str:
         """The name that an answer of the model `own` has: as asked, or of the model where another name stands for it.
@@ -104,6 +124,8 @@ class Models(Generic[S]):
         """
         if asked is None or asked == own:
             return own
+        if self.base_of(asked) == own:
+            return asked
         self.catalog.chain(asked)
         if own not in self.services:  # that of a front, which stands for all of its models
             return asked
@@ -113,12 +135,24 @@ class Models(Generic[S]):
         """What clients with this key may ask for now. A model that waits for no worker is there while one is ready."""
         able = {name: service.able[0] for name, service in self.services.items()}
         shown = [self._shown(name, able) for name in (one.name for one in self.catalog.listed(key))]
-        return [one for one in shown if one.ready or self._holds(one.name)]
+        found = [one for one in shown if one.ready or self._holds(one.name)]
+        return [*found, *(one for name in self.services for one in self._adapters(name, key))]
 
     def shown(self, asked: str, key: ApiKey = ANONYMOUS) -> ShownModel[S]:
         """One name of the list. Raises ModelNotFound, Forbidden."""
+        if (base := self.base_of(asked, key)) is not None:
+            if (one := next((one for one in self._adapters(base, key) if one.name == asked), None)) is not None:
+                return one
+            raise ModelNotFound(f"adapter {asked!r} is being loaded", param="model")
         self.catalog.chain(asked, key)
         return self._shown(asked, {name: self.services[name].able[0] for name in self.catalog.targets(asked)})
+
+    def _adapters(self, base: str, key: ApiKey) -> Iterator[ShownModel[S]]:
+        """The adapters of a model that clients with this key may ask for."""
+        service, may_use = self.services[base], self.catalog.may_use(key, base)
+        for known in service.adapters.names():
+            if (may_use or known.name in key.models) and not self.catalog.knows(known.name):
+                yield ShownModel(known.name, service, known.ready, service.max_model_len, base)
 
     def _holds(self, name: str) -> bool:
         return any(self.catalog.entries[model].holds for model in self.catalog.targets(name))

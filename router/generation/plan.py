@@ -146,10 +146,10 @@ def make_plan(
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
     answer_id = f"{prefix}{uuid.uuid4().hex}"
     choices: list[AnswerChoice] = []
-    salt = origin.key.salt(fields.cache_salt or "")
+    salt, adapter = origin.key.salt(fields.cache_salt or ""), service.adapter_of(fields.model)
     for number, prompt in enumerate(prompts):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
-        shared = Prompt(prompt.token_ids, salt)
+        shared = Prompt(prompt.token_ids, salt, adapter)
         params = sampling_params(
             service,
             fields,
@@ -165,7 +165,7 @@ def make_plan(
         for k in range(fields.num_sampled):
             index = len(choices)
             seeded = msgspec.structs.replace(params, seed=derive_seed(seed, k)) if k else params
-            request = _request(service, origin, f"{answer_id}-{index}", prompt, shared, salt, seeded)
+            request = _request(service, origin, f"{answer_id}-{index}", prompt, shared, salt, adapter, seeded)
             choices.append(
                 _choice(
                     service,
@@ -196,6 +196,7 @@ def _request(
     prompt: PlannedPrompt,
     shared: Prompt,
     salt: str,
+    adapter: str,
     params: SamplingParams,
 ) -> GenerationRequest:
     """What the dispatcher gets for one choice: `shared` is its prompt in the form that all choices use."""
@@ -215,6 +216,7 @@ def _request(
         key=origin.key.name,
         share=request_class.share,
         pooled_width=service.task.width if params.pooling else 0,
+        adapter=adapter,
     )
 
 

@@ -19,6 +19,7 @@ from router.auth.end_rate import Pace
 from router.auth.gate import Gate
 from router.auth.keys import ApiKey
 from router.auth.visit import Visit
+from router.generation.adapters import NO_ADAPTERS, ServedAdapters
 from router.generation.choices.logprob_budget import LogprobBudget
 from router.generation.choices.request_log import RequestLog
 from router.generation.choices.tracing import Tracing
@@ -89,6 +90,7 @@ class Service:
     siblings: Siblings | None = None
     front: Service | None = None
     outlook: Callable[[], Outlook | None] = lambda: None
+    adapters: ServedAdapters = NO_ADAPTERS
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_active: int = 0
@@ -169,6 +171,10 @@ class Service:
     def check_model(self, name: str | None) -> str:
         """The name for the answer. Raises ModelNotFound for the name of no model here."""
         return self.models.name_of(name, self.model_name)
+
+    def adapter_of(self, name: str | None) -> str:
+        """The digest of the adapter that a name stands for; "" for a model's name. Raises Unavailable."""
+        return "" if name is None or self.models.base_of(name) is None else self.adapters.digest_of(name)
 
     def check_task(self, *tasks: Task) -> None:
         """Raises InvalidRequest for an endpoint that serves `tasks`, where the model is served for another one."""

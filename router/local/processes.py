@@ -120,6 +120,9 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
     if decode.on_gpu and THRESHOLD not in flags and THRESHOLD not in sources.values(RouterConfig, skip=ROUTER_OWN):
         router = dataclasses.replace(router, local_prefill_threshold=0)
     models = tuple(entry.model for entry in table_of(router).models)
+    if len(models) > 1 and (named := prefill.lora or decode.lora):
+        allowed = "left out with several models: load each adapter at run time, with --max-loras"
+        raise ConfigError("lora", named[0], allowed)
     if serve.autoscale and len(models) > 1:
         allowed = "left out with several models; else a `diptych serve` for each, on a port of its own"
         raise ConfigError("autoscale", True, allowed)

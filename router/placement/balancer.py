@@ -98,6 +98,7 @@ class Balancer:
             num_expected,
             num_more_blocks(worker, state.num_tokens, num_expected),
             state.request.tpot_s,
+            state.request.adapter,
         )
 
     def _begin(self, state: RequestState, source: Worker, target: Worker, reason: str, now: float) -> bool:

@@ -69,13 +69,15 @@ class Candidates:
 
 
 def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> Callable[[Worker], bool]:
-    """Whether a worker has room for the request so far, and the weights that its answer began with."""
+    """Whether a worker has room for the request so far, the weights that its answer began with, and its adapter."""
     more = 0 if state.pools else 1 if role == "decode" else min(2, state.num_remaining)
     num_tokens = state.num_tokens + more
-    weights = state.weights
+    weights, adapter = state.weights, state.request.adapter
 
     def accept(worker: Worker) -> bool:
         if worker.max_tokens < num_tokens or (deaf and worker.address in deaf):
+            return False
+        if adapter and adapter not in worker.digests:
             return False
         return weights is None or weights == worker.identity.weights
 

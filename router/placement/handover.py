@@ -100,6 +100,8 @@ class HandOvers:
         num_reserved = _num_reserved(state)
         num_tokens, num_left = state.num_tokens + num_reserved, state.num_remaining - num_reserved
         busy = Counter(open_.successor.address for open_ in self._open.values() if open_.successor)
+        if adapter := state.request.adapter:
+            targets = [worker for worker in targets if adapter in worker.digests]
         target = choose_target(targets, source, num_tokens=num_tokens, num_left=num_left, busy=busy)
         if target is not None:
             self.begin(state, target, now)

@@ -37,6 +37,7 @@ def decode_request(
         serial=serial,
         tpot_s=request.tpot_s,
         priority=request.priority,
+        adapter=request.adapter,
     )
 
 
@@ -57,6 +58,7 @@ def prefill_request(state: RequestState, decode: Worker | None, now: float, *, s
         serial=serial,
         tpot_s=request.tpot_s,
         priority=request.priority,
+        adapter=request.adapter,
     )
 
 

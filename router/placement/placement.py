@@ -207,6 +207,8 @@ class Placement:
         if not ready or self.candidates.usable(role, state):
             missing = self._registry.missing(role, now)
             return state.last_failure or missing or "workers take no messages"
+        if (adapter := state.request.adapter) and not any(adapter in worker.digests for worker in ready):
+            return f"no ready {role} worker has its adapter"
         same = [worker for worker in ready if state.weights in (None, worker.identity.weights)]
         if not same:
             return f"its answer began with weights that no ready {role} worker has"

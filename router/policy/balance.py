@@ -31,7 +31,8 @@ LEAST_COPIES = 4.0
 @dataclass(frozen=True, slots=True)
 class Running:
     """An answer that is decoded: it has `num_tokens` tokens, prompt included, `num_blocks` blocks, and is expected to
-    get `num_expected` tokens and `num_more` blocks more. `tpot_s`: its goal for a token; 0: none."""
+    get `num_expected` tokens and `num_more` blocks more. `tpot_s`: its goal for a token; 0: none. `adapter`: the digest
+    of the one that it uses, or ""."""
 
     request_id: str
     num_tokens: int
@@ -39,6 +40,7 @@ class Running:
     num_expected: int
     num_more: int
     tpot_s: float = 0.0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ def _takes(target: Worker, source: Worker, answer: Running, limit_s: float) -> b
     if target.address == source.address or target.identity.fingerprint != source.identity.fingerprint:
         return False
     if target.suspect or there.num_requests >= there.num_places:
+        return False
+    if answer.adapter and answer.adapter not in target.digests:
         return False
     num_tokens = answer.num_tokens + answer.num_expected
     left = there.num_spare_blocks - target.num_blocks_of(num_tokens)

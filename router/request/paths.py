@@ -13,6 +13,8 @@ EMBEDDINGS_PATH: Final = "/v1/embeddings"
 SCORE_PATH: Final = "/v1/score"
 RERANK_PATH: Final = "/v1/rerank"
 MODELS_PATH: Final = "/v1/models"
+LOAD_ADAPTER_PATH: Final = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER_PATH: Final = "/v1/unload_lora_adapter"
 POOLING: Final = frozenset((EMBEDDINGS_PATH, SCORE_PATH, RERANK_PATH))
 """Answers of these are made of prompts alone."""
 GENERATING: Final = POOLING | {CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH, INVOCATIONS_PATH}

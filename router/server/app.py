@@ -17,6 +17,7 @@ from common import __version__
 from common.config import RouterConfig
 from common.errors import RequestError
 from common.model_files.files import ModelFiles
+from router.api.adapter_routes import adapter_routes
 from router.api.anthropic.answers import AnthropicErrorBody
 from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
 from router.api.batch_routes import batch_routes
@@ -36,6 +37,7 @@ from router.auth.gate import Gate
 from router.generation.choices.tracing import Tracing
 from router.generation.service import Service, ServingClient
 from router.observe.metrics import RouterMetrics
+from router.request.adapter_fields import LoadAdapterRequest, UnloadAdapterRequest
 from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.request.paths import GENERATING
@@ -53,7 +55,7 @@ if TYPE_CHECKING:  # only routers of several processes need its HTTP client
 MAX_SHOWN_PATH = 200
 ROUTERS = (
     *(generate_routes, response_routes, embedding_routes, file_routes, batch_routes),
-    *(model_routes, token_routes, probe_routes),
+    *(model_routes, token_routes, probe_routes, adapter_routes),
 )
 ROUTES = [route for router in ROUTERS for route in router.routes]
 """All applications of a process share them, because FastAPI takes long to make routes."""
@@ -104,7 +106,8 @@ def build_app(
     app.short_cut = Front(generating, service)
     bodies = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, NewBatch)
     pooling = (EmbeddingRequest, ScoreRequest, RerankRequest)
-    asked = (*bodies, *pooling, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
+    adapters = (LoadAdapterRequest, UnloadAdapterRequest)
+    asked = (*bodies, *pooling, *adapters, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
     install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody))
     return app
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from common.config import RouterConfig
 from common.model_files.files import ModelFiles
 from common.model_files.task import served_task
+from router.dispatch.adapter_orders import AdapterOrders
 from router.dispatch.dispatcher import Dispatcher
 from router.generation.service import ServingClient
 from router.observe.measured_client import MeasuredClient
@@ -67,6 +68,11 @@ class ServedModel:
             has_prefill=self.dispatcher.core.has_prefill,
         )
         self.metrics.registry.register(PlanCollector(lambda: self.planning.outlook, labels))
+
+    @property
+    def adapters(self) -> AdapterOrders:
+        """Its LoRA adapters."""
+        return self.dispatcher.adapters
 
     @property
     def outlook(self) -> Outlook | None:

@@ -19,6 +19,7 @@ from common.errors import ConfigError
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from router.fleet.census import ModelCensus
+from router.generation.adapters import ServedAdapters
 from router.generation.choices.tracing import Tracing
 from router.generation.models import Models
 from router.generation.service import Service, ServingClient
@@ -154,6 +155,8 @@ class Member(Protocol):
     def metrics(self) -> RouterMetrics: ...
     @property
     def outlook(self) -> Outlook | None: ...
+    @property
+    def adapters(self) -> ServedAdapters: ...
 
 
 def app_of_one(
@@ -166,7 +169,7 @@ def app_of_one(
     """The application of a router with one model. Raises ConfigError."""
     app = build_app(model.client, model.text, model.files, model.config, model.metrics, failure, tracing, part)
     service: Service = app.state.service
-    service.outlook = lambda: model.outlook
+    service.outlook, service.adapters = lambda: model.outlook, model.adapters
     service.models = Models(catalog, {model.name: service})
     service.gate.models.change({name: entry.limits for name, entry in catalog.entries.items()})
     return app
@@ -207,7 +210,7 @@ def _behind(front: Service, model: Member) -> Service:
         tracing=front.tracing,
         front=front,
     )
-    service.outlook = lambda: model.outlook
+    service.outlook, service.adapters = lambda: model.outlook, model.adapters
     return service
 
 

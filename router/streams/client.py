@@ -33,7 +33,7 @@ class GenerationRequest:
     0 for none of its own. Keys, by name, share places fairly. `params.seed` is always set.
     `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. Requests that
     answer the same prompt share `prompt`, which has the same tokens and salt. With `params.pooling` the answer is one
-    vector of `pooled_width` numbers.
+    vector of `pooled_width` numbers. `adapter` is the digest of the LoRA weights that it uses, "" for the base model.
     """
 
     request_id: str
@@ -50,6 +50,7 @@ class GenerationRequest:
     key: str = ""
     share: float = 0.0
     pooled_width: int = 0
+    adapter: str = ""
 
     @property
     def lane(self) -> str:

@@ -25,7 +25,7 @@ MAX_BYTES = 32 * 1024 * 1024
 HASH_BYTES = 64
 """Memory that the hash of a block takes."""
 
-_Key = tuple[int, str, bytes]
+_Key = tuple[int, str, str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Hashed:
 
 
 class KnownHashes:
-    """Prompts of another salt find nothing: what is known shows in the time. At most `max_bytes` are kept.
+    """Prompts of another salt or adapter find nothing: what is known shows in the time. At most `max_bytes` are kept.
 
     One thread owns it.
     """
@@ -48,13 +48,13 @@ class KnownHashes:
         self._max_bytes, self.num_bytes = max_bytes, 0
         self._prompts: OrderedDict[_Key, list[_Hashed]] = OrderedDict()  # the keys that were used last at the end
 
-    def hasher(self, packed: bytes, block_size: int, salt: str) -> BlockHasher:
+    def hasher(self, packed: bytes, block_size: int, salt: str, adapter: str = "") -> BlockHasher:
         """A hasher that is through with the full blocks of a prompt, given in its form on the wire."""
-        hasher = BlockHasher(block_size, salt)
+        hasher = BlockHasher(block_size, salt, adapter)
         if len(packed) < 2 * FIRST_BYTES:
             hasher.extend_packed(packed)
             return hasher
-        key = (block_size, salt, blake2b(packed[:FIRST_BYTES], digest_size=DIGEST_BYTES).digest())
+        key = (block_size, salt, adapter, blake2b(packed[:FIRST_BYTES], digest_size=DIGEST_BYTES).digest())
         prompts = self._prompts.setdefault(key, [])
         self._prompts.move_to_end(key)
         found = max(((_num_equal(one.packed, packed), one) for one in prompts), key=_length, default=None)

@@ -15,8 +15,9 @@ class Prompt:
     Making them raises OverflowError or TypeError for tokens that are not 32-bit token ids.
     """
 
-    def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
-        self._token_ids, self._salt = token_ids, salt
+    def __init__(self, token_ids: Sequence[int], salt: str = "", adapter: str = "") -> None:
+        """`adapter`: see `BlockHasher`."""
+        self._token_ids, self._salt, self._adapter = token_ids, salt, adapter
         self._packed = b""
         self._hashers: dict[int, BlockHasher] = {}
 
@@ -30,5 +31,5 @@ class Prompt:
         """A hasher that is through with the prompt's full blocks and goes on with the tokens of one answer."""
         hasher = self._hashers.get(block_size)
         if hasher is None:
-            hasher = self._hashers[block_size] = known.hasher(self.packed, block_size, self._salt)
+            hasher = self._hashers[block_size] = known.hasher(self.packed, block_size, self._salt, self._adapter)
         return hasher.copy()

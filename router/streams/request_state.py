@@ -73,7 +73,7 @@ class RequestState:
     def __init__(self, request: GenerationRequest, now: float, known: KnownHashes | None = None) -> None:
         """`known`: the hashes of prompts before it."""
         self.request = request
-        self._prompt = request.prompt or Prompt(request.prompt_token_ids, request.cache_salt)
+        self._prompt = request.prompt or Prompt(request.prompt_token_ids, request.cache_salt, request.adapter)
         self._packed, self._known = self._prompt.packed, known or KnownHashes()
         self.num_prompt_tokens = len(request.prompt_token_ids)
         params = request.params

@@ -233,6 +233,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
     ready: bool
 

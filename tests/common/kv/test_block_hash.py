@@ -33,6 +33,13 @@ def test_salts_separate_tenants() -> None:
     assert not set(block_hashes(TOKENS, 8, "a")) & set(block_hashes(TOKENS, 8, "b"))
 
 
+def test_adapters_share_no_block_with_the_base_model_or_with_each_other() -> None:
+    roots = [("", ""), ("", "0" * 32), ("", "1" * 32), ("a", "0" * 32), ("0" * 32, "")]
+    chains = [BlockHasher(8, salt, adapter).extend(TOKENS) for salt, adapter in roots]
+    assert len({digest for chain in chains for digest in chain}) == sum(len(chain) for chain in chains)
+    assert chains[0] == block_hashes(TOKENS, 8), "the base model's hashes have changed"
+
+
 def test_salt_may_hold_any_text() -> None:
     assert block_hashes(TOKENS, 8, "\udcff") != block_hashes(TOKENS, 8, "")
 

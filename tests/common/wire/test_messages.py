@@ -17,6 +17,7 @@ from common.wire.message_fields import MAX_MESSAGE_BYTES, pack_tokens, unpack_to
 from common.wire.messages import (
     MAX_BLOCKS_PER_FRAME,
     AbortRequest,
+    AdapterState,
     AnyMessage,
     BlockEvents,
     BlockSnapshot,
@@ -41,6 +42,7 @@ from common.wire.messages import (
     ResetPrefixCache,
     RouterHeartbeat,
     RouterHello,
+    SetAdapter,
     Timeline,
     TokenDelta,
     TokenOutput,
@@ -63,11 +65,14 @@ MESSAGES: list[Message] = [
     PrefillRequest(
         request_id="a", attempt=3, prompt=pack_tokens([1, 2**32 - 1]), params=PARAMS, decode=KVTarget("d", 7, "tcp://h")
     ),
-    PrefillRequest(request_id="a", attempt=0, prompt=b"", params=PARAMS, cache_salt="s", deadline_s=0.0),
+    PrefillRequest(
+        request_id="a", attempt=0, prompt=b"", params=PARAMS, cache_salt="s", deadline_s=0.0, adapter="0f" * 16
+    ),
     DecodeRequest(request_id="a", attempt=0, prompt=b"1234", params=PARAMS, prefill_worker="p", num_output_tokens=1),
     AbortRequest(request_id="a", attempt=1),
     ResetPrefixCache(request_id="a"),
     ChangeRole(role="prefill", reason="prompts wait 3 s"),
+    SetAdapter(name="a", version=2**62, path="/adapters/a"),
     HandOver(
         request_id="a", attempt=1, new_attempt=2, target=KVTarget("d", 7, "tcp://h:1"), num_output_tokens=3,
         num_reserved_tokens=4,
@@ -80,6 +85,10 @@ MESSAGES: list[Message] = [
         worker_id="w", epoch=1, step=2, ready=True, draining=False, num_running=1, num_waiting=2, num_transferring=3,
         num_waiting_tokens=4, num_free_blocks=5, num_cached_blocks=6, num_owned_blocks=7, tokens_per_s=1.5,
         links=Links(shm=LinkModel(latency_s=1e-4, byte_s=1e-9, block_bytes=2**40, error=0.1, num_transfers=5)),
+        adapters=(
+            AdapterState("a", 7, "loaded", "/a", "0f" * 16, "", 8, 2**30),
+            AdapterState("b", 1, "failed", "/b", "", "why"),
+        ),
     ),
     TokenOutput(
         worker_id="w", epoch=1,

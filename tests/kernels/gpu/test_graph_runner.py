@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.adapters.bank import AdapterBank
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.kv.cache import KVCache
 from common.model.batch import SequenceChunk
@@ -24,6 +25,7 @@ from common.wire.sampling_params import SamplingParams
 from kernels.gpu import backend as triton_backend
 from kernels.gpu.device_plan import GPUPlan
 
+from ...adapters import make_adapter
 from ...common.model.generation import files_of, prompt
 from ...oracle import generate
 from .conftest import ON_GPU
@@ -38,6 +40,7 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.dispatch.backend", lambda kind: triton_backend)
     monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
+    monkeypatch.setattr("kernels.lora.triton_backend", lambda kind: triton_backend)
 
 
 @pytest.fixture
@@ -190,3 +193,21 @@ def test_a_graph_reads_what_its_memory_holds_now() -> None:
     memory.fill_(3.0)
     replay()
     assert out.tolist() == [6.0] * 4
+
+
+def test_a_recorded_step_serves_rows_with_and_without_adapters(model: Decoder, tmp_path: Path) -> None:
+    """The recording holds no adapter: which one a row uses is an input, and what a place holds may change."""
+    base = tmp_path / "model"
+    kv = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE)
+    bank = AdapterBank(model, max_loras=2, max_rank=16)
+    recorder = GraphRecorder(DEVICE) if ON_GPU else PlainRecorder()
+    runner = GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64, adapts=True)
+    places = [bank.load(str(seed), str(make_adapter(tmp_path / str(seed), base, seed=seed))).place for seed in (1, 2)]
+    plain = ModelRunner(model, KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE))
+    for adapters in ((-1, *places), (places[1], -1, places[1]), (-1, -1, -1)):
+        prompts = [SequenceChunk(prompt(9, seed=i), 0, (i,), adapter=one) for i, one in enumerate(adapters)]
+        steps = [SequenceChunk((7 + i,), 9, (i,), adapter=one) for i, one in enumerate(adapters)]
+        for each in (runner, plain):
+            each.forward(prompts)
+        assert runner.replays(steps)
+        torch.testing.assert_close(runner.forward(steps), plain.forward(steps), rtol=1e-4, atol=1e-4)

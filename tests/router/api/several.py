@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.model_files.files import ModelFiles
+from router.generation.adapters import NO_ADAPTERS
 from router.models.catalog import Catalog
 from router.models.entry import ModelEntry, ModelTable, Split
 from router.observe.metrics import RouterMetrics
@@ -31,6 +32,7 @@ class Member:
     config: RouterConfig
     metrics: RouterMetrics
     outlook: None = None
+    adapters: Any = NO_ADAPTERS
 
 
 @dataclass

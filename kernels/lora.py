@@ -1,0 +1,163 @@
+"""Low-rank changes of matrix products: y += B (A x), by the adapter that a row uses.
+
+Each adapter has a place, which rows name by its number. A row without adapter keeps its bits, and a row's result does
+not depend on the adapters of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.backend import WIDTH_MULTIPLE, NativeBackend, native_backend
+from kernels.cpu.packed import panel_size
+from kernels.cpu.recorder import NotRecordable, Slot
+from kernels.cpu.structs import LoraStruct
+from kernels.device import triton_backend
+from kernels.interface.lora import GroupedRows, LoraStack
+
+MAX_RANK = 512
+"""What `native/lora.h` has room for."""
+NO_ADAPTER = -1
+LEAST_COLUMNS = 16
+"""Of a tile of the GPU's product, which has outputs of one part alone."""
+
+
+class LoraPart(NamedTuple):
+    """Outputs first .. first + len(b) grow by b (a x): a [rank, in], b [outputs, rank], which is scaled already."""
+
+    first: int
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(slots=True)
+class LoraRows:
+    """The adapters of a step's rows, int64 [T], NO_ADAPTER for none. Kernels of a GPU group them when first asked."""
+
+    adapters: Tensor
+    _grouped: GroupedRows | None = None
+
+    def select(self, rows: Tensor) -> LoraRows:
+        """Those of some rows, int64 [n]."""
+        return LoraRows(self.adapters.index_select(0, rows))
+
+    def grouped(self, max_loras: int) -> GroupedRows:
+        """The rows in the order of their adapters."""
+        if self._grouped is None:
+            self._grouped = GroupedRows.of(self.adapters, max_loras)
+        return self._grouped
+
+
+class LoraSite:
+    """What adapters change at one matrix: up to `max_loras` of them, each in a place of its own.
+
+    `parts`: by first output, how many outputs each part of the matrix has, such as q, k and v. With `panels` outputs
+    lie as in the panels of a packed gated product.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[int],
+        *,
+        max_loras: int,
+        max_rank: int,
+        panels: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.in_features, self.parts, self.panels = in_features, tuple(parts), panels
+        self.dtype, self.device = dtype, device
+        self._held: list[tuple[LoraPart, ...]] = [()] * max_loras
+        self._native = _native(in_features, parts, dtype, device)
+        self._changes = (LoraStruct * max_loras)() if self._native is not None else None
+        self._stack: LoraStack | None = None
+        self._device_kernels = triton_backend(device.type)
+        begins = (sum(self.parts[:i]) for i in range(1, len(self.parts)))
+        if self._device_kernels is not None and not any(begin % LEAST_COLUMNS for begin in begins):
+            self._stack = LoraStack.empty(in_features, self.parts, max_loras, max_rank, dtype, device)
+
+    def set(self, place: int, parts: Sequence[LoraPart]) -> int:
+        """Put an adapter in a place; without parts it changes nothing here. Returns the bytes that it takes."""
+        if self._stack is not None:
+            self._stack.set(place, [(self._number(part.first), part.a, part.b) for part in parts])
+        elif self._native is not None:
+            joined = self._kept(torch.cat([part.a for part in parts]) if parts else torch.empty(0, self.in_features))
+            held = tuple(LoraPart(part.first, joined, self._kept(part.b.T)) for part in parts)
+            self._point(place, held, [part.a.shape[0] for part in parts], joined)
+            self._held[place] = held
+        else:
+            self._held[place] = tuple(LoraPart(first, self._kept(a), self._kept(b)) for first, a, b in parts)
+        return sum(part.a.numel() + part.b.numel() for part in parts) * self.dtype.itemsize
+
+    def add(self, x: Tensor, y: Tensor, rows: LoraRows | None) -> Tensor:
+        """y [T, out], in place, plus what the rows' adapters make of x [T, in]. A slot's rows are the step's own."""
+        if isinstance(y, Slot):
+            if self._changes is None:
+                raise NotRecordable("adapters of this size or type")
+            y.recorder.lora(x, y, self._changes, self.panels)
+            return y
+        assert rows is not None  # only slots have none
+        if self._device_kernels is not None and self._stack is not None:
+            self._device_kernels.add_lora(x.contiguous(), y, self._stack, rows.grouped(len(self._held)))
+        elif self._native is not None and self._changes is not None:
+            self._native.add_lora(x.contiguous(), y, rows.adapters, self._changes, self.panels)
+        else:
+            self._add_plain(x, y, rows)
+        return y
+
+    def _add_plain(self, x: Tensor, y: Tensor, rows: LoraRows) -> None:
+        """Row by row: products of several rows at once may depend on how many there are."""
+        for row, place in enumerate(rows.adapters.tolist()):
+            for first, a, b in self._held[place] if place >= 0 else ():
+                low = (a.float() * x[row].float()).sum(1)
+                columns = self._columns(first, b.shape[0])
+                y[row, columns] = (y[row, columns].float() + (b.float() * low).sum(1)).to(y.dtype)
+
+    def _columns(self, first: int, count: int) -> Tensor:
+        """Where outputs lie, int64 [count]."""
+        places = torch.arange(count, device=self.device)
+        if not self.panels:
+            return places + first
+        half = panel_size() // 2
+        return places // half * 2 * half + places % half + self._number(first) * half
+
+    def _kept(self, weight: Tensor) -> Tensor:
+        return weight.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def _number(self, first: int) -> int:
+        """Which part of the matrix begins with this output."""
+        return [sum(self.parts[:i]) for i in range(len(self.parts))].index(first)
+
+    def _point(self, place: int, held: Sequence[LoraPart], ranks: Sequence[int], joined: Tensor) -> None:
+        """Tell the native kernels of an adapter; `held` has B transposed, [rank, outputs]."""
+        assert self._changes is not None
+        change = self._changes[place]
+        change.num_parts = 0  # of an adapter that no row uses: nothing reads it meanwhile
+        for struct, part, rank in zip(change.parts, held, ranks, strict=False):
+            struct.first = self._number(part.first) * panel_size() // 2 if self.panels else part.first
+            struct.count, struct.rank, struct.b = part.b.shape[1], rank, part.b.data_ptr()
+        change.a, change.num_parts = joined.data_ptr(), len(held)
+
+
+class LoraChange(NamedTuple):
+    """What a product adds for the adapters of its rows; `rows` is None while a program is recorded."""
+
+    site: LoraSite
+    rows: LoraRows | None
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `LoraSite.add`."""
+        return self.site.add(x, y, self.rows)
+
+
+def _native(in_features: int, parts: Sequence[int], dtype: torch.dtype, device: torch.device) -> NativeBackend | None:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    fits = not any(size % WIDTH_MULTIPLE for size in (in_features, *parts))
+    return native_backend() if fits else None

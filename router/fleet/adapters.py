@@ -1,0 +1,183 @@
+"""Which LoRA adapters the workers of a model hold, and which orders they lack. Pure.
+
+Workers own what is loaded. A name's newest version, whichever router gave it, is what all workers should have: this
+router tells it to those that have an older one or none. So workers that join or restart learn what the others have, a
+router that restarts learns it from the workers, and several routers need not know each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from common.errors import InvalidRequest
+from common.wire.messages import MAX_ADAPTERS, AdapterState, SetAdapter, WorkerHeartbeat
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import ROLES, Worker, WorkerState
+
+MAX_VERSION = 2**61
+"""A worker that tells of a newer one is not believed: no order could ever be newer."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAdapter:
+    """A name that clients may ask for. `ready`: a worker that has it may be given work."""
+
+    name: str
+    path: str
+    digest: str
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How far an order is: `missing` workers have not carried it out, `failures` say why some cannot.
+
+    `digest` is that of the weights that `num_loaded` workers have loaded by it. `superseded`: a newer one has come.
+    """
+
+    missing: tuple[str, ...]
+    failures: tuple[str, ...]
+    num_loaded: int = 0
+    digest: str = ""
+    superseded: bool = False
+
+
+class FleetAdapters:
+    """The adapters of one model's workers, as their heartbeats tell. Belongs to the event loop."""
+
+    def __init__(self, registry: WorkerRegistry) -> None:
+        self._registry = registry
+        registry.is_gone = self.is_gone
+        self._newest: dict[str, SetAdapter] = {}
+        self._digests: dict[str, tuple[int, str]] = {}
+        """By name, the digest that its version was last seen to have."""
+
+    # ------------------------------------------------------------ what workers say
+
+    def on_heartbeat(self, beat: WorkerHeartbeat, max_loras: int) -> list[SetAdapter]:
+        """The orders that this worker lacks."""
+        if not max_loras:
+            return []
+        versions = {state.name: state.version for state in beat.adapters}
+        for state in beat.adapters:
+            self._learn(state)
+        return [
+            order
+            for order in self._newest.values()
+            if versions.get(order.name, 0) < order.version and (order.path or order.name in versions)
+        ]
+
+    def digest_of(self, name: str) -> str:
+        """The weights that a name stands for: of different files of one version, those that most ready workers have.
+
+        "" for a name that stands for none, or for weights that no worker has loaded yet.
+        """
+        order = self._newest.get(name)
+        if order is None or not order.path:
+            return ""
+        found = self._loaded(name, order.version)
+        if found:
+            digest = max(found, key=lambda one: (found[one], one))
+            self._digests[name] = (order.version, digest)
+            return digest
+        version, digest = self._digests.get(name, (0, ""))
+        return digest if version == order.version else ""
+
+    def knows(self, name: str) -> bool:
+        """Whether a name stands for an adapter, which a worker may still be loading."""
+        order = self._newest.get(name)
+        return order is not None and bool(order.path) and bool(self.digest_of(name) or self._is_loading(order))
+
+    def names(self) -> Iterator[KnownAdapter]:
+        """All adapters that clients may ask for."""
+        for name, order in sorted(self._newest.items()):
+            if order.path and (digest := self.digest_of(name)):
+                ready = any(digest in worker.digests for role in ROLES for worker in self._registry.ready(role))
+                yield KnownAdapter(name, order.path, digest, ready)
+
+    def is_gone(self, digest: str) -> bool:
+        """Whether no name stands for these weights any more, and no worker has them."""
+        if any(digest in worker.digests for worker in self._alive()):
+            return False
+        return all(self.digest_of(name) != digest for name in self._newest)
+
+    # ------------------------------------------------------------ orders
+
+    def order(self, name: str, path: str, now_us: int) -> SetAdapter:
+        """A new version of a name; "": it stands for nothing. Raises InvalidRequest when there are too many names."""
+        if name not in self._newest and len(self._newest) >= MAX_ADAPTERS:
+            self._forget()
+            if len(self._newest) >= MAX_ADAPTERS:
+                raise InvalidRequest(f"there are {MAX_ADAPTERS} names of adapters already", param="lora_name")
+        before = self._newest.get(name)
+        order = SetAdapter(name=name, version=max(now_us, before.version + 1 if before else 0), path=path)
+        self._newest[name] = order
+        return order
+
+    def path_of(self, name: str) -> str:
+        """Where the adapter of a name lies; "" for a name that stands for none."""
+        order = self._newest.get(name)
+        return order.path if order is not None else ""
+
+    def outcome(self, order: SetAdapter) -> Outcome:
+        """What the workers with places for adapters have made of an order."""
+        newest = self._newest.get(order.name)
+        missing, failures, digests = [], [], Counter[str]()
+        for worker in self._alive():
+            state = next((one for one in worker.adapters if one.name == order.name), None)
+            has_none = state is None and not order.path  # never heard of a name that stands for nothing
+            if has_none or (state is not None and state.version > order.version):
+                continue
+            if state is None or state.version < order.version or state.status == "loading":
+                missing.append(worker.address)
+            elif state.status == "failed":
+                failures.append(f"worker {worker.worker_id}: {state.message}")
+            elif state.status == "loaded":
+                digests[state.digest] += 1
+        digest = max(digests, key=lambda one: (digests[one], one), default="")
+        superseded = newest is not None and newest.version > order.version
+        return Outcome(tuple(missing), tuple(failures), digests[digest], digest, superseded)
+
+    def takers(self) -> list[Worker]:
+        """Ready workers with places for adapters."""
+        return [worker for role in ROLES for worker in self._registry.ready(role) if worker.identity.max_loras]
+
+    # ------------------------------------------------------------ inside
+
+    def _learn(self, state: AdapterState) -> None:
+        known = self._newest.get(state.name)
+        if state.version > MAX_VERSION or (known is not None and known.version >= state.version):
+            return
+        if known is None and len(self._newest) >= MAX_ADAPTERS:
+            self._forget()
+        path = "" if state.status == "unloaded" else state.path
+        self._newest[state.name] = SetAdapter(name=state.name, version=state.version, path=path)
+
+    def _forget(self) -> None:
+        """Forget the oldest name that stands for nothing."""
+        gone = [order for order in self._newest.values() if not order.path]
+        if gone:
+            del self._newest[min(gone, key=lambda order: order.version).name]
+
+    def _alive(self) -> Iterator[Worker]:
+        states = (WorkerState.READY, WorkerState.DRAINING)
+        workers: Iterable[Worker] = self._registry.workers.values()
+        return (one for one in workers if one.state in states and one.identity.max_loras)
+
+    def _loaded(self, name: str, version: int) -> Mapping[str, int]:
+        """How many workers have loaded which weights as this version of a name."""
+        found: Counter[str] = Counter()
+        for worker in self._alive():
+            for state in worker.adapters:
+                if state.name == name and state.version == version and state.status == "loaded":
+                    found[state.digest] += 1
+        return found
+
+    def _is_loading(self, order: SetAdapter) -> bool:
+        return any(
+            state.name == order.name and state.version == order.version and state.status == "loading"
+            for worker in self._alive()
+            for state in worker.adapters
+        )

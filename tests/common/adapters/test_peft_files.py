@@ -1,0 +1,128 @@
+"""Adapters on disk: what is refused is refused before weights are read, with the field and what is taken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.adapters.peft_config import PeftConfig
+from common.adapters.peft_file import read_adapter
+from common.errors import ModelError
+from common.model_files import config as configuration
+from common.model_files.config import ModelConfig
+from common.model_files.tiny import make_tiny_model
+
+from ...adapters import make_adapter
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def config(base: Path) -> ModelConfig:
+    return configuration.from_hf(base / "config.json")
+
+
+def refusal(folder: Path, config: ModelConfig, max_rank: int = 16) -> str:
+    with pytest.raises(ModelError) as error:
+        read_adapter(folder, config, max_rank)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported: only LORA"),
+        ({"bias": "all"}, "bias is 'all': biases of adapters are not supported"),
+        ({"use_dora": True}, "use_dora is True: DoRA is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']: modules that are trained whole"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has 'lm_head': only q_proj, k_proj"),
+        ({"fan_in_fan_out": True}, "transposed weights"),
+        ({"init_lora_weights": "pissa"}, "change the base model's weights at their start"),
+        ({"r": 17}, "r has 17, the worker takes ranks up to 16 (--max-lora-rank)"),
+        ({"r": 0}, "r has 0, a rank is a whole number from 1"),
+        ({"rank_pattern": {"q_proj": 40}}, "rank_pattern has 40, the worker takes ranks up to 16"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern has '(', which is no regular expression"),
+        ({"lora_alpha": "x"}, "lora_alpha has 'x', which is no number"),
+    ],
+)
+def test_what_is_refused_before_weights_are_read(
+    tmp_path: Path, base: Path, config: ModelConfig, fields: dict[str, Any], message: str
+) -> None:
+    folder = make_adapter(tmp_path / "adapter", base)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    (folder / "adapter_model.safetensors").write_bytes(b"not weights")
+    assert message in refusal(folder, config)
+
+
+def test_a_missing_or_damaged_file_is_named(tmp_path: Path, base: Path, config: ModelConfig) -> None:
+    assert "adapter_config.json cannot be read (No such file or directory)" in refusal(tmp_path, config)
+    folder = make_adapter(tmp_path / "adapter", base)
+    (folder / "adapter_model.safetensors").write_bytes(b"not weights")
+    assert "is missing, truncated or damaged" in refusal(folder, config)
+    (folder / "adapter_config.json").write_text("{")
+    assert "is not valid JSON" in refusal(folder, config)
+
+
+PREFIX = "base_model.model.model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{PREFIX}.lora_A.weight": torch.zeros(4, 63)}, "is [4, 63], base model and rank want [4, 64]"),
+        ({f"{PREFIX}.lora_A.weight": torch.zeros(3, 64)}, "is [3, 64], base model and rank want [4, 64]"),
+        ({f"{PREFIX}.lora_B.weight": torch.zeros(65, 4)}, "is [65, 4], base model and rank want [64, 4]"),
+        ({f"{PREFIX}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int8)}, "has dtype I8: only F32, F16, BF16"),
+        ({f"{PREFIX}.lora_A.weight": None}, "lacks its lora_A or its lora_B"),
+        ({f"{PREFIX}.bias": torch.zeros(4)}, "is not supported: only LoRA weights of q_proj"),
+        ({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}, "is not supported: only LoRA weights"),
+        (
+            {f"base_model.model.model.layers.9.self_attn.q_proj.lora_{ab}.weight": torch.zeros(1) for ab in "AB"},
+            "is in layer 9, the base model has 4",
+        ),
+        (
+            {f"base_model.model.model.layers.1.mlp.router.lora_{ab}.weight": torch.zeros(1) for ab in "AB"},
+            "is not supported in this base model",
+        ),
+        ({f"{PREFIX}.lora_B.weight": torch.full((64, 4), float("nan"))}, "holds numbers that are not finite"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_base_model(
+    tmp_path: Path, base: Path, config: ModelConfig, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    folder = make_adapter(tmp_path / "adapter", base)
+    path = str(folder / "adapter_model.safetensors")
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    assert message in refusal(folder, config)
+
+
+def test_the_digest_is_that_of_weights_ranks_and_scales(tmp_path: Path, base: Path, config: ModelConfig) -> None:
+    first = make_adapter(tmp_path / "first", base)
+    copy = Path(shutil.copytree(first, tmp_path / "copy"))
+    scaled = Path(shutil.copytree(first, tmp_path / "scaled"))
+    path = scaled / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 5}))
+    other = make_adapter(tmp_path / "other", base, seed=1)
+    digests = [read_adapter(folder, config, 16).digest for folder in (first, copy, scaled, other)]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+def test_patterns_match_the_ends_of_names() -> None:
+    patterns = {"layers.1.self_attn.q_proj": 3, "q_proj": 5, r"layers\.[01]\..*": 7}
+    config = PeftConfig(Path(), 4, 8.0, rank_pattern=patterns, alpha_pattern={"k_proj": 3.0})
+    names = ("layers.1.self_attn.q_proj", "layers.11.self_attn.q_proj", "layers.0.mlp.up_proj", "layers.2.mlp.up_proj")
+    assert [config.rank_of(f"model.{name}") for name in names] == [3, 5, 7, 4]
+    assert config.scale_of("model.layers.2.self_attn.k_proj") == 3.0 / 4
+    stabilised = PeftConfig(Path(), 4, 8.0, rank_stabilised=True)
+    assert stabilised.scale_of("model.layers.2.self_attn.k_proj") == 8.0 / 2
