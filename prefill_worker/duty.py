@@ -43,6 +43,7 @@ class PrefillDuty(Duty):
             num_streams=settings.kv_streams,
             quantise=quantised_outgoing(loaded.kv).view if settings.kv_wire_dtype == "fp8" else None,
         )
+        peers = self.new_peers(loaded, pool, lambda event: engine.notify(event))
         engine = PrefillEngine(
             send,
             self.engine_config(files, loaded),
@@ -53,6 +54,7 @@ class PrefillDuty(Duty):
             self.parts.metrics,
             grammars=grammars,
             tiers=tiers,
+            peers=peers,
             pooler=None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score),
         )
         sender.start()

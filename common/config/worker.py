@@ -142,6 +142,15 @@ class WorkerConfig(CommonConfig, PodSettings):
         **FILE,
     )
     kv_disk_gib: float = setting(0.0, "GiB of the file at --kv-disk-path", group="KV cache", ge=0, le=1_048_576)
+    pull_prefixes: bool = setting(
+        True,
+        "take cached blocks from workers of the same model where that is predicted to be faster than computing them, "
+        "and let these copy blocks from here",
+        group="Transfer",
+    )
+    lend_port: int = setting(
+        0, "port that workers which pull cached blocks connect to; 0 picks a free one", group="Sockets", **PORT
+    )
     kv_transport: str = setting(
         "auto",
         "how KV blocks travel; auto: through shared memory between workers of one host and user, else over TCP; "
@@ -199,6 +208,11 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "above 0 with --kv-disk-path, and 0 without")
         if self.kv_disk_gib and not self.enable_prefix_caching:
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "0 without prefix caching: it holds cached blocks")
+
+    @property
+    def lends(self) -> bool:
+        """Whether this worker's cached blocks are for others to copy, and theirs for this one."""
+        return self.pull_prefixes and self.enable_prefix_caching
 
     @property
     def places(self) -> int:

@@ -6,6 +6,7 @@ Other modules import messages from here. `codec.py` packs them.
 from __future__ import annotations
 
 from common.wire.kv_messages import (
+    BLOCK_HASH_BYTES,
     MAX_BLOCKS_PER_FRAME,
     NONCE_BYTES,
     KVAck,
@@ -15,8 +16,10 @@ from common.wire.kv_messages import (
     KVGrant,
     KVMemory,
     KVOpen,
+    KVPull,
     KVWait,
     ToDecode,
+    ToLender,
     ToPrefill,
 )
 from common.wire.message_fields import PROTOCOL_VERSION, Message
@@ -26,6 +29,7 @@ from common.wire.router_messages import (
     ChangeRole,
     DecodeRequest,
     HandOver,
+    KVPeer,
     KVTarget,
     PrefillRequest,
     ResetPrefixCache,
@@ -54,6 +58,7 @@ from common.wire.worker_messages import (
 )
 
 __all__ = [
+    "BLOCK_HASH_BYTES",
     "AbortRequest",
     "AnyMessage",
     "BlockEvents",
@@ -69,6 +74,8 @@ __all__ = [
     "KVGrant",
     "KVMemory",
     "KVOpen",
+    "KVPeer",
+    "KVPull",
     "KVTarget",
     "KVWait",
     "MAX_BLOCKS_PER_FRAME",
@@ -90,6 +97,7 @@ __all__ = [
     "ShortHashes",
     "Timeline",
     "ToDecode",
+    "ToLender",
     "ToPrefill",
     "ToRouter",
     "ToWorker",
@@ -99,4 +107,4 @@ __all__ = [
     "WorkerHello",
 ]
 
-AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill
+AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill | ToLender

@@ -48,13 +48,25 @@ class KVTarget(msgspec.Struct, frozen=True, array_like=True):
     address: Address
 
 
+class KVPeer(msgspec.Struct, frozen=True, array_like=True):
+    """A worker that lends, at `address` and in boot epoch `epoch`, and of whose cache the prompt's first `num_blocks`
+    blocks were reported. They may be gone by now.
+    """
+
+    worker_id: Name
+    epoch: Count
+    address: Address
+    num_blocks: Count
+
+
 class PrefillRequest(Message, frozen=True, tag=3):
     """Compute this prompt. The worker owns the blocks it allocates until `KVAck`, abort or lease expiry.
 
     `decode` is None when no worker needs the KV, as for an answer of one token. The last `num_output_tokens` of the
     prompt are output of an earlier attempt. `deadline_s` is what is left of the request's time when sent, `ttft_s` what
     is left until its first token is due, `tpot_s` what each later token may take; 0 for no goal. Requests of higher
-    `priority` have their turn first. The worker acknowledges `serial` in its heartbeats.
+    `priority` have their turn first. The worker acknowledges `serial` in its heartbeats. It may take blocks of the
+    prompt from `peer` instead of computing them.
     """
 
     request_id: Name
@@ -70,6 +82,7 @@ class PrefillRequest(Message, frozen=True, tag=3):
     serial: Count = 0
     tpot_s: Seconds = 0.0
     priority: Priority = 0
+    peer: KVPeer | None = None
 
 
 class DecodeRequest(Message, frozen=True, tag=4):
@@ -77,7 +90,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
 
     `prefill_worker` names the worker that sends the KV; empty: prefill locally. In a hand-over it is another decode
     worker, which decodes on meanwhile, by at most `num_reserved_tokens` beyond this prompt: the worker allocates blocks
-    for these too until the hand-over is done. The last four fields are as in `PrefillRequest`.
+    for these too until the hand-over is done. The last five fields are as in `PrefillRequest`.
     """
 
     request_id: Name
@@ -94,6 +107,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
     serial: Count = 0
     tpot_s: Seconds = 0.0
     priority: Priority = 0
+    peer: KVPeer | None = None
 
 
 class AbortRequest(Message, frozen=True, tag=5):

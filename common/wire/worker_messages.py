@@ -32,7 +32,8 @@ class WorkerHello(Message, frozen=True, tag=20):
     `lost_router`: the receiving router was silent for too long, which also a frozen worker finds when it wakes up. Its
     requests here are gone, and it must say hello again. `max_step_tokens` prompt tokens are computed in one step.
     `home` is the role that the process was started with, `role` the one that it has now; with `changes_role` a router
-    may change it, which begins a new epoch.
+    may change it, which begins a new epoch. At `lend_address` it lends cached blocks to workers of equal `fingerprint`;
+    "": it does not, and takes none.
     """
 
     worker_id: Name
@@ -51,6 +52,7 @@ class WorkerHello(Message, frozen=True, tag=20):
     max_step_tokens: Count = 0
     home: Text = ""
     changes_role: bool = False
+    lend_address: Annotated[str, Meta(max_length=256)] = ""
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):
@@ -63,7 +65,7 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     `block_sequence`; 0: the prefix cache has always been empty. At present `batch_cap` requests run side by side at
     most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says. `planner` is the id of the
     router that may change roles: the least of those that said they would; "" if none did. `links` is fitted to the KV
-    transfers that came to this worker, and to reads of its tier.
+    transfers that came to this worker, to reads of its tier, and to its pulls from peers.
     """
 
     worker_id: Name

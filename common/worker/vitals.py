@@ -48,6 +48,7 @@ def hello_of(
     config: WorkerConfig,
     loaded: LoadedModel | None,
     kv_address: str,
+    lend_address: str,
     *,
     changes_role: bool = False,
 ) -> WorkerHello:
@@ -68,6 +69,7 @@ def hello_of(
         max_step_tokens=config.step_tokens,
         home=identity.home,
         changes_role=changes_role,
+        lend_address=lend_address,
     )
 
 

@@ -15,13 +15,19 @@ from common.kv.block_hash import block_hashes
 from common.kv.block_pool import BlockPool
 from common.kv.cache import KVCache
 from common.kv.quantised_staging import quantised_outgoing
+from common.kv.staging import outgoing_blocks
 from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
+from common.tiers.copies import copied_incoming
+from common.transfer.lendable import Lendable
+from common.transfer.lender import KVLender, LenderIdentity
 from common.transfer.outgoing import TransferEnded
+from common.transfer.peer_caches import PeerCaches
+from common.transfer.puller import KVPuller
 from common.transfer.sender import KVSender
 from common.wire.codec import decode, encode
 from common.wire.message_fields import pack_tokens
@@ -33,6 +39,7 @@ from common.wire.messages import (
     KVGrant,
     KVMemory,
     KVOpen,
+    KVPeer,
     KVTarget,
     Message,
     PrefillRequest,
@@ -181,12 +188,15 @@ class EngineRig(DecodeSide, RouterSide):
         grammars: bool = False,
         pooler: Pooler | None = None,
         disk: Path | None = None,
+        peers: bool = False,
+        share: bool = True,
+        name: str = "p",
     ) -> None:
-        """Blocks are kept in a file at `disk`, too."""
+        """Blocks are kept in a file at `disk`, too. With `peers` others may copy them, out of memory if `share`."""
         super().__init__()
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
-        self.kv = KVCache(model.config, num_blocks, 16, "float32")
+        self.kv = KVCache(model.config, num_blocks, 16, "float32", share=peers and share)
         pool = BlockPool(num_blocks, 16)
         scheduler = PrefillScheduler(pool, max_num_batched_tokens=budget, max_num_seqs=4)
         sender = self.make_sender(
@@ -207,12 +217,30 @@ class EngineRig(DecodeSide, RouterSide):
             grammars=self.grammars,
             pooler=pooler,
             tiers=self.tiers,
+            peers=self._peer_caches(name, pool, share=share) if peers else None,
         )
         sender.start()
 
+    def _peer_caches(self, name: str, pool: BlockPool, *, share: bool) -> PeerCaches:
+        self.lender = KVLender(self.context, "127.0.0.1", 0)
+        memory = self.kv.shared.offer if self.kv.shared else None
+        self.puller = KVPuller(
+            self.context,
+            "layout",
+            self.kv.block_bytes,
+            copied_incoming(self.kv),
+            lambda event: self.engine.notify(event),
+            share=share,
+        )
+        blocks = Lendable(pool, outgoing_blocks(self.kv), self.kv.block_bytes, self.tiers)
+        self.lender.start(LenderIdentity(name, 5, "layout", memory), blocks)
+        self.puller.start()
+        self.as_peer = KVPeer(name, 5, self.lender.address, 0)
+        return PeerCaches(self.lender, self.puller)
+
     def ask(
         self, tokens: list[int], name: str = "a", *, router: bytes = ROUTER, attempt: int = 0, remote: bool = False,
-        num_output: int = 0, deadline_s: float = 60.0, ttft_s: float = 0.0, prompt: bytes | None = None,
+        num_output: int = 0, peer: KVPeer | None = None, deadline_s: float = 60.0, ttft_s: float = 0.0, prompt: bytes | None = None,
         **params: object,
     ) -> None:  # fmt: skip
         request = PrefillRequest(
@@ -224,6 +252,7 @@ class EngineRig(DecodeSide, RouterSide):
             num_output_tokens=num_output,
             deadline_s=deadline_s,
             ttft_s=ttft_s,
+            peer=peer,
         )
         self.tell(request, router)
 
