@@ -134,6 +134,14 @@ class WorkerConfig(CommonConfig, PodSettings):
     enable_prefix_caching: bool = setting(
         True, "keep finished blocks and reuse them for equal prefixes", group="KV cache"
     )
+    kv_host_gib: float = setting(
+        0.0,
+        "GiB of host memory for KV blocks that leave a GPU's: prompts copy them back instead of computing them where "
+        "that is faster; on a CPU the cache is in host memory already",
+        group="KV cache",
+        ge=0,
+        le=65_536,
+    )
     kv_disk_path: str = setting(
         "",
         "file in which KV blocks outlive memory and the worker: prompts read them instead of computing them where that "
@@ -204,6 +212,11 @@ class WorkerConfig(CommonConfig, PodSettings):
         self._check_tiers()
 
     def _check_tiers(self) -> None:
+        if self.kv_host_gib and self.device == "cpu":
+            allowed = "0 on cpu: its KV cache is in host memory; for a larger one give --kv-memory-gib or --num-blocks"
+            raise ConfigError("kv_host_gib", self.kv_host_gib, allowed)
+        if self.kv_host_gib and not self.enable_prefix_caching:
+            raise ConfigError("kv_host_gib", self.kv_host_gib, "0 without prefix caching: it holds cached blocks")
         if bool(self.kv_disk_path) != (self.kv_disk_gib > 0):
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "above 0 with --kv-disk-path, and 0 without")
         if self.kv_disk_gib and not self.enable_prefix_caching:

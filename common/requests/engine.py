@@ -165,6 +165,7 @@ class RequestEngine(Engine, Generic[R, S]):
         hasher = BlockHasher(self.scheduler.block_size, request.cache_salt)
         sequence = self._add(router, request, token_ids, hasher, time.monotonic())
         self.scheduler.expect_hits(sequence, self._restores.num_held)
+        self._restores.expect_pull(sequence)
         self._grammars.ask(sequence)
 
     def _continue(self, known: S, request: R) -> bool:

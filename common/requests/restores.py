@@ -54,6 +54,13 @@ class Restores:
         """How many of the chain's first blocks could be read."""
         return self._tiers.num_held(hashes) if self._tiers is not None else 0
 
+    def expect_pull(self, sequence: WorkerSequence) -> None:
+        """Note what the router expects a new request to take from a peer, to predict how long it takes."""
+        peer, size = sequence.request.peer, self._block_size
+        if self._peers is not None and peer is not None:
+            num_blocks = min(peer.num_blocks, sequence.num_cacheable // size)
+            sequence.num_expected_hits = max(sequence.num_expected_hits, num_blocks * size)
+
     def begin(self, sequence: WorkerSequence, now: float, model: StepModel, most_tokens: int) -> None:
         """Begin a read or a pull for a sequence that was admitted just now, if one is worth it.
 
@@ -74,6 +81,7 @@ class Restores:
         ways = [*self._from_tiers(hashes[first:], compute_s), *self._from_peer(sequence, hashes, first, now, compute_s)]
         best = max(ways, key=lambda way: way.compute_s - way.seconds, default=None)
         if best is None:
+            sequence.num_expected_hits = sequence.num_computed
             return
         num_blocks, blocks = best.num_blocks, sequence.blocks[first : first + best.num_blocks]
         deadline = now + min(MOST_WAIT_S, max(LEAST_WAIT_S, best.compute_s))

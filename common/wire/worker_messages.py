@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from common.latency.link_model import Links
 from common.latency.step_model import StepModel
-from common.wire.message_fields import MAX_TOKENS, Count, Finite, Message, Name, Reason, Seconds, Text
+from common.wire.message_fields import MAX_TOKENS, AddressOrNone, Count, Finite, Message, Name, Reason, Seconds, Text
 from common.wire.sampling_params import TokenLogprobs
 
 MAX_OUTPUTS = 16_384
@@ -52,7 +52,7 @@ class WorkerHello(Message, frozen=True, tag=20):
     max_step_tokens: Count = 0
     home: Text = ""
     changes_role: bool = False
-    lend_address: Annotated[str, Meta(max_length=256)] = ""
+    lend_address: AddressOrNone = ""
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):

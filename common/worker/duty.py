@@ -56,6 +56,7 @@ class Duty(ABC):
         """What the prefix cache holds; it begins empty, as the pool of each duty does."""
         self._tiers: BlockTiers | None = None
         self._lender: KVLender | None = None
+        self._puller: KVPuller | None = None
 
     def bind(self) -> str:
         """Bind the sockets for KV, and return the address of `bind_kv`; raises zmq.ZMQError for a taken port."""
@@ -82,6 +83,8 @@ class Duty(ABC):
         """Close what `bind` bound and the tiers, when no engine took them over."""
         if self._lender is not None:
             self._lender.stop()
+        if self._puller is not None:
+            self._puller.stop()
         if self._tiers is not None:
             self._tiers.close()
 
@@ -121,7 +124,7 @@ class Duty(ABC):
     def new_peers(self, loaded: LoadedModel, pool: BlockPool, notify: Callable[[ReadEnded], None]) -> PeerCaches | None:
         """Takes blocks from the caches of others and lends those of this worker, started; None without.
 
-        Called after `new_tiers`, and once nothing can fail any more: the engine closes it.
+        Called after `new_tiers`. The engine closes it.
         """
         if (lender := self._lender) is None:
             return None
@@ -129,7 +132,7 @@ class Duty(ABC):
         from common.tiers.copies import copied_incoming
 
         identity, config, kv = self.parts.identity, self.config, loaded.kv
-        puller = KVPuller(
+        puller = self._puller = KVPuller(
             self.parts.context,
             loaded.fingerprint,
             kv.block_bytes,

@@ -188,11 +188,15 @@ class EngineRig(DecodeSide, RouterSide):
         grammars: bool = False,
         pooler: Pooler | None = None,
         disk: Path | None = None,
+        num_host: int = 0,
         peers: bool = False,
         share: bool = True,
         name: str = "p",
     ) -> None:
-        """Blocks are kept in a file at `disk`, too. With `peers` others may copy them, out of memory if `share`."""
+        """Blocks are kept in a file at `disk`, too, and above it in `num_host` slots of host memory.
+
+        With `peers` others may copy them, out of memory if `share`.
+        """
         super().__init__()
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
@@ -204,7 +208,7 @@ class EngineRig(DecodeSide, RouterSide):
             quantise=quantised_outgoing(self.kv).view if quantise else None,
         )  # fmt: skip
         notify = lambda event: self.engine.notify(event)  # noqa: E731
-        self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify)
+        self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify, num_host)
         self.sent: list[tuple[bytes, Message]] = []
         self.engine = PrefillEngine(
             self.sent.extend,
@@ -240,8 +244,8 @@ class EngineRig(DecodeSide, RouterSide):
 
     def ask(
         self, tokens: list[int], name: str = "a", *, router: bytes = ROUTER, attempt: int = 0, remote: bool = False,
-        num_output: int = 0, peer: KVPeer | None = None, deadline_s: float = 60.0, ttft_s: float = 0.0, prompt: bytes | None = None,
-        **params: object,
+        num_output: int = 0, deadline_s: float = 60.0, ttft_s: float = 0.0, prompt: bytes | None = None,
+        peer: KVPeer | None = None, **params: object,
     ) -> None:  # fmt: skip
         request = PrefillRequest(
             request_id=name,

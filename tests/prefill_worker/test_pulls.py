@@ -1,4 +1,4 @@
-"""Two prefill engines, of which one takes cached blocks from the other: the same answers, and no waits, whatever fails."""
+"""Two prefill engines, one of which takes cached blocks from the other: the same answers, no waits, whatever fails."""
 
 from __future__ import annotations
 
