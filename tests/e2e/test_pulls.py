@@ -126,7 +126,7 @@ def test_an_answer_comes_back_to_a_prefill_worker(system: System) -> None:
     system.settle()
 
 
-@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL], ids=["frozen", "dead"])
 def test_a_holder_that_freezes_or_dies_costs_time_alone(system: System, fault: signal.Signals) -> None:
     prefix = prompt(LONG, 6 + fault)
     holder, other = holder_of(system, prefix)

@@ -15,19 +15,13 @@ from common.kv.block_hash import block_hashes
 from common.kv.block_pool import BlockPool
 from common.kv.cache import KVCache
 from common.kv.quantised_staging import quantised_outgoing
-from common.kv.staging import outgoing_blocks
 from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
-from common.tiers.copies import copied_incoming
-from common.transfer.lendable import Lendable
-from common.transfer.lender import KVLender, LenderIdentity
 from common.transfer.outgoing import TransferEnded
-from common.transfer.peer_caches import PeerCaches
-from common.transfer.puller import KVPuller
 from common.transfer.sender import KVSender
 from common.wire.codec import decode, encode
 from common.wire.message_fields import pack_tokens
@@ -52,6 +46,7 @@ from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
+from ..peer_rig import as_peer, peer_caches
 from ..tier_rig import DiskTier
 
 
@@ -209,6 +204,11 @@ class EngineRig(DecodeSide, RouterSide):
         )  # fmt: skip
         notify = lambda event: self.engine.notify(event)  # noqa: E731
         self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify, num_host)
+        self.peers = None
+        if peers:
+            self.peers = peer_caches(self.context, self.kv, pool, notify, (name, 5), tiers=self.tiers, share=share)
+            self.lender, self.puller = self.peers.lender, self.peers.puller
+            self.as_peer = as_peer(self.peers, (name, 5), 0)
         self.sent: list[tuple[bytes, Message]] = []
         self.engine = PrefillEngine(
             self.sent.extend,
@@ -221,26 +221,9 @@ class EngineRig(DecodeSide, RouterSide):
             grammars=self.grammars,
             pooler=pooler,
             tiers=self.tiers,
-            peers=self._peer_caches(name, pool, share=share) if peers else None,
+            peers=self.peers,
         )
         sender.start()
-
-    def _peer_caches(self, name: str, pool: BlockPool, *, share: bool) -> PeerCaches:
-        self.lender = KVLender(self.context, "127.0.0.1", 0)
-        memory = self.kv.shared.offer if self.kv.shared else None
-        self.puller = KVPuller(
-            self.context,
-            "layout",
-            self.kv.block_bytes,
-            copied_incoming(self.kv),
-            lambda event: self.engine.notify(event),
-            share=share,
-        )
-        blocks = Lendable(pool, outgoing_blocks(self.kv), self.kv.block_bytes, self.tiers)
-        self.lender.start(LenderIdentity(name, 5, "layout", memory), blocks)
-        self.puller.start()
-        self.as_peer = KVPeer(name, 5, self.lender.address, 0)
-        return PeerCaches(self.lender, self.puller)
 
     def ask(
         self, tokens: list[int], name: str = "a", *, router: bytes = ROUTER, attempt: int = 0, remote: bool = False,
