@@ -10,6 +10,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from common.latency.step_model import StepModel
 from common.wire.codec import decode, encode
 from common.wire.messages import KVBlocks, KVFailed, KVOpen
 
@@ -151,6 +152,7 @@ def test_frames_that_come_after_the_deadline_harm_nobody(
     wire.fault = lambda parts: [*held, parts]  # with the next message that comes
     monkeypatch.setattr("common.requests.restores.MOST_WAIT_S", 60.0)
     other.puller._avoided.clear()
+    other.engine.step_fit.model = StepModel(token_s=1.0, num_steps=100)  # any pull is worth it
     assert ask(other, prompt(70, 23), "b", peer=peer_of(holder, 4, address=wire.address))[1] == 0
     own = other.engine.scheduler.pool.match(other.hashes(LONG))
     assert [bytes(other.kv.block(block)) for block in own] == [before[block] for block in own]

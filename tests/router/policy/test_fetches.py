@@ -65,6 +65,13 @@ class Fleet:
         hits = {16: self.index.hits(HASHES)}
         return dict(self.fetches.of(self.state(), workers, hits, now))
 
+    def chosen(self) -> str:
+        """The prefill worker of a request."""
+        ready = self.registry.ready("prefill"), self.registry.ready("decode")
+        choice = REMOTE.choose(*ready, self.shape(), 0.0)
+        assert choice is not None and choice.prefill is not None
+        return choice.prefill.address
+
     def shape(self, now: float = 0.0) -> RequestShape:
         held = self.index.hits(HASHES)
         hits = {address: 16 * held.num_blocks(address) for address in self.registry.workers}
@@ -101,10 +108,9 @@ def test_a_busy_holder_s_prompts_go_elsewhere_and_others_do_not_herd() -> None:
     """The holder is taken while its queue is short; then others pull, and each pull makes the next one dearer."""
     fleet = Fleet(p0={"waiting_s": 0.02})
     fleet.hold("p0", 60)
-    ready = fleet.registry.ready("prefill"), fleet.registry.ready("decode")
-    assert REMOTE.choose(*ready, fleet.shape(), 0.0).prefill.address == "p0"
+    assert fleet.chosen() == "p0"
     fleet.say("p0", waiting_s=0.5)
-    assert REMOTE.choose(*ready, fleet.shape(), 0.0).prefill.address in ("p1", "p2")
+    assert fleet.chosen() in ("p1", "p2")
     first = fleet.of()["p1"]
     fleet.fetches.begin(first, 0.0)
     assert fleet.of()["p1"].seconds == pytest.approx(2 * first.seconds)
@@ -172,8 +178,8 @@ def test_blocks_on_a_peer_s_disk_take_its_reads_as_well() -> None:
 def test_the_way_that_saves_more_is_taken() -> None:
     fleet = Fleet(p1={"links": Links(peer=PEER, disk=DISK)})
     fleet.hold("p0", 60)
-    fleet.hold("p1", 0, below=58)
-    assert fleet.of("p1")["p1"].peer is None, "its own disk is faster, and has nearly all"
+    fleet.hold("p1", 0, below=60)
+    assert fleet.of("p1")["p1"].peer is None, "its own disk is faster, and has all"
     other = Fleet(p1={"links": Links(peer=PEER, disk=DISK)})
     other.hold("p0", 60)
     other.hold("p1", 0, below=20)
@@ -186,10 +192,9 @@ def test_a_prompt_goes_where_it_can_be_read_unless_it_is_in_memory_elsewhere() -
     read = fleet.of("p0", "p1")
     assert set(read) == {"p0"}, "the other has no disk"
     assert read["p0"].end == 480 and read["p0"].seconds == pytest.approx(1e-3 + 30e-3)
-    ready = fleet.registry.ready("prefill"), fleet.registry.ready("decode")
-    assert REMOTE.choose(*ready, fleet.shape(), 0.0).prefill.address == "p0"
+    assert fleet.chosen() == "p0"
     fleet.hold("p1", 30)
-    assert REMOTE.choose(*ready, fleet.shape(), 0.0).prefill.address == "p1"
+    assert fleet.chosen() == "p1"
 
 
 def test_what_is_read_more_slowly_than_computed_is_no_reason() -> None:
