@@ -19,15 +19,15 @@ from benchmarks.paced.stack import PacedStack
 from benchmarks.stack import StackProcess
 
 from .asking import wait_until
-from .conftest import System, samples
+from .conftest import READY_S, System, samples
 
 pytestmark = pytest.mark.e2e
 PACE = Coefficients(
     prefill=StepCoefficients(fixed_s=0.004, token_s=1e-3), decode=StepCoefficients(fixed_s=0.004, token_s=1e-3)
 )
 """A millisecond for a token of a prompt: any pull of a few blocks is faster."""
-LONG, OTHER = 320, 1500
-"""Tokens of a shared prefix, and of a prompt that keeps its holder busy for one and a half seconds."""
+LONG, OWN = 320, 300
+"""Tokens of a shared prefix, and of each prompt behind it."""
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -45,6 +45,7 @@ def system(request: Any, tmp_path_factory: pytest.TempPathFactory, forge: None) 
         worker_flags=("--kv-transport", request.param, "--kv-memory-gib", "0.1"),
         router_flags=("--local-prefill-threshold", "0", "--worker-timeout-s", "2"),
         log_dir=folder / "logs",
+        ready_timeout_s=READY_S,
     ) as stack:
         found = System(stack)
         found.wait_for_workers()
@@ -102,14 +103,13 @@ def workers(system: System) -> list[StackProcess]:
 
 
 def test_a_busy_holder_lends(system: System) -> None:
-    """Its prompts keep it busy for 1.5 s; the other worker has nothing, and takes 320 ms to compute the prefix."""
+    """It would take seconds for all; the other worker has nothing, and would take 320 ms more for each prefix."""
     prefix = prompt(LONG, 1)
     asked(system, (prompt(64, 90), 1), (prompt(64, 91), 1))  # both know their pace
     _, other = holder_of(system, prefix)
-    found = asked(system, (prefix + prompt(OTHER, 2), 1), ([*prefix, *prompt(16, 3)], 4), between_s=0.3)
-    assert found[0]["cached"] == LONG
-    assert found[1]["cached"] == LONG and found[1]["took_s"] < found[0]["took_s"]
-    assert peer_tokens(other) == LONG
+    found = asked(system, *(([*prefix, *prompt(OWN, 10 + number)], 4) for number in range(6)))
+    assert [one["cached"] for one in found] == [LONG] * 6
+    assert peer_tokens(other) >= LONG
     system.settle()
 
 
@@ -158,6 +158,7 @@ def test_workers_that_share_nothing_pull_nothing(tmp_path: Path, forge: None) ->
         worker_flags=flags,
         router_flags=("--local-prefill-threshold", "0"),
         log_dir=tmp_path / "logs",
+        ready_timeout_s=READY_S,
     ) as stack:
         system = System(stack)
         system.wait_for_workers()
