@@ -178,7 +178,7 @@ class Stack:
             return
         flags: list[str] = []
         if same_ports:
-            for flag, key in (("--port", "address"), ("--kv-port", "kv_address")):
+            for flag, key in (("--port", "address"), ("--kv-port", "kv_address"), ("--lend-port", "lend_address")):
                 if worker.addresses.get(key):
                     flags += [flag, worker.addresses[key].rpartition(":")[2]]
         worker.start(*flags, env=self._env)

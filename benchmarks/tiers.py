@@ -1,10 +1,11 @@
-"""TTFT of conversations that do not fit in memory, with a tier on disk and without; of prompts that nothing holds; and
-of the first requests after a worker was killed.
+"""TTFT of conversations that do not fit in memory, with a tier on disk, with pulls from a peer, and with neither; of
+prompts that nothing holds; and of the first requests after a worker was killed.
 
 Conversations of a Mooncake trace are replayed one request at a time, each block of the trace as one KV block, on a
-prefill worker whose memory holds a tenth of all their blocks. Both stacks run one after the other, in turning order,
-with an empty file each time. Then both get prompts that were never sent. Last the worker with the file is killed and
-started again, and the last turn of each conversation is sent once more.
+prefill worker whose memory holds a tenth of all their blocks. The stacks run one after the other, in turning order,
+with an empty file each time. Then all get prompts that were never sent. Last the worker with the file is killed and
+started again, and the last turn of each conversation is sent once more. The peer is the decode worker, whose memory
+holds all that came to it; in the other stacks nothing is pulled.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from benchmarks.script import in_turns, median_ratio, run, write_result
 from benchmarks.stack import Stack, StackProcess
 
 PROGRAM = "python -m benchmarks.tiers"
-WITH, WITHOUT = "with the file", "memory alone"
-ARMS = (WITHOUT, WITH)
+WITH, WITHOUT, PULLS = "with the file", "memory alone", "with pulls"
+ARMS = (WITHOUT, WITH, PULLS)
 OUTPUT_LEN = 2
-TIERS = ("memory", "disk")
+TIERS = ("memory", "disk", "peer")
 READY_S = 300.0
 SETTLE_S = 60.0
 
@@ -74,7 +75,10 @@ class Bench:
         return Stack(
             model=options.model,
             dtype=options.dtype,
-            worker_flags=("--block-size", str(options.block_size), *threads),
+            worker_flags=(
+                *("--block-size", str(options.block_size), "--kv-transport", options.kv_transport, *threads),
+                *(() if arm == PULLS else ("--no-pull-prefixes",)),
+            ),
             prefill_flags=("--num-blocks", str(self.num_blocks), *(file if arm == WITH else ())),
             decode_flags=("--max-draft-tokens", "0"),
             router_flags=("--local-prefill-threshold", "0"),
@@ -186,8 +190,9 @@ def summary(replays: dict[str, list[Replay]]) -> list[dict[str, Any]]:
             arm: [statistics.median(replay.ttft_ms[part]) for replay in found if part in replay.ttft_ms]
             for arm, found in replays.items()
         }
-        if all(medians.values()):
-            row["ratio_p50"] = median_ratio(medians[WITH], medians[WITHOUT])
+        for name, arm in (("ratio_p50", WITH), ("ratio_p50_pulls", PULLS)):
+            if medians.get(arm) and medians.get(WITHOUT):
+                row[name] = median_ratio(medians[arm], medians[WITHOUT])
         rows.append(row)
     return rows
 
@@ -196,8 +201,8 @@ def print_rows(console: Console, rows: Sequence[dict[str, Any]], replays: dict[s
     shown = []
     for row in rows:
         cells = [f"{row[arm][q]:,.1f}" if arm in row else "-" for arm in ARMS for q in ("p50_ms", "p99_ms")]
-        shown.append((row["part"], *cells, str(row.get("ratio_p50", "-"))))
-    columns = ("", *(f"{q} {arm}" for arm in ARMS for q in ("p50", "p99")), "ratio of p50")
+        shown.append((row["part"], *cells, *(str(row.get(name, "-")) for name in ("ratio_p50", "ratio_p50_pulls"))))
+    columns = ("", *(f"{q} {arm}" for arm in ARMS for q in ("p50", "p99")), "p50 ratio, file", "p50 ratio, pulls")
     print_table(console, "TTFT in ms", columns, shown)
     for arm, found in replays.items():
         console.print(f"hit rates, {arm}: {[replay.hit_rates for replay in found]}")
@@ -221,6 +226,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--new-len", type=int, default=480, help="tokens of these")
     parser.add_argument("--warm-up", type=int, default=4, help="such prompts that are not measured, first")
     parser.add_argument("--threads", type=int, default=2, help="of each worker")
+    parser.add_argument("--kv-transport", default="auto", help="between the workers: auto, tcp or shm")
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     return parser.parse_args(argv)
 

@@ -46,6 +46,7 @@ class DecodeCounters:
     def prefilled(self, sequence: DecodeSequence) -> None:
         self._metrics.queue_seconds.observe(sequence.admitted_at - sequence.accepted_at)
         self._metrics.prefill_seconds.observe(sequence.prefill_s)
+        self._metrics.computed_tokens.inc(sequence.num_request_tokens - sequence.num_cached)
         self._count_prompt(sequence, sequence.num_cached)
 
     def _count_prompt(self, sequence: DecodeSequence, num_hits: int) -> None:

@@ -83,6 +83,7 @@ class DecodeDuty(Duty):
             lease_s=settings.handover_timeout_s,
             num_streams=1,
         )
+        peers = self.new_peers(loaded, pool, lambda event: self._engine.notify(event))
         self._engine = DecodeEngine(
             send,
             self.engine_config(files, loaded),
@@ -102,6 +103,7 @@ class DecodeDuty(Duty):
             grammars=grammars,
             tiers=tiers,
             adapters=loaded.adapters,
+            peers=peers,
         )
         receiver.start()
         sender.start()

@@ -18,6 +18,7 @@ from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler
 from common.tiers.block_tiers import BlockTiers
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
+from common.transfer.peer_caches import PeerCaches
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.wire.messages import DecodeRequest, HandOver, Message
@@ -81,10 +82,11 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         grammars: Grammars | None = None,
         tiers: BlockTiers | None = None,
         adapters: AdapterBank | None = None,
+        peers: PeerCaches | None = None,
     ) -> None:
         """A `launcher` launches the steps that it takes before the tokens of the step before are known.
 
-        Without `grammars`, requests with a grammar are refused. The engine closes `tiers`.
+        Without `grammars`, requests with a grammar are refused. The engine closes `tiers` and `peers`.
         """
         longest = min(config.max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
         rules = DecodeRules(
@@ -94,7 +96,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             max_prompt_len=longest - 1,
             knows_grammars=grammars is not None,
         )
-        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers, adapters)
+        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers, adapters, peers)
         self._runner, self._sampler, self._transfers = runner, sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
         self._counters = DecodeCounters(metrics, block_size=scheduler.block_size)
@@ -267,8 +269,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             self._handovers.pause_due(now)
 
     def snapshot(self) -> EngineStatus:
-        links = self._remote_prefills.link_fits.links
-        return replace(super().snapshot(), links=Links(tcp=links.tcp, shm=links.shm, disk=self._restores.link))
+        links, own = self._remote_prefills.link_fits.links, self._restores.links
+        return replace(super().snapshot(), links=Links(tcp=links.tcp, shm=links.shm, disk=own.disk, peer=own.peer))
 
     def expire(self, now: float) -> None:
         if self._transfers.failure is not None:

@@ -212,6 +212,15 @@ POOLS = (
                 ),
             ),
         ),
+        Panel(
+            "Prompt tokens by source",
+            "Where the KV of prompts came from: found in memory, in host memory, on disk, at a peer, or computed.",
+            "short",
+            (
+                ("{{tier}}", f"sum by (tier) (rate(diptych_prefix_hit_tokens_total{{{MODEL}}}[5m]))"),
+                ("computed", f"sum(rate(diptych_prompt_tokens_computed_total{{{MODEL}}}[5m]))"),
+            ),
+        ),
     ),
     (
         Panel(

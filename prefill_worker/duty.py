@@ -43,6 +43,7 @@ class PrefillDuty(Duty):
             num_streams=settings.kv_streams,
             quantise=quantised_outgoing(loaded.kv).view if settings.kv_wire_dtype == "fp8" else None,
         )
+        peers = self.new_peers(loaded, pool, lambda event: engine.notify(event))
         engine = PrefillEngine(
             send,
             self.engine_config(files, loaded),
@@ -54,6 +55,7 @@ class PrefillDuty(Duty):
             grammars=grammars,
             tiers=tiers,
             adapters=loaded.adapters,
+            peers=peers,
             pooler=None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score),
         )
         sender.start()

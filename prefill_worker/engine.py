@@ -19,6 +19,7 @@ from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler, SamplingRow
 from common.tiers.block_tiers import BlockTiers
 from common.transfer.outgoing import TransferEnded
+from common.transfer.peer_caches import PeerCaches
 from common.transfer.sender import KVSender
 from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
 from common.wire.sampling_params import SampledToken
@@ -49,10 +50,11 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         pooler: Pooler | None = None,
         tiers: BlockTiers | None = None,
         adapters: AdapterBank | None = None,
+        peers: PeerCaches | None = None,
     ) -> None:
         """Without `grammars`, requests with a grammar are refused. With a `pooler` all requests are for its vectors.
 
-        The engine closes `tiers`.
+        The engine closes `tiers` and `peers`.
         """
         rules = RequestRules(
             config.eos_token_ids,
@@ -62,7 +64,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             knows_grammars=grammars is not None,
             pooling=pooler.pooling if pooler is not None else "",
         )
-        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers, adapters)
+        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers, adapters, peers)
         self._reports = Reports(config.identity, self.emit)
         self._runner, self._sampler, self._sender, self._pooler = runner, sampler, sender, pooler
 
@@ -195,6 +197,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self.metrics.count_finished("stop")
         self.metrics.prefill_seconds.observe(sequence.prefill_s)
         self.metrics.prompt_tokens.inc(sequence.num_tokens)
+        self.metrics.computed_tokens.inc(sequence.num_tokens - sequence.num_cached)
 
     def _on_sampled(self, sequence: PrefillSequence, sampled: SampledToken, num_ready: int) -> None:
         if sampled.token_id >= self._sampler.vocab_size:
@@ -219,6 +222,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             self.metrics.count_finished(reason or "length")
         self.metrics.prefill_seconds.observe(sequence.prefill_s)
         self.metrics.prompt_tokens.inc(sequence.num_tokens)
+        self.metrics.computed_tokens.inc(sequence.num_tokens - sequence.num_cached)
         self.metrics.generation_tokens.inc()
 
     def _on_transfer_ended(self, event: TransferEnded) -> None:

@@ -24,6 +24,8 @@ from common.wire.messages import (
     KVGrant,
     KVMemory,
     KVOpen,
+    KVPeer,
+    KVPull,
     KVTarget,
     KVWait,
     Message,
@@ -44,6 +46,7 @@ from common.wire.sampling_params import SamplingParams, TokenLogprobs
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 TARGET = KVTarget("mallory", 1, "tcp://127.0.0.1:1")
 BIG = 2**62
+PEER = KVPeer("mallory", BIG, "tcp://127.0.0.1:1", BIG)
 
 
 def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epoch: int = 1) -> list[Message]:
@@ -52,7 +55,7 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
     beat = ("num_running", "num_waiting", "num_transferring", "num_waiting_tokens", "num_free_blocks")
     return [
         RouterHeartbeat(router_id="mallory"),
-        PrefillRequest(**name, prompt=pack_tokens([1, 2, 3]), params=PARAMS, decode=TARGET),
+        PrefillRequest(**name, prompt=pack_tokens([1, 2, 3]), params=PARAMS, decode=TARGET, peer=PEER),
         DecodeRequest(**name, prompt=pack_tokens([BIG % 2**32] * 3), params=PARAMS, num_output_tokens=BIG),
         DecodeRequest(request_id=request_id, attempt=BIG, prompt=b"123", params=PARAMS, num_reserved_tokens=BIG),
         AbortRequest(request_id=request_id, attempt=BIG),
@@ -78,6 +81,8 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         ),
         PooledOutput(worker_id=worker_id, epoch=epoch, **name, values=b"\xff" * 8_000),
         RequestFailed(worker_id=worker_id, **name, phase="queue", message="forged", retryable=False),
+        KVPull(**name, epoch=BIG, fingerprint="layout", first_block=BIG, hashes=b"x" * 16 * 256, token=BIG),
+        KVPull(**name, epoch=epoch, fingerprint="layout", hashes=b"x" * 17, shared=True),
         KVOpen(
             **name, worker_id=worker_id, epoch=epoch, decode_epoch=7, fingerprint="layout", num_blocks=3,
             memory=KVMemory(1, 1, 2**50, b"n" * 16),

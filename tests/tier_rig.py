@@ -11,6 +11,7 @@ from common.kv.cache import KVCache
 from common.tiers.block_file import BlockFile
 from common.tiers.block_tiers import BlockTiers
 from common.tiers.copies import copied_incoming, copied_outgoing
+from common.tiers.host_slots import HostSlots
 from common.tiers.tier import BlockTier
 
 NUM_SLOTS = 64
@@ -32,10 +33,13 @@ class SlowFile(BlockFile):
 
 
 class DiskTier(BlockTiers):
-    """One tier in a file at `path`, started."""
+    """One tier in a file at `path`, started; above it one of `num_host` slots in host memory, if any."""
 
-    def __init__(self, path: Path, kv: KVCache, pool: BlockPool, notify: Callable[[object], None]) -> None:
+    def __init__(
+        self, path: Path, kv: KVCache, pool: BlockPool, notify: Callable[[object], None], num_host: int = 0
+    ) -> None:
         self.file = SlowFile(path, kv.block_bytes)
-        tiers = [BlockTier("disk", self.file)]
+        tiers = [BlockTier("host", HostSlots(kv.block_bytes, num_host))] if num_host else []
+        tiers.append(BlockTier("disk", self.file))
         super().__init__(tiers, pool, copied_outgoing(kv), copied_incoming(kv), notify)
         self.start()

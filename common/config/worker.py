@@ -180,6 +180,14 @@ class WorkerConfig(CommonConfig, PodSettings):
     enable_prefix_caching: bool = setting(
         True, "keep finished blocks and reuse them for equal prefixes", group="KV cache"
     )
+    kv_host_gib: float = setting(
+        0.0,
+        "GiB of host memory for KV blocks that leave a GPU's: prompts copy them back instead of computing them where "
+        "that is faster; on a CPU the cache is in host memory already",
+        group="KV cache",
+        ge=0,
+        le=65_536,
+    )
     kv_disk_path: str = setting(
         "",
         "file in which KV blocks outlive memory and the worker: prompts read them instead of computing them where that "
@@ -188,6 +196,15 @@ class WorkerConfig(CommonConfig, PodSettings):
         **FILE,
     )
     kv_disk_gib: float = setting(0.0, "GiB of the file at --kv-disk-path", group="KV cache", ge=0, le=1_048_576)
+    pull_prefixes: bool = setting(
+        True,
+        "take cached blocks from workers of the same model where that is predicted to be faster than computing them, "
+        "and let these copy blocks from here",
+        group="Transfer",
+    )
+    lend_port: int = setting(
+        0, "port that workers which pull cached blocks connect to; 0 picks a free one", group="Sockets", **PORT
+    )
     kv_transport: str = setting(
         "auto",
         "how KV blocks travel; auto: through shared memory between workers of one host and user, else over TCP; "
@@ -242,6 +259,11 @@ class WorkerConfig(CommonConfig, PodSettings):
         self._check_adapters()
 
     def _check_tiers(self) -> None:
+        if self.kv_host_gib and self.device == "cpu":
+            allowed = "0 on cpu: its KV cache is in host memory; for a larger one give --kv-memory-gib or --num-blocks"
+            raise ConfigError("kv_host_gib", self.kv_host_gib, allowed)
+        if self.kv_host_gib and not self.enable_prefix_caching:
+            raise ConfigError("kv_host_gib", self.kv_host_gib, "0 without prefix caching: it holds cached blocks")
         if bool(self.kv_disk_path) != (self.kv_disk_gib > 0):
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "above 0 with --kv-disk-path, and 0 without")
         if self.kv_disk_gib and not self.enable_prefix_caching:
@@ -273,6 +295,11 @@ class WorkerConfig(CommonConfig, PodSettings):
     def kv_gib(self) -> float:
         """GiB of memory for KV blocks; 0: as many as a GPU has left."""
         return self.kv_memory_gib or (0.0 if self.on_gpu else CPU_KV_GIB)
+
+    @property
+    def lends(self) -> bool:
+        """Whether this worker's cached blocks are for others to copy, and theirs for this one."""
+        return self.pull_prefixes and self.enable_prefix_caching
 
     @property
     def places(self) -> int:

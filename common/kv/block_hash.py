@@ -6,7 +6,9 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-DIGEST_BYTES, TOKEN_BYTES = 16, 4
+from common.wire.messages import BLOCK_HASH_BYTES
+
+DIGEST_BYTES, TOKEN_BYTES = BLOCK_HASH_BYTES, 4
 
 
 class BlockHasher:

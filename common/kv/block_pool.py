@@ -151,6 +151,10 @@ class BlockPool:
         """
         return self._hash_of.get(block) == block_hash
 
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that was published under a hash. Callable from any thread, like `is_published`, which follows."""
+        return self._block_of.get(block_hash)
+
     def reset_cache(self) -> None:
         """Forget every published block; the unowned ones become free."""
         self._free.extend(self._cached)

@@ -21,6 +21,8 @@ MEMORY = 0.98
 """What an earlier transfer counts for beside the next one."""
 SHORTEST_S = 1e-3
 """Below that, wake-ups decide: errors are not taken relative to less."""
+WORTHWHILE = 0.8
+"""Of the time of computing blocks, that a pull of them may take: predictions err, and a pull costs the peer, too."""
 ERROR_SMOOTHING = 0.05
 """The share of one more transfer in the average error."""
 
@@ -48,14 +50,17 @@ class LinkModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Links(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a worker knows of each way in which KV reaches it: over TCP, through shared memory, and from its own disk.
+    """What a worker knows of each way in which KV reaches it: over TCP, through shared memory, from its own disk, and
+    from the caches of peers.
 
-    `disk` has no bytes in a block for a worker without a tier, and a guess before the first read.
+    `disk` has no bytes in a block for a worker without a tier, and a guess before the first read; so has `peer` for one
+    that does not pull, and before the first pull.
     """
 
     tcp: LinkModel = LinkModel()
     shm: LinkModel = LinkModel()
     disk: LinkModel = LinkModel()
+    peer: LinkModel = LinkModel()
 
     @property
     def usual(self) -> LinkModel:

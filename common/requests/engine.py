@@ -12,7 +12,6 @@ from common.errors import WireError
 from common.grammar.grammars import GrammarReady, Grammars
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
-from common.latency.link_model import Links
 from common.latency.step_model import StepShape
 from common.requests.awaited_grammars import AwaitedGrammars
 from common.requests.knobs import KnobLog
@@ -24,6 +23,7 @@ from common.requests.sequence import WorkerSequence
 from common.requests.step_budget import Knob
 from common.tiers.block_read import BlockRead
 from common.tiers.block_tiers import BlockTiers, ReadEnded
+from common.transfer.peer_caches import PeerCaches
 from common.wire.message_fields import Role
 from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
 from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
@@ -56,11 +56,12 @@ class RequestEngine(Engine, Generic[R, S]):
         grammars: Grammars | None,
         tiers: BlockTiers | None = None,
         adapters: AdapterBank | None = None,
+        peers: PeerCaches | None = None,
     ) -> None:
         """Without `grammars`, requests with a grammar are refused, without `adapters` those that name one."""
         super().__init__(send)
         self._tiers, self._adapters = tiers, adapters
-        self._restores = Restores(tiers, scheduler.block_size, metrics)
+        self._restores = Restores(tiers, scheduler.block_size, metrics, peers)
         self.scheduler: Scheduler[S] = scheduler
         self.metrics = metrics
         self._rules, self._max_waiting = rules, config.max_waiting
@@ -129,7 +130,7 @@ class RequestEngine(Engine, Generic[R, S]):
             serials=self._serials,
             batch_cap=scheduler.batch_cap.value,
             step_tokens=scheduler.max_step_tokens,
-            links=Links(disk=self._restores.link),
+            links=self._restores.links,
             tiers=self._tiers.counts if self._tiers is not None else (),
             num_adapters=num_adapters,
             adapters_running=running,
@@ -179,6 +180,7 @@ class RequestEngine(Engine, Generic[R, S]):
         sequence = self._add(router, request, token_ids, hasher, time.monotonic())
         sequence.adapter = sequence.adapter if adapter is None else adapter
         self.scheduler.expect_hits(sequence, self._restores.num_held)
+        self._restores.expect_pull(sequence)
         self._grammars.ask(sequence)
 
     def _continue(self, known: S, request: R) -> bool:

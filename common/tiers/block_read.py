@@ -1,4 +1,4 @@
-"""Blocks of one prompt on their way from tiers into the cache."""
+"""Blocks of one prompt on their way from tiers, or from a peer, into the cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class BlockRead:
 
     The blocks belong to the request `request_id`. The reading thread writes to them only within `commit`, so none after
     `cancel` returned: they may then be computed, or given to others. The first `num_done` of them are whole; `by_tier`
-    says where from. The thread sets `ended` when it is done with all, or stopped at one that no tier holds.
+    says where from. The thread sets `ended` when it is done with all, or stopped at one that no tier holds. `is_pull`:
+    the blocks come from a peer; `is_late`: its thread gave up at the deadline.
     """
 
     request_id: str
@@ -25,6 +26,8 @@ class BlockRead:
     by_tier: dict[str, int] = field(default_factory=dict)
     ended: bool = False
     cancelled: bool = False
+    is_pull: bool = False
+    is_late: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def commit(self, tier: str, copy: Callable[[], None]) -> bool:

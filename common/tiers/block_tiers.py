@@ -134,6 +134,15 @@ class BlockTiers:
             self._to_clear = True
             self._wake.notify_all()
 
+    def copy_of(self, block_hash: bytes) -> memoryview | None:
+        """A copy of a block, for another worker; None if no tier holds it whole. Callable from any thread."""
+        for tier in self.tiers:
+            if tier.holds(block_hash):
+                copy = memoryview(bytearray(tier.block_bytes))
+                if tier.read(block_hash, copy):
+                    return copy
+        return None
+
     @property
     def link(self) -> LinkModel:
         """What reads from the slowest tier take, where most blocks are."""

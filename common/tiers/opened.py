@@ -13,6 +13,7 @@ from common.kv.cache import KVCache
 from common.tiers.block_file import GIB, BlockFile, slots_within
 from common.tiers.block_tiers import BlockTiers, ReadEnded
 from common.tiers.copies import copied_incoming, copied_outgoing
+from common.tiers.host_slots import HostSlots
 from common.tiers.tier import BlockTier
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
@@ -41,10 +42,20 @@ def open_tiers(
     config: WorkerConfig, kv: KVCache, fingerprint: str, pool: BlockPool, notify: Callable[[ReadEnded], None]
 ) -> BlockTiers | None:
     """None if the settings ask for none. Raises ConfigError, or OSError for a path that cannot be opened."""
-    if not config.kv_disk_gib:
-        return None
-    tiers = [_disk(config, kv, fingerprint)]
-    return BlockTiers(tiers, pool, copied_outgoing(kv), copied_incoming(kv), notify)
+    tiers = [_host(config, kv)] if config.kv_host_gib else []
+    if config.kv_disk_gib:
+        tiers.append(_disk(config, kv, fingerprint))
+    return BlockTiers(tiers, pool, copied_outgoing(kv), copied_incoming(kv), notify) if tiers else None
+
+
+def _host(config: WorkerConfig, kv: KVCache) -> BlockTier:
+    num_slots = int(config.kv_host_gib * GIB) // kv.block_bytes
+    if not num_slots:
+        raise ConfigError("kv_host_gib", config.kv_host_gib, f"room for a block of {kv.block_bytes} bytes at least")
+    try:
+        return BlockTier("host", HostSlots(kv.block_bytes, num_slots))
+    except OSError as error:
+        raise ConfigError("kv_host_gib", config.kv_host_gib, f"what this machine has memory for ({error})") from error
 
 
 def _disk(config: WorkerConfig, kv: KVCache, fingerprint: str) -> BlockTier:

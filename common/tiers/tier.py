@@ -17,7 +17,7 @@ GUESSED_RATE = 5e8
 
 
 class SlotStore(Protocol):
-    """Slots that hold a block each. Only a tier's threads call it."""
+    """Slots that hold a block each. Several threads may `read` at once, never from a slot that is written to."""
 
     num_slots: int
     block_bytes: int
@@ -41,7 +41,7 @@ class SlotStore(Protocol):
 class BlockTier:
     """A tier that fails is off for good: it holds nothing, and takes nothing.
 
-    One thread writes, one reads, any asks what is here. `on_change(hash, held)` hears, on the thread that made it, of
+    One thread writes, others read, any asks what is here. `on_change(hash, held)` hears, on the thread that made it, of
     every block that comes or goes. `life` grows whenever all are forgotten.
     """
 
@@ -59,6 +59,10 @@ class BlockTier:
     @property
     def num_slots(self) -> int:
         return self._store.num_slots
+
+    @property
+    def block_bytes(self) -> int:
+        return self._store.block_bytes
 
     @property
     def link(self) -> LinkModel:
@@ -117,7 +121,7 @@ class BlockTier:
                 self.num_written += 1
                 self.on_change(block_hash, True)
 
-    # ------------------------------------------------------------ the reading thread
+    # ------------------------------------------------------------ reading threads
 
     def read(self, block_hash: bytes, into: memoryview) -> bool:
         """Read a block; False if it is not here, or not whole, which forgets it."""

@@ -1,4 +1,4 @@
-"""The sockets from one sender of KV to one decode worker."""
+"""The sockets from one sender of KV to one decode worker, or from a puller to a lender."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 
 import zmq
 
-from common.transfer.frames import dealer, events
+from common.transfer.frames import MAX_REPLY_BYTES, dealer, events
 from common.wire.curve import Curve
 from common.wire.dialer import WATCHED, Dialer
 
 
 class KVConnection:
-    """The first of `streams` carries all messages; blocks go over each in turn. The sender's thread owns them."""
+    """The first of `streams` carries all messages; blocks go over each in turn. One thread owns them."""
 
     def __init__(
         self,
@@ -21,18 +21,23 @@ class KVConnection:
         address: str,
         num_streams: int,
         curve: Curve | None = None,
+        most_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
-        """Raises zmq.ZMQError for a bad address or when there are too many sockets; nothing stays open then."""
+        """Frames that come have `most_bytes` at most.
+
+        Raises zmq.ZMQError for a bad address or when there are too many sockets; nothing stays open then.
+        """
         self.streams: list[zmq.Socket[bytes]] = []
         self._monitors: list[zmq.Socket[bytes]] = []
         self._dialers: list[Dialer] = []
         self._poller = poller
         self.used_at = time.monotonic()
         self.num_transfers = 0
+        self.was_cut = False
         self.way = ""  # how blocks travel, in the words of the log line about it
         try:
             for _ in range(num_streams):
-                self._open(context, address, curve)
+                self._open(context, address, curve, most_bytes)
         except zmq.ZMQError:
             self.close()
             raise
@@ -50,7 +55,7 @@ class KVConnection:
         first_again = self._dialers[0].dial_at <= now
         for monitor, dialer in zip(self._monitors, self._dialers, strict=True):
             while events(monitor) & zmq.POLLIN:
-                dialer.on_event(monitor.recv_multipart(), now)
+                self.was_cut |= dialer.on_event(monitor.recv_multipart(), now) == zmq.EVENT_DISCONNECTED
             if dialer.dial_at <= now:
                 dialer.dial()
         return first_again
@@ -70,8 +75,10 @@ class KVConnection:
         for monitor in self._monitors:
             monitor.close()
 
-    def _open(self, context: zmq.Context[zmq.Socket[bytes]], address: str, curve: Curve | None) -> None:
-        stream = dealer(context)
+    def _open(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, curve: Curve | None, most_bytes: int
+    ) -> None:
+        stream = dealer(context, most_bytes)
         stream.set(zmq.IPV6, 1 if "[" in address else 0)
         if self.streams:
             stream.set(zmq.IMMEDIATE, 1)  # queue no block before the handshake: it may fail

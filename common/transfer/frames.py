@@ -34,13 +34,16 @@ def blocks_per_message(block_bytes: int) -> int:
     return max(1, min(MAX_BLOCKS_PER_FRAME, FRAME_TARGET_BYTES // max(1, block_bytes)))
 
 
-def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A DEALER for KV, not connected yet, with bounded queues. Closing it drops what is queued."""
+def dealer(context: zmq.Context[zmq.Socket[bytes]], most_bytes: int = MAX_REPLY_BYTES) -> zmq.Socket[bytes]:
+    """A DEALER for KV, not connected yet, with bounded queues. Closing it drops what is queued.
+
+    A frame that comes has `most_bytes` at most.
+    """
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, SEND_HWM)
     socket.set(zmq.RCVHWM, 4096)
-    socket.set(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+    socket.set(zmq.MAXMSGSIZE, most_bytes)
     socket.set(zmq.SNDBUF, 4 * 1024 * 1024)
     socket.set(zmq.RECONNECT_IVL, 50)
     socket.set(zmq.RECONNECT_IVL_MAX, 1000)

@@ -1,6 +1,7 @@
 """The messages of a KV transfer, from a prefill worker (P) to a decode worker (D) and back.
 
 In a hand-over P is a decode worker too. Each message that moves memory says who owns the blocks before and after it.
+A pull is no transfer: any worker (the puller) takes copies of cached blocks from any other (the lender).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from common.wire.sampling_params import TokenLogprobs
 
 MAX_BLOCKS_PER_FRAME = 256
 NONCE_BYTES = 16
+BLOCK_HASH_BYTES = 16
 
 
 class KVMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -140,5 +142,29 @@ class KVFailed(Message, frozen=True, tag=46):
     phase: Text = ""
 
 
+# ---------------------------------------------------------------- puller -> lender
+
+
+class KVPull(Message, frozen=True, tag=47):
+    """The puller asks for copies of cached blocks by their `hashes`, one after the other in a chain.
+
+    The puller owns blocks of its own for them, the lender's stay as they are: cached, or anyone's. The lender answers
+    with `KVBlocks` of all of them, in order, in one message or several, or with `KVFailed` from the first on that it
+    lacks. It numbers them from `first_block` on, and repeats the secret `token`. Without `hashes` it answers `KVOpen`,
+    which offers its memory; `shared`: the puller can read that, so numbers of blocks do instead of frames. `KVAck` ends
+    the pull. `epoch` and `fingerprint` are those that the lender must have.
+    """
+
+    request_id: Name
+    attempt: Count
+    epoch: Count
+    fingerprint: Name
+    first_block: Count = 0
+    hashes: Annotated[bytes, Meta(max_length=MAX_BLOCKS_PER_FRAME * BLOCK_HASH_BYTES)] = b""
+    token: Count = 0
+    shared: bool = False
+
+
+ToLender = KVPull | KVAck
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
 ToPrefill = KVGrant | KVWait | KVAck | KVFailed

@@ -31,6 +31,9 @@ TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 Address = Annotated[str, Meta(max_length=256, pattern=r"^tcp://\S+\Z")]
 """Never `inproc` or `ipc`: a router must not have a worker connect to itself, or to a file."""
 
+AddressOrNone = Annotated[str, Meta(max_length=256, pattern=r"^(|tcp://\S+)\Z")]
+"""The same, or "". One that others are told is checked where it is said: it would spoil the message to them."""
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Base of all messages: immutable, positional on the wire, tagged by number."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from common.wire.adapter_messages import FLAG_VERSION, MAX_ADAPTERS, AdapterState, SetAdapter
 from common.wire.kv_messages import (
+    BLOCK_HASH_BYTES,
     MAX_BLOCKS_PER_FRAME,
     NONCE_BYTES,
     KVAck,
@@ -16,8 +17,10 @@ from common.wire.kv_messages import (
     KVGrant,
     KVMemory,
     KVOpen,
+    KVPull,
     KVWait,
     ToDecode,
+    ToLender,
     ToPrefill,
 )
 from common.wire.message_fields import PROTOCOL_VERSION, Message
@@ -27,6 +30,7 @@ from common.wire.router_messages import (
     ChangeRole,
     DecodeRequest,
     HandOver,
+    KVPeer,
     KVTarget,
     PrefillRequest,
     ResetPrefixCache,
@@ -55,6 +59,7 @@ from common.wire.worker_messages import (
 )
 
 __all__ = [
+    "BLOCK_HASH_BYTES",
     "AbortRequest",
     "AdapterState",
     "AnyMessage",
@@ -72,6 +77,8 @@ __all__ = [
     "KVGrant",
     "KVMemory",
     "KVOpen",
+    "KVPeer",
+    "KVPull",
     "KVTarget",
     "KVWait",
     "MAX_ADAPTERS",
@@ -95,6 +102,7 @@ __all__ = [
     "ShortHashes",
     "Timeline",
     "ToDecode",
+    "ToLender",
     "ToPrefill",
     "ToRouter",
     "ToWorker",
@@ -104,4 +112,4 @@ __all__ = [
     "WorkerHello",
 ]
 
-AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill
+AnyMessage = ToWorker | ToRouter | ToDecode | ToPrefill | ToLender

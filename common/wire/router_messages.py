@@ -49,6 +49,17 @@ class KVTarget(msgspec.Struct, frozen=True, array_like=True):
     address: Address
 
 
+class KVPeer(msgspec.Struct, frozen=True, array_like=True):
+    """A worker that lends, at `address` and in boot epoch `epoch`, and of whose cache the prompt's first `num_blocks`
+    blocks were reported. They may be gone by now.
+    """
+
+    worker_id: Name
+    epoch: Count
+    address: Address
+    num_blocks: Count
+
+
 class PrefillRequest(Message, frozen=True, tag=3):
     """Compute this prompt. The worker owns the blocks it allocates until `KVAck`, abort or lease expiry.
 
@@ -56,7 +67,8 @@ class PrefillRequest(Message, frozen=True, tag=3):
     prompt are output of an earlier attempt. `deadline_s` is what is left of the request's time when sent, `ttft_s` what
     is left until its first token is due, `tpot_s` what each later token may take; 0 for no goal. Requests of higher
     `priority` have their turn first. The worker acknowledges `serial` in its heartbeats. `adapter` is the digest of the
-    one that the prompt uses; "": the base model.
+    one that the prompt uses; "": the base model. The worker may take blocks of the prompt from `peer` instead of
+    computing them.
     """
 
     request_id: Name
@@ -73,6 +85,7 @@ class PrefillRequest(Message, frozen=True, tag=3):
     tpot_s: Seconds = 0.0
     priority: Priority = 0
     adapter: Digest = ""
+    peer: KVPeer | None = None
 
 
 class DecodeRequest(Message, frozen=True, tag=4):
@@ -98,6 +111,7 @@ class DecodeRequest(Message, frozen=True, tag=4):
     tpot_s: Seconds = 0.0
     priority: Priority = 0
     adapter: Digest = ""
+    peer: KVPeer | None = None
 
 
 class AbortRequest(Message, frozen=True, tag=5):

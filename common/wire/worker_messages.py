@@ -10,7 +10,7 @@ from msgspec import Meta
 from common.latency.link_model import Links
 from common.latency.step_model import StepModel
 from common.wire.adapter_messages import MAX_ADAPTERS, AdapterState
-from common.wire.message_fields import MAX_TOKENS, Count, Finite, Message, Name, Reason, Seconds, Text
+from common.wire.message_fields import MAX_TOKENS, AddressOrNone, Count, Finite, Message, Name, Reason, Seconds, Text
 from common.wire.sampling_params import TokenLogprobs
 
 MAX_OUTPUTS = 16_384
@@ -33,7 +33,8 @@ class WorkerHello(Message, frozen=True, tag=20):
     `lost_router`: the receiving router was silent for too long, which also a frozen worker finds when it wakes up. Its
     requests here are gone, and it must say hello again. `max_step_tokens` prompt tokens are computed in one step.
     `home` is the role that the process was started with, `role` the one that it has now; with `changes_role` a router
-    may change it, which begins a new epoch. The worker has places for `max_loras` adapters.
+    may change it, which begins a new epoch. The worker has places for `max_loras` adapters. At `lend_address` it lends
+    cached blocks to workers of equal `fingerprint`; "": it does not, and takes none.
     """
 
     worker_id: Name
@@ -53,6 +54,7 @@ class WorkerHello(Message, frozen=True, tag=20):
     home: Text = ""
     changes_role: bool = False
     max_loras: Count = 0
+    lend_address: AddressOrNone = ""
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):
@@ -65,7 +67,8 @@ class WorkerHeartbeat(Message, frozen=True, tag=21):
     `block_sequence`; 0: the prefix cache has always been empty. At present `batch_cap` requests run side by side at
     most, and a step computes at most `step_tokens` prompt tokens; 0: as the hello says. `planner` is the id of the
     router that may change roles: the least of those that said they would; "" if none did. `links` is fitted to the KV
-    transfers that came to this worker, and to reads of its tier. `adapters` are all that it was told of.
+    transfers that came to this worker, to reads of its tier, and to its pulls from peers. `adapters` are all that it
+    was told of.
     """
 
     worker_id: Name

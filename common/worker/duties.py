@@ -87,6 +87,11 @@ class Duties:
         return self._duty.config
 
     @property
+    def lend_address(self) -> str:
+        """Where other workers copy cached blocks of the present duty."""
+        return self._duty.lend_address
+
+    @property
     def block_log(self) -> BlockLog:
         """What the prefix cache of the present duty holds."""
         return self._duty.block_log
@@ -100,7 +105,7 @@ class Duties:
 
     def bind(self) -> None:
         """Bind the first duty's KV socket, before the model is loaded. Raises zmq.ZMQError."""
-        self.kv_address = self._duty.bind_kv()
+        self.kv_address = self._duty.bind()
         self._has_unused_socket = True
 
     def start(
@@ -189,7 +194,7 @@ class Duties:
         """Start a duty with an epoch of its own; nothing is left of it if that raises."""
         identity = self.identity.renewed(role)
         duty = self._new(role, identity)
-        address = await _bind_again(duty.bind_kv)
+        address = await _bind_again(duty.bind)
         self._metrics.change_role(role)
         try:
             engine = self._start_engine(duty, control, former.step_times)

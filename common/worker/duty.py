@@ -17,7 +17,11 @@ from common.config import WorkerConfig
 from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.model_files.files import ModelFiles
+from common.transfer.lendable import Lendable
+from common.transfer.lender import KVLender, LenderIdentity
 from common.transfer.outgoing import TransferEnded
+from common.transfer.peer_caches import PeerCaches
+from common.transfer.puller import KVPuller
 from common.transfer.sender import KVSender
 from common.wire.curve import Curve
 from common.wire.message_fields import Role
@@ -42,7 +46,7 @@ class WorkerParts:
 
 
 class Duty(ABC):
-    """One term of a role. The process calls `bind_kv`, then `build_engine`, or `close_kv` if no engine was built."""
+    """One term of a role. The process calls `bind`, then `build_engine`, or `close_kv` if no engine was built."""
 
     role: ClassVar[Role]
 
@@ -51,13 +55,36 @@ class Duty(ABC):
         self.block_log = BlockLog(parts.identity.epoch)
         """What the prefix cache holds; it begins empty, as the pool of each duty does."""
         self._tiers: BlockTiers | None = None
+        self._lender: KVLender | None = None
+        self._puller: KVPuller | None = None
+
+    def bind(self) -> str:
+        """Bind the sockets for KV, and return the address of `bind_kv`; raises zmq.ZMQError for a taken port."""
+        config = self.config
+        address = self.bind_kv()
+        try:
+            if config.lends:
+                self._lender = KVLender(self.parts.context, config.host, config.lend_port, self.parts.curve)
+        except zmq.ZMQError:
+            self.close_kv()
+            raise
+        return address
+
+    @property
+    def lend_address(self) -> str:
+        """Where others copy cached blocks; "": they do not."""
+        return self._lender.address if self._lender is not None else ""
 
     def bind_kv(self) -> str:
-        """Bind the KV socket if this role has one, and return its address; raises zmq.ZMQError for a taken port."""
+        """Bind the socket that transfers arrive on, if this role has one. Raises zmq.ZMQError."""
         return ""
 
     def close_kv(self) -> None:
-        """Close what `bind_kv` bound and the tiers, when no engine took them over."""
+        """Close what `bind` bound and the tiers, when no engine took them over."""
+        if self._lender is not None:
+            self._lender.stop()
+        if self._puller is not None:
+            self._puller.stop()
         if self._tiers is not None:
             self._tiers.close()
 
@@ -93,6 +120,36 @@ class Duty(ABC):
         if self._tiers is not None:
             self._tiers.start()
         return self._tiers
+
+    def new_peers(self, loaded: LoadedModel, pool: BlockPool, notify: Callable[[ReadEnded], None]) -> PeerCaches | None:
+        """Takes blocks from the caches of others and lends those of this worker, started; None without.
+
+        Called after `new_tiers`. The engine closes it.
+        """
+        if (lender := self._lender) is None:
+            return None
+        from common.kv.staging import outgoing_blocks  # which imports torch, as the model has by now
+        from common.tiers.copies import copied_incoming
+
+        identity, config, kv = self.parts.identity, self.config, loaded.kv
+        puller = self._puller = KVPuller(
+            self.parts.context,
+            loaded.fingerprint,
+            kv.block_bytes,
+            copied_incoming(kv),
+            notify,
+            share=config.kv_transport != "tcp" and config.device == "cpu",
+            require_shared=config.kv_transport == "shm",
+            curve=self.parts.curve,
+        )
+        lender.start(
+            LenderIdentity(
+                identity.worker_id, identity.epoch, loaded.fingerprint, kv.shared.offer if kv.shared else None
+            ),
+            Lendable(pool, outgoing_blocks(kv), kv.block_bytes, self._tiers),
+        )
+        puller.start()
+        return PeerCaches(lender, puller)
 
     def new_sender(self, loaded: LoadedModel, on_ended: Callable[[TransferEnded], None], **options: Any) -> KVSender:
         """Ships blocks of this worker's cache; `options` are the settings of `KVSender` that differ by role."""

@@ -107,6 +107,7 @@ class WorkerMetrics:
         self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed or received")
+        self.computed_tokens = counter("diptych_prompt_tokens_computed", "Prompt tokens whose KV this worker computed")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
         self.drafts = counter("vllm:spec_decode_num_drafts", "Times that an answer's next tokens were drafted")
         self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted and checked")
@@ -137,7 +138,7 @@ class WorkerMetrics:
             "From a stream's last token here to its safe arrival on another worker",
             SHORT_SECONDS,
         )
-        self._tier_hits, self._tier_reads = self._tiers()
+        self._tier_hits, self._tier_reads, self._pulls = self._tiers()
         self._knob, self._knob_changes = self._knobs()
         self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
 
@@ -175,6 +176,9 @@ class WorkerMetrics:
     def count_tier_read(self, outcome: str) -> None:
         self._tier_reads.labels(*self._labels.values(), outcome).inc()
 
+    def count_pull(self, outcome: str) -> None:
+        self._pulls.labels(*self._labels.values(), outcome).inc()
+
     def count_failed(self, phase: str) -> None:
         self._failed.labels(*self._labels.values(), phase).inc()
 
@@ -190,12 +194,14 @@ class WorkerMetrics:
         knob = Gauge("diptych_knob", text, [*self._labels, "knob"], registry=self.registry)
         return knob, self._labelled("diptych_knob_changes", changes, "knob", "reason")
 
-    def _tiers(self) -> tuple[Counter, Counter]:
-        hits = "Prompt tokens found in a prefix cache, by tier: memory, disk"
+    def _tiers(self) -> tuple[Counter, Counter, Counter]:
+        hits = "Prompt tokens found in a prefix cache, by tier: memory, host, disk, or a peer's"
         reads = "Prompts with blocks in a tier, by outcome: read, late, missing, or slower than computing"
+        pulls = "Prompts with blocks at a peer, by outcome: pulled, late, missing, refused, or slower than computing"
         return (
             self._labelled("diptych_prefix_hit_tokens", hits, "tier"),
             self._labelled("diptych_kv_tier_reads", reads, "outcome"),
+            self._labelled("diptych_kv_pulls", pulls, "outcome"),
         )
 
     def _labelled(self, name: str, text: str, *labels: str) -> Counter:

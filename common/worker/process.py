@@ -250,8 +250,8 @@ class WorkerProcess:
 
     def _hello(self) -> WorkerHello:
         duties = self.duties
-        address = self._advertised(duties.kv_address)
-        return hello_of(duties.identity, duties.config, duties.loaded, address, changes_role=duties.may_change)
+        where = self._advertised(duties.kv_address), self._advertised(duties.lend_address)
+        return hello_of(duties.identity, duties.config, duties.loaded, *where, changes_role=duties.may_change)
 
     def _heartbeat(self, router: bytes) -> WorkerHeartbeat:
         duties, status = self.duties, self._status()
@@ -295,6 +295,7 @@ class WorkerProcess:
                 "role": self.duties.identity.home,
                 "address": address,
                 "kv_address": self._advertised(self.duties.kv_address),
+                "lend_address": self._advertised(self.duties.lend_address),
                 "http": f"http://{in_url(host)}:{http_port}",
             }
             path = Path(self.config.address_file)

@@ -48,6 +48,7 @@ def hello_of(
     config: WorkerConfig,
     loaded: LoadedModel | None,
     kv_address: str,
+    lend_address: str,
     *,
     changes_role: bool = False,
 ) -> WorkerHello:
@@ -69,6 +70,7 @@ def hello_of(
         home=identity.home,
         changes_role=changes_role,
         max_loras=config.lora_places,
+        lend_address=lend_address,
     )
 
 

@@ -53,6 +53,7 @@ allow_remote: true
 {{- $_ := set $settings "host" "::" }}
 {{- $_ := set $settings "port" 7001 }}
 {{- $_ := set $settings "http_port" 7003 }}
+{{- $_ := set $settings "lend_port" 7004 }}
 {{- $_ := set $settings "device" (include "diptych.device" .pool.accelerator) }}
 {{- $_ := set $settings "drain_timeout_s" (int .pool.drainSeconds) }}
 {{- if eq .role "decode" }}

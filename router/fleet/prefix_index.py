@@ -60,6 +60,19 @@ class PrefixHits:
         """The same, with those in its tiers."""
         return (self.reach or self).num_blocks(address)
 
+    @property
+    def most_reachable(self) -> int:
+        """The most leading blocks that any worker holds, in memory or in a tier."""
+        counts = (self.reach or self)._counts
+        return counts[-1] if counts else 0
+
+    def holders(self) -> Iterator[tuple[int, Iterator[str]]]:
+        """(number of blocks, workers that hold so many, in memory or in a tier), those with the most first."""
+        most, before = self.reach or self, 0
+        for count, mask in zip(reversed(most._counts), reversed(most._masks), strict=True):
+            yield count, self._index.addresses(mask & ~before)
+            before = mask
+
     def levels(self) -> Iterator[int]:
         """Masks of the workers that hold the most blocks, then of those that hold as many as the next, and so on.
 
@@ -187,6 +200,17 @@ class PrefixIndex:
             return PrefixHits(self, found)
         reach = _levels(hashes, self._holders, self._holders_below)
         return PrefixHits(self, found, PrefixHits(self, reach) if reach != found else None)
+
+    def num_reported(self, address: str, hashes: Sequence[bytes]) -> int:
+        """The leading blocks of the chain that the worker itself says it holds, in memory or in a tier."""
+        held = self._workers.get(address)
+        if held is None:
+            return 0
+        for count, digest in enumerate(hashes):
+            short = digest[:SHORT_HASH_BYTES]
+            if short not in held.stored and short not in held.below:
+                return count
+        return len(hashes)
 
     def bit_of(self, address: str) -> int:
         """What stands for the worker in masks; 0 for one of which nothing is known."""

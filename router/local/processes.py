@@ -36,7 +36,7 @@ DISCOVERY = (
 )
 PLANNER = ("planner", "prefill_deployment", "decode_deployment", "planner_lease")
 ROUTER_OWN = OWN | {"prefill", "decode", *PLANNER, *DISCOVERY}
-ADDRESSES = ("host", "port", "kv_port", "http_port", "advertise_host", "allow_remote", "address_file")
+ADDRESSES = ("host", "port", "kv_port", "lend_port", "http_port", "advertise_host", "allow_remote", "address_file")
 WORKER_OWN = OWN | {"worker_id", "core_share", "pod_deletion_cost", *ADDRESSES}
 
 EPILOG = """\

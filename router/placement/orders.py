@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.wire.messages import DecodeRequest, KVTarget, PrefillRequest
 from router.fleet.worker import Worker
+from router.policy.fetch import Fetch
 from router.streams.request_state import RequestState
 
 
@@ -15,10 +16,11 @@ def decode_request(
     serial: int,
     num_output: int | None = None,
     num_reserved: int = 0,
+    fetch: Fetch | None = None,
 ) -> DecodeRequest:
     """For the decode worker, which books it as `serial`; `source` computes or has the KV.
 
-    `num_output`: output tokens in the prompt, by default the attempt's.
+    `num_output`: output tokens in the prompt, by default the attempt's. Without `source` it takes `fetch` of it.
     """
     request = state.request
     num_output = state.num_base_tokens if num_output is None else num_output
@@ -38,10 +40,13 @@ def decode_request(
         tpot_s=request.tpot_s,
         priority=request.priority,
         adapter=request.adapter,
+        peer=fetch.peer if fetch is not None else None,
     )
 
 
-def prefill_request(state: RequestState, decode: Worker | None, now: float, *, serial: int) -> PrefillRequest:
+def prefill_request(
+    state: RequestState, decode: Worker | None, now: float, *, serial: int, fetch: Fetch | None = None
+) -> PrefillRequest:
     """For the prefill worker, which books it as `serial`; `decode` gets the KV, None the first token alone."""
     request = state.request
     return PrefillRequest(
@@ -59,6 +64,7 @@ def prefill_request(state: RequestState, decode: Worker | None, now: float, *, s
         tpot_s=request.tpot_s,
         priority=request.priority,
         adapter=request.adapter,
+        peer=fetch.peer if fetch is not None else None,
     )
 
 

@@ -16,9 +16,10 @@ from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState
 from router.placement.candidates import Candidates, Hits
+from router.placement.fetches import Fetches
 from router.placement.growth import num_more_blocks
 from router.placement.orders import decode_request, kv_target, prefill_request
-from router.policy.forecast import NO_HITS, RequestShape, read_from_disk
+from router.policy.forecast import NO_HITS, RequestShape
 from router.policy.output_lengths import OutputLengths
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.shortlist import Shortlist
@@ -44,6 +45,7 @@ class Placement:
         self.shortlist = Shortlist(registry, policy, index)
         self.candidates = Candidates(registry, index, self.shortlist)
         self.lengths = OutputLengths()
+        self._fetches = Fetches(registry, index)
 
     def choose(
         self, state: RequestState, now: float, deaf: Collection[str] = (), held_s: float = 0.0
@@ -227,16 +229,13 @@ class Placement:
         self, state: RequestState, workers: Sequence[Worker], hits: Hits, now: float, held_s: float = 0.0
     ) -> RequestShape:
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
-        tokens, restored = {}, {}
+        tokens = {}
         for worker in workers:
             size, address = worker.identity.block_size, worker.address
             if size not in hits:
                 continue
             if num_blocks := hits[size].num_blocks(address):
                 tokens[address] = size * num_blocks
-            num_there = hits[size].num_reachable(address)
-            if num_there > num_blocks and (read := read_from_disk(worker, size * num_blocks, size * num_there)):
-                restored[address] = read
         return RequestShape(
             len(state.request.prompt_token_ids) + state.num_base_tokens,
             num_remaining,
@@ -247,15 +246,17 @@ class Placement:
             held_s=held_s,
             ttft_s=state.first_token_s(now),
             tpot_s=state.request.tpot_s,
-            restored=restored or None,
+            fetches=self._fetches.of(state, workers, hits, now) if hits else None,
         )
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
         """Send the messages of a choice. Returns the address of a worker that could not take its own, or None."""
         if choice.decode is not None:
-            request = decode_request(state, choice.prefill, now, serial=self._registry.next_serial)
+            fetch = shape.fetch(choice.decode) if choice.local else None
+            request = decode_request(state, choice.prefill, now, serial=self._registry.next_serial, fetch=fetch)
             if not self._send(choice.decode.address, request):
                 return choice.decode.address
+            self._fetches.begin(fetch, now)
             self._assign(state, choice.decode, shape, local=choice.local, now=now)
         if choice.prefill is not None and not self._send_prefill(state, choice.prefill, choice.decode, shape, now):
             return choice.prefill.address
@@ -264,9 +265,11 @@ class Placement:
     def _send_prefill(
         self, state: RequestState, prefill: Worker, decode: Worker | None, shape: RequestShape, now: float
     ) -> bool:
-        request = prefill_request(state, decode, now, serial=self._registry.next_serial)
+        fetch = shape.fetch(prefill)
+        request = prefill_request(state, decode, now, serial=self._registry.next_serial, fetch=fetch)
         if not self._send(prefill.address, request):
             return False
+        self._fetches.begin(fetch, now)
         self._assign(state, prefill, shape, local=True, now=now)
         hello = prefill.identity
         self._index.expect(prefill.address, state.hashes(hello.block_size), now, capacity=hello.num_blocks)

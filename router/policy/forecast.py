@@ -18,6 +18,7 @@ from common.latency.step_model import NOTHING, StepModel, StepShape
 from common.wire.message_fields import MAX_PRIORITY
 from common.wire.messages import WorkerHeartbeat
 from router.fleet.worker import Worker
+from router.policy.fetch import Fetch
 from router.policy.turn import turn_s
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
@@ -38,8 +39,8 @@ NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What is weighed of a request. `hits`: prompt tokens that a worker has cached, by its address. `restored`:
-    (tokens, seconds) of a worker that computes the prompt: so many it has once it has read some from its disk.
+    """What is weighed of a request. `hits`: prompt tokens that a worker has cached, by its address. `fetches`: what a
+    worker that computes the prompt takes from its disk or from a peer.
 
     `alone`: the worker that computes the prompt also makes the whole answer. Of the `num_remaining` tokens that the
     answer may have, `num_expected` are likely. Prompts of lower `priority` do not delay it; those that the router holds
@@ -56,7 +57,7 @@ class RequestShape:
     held_s: float = 0.0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
-    restored: Mapping[str, tuple[int, float]] | None = None
+    fetches: Mapping[str, Fetch] | None = None
 
     def uncached(self, worker: Worker) -> int:
         """Prompt tokens that the worker must compute: at least the last one, whose logits are needed."""
@@ -64,16 +65,20 @@ class RequestShape:
         return left if left > 1 else 1
 
     def prompt(self, worker: Worker) -> StepShape:
-        """The same, as what a step computes, without what is read from a disk."""
+        """The same, as what a step computes, without what is taken from a disk or a peer."""
         start = self.num_tokens - self.uncached(worker)
-        if self.restored and (read := self.restored.get(worker.address)):
-            start = max(start, min(read[0], self.num_tokens - 1))
+        if (fetch := self.fetch(worker)) is not None:
+            start = max(start, min(fetch.end, self.num_tokens - 1))
         return StepShape.of_prompt(start, self.num_tokens)
 
-    def read_s(self, worker: Worker) -> float:
-        """Seconds that the worker reads before it computes the rest."""
-        read = self.restored.get(worker.address) if self.restored else None
-        return read[1] if read is not None else 0.0
+    def fetch(self, worker: Worker) -> Fetch | None:
+        """What the worker takes from a disk or a peer before it computes the rest."""
+        return self.fetches.get(worker.address) if self.fetches else None
+
+    def fetch_s(self, worker: Worker) -> float:
+        """Seconds of that."""
+        fetch = self.fetch(worker)
+        return fetch.seconds if fetch is not None else 0.0
 
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):
@@ -81,7 +86,8 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     worker's batch has a place. `token_s`: a token after the first, by the worker's model `model_token_s` (0: unknown);
     `stall_s` of it because the worker's blocks will
     not do for all answers, so that it preempts some. `delay_s`: what all sequences that run there lose. `transfer_s`:
-    what the KV takes that comes from another worker, of which prefill hides as much as `joined` takes off.
+    what the KV takes that comes from another worker, of which prefill hides as much as `joined` takes off. `fetch_s` of
+    `prompt_s` goes by while blocks come from a disk or a peer.
     """
 
     wait_s: float = 0.0
@@ -93,6 +99,7 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     stall_s: float = 0.0
     transfer_s: float = 0.0
     model_token_s: float = 0.0
+    fetch_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -128,6 +135,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     num_likely: int
     link: LinkModel
     disk: LinkModel
+    peer: LinkModel
 
 
 def terms_of(worker: Worker) -> Terms:
@@ -159,6 +167,7 @@ def terms_of(worker: Worker) -> Terms:
             num_likely,
             worker.likely_link,
             beat.links.disk if beat is not None else LinkModel(),
+            beat.links.peer if beat is not None else LinkModel(),
         )
     return terms
 
@@ -269,9 +278,10 @@ def places_of(worker: Worker) -> int:
 def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     """A prompt on a prefill worker, which samples the first token."""
     terms = terms_of(worker)
-    own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens) + shape.read_s(worker)
+    fetch_s = shape.fetch_s(worker)
+    own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens) + fetch_s
     waits_s = before_s(worker, shape, own_s, now) + shape.held_s
-    return Forecast(waits_s, own_s, is_known=terms.knows_prompts)
+    return Forecast(waits_s, own_s, is_known=terms.knows_prompts, fetch_s=fetch_s)
 
 
 def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
@@ -334,11 +344,13 @@ def computed_there(
     num_steps = -(-prompt.num_tokens // terms.max_step_tokens)
     stopped_s = terms.rows.num_rows * max(0.0, prompt_s - num_steps * terms.step_s)
     delay_s = remote.delay_s + stopped_s
-    prompt_s += shape.read_s(worker)
+    fetch_s = shape.fetch_s(worker)
+    prompt_s += fetch_s
     waits_s = before_s(worker, shape, prompt_s, now)
     return Forecast(
         *(waits_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s),
         model_token_s=remote.model_token_s,
+        fetch_s=fetch_s,
     )
 
 
@@ -350,17 +362,6 @@ def chunk_s(worker: Worker, shape: RequestShape) -> float:
     start = shape.hits.get(worker.address, 0)
     chunk = StepShape.of_prompt(start, start + min(terms.max_step_tokens, shape.uncached(worker)))
     return terms.model.seconds(terms.rows + chunk)
-
-
-def read_from_disk(worker: Worker, start: int, end: int) -> tuple[int, float] | None:
-    """(tokens, seconds) for the prompt's tokens from `start` to `end`, which are on the worker's disk.
-
-    None where computing them is predicted to be as fast: the worker decides by the same rule.
-    """
-    terms = terms_of(worker)
-    read_s = terms.disk.seconds(-(-(end - start) // terms.block_size))
-    computed_s = terms.model.steps_s(StepShape.of_prompt(start, end), terms.max_step_tokens)
-    return (end, read_s) if terms.disk.block_bytes and read_s < computed_s else None
 
 
 def transfer_s(terms: Terms, num_tokens: int) -> float:
@@ -386,4 +387,5 @@ def joined(first: Forecast, then: Forecast) -> Forecast:
         prompt_s=first.prompt_s,
         transfer_s=then.transfer_s - hidden_s(first.prompt_s, then.transfer_s),
         is_known=first.is_known and then.is_known,
+        fetch_s=first.fetch_s,
     )

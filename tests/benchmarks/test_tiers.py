@@ -46,7 +46,8 @@ def test_a_short_run_reads_conversations_from_disk(tmp_path: Path, capsys: pytes
     model = ["--model", "tiny-random", "--dtype", "float32", "--threads", "1", "--disk-gib", "0.05"]
     assert tiers.main([str(trace), *load, *model, "--output", str(out)]) == 0
     found = json.loads(out.read_text())
-    (with_file,), (alone,) = found["rounds"][tiers.WITH], found["rounds"][tiers.WITHOUT]
-    assert with_file["hit_rates"]["disk"] > 0 == alone["hit_rates"]["disk"]
+    (with_file,), (alone,), (pulling,) = (found["rounds"][arm] for arm in (tiers.WITH, tiers.WITHOUT, tiers.PULLS))
+    assert with_file["hit_rates"]["disk"] > 0 == alone["hit_rates"]["disk"] == pulling["hit_rates"]["disk"]
+    assert alone["hit_rates"]["peer"] == with_file["hit_rates"]["peer"] == 0
     assert with_file["restart"]["first_from_disk"] == with_file["restart"]["first_prompt_tokens"] - 16
     assert "TTFT in ms" in capsys.readouterr().out

@@ -37,6 +37,7 @@ from common.wire.messages import (
     KVGrant,
     KVMemory,
     KVOpen,
+    KVPeer,
     Message,
     TokenDelta,
 )
@@ -49,6 +50,7 @@ from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
+from ..peer_rig import peer_caches
 from ..tier_rig import DiskTier
 from .handover_pair import Pair
 
@@ -213,8 +215,9 @@ class EngineRig(RouterSide):
         max_draft_tokens: int = 0,
         slo_tpot_s: float = 0.0,
         disk: Path | None = None,
+        lends: bool = False,
     ) -> None:
-        """Blocks are kept in a file at `disk`, too."""
+        """Blocks are kept in a file at `disk`, too. With `lends` other engines may copy them, and this one theirs."""
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -227,6 +230,7 @@ class EngineRig(RouterSide):
         runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
         pool, notify = BlockPool(num_blocks, 16), lambda event: self.engine.notify(event)
         self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify)
+        self.caches = peer_caches(self.context, self.kv, pool, notify, (worker_id, 7)) if lends else None
         self.engine = DecodeEngine(
             self.sent.extend,
             EngineConfig(identity=(worker_id, 7), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
@@ -251,6 +255,7 @@ class EngineRig(RouterSide):
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
             tiers=self.tiers,
+            peers=self.caches,
         )
         self.receiver.start()
         self.sender.start()
@@ -282,7 +287,8 @@ class EngineRig(RouterSide):
 
     def ask(
         self, tokens: list[int], name: str = "a", *, router: bytes = ROUTER, attempt: int = 0, remote: bool = False,
-        num_output: int = 0, deadline_s: float = 600.0, prompt: bytes | None = None, **params: object,
+        num_output: int = 0, deadline_s: float = 600.0, prompt: bytes | None = None, peer: KVPeer | None = None,
+        **params: object,
     ) -> None:  # fmt: skip
         request = DecodeRequest(
             request_id=name,
@@ -292,10 +298,11 @@ class EngineRig(RouterSide):
             prefill_worker="p" if remote else "",
             num_output_tokens=num_output,
             deadline_s=deadline_s,
+            peer=peer,
         )
         self.tell(request, router)
 
-    def mix(self, seed: int) -> None:
+    def mix(self, seed: int, peer: KVPeer | None = None) -> None:
         """Requests that come, end and are aborted at random, all of whose tokens are the true ones."""
         rng = random.Random(seed)
         asked: dict[str, tuple[list[int], int]] = {}
@@ -303,7 +310,7 @@ class EngineRig(RouterSide):
         for number in range(24):
             name, tokens, count = f"r{number}", prompt(rng.randrange(1, 70), number), rng.randrange(1, 40)
             asked[name] = (tokens, count)
-            self.ask(tokens, name, max_tokens=count)
+            self.ask(tokens, name, max_tokens=count, peer=peer)
             self.turn(rng.randrange(8))
             if rng.random() < 0.3:
                 aborted.add(victim := rng.choice([*asked]))

@@ -73,7 +73,11 @@ def prompts(random_prompts: Any) -> list[list[int]]:
 
 def addresses(system: Any) -> list[str]:
     """Every socket that a stranger could connect to."""
-    found = [worker.addresses.get(key, "") for worker in system.stack.workers() for key in ("address", "kv_address")]
+    found = [
+        worker.addresses.get(key, "")
+        for worker in system.stack.workers()
+        for key in ("address", "kv_address", "lend_address")
+    ]
     return [address for address in found if address]
 
 

@@ -28,7 +28,7 @@ OPERATORS = (
     "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy",
 )
 RELEASE, NAMESPACE = "demo", "llm"
-CONTROL, KV, HTTP = 7001, 7002, 7003
+CONTROL, KV, HTTP, LEND = 7001, 7002, 7003, 7004
 """Ports of workers."""
 
 

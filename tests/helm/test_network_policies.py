@@ -10,7 +10,7 @@ import pytest
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.config.sources import Sources, counterpart
 
-from .chart import CONTROL, HTTP, KV, Rendered, ports_of, render, selects
+from .chart import CONTROL, HTTP, KV, LEND, Rendered, ports_of, render, selects
 
 pytestmark = pytest.mark.helm
 
@@ -48,7 +48,7 @@ def test_network_policies_open_exactly_the_ways_that_are_used(rendered: Rendered
         (source, target, port)
         for source in roles
         for target in roles
-        for port in (8000, CONTROL, KV, HTTP)
+        for port in (8000, CONTROL, KV, HTTP, LEND)
         if allowed(rendered, roles[source], roles[target], port)
     }
     assert ways == {
@@ -56,12 +56,13 @@ def test_network_policies_open_exactly_the_ways_that_are_used(rendered: Rendered
         ("router", "decode", CONTROL),
         ("prefill", "decode", KV),
         ("decode", "decode", KV),
+        *((source, target, LEND) for source in ("prefill", "decode") for target in ("prefill", "decode")),
         ("test", "router", 8000),
         ("test", "prefill", HTTP),
         ("test", "decode", HTTP),
     }
     used = {port for _, pod in rendered.pods() for port in ports_of(pod).values()}
-    assert used == {8000, CONTROL, KV, HTTP}
+    assert used == {8000, CONTROL, KV, HTTP, LEND}
 
 
 def test_workers_that_change_their_role_know_the_other_one_and_get_kv_in_both(helm4: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from common.wire.messages import (
     KVGrant,
     KVMemory,
     KVOpen,
+    KVPeer,
     KVTarget,
     Message,
     PrefillRequest,
@@ -45,6 +46,7 @@ from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
+from ..peer_rig import as_peer, peer_caches
 from ..tier_rig import DiskTier
 
 
@@ -181,12 +183,19 @@ class EngineRig(DecodeSide, RouterSide):
         grammars: bool = False,
         pooler: Pooler | None = None,
         disk: Path | None = None,
+        num_host: int = 0,
+        peers: bool = False,
+        share: bool = True,
+        name: str = "p",
     ) -> None:
-        """Blocks are kept in a file at `disk`, too."""
+        """Blocks are kept in a file at `disk`, too, and above it in `num_host` slots of host memory.
+
+        With `peers` others may copy them, out of memory if `share`.
+        """
         super().__init__()
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
-        self.kv = KVCache(model.config, num_blocks, 16, "float32")
+        self.kv = KVCache(model.config, num_blocks, 16, "float32", share=peers and share)
         pool = BlockPool(num_blocks, 16)
         scheduler = PrefillScheduler(pool, max_num_batched_tokens=budget, max_num_seqs=4)
         sender = self.make_sender(
@@ -194,7 +203,12 @@ class EngineRig(DecodeSide, RouterSide):
             quantise=quantised_outgoing(self.kv).view if quantise else None,
         )  # fmt: skip
         notify = lambda event: self.engine.notify(event)  # noqa: E731
-        self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify)
+        self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify, num_host)
+        self.peers = None
+        if peers:
+            self.peers = peer_caches(self.context, self.kv, pool, notify, (name, 5), tiers=self.tiers, share=share)
+            self.lender, self.puller = self.peers.lender, self.peers.puller
+            self.as_peer = as_peer(self.peers, (name, 5), 0)
         self.sent: list[tuple[bytes, Message]] = []
         self.engine = PrefillEngine(
             self.sent.extend,
@@ -207,13 +221,14 @@ class EngineRig(DecodeSide, RouterSide):
             grammars=self.grammars,
             pooler=pooler,
             tiers=self.tiers,
+            peers=self.peers,
         )
         sender.start()
 
     def ask(
         self, tokens: list[int], name: str = "a", *, router: bytes = ROUTER, attempt: int = 0, remote: bool = False,
         num_output: int = 0, deadline_s: float = 60.0, ttft_s: float = 0.0, prompt: bytes | None = None,
-        **params: object,
+        peer: KVPeer | None = None, **params: object,
     ) -> None:  # fmt: skip
         request = PrefillRequest(
             request_id=name,
@@ -224,6 +239,7 @@ class EngineRig(DecodeSide, RouterSide):
             num_output_tokens=num_output,
             deadline_s=deadline_s,
             ttft_s=ttft_s,
+            peer=peer,
         )
         self.tell(request, router)
 

@@ -22,8 +22,8 @@ FIRST, OTHERS = prompt(70), prompt(160, 1)
 
 @pytest.fixture
 def make(make_engine: Callable[..., Rig], tmp_path: Path) -> Callable[..., Rig]:
-    def with_file() -> Rig:
-        return make_engine(disk=tmp_path / "blocks", num_blocks=10)
+    def with_file(**options: Any) -> Rig:
+        return make_engine(disk=tmp_path / "blocks", num_blocks=10, **options)
 
     return with_file
 
@@ -67,6 +67,32 @@ def test_blocks_of_a_device_pass_through_buffers(make: Callable[..., Rig], monke
     rig = make()
     evicted(rig)
     assert ask(rig, FIRST, "again") == (rig.oracle(FIRST), 64)
+
+
+def test_host_memory_comes_before_the_disk(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the buffers of a device, as on a GPU; what host memory has no room for is read from the file."""
+    monkeypatch.setattr(tier_rig, "copied_outgoing", lambda kv: StagedOutgoing(kv, CopyStream(kv.device)))
+    monkeypatch.setattr(tier_rig, "copied_incoming", lambda kv: StagedIncoming(kv, CopyStream(kv.device)))
+    rig = make(num_host=20)
+    evicted(rig)
+    assert ask(rig, FIRST, "again") == (rig.oracle(FIRST), 64)
+    assert rig.tiers.file.num_reads == 0 and tokens_by_tier(rig)["host"] == 64
+    few = make_room(rig)
+    assert few and tokens_by_tier(rig)["disk"] > 0
+    rig.until(lambda: rig.is_clean)
+
+
+def make_room(rig: Rig) -> bool:
+    """Other prompts push FIRST out of both memories; it is answered from the file. Whether that was right."""
+    for seed in (11, 12, 13):
+        ask(rig, prompt(160, seed), f"others {seed}")
+        wait(lambda: not rig.tiers._offered)
+    return ask(rig, FIRST, "once more") == (rig.oracle(FIRST), 64)
+
+
+def tokens_by_tier(rig: Rig) -> dict[str, float]:
+    counter = rig.engine.metrics._tier_hits
+    return {s.labels["tier"]: s.value for m in counter.collect() for s in m.samples if s.name.endswith("_total")}
 
 
 def test_what_was_read_is_shipped_like_what_was_computed(make: Callable[..., Rig]) -> None:

@@ -13,10 +13,10 @@ import pytest
 from common.kv.block_pool import BlockPool
 from common.tiers.block_read import BlockRead
 from common.tiers.block_tiers import BlockTiers, ReadEnded
+from common.tiers.host_slots import HostSlots
 from common.tiers.tier import BlockTier
 
 from ...engine_rig import wait
-from .memory_slots import MemorySlots
 
 BLOCK_BYTES = 32
 
@@ -50,7 +50,7 @@ class Buffer:
         self._memory.blocks[indices[0]] = np.frombuffer(self._buffer, np.uint8)
 
 
-class Slots(MemorySlots):
+class Slots(HostSlots):
     """Slots whose next writes or reads may fail, or wait for `gate`."""
 
     def __init__(self, num_slots: int) -> None:
@@ -159,7 +159,7 @@ def test_a_read_ends_at_the_first_block_that_no_tier_holds(make_rig: Callable[..
     rig = make_rig(Slots(4), Slots(4))
     rig.publish(1, 2)
     wait(lambda: rig.held(1, 2) and all(len(tier.hashes()) == 2 for tier in rig.tiers.tiers))
-    rig.slots[0]._hash_of.clear()  # what the faster tier says it has is damaged
+    rig.slots[0]._held.clear()  # what the faster tier says it has is damaged
     read = rig.read(1, 2, 3)
     wait(lambda: rig.ended)
     assert (read.num_done, read.by_tier, rig.content(read)) == (2, {"slower": 2}, [1, 2, 0])

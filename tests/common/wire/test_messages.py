@@ -32,6 +32,8 @@ from common.wire.messages import (
     KVGrant,
     KVMemory,
     KVOpen,
+    KVPeer,
+    KVPull,
     KVTarget,
     KVWait,
     Message,
@@ -66,7 +68,8 @@ MESSAGES: list[Message] = [
         request_id="a", attempt=3, prompt=pack_tokens([1, 2**32 - 1]), params=PARAMS, decode=KVTarget("d", 7, "tcp://h")
     ),
     PrefillRequest(
-        request_id="a", attempt=0, prompt=b"", params=PARAMS, cache_salt="s", deadline_s=0.0, adapter="0f" * 16
+        request_id="a", attempt=0, prompt=b"", params=PARAMS, cache_salt="s", deadline_s=0.0, adapter="0f" * 16,
+        peer=KVPeer("p", 2**62, "tcp://[::1]:7004", 9),
     ),
     DecodeRequest(request_id="a", attempt=0, prompt=b"1234", params=PARAMS, prefill_worker="p", num_output_tokens=1),
     AbortRequest(request_id="a", attempt=1),
@@ -80,6 +83,7 @@ MESSAGES: list[Message] = [
     WorkerHello(
         worker_id="w", role="decode", epoch=1, fingerprint="f", model="m", block_size=16, num_blocks=9,
         max_model_len=99, max_num_seqs=4, kv_address="tcp://h:2", home="prefill", changes_role=True,
+        lend_address="tcp://h:3",
     ),
     WorkerHeartbeat(
         worker_id="w", epoch=1, step=2, ready=True, draining=False, num_running=1, num_waiting=2, num_transferring=3,
@@ -114,6 +118,7 @@ MESSAGES: list[Message] = [
     ),
     KVGrant(request_id="a", attempt=0, first_block=0),
     KVGrant(request_id="a", attempt=0, first_block=0, shared=True),
+    KVPull(request_id="a", attempt=0, epoch=1, fingerprint="f", first_block=9, hashes=b"h" * 16 * 256, token=2**62),
     KVWait(request_id="a", attempt=0),
     KVAck(request_id="a", attempt=0),
     KVFailed(request_id="a", attempt=0, reason="x" * 4096),

@@ -1,0 +1,20 @@
+"""Both sides of pulls at one worker: what its engine asks, and closes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.transfer.lender import KVLender
+from common.transfer.puller import KVPuller
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCaches:
+    """Started. The engine's thread closes them."""
+
+    lender: KVLender
+    puller: KVPuller
+
+    def close(self) -> None:
+        self.lender.stop()
+        self.puller.stop()
