@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from common.errors import BlockError
 from common.kv.block_log import BlockLog
+from common.kv.window import CachedPrefix, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,21 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def match_window(self, hashes: Sequence[bytes], window: Window) -> CachedPrefix:
+        """The longest prefix of `hashes` that a sequence can go on from: of its blocks, those in the window are cached.
+
+        A hash stands for all tokens before it too, so the blocks before need not be looked at.
+        """
+        if not window:
+            return CachedPrefix(0, self.match(hashes))
+        end = index = len(hashes)
+        first = window.first_block(end * self.block_size)
+        while index > first:
+            index -= 1
+            if hashes[index] not in self._block_of:
+                end, first = index, window.first_block(index * self.block_size)
+        return CachedPrefix(first, [self._block_of[block_hash] for block_hash in hashes[first:end]])
 
     def num_reclaimed(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` count as available now and would not after `acquire`."""

@@ -45,7 +45,8 @@ class Restores:
         first, size = sequence.num_computed // self._block_size, self._block_size
         hashes = sequence.hasher.hashes[: sequence.num_cacheable // size]
         self._tiers.touch(hashes[:first])
-        if not (num_blocks := self._tiers.num_held(hashes[first:])):
+        num_blocks = min(self._tiers.num_held(hashes[first:]), len(sequence.blocks) - first)
+        if num_blocks <= 0:
             return
         hashes = hashes[first : first + num_blocks]
         computed = StepShape.of_prompt(first * size, (first + num_blocks) * size)

@@ -32,7 +32,8 @@ class WorkerHello(Message, frozen=True, tag=20):
     `lost_router`: the receiving router was silent for too long, which also a frozen worker finds when it wakes up. Its
     requests here are gone, and it must say hello again. `max_step_tokens` prompt tokens are computed in one step.
     `home` is the role that the process was started with, `role` the one that it has now; with `changes_role` a router
-    may change it, which begins a new epoch.
+    may change it, which begins a new epoch. No layer of the model looks back further than `window` tokens, 0: some do;
+    so a sequence owns no blocks beyond.
     """
 
     worker_id: Name
@@ -51,6 +52,7 @@ class WorkerHello(Message, frozen=True, tag=20):
     max_step_tokens: Count = 0
     home: Text = ""
     changes_role: bool = False
+    window: Count = 0
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):

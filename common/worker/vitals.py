@@ -68,6 +68,7 @@ def hello_of(
         max_step_tokens=config.step_tokens,
         home=identity.home,
         changes_role=changes_role,
+        window=loaded.window if loaded else 0,
     )
 
 
