@@ -121,7 +121,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Give up one ownership of each block. The last blocks of a sequence are evicted first."""
         for block in reversed(blocks):
-            if self._refs[block] < 1:
+            if block < 0 or self._refs[block] < 1:
                 raise BlockError(f"block {block} is released but has no owner")
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -139,7 +139,7 @@ class BlockPool:
         while begin < end:
             index, slot = divmod(begin, self.block_size)
             block, num_slots = blocks[index], min(self.block_size - slot, end - begin)
-            if self._refs[block] < 1 or slot > self._num_written[block]:
+            if block < 0 or self._refs[block] < 1 or slot > self._num_written[block]:
                 known = f"{self._num_written[block]} of {self.block_size} slots, {self._refs[block]} owners"
                 raise BlockError(f"block {block} was written from slot {slot} on, but it has {known}")
             self._num_written[block] = max(self._num_written[block], slot + num_slots)
@@ -147,7 +147,7 @@ class BlockPool:
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """Offer an owned, complete block to later requests. A second block of the same hash stays private."""
-        if self._refs[block] < 1:
+        if block < 0 or self._refs[block] < 1:
             raise BlockError(f"block {block} is published but has no owner")
         if self._num_written[block] < self.block_size:
             written = f"{self._num_written[block]} of its {self.block_size} slots"

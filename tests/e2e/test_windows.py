@@ -108,10 +108,10 @@ def test_a_decode_worker_that_ends_hands_its_streams_over(system_of: Any, random
 def test_a_killed_prefill_worker_reads_prefixes_from_disk(
     system_of: Any, random_prompts: Any, folder: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
-    """Forwards, in as few blocks as it would compute them in: the cache is smaller than the longest prompt."""
+    """Forwards, in as few blocks as it would compute them in, a read after the other."""
     disk = ("--kv-disk-path", str(tmp_path / "blocks"), "--kv-disk-gib", "0.05")
     system = system_of(
-        model=str(folder), router_flags=ALL_REMOTE, prefill_flags=("--num-blocks", "18", *IN_CHUNKS, *disk)
+        model=str(folder), router_flags=ALL_REMOTE, prefill_flags=("--num-blocks", "64", *IN_CHUNKS, *disk)
     )
     prompts = random_prompts((330, 97), vocab_size=256, seed=37)
     expected = [oracle.greedy(prompt, 8) for prompt in prompts]

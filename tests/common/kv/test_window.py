@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from common.errors import BlockError
 from common.kv.block_hash import block_hashes
 from common.kv.block_pool import BlockPool
-from common.kv.window import CachedPrefix, Window
+from common.kv.window import HOLE, CachedPrefix, Window
 
 SIZES = [(1, 1), (1, 4), (4, 4), (5, 4), (6, 4), (7, 4), (20, 16), (40, 16), (3, 16)]
 
@@ -89,3 +90,18 @@ def test_the_megabytes_of_mistral_in_docs_models(length: int, decoding: int, pre
     assert 2 * window.most_blocks(length) == decoding
     assert 2 * window.most_blocks(length, 2048) == prefilling
     assert 2 * (length // 16 - window.first_block(length)) == sent
+
+
+def test_a_hole_is_nobodys_block() -> None:
+    """-1 would be the last one."""
+    pool = BlockPool(2, 4)
+    blocks = pool.allocate(2)
+    pool.wrote(blocks, 0, 8)
+    for use in (
+        lambda: pool.release([HOLE]),
+        lambda: pool.wrote([HOLE], 0, 4),
+        lambda: pool.publish(HOLE, b"hash"),
+    ):
+        with pytest.raises(BlockError, match="block -1"):
+            use()
+    assert pool.check_integrity([blocks]).owned == 2
