@@ -37,9 +37,10 @@ class DecodeCounters:
         self._metrics.transfer_seconds.observe(sequence.transfer_s)
         self._metrics.exposed_seconds.observe(sequence.exposed_transfer_s)
         self._metrics.transfer_bytes.inc(transfer.num_bytes)
-        self._metrics.skipped_blocks.inc(transfer.first_block)
+        num_hits = transfer.first_block - sequence.first_block
+        self._metrics.skipped_blocks.inc(num_hits)
         self._metrics.count_transfer(shared=transfer.memory is not None)
-        self._count_prompt(sequence, transfer.first_block * self._block_size)
+        self._count_prompt(sequence, num_hits * self._block_size)
         if transfer.num_bytes:
             self._metrics.transfer_rate.observe(transfer.num_bytes / max(transfer.busy_s, 1e-6))
 

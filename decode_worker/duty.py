@@ -69,6 +69,7 @@ class DecodeDuty(Duty):
             slo_tpot_s=settings.slo_tpot_ms / 1000,
             usual_num_seqs=settings.usual_places,
             usual_chunk=settings.usual_step_tokens,
+            window=loaded.window,
         )
         transfers = IncomingTransfers(
             receiver,

@@ -88,7 +88,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
         Without `grammars`, requests with a grammar are refused. The engine closes `tiers` and `peers`.
         """
-        longest = min(config.max_model_len, scheduler.pool.num_blocks * scheduler.block_size)
+        longest = scheduler.window.longest(scheduler.pool.num_blocks, config.max_model_len)
         rules = DecodeRules(
             config.eos_token_ids,
             vocab_size=sampler.vocab_size,
@@ -168,9 +168,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             self._drain()
             self._free_adapters()
         self._pause_due(now)
-        model, most_tokens = self.step_fit.model, self.scheduler.most_step_tokens
         output = self.scheduler.schedule(
-            now, model, self._withdraw, lambda each: self._restores.begin(each, now, model, most_tokens)
+            now, self.step_fit.model, self._withdraw, lambda each: self._read_tiers(each, now)
         )
         self._remote_prefills.grant(output.granted, now)
         self._counters.scheduled(output, now)

@@ -176,7 +176,8 @@ class Handovers:
         if self._outruns(handover):
             return f"it has {sequence.num_tokens} tokens, more than {room} blocks hold"
         self._by_key[handover.key], self._keys[order.request_id] = handover, handover.key
-        self._sender.open(*handover.key, order.target, sequence.blocks, handover.num_ready, room)
+        first_block = self._scheduler.window.first_block(sequence.num_computed - sequence.num_pending)
+        self._sender.open(*handover.key, order.target, sequence.blocks, handover.num_ready, room, first_block)
         sequence.lent = True
         return ""
 

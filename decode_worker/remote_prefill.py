@@ -57,7 +57,7 @@ class RemotePrefills:
             self._transfers.refuse(event.peer, message, "superseded by a new attempt")
         elif not sequence.is_incoming:
             self._transfers.not_needed(event.peer, message)
-        elif problem := sequence.mismatch(message, self._scheduler.block_size):
+        elif problem := sequence.mismatch(message, self._scheduler.window):
             self._transfers.refuse(event.peer, message, problem)
         elif sequence.peer == event.peer:
             self._transfers.touch(sequence, now)
@@ -95,8 +95,8 @@ class RemotePrefills:
         done = transfer.done
         sequence.peer, sequence.lent = b"", False  # the receiver gave the blocks back with the last of them
         try:
-            size = self._scheduler.block_size
-            *tokens, last = self._rules.received_tokens(sequence, done, num_blocks=transfer.num_blocks, block_size=size)
+            window = self._scheduler.window
+            *tokens, last = self._rules.received_tokens(sequence, done, num_blocks=transfer.num_blocks, window=window)
         except WireError as error:
             self._fail(sequence, "transfer", str(error))
             return None
@@ -147,7 +147,7 @@ class RemotePrefills:
         for transfer in self._transfers.stalled(now - self._transfer_timeout_s):
             sequence = self._scheduler.find(transfer.request_id)
             if sequence is not None and sequence.attempt == transfer.attempt:
-                missing = f"{transfer.num_missing} of {len(transfer.blocks)} blocks missing"
+                missing = f"{transfer.num_missing} of {transfer.num_blocks - transfer.first_block} blocks missing"
                 self._fail(sequence, "transfer", f"no KV for {self._transfer_timeout_s:g} s, {missing}")
         for sequence in self._scheduler:
             if sequence.status is not RequestStatus.OPENED:
@@ -171,7 +171,9 @@ class RemotePrefills:
         sequence.peer, sequence.opened_at, sequence.renewed_at = event.peer, now, now
         sequence.memory, sequence.quantised = event.memory, event.message.quantised
         sequence.clock_offset_s = event.received_at - event.message.sent_at
+        first_block = max(event.message.first_block, self._scheduler.window.first_block(sequence.num_request_tokens))
         if sequence.status is RequestStatus.EXPECTING:
-            self._scheduler.open(sequence)
+            self._scheduler.open(sequence, first_block)
         elif sequence.status is RequestStatus.TRANSFERRING:
+            self._scheduler.skip_to(sequence, first_block)
             self._transfers.grant(sequence, sequence.num_received_blocks, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import WireError
+from common.kv.window import Window
 from common.requests.rules import RequestRules
 from common.sampling.penalties import TokenCounts, needs_counts
 from common.sampling.sampler import SamplingRow
@@ -57,9 +58,9 @@ class DecodeRules(RequestRules):
         )
 
     def received_tokens(
-        self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, block_size: int
+        self, sequence: DecodeSequence, done: KVDone, *, num_blocks: int, window: Window
     ) -> list[SampledToken]:
-        """The tokens that came with `num_blocks` blocks of KV, which must hold all tokens but the last.
+        """The tokens that came with `num_blocks` blocks of KV, which must hold all of the window but the last token.
 
         Raises WireError.
         """
@@ -68,8 +69,10 @@ class DecodeRules(RequestRules):
         if largest >= self.vocab_size:
             raise WireError(f"{which} {largest} is outside of the vocabulary of {self.vocab_size}")
         num_tokens = sequence.num_request_tokens + len(token_ids) - 1
-        if num_blocks != -(-num_tokens // block_size):
+        if num_blocks != -(-num_tokens // window.block_size):
             raise WireError(f"{num_blocks} blocks came, which {num_tokens} tokens do not fill")
+        if sequence.first_block > (needed := window.first_block(num_tokens)):
+            raise WireError(f"blocks came from {sequence.first_block} on, but the window begins in block {needed}")
         logprobs = (done.logprobs, *done.more_logprobs)
         if sequence.params.logprobs < 0:
             logprobs = (None,) * len(token_ids)

@@ -4,44 +4,29 @@ Every step holds one token of each decoding sequence (and draft tokens behind it
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
 streams; `common/requests/prompt_order.py` says whose. With a goal for the time of a token, predicted times say how many
 of these, and how many sequences run side by side (`common/requests/step_budget.py`); one that has waited for
-`PATIENCE` times as long runs besides. Grants for KV from prefill workers and local prefills take the same blocks,
-oldest first, where a level of priority counts as some seconds of age. Younger requests may pass one that does not fit,
-until they have taken as many blocks as it needs itself.
+`PATIENCE` times as long runs besides. `queue.py` says which waiting requests get blocks.
+
+Where the model looks back through a window, a running sequence gives back the blocks that its next token does not see,
+once no step in flight reads them, and none while a transfer may read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts, BlockPool
 from common.latency.step_model import StepModel, StepShape
 from common.requests.prompt_order import prompt_order
-from common.requests.scheduler import Scheduler
 from common.requests.step_budget import batch_cap, local_chunk
 from common.requests.token_goal import TokenGoal
+from decode_worker.queue import DecodeQueue
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput
 
-PATIENCE = 8
-"""How many times the goal for a token may keep a request out of the batch. Its client reads already, as a rule, so the
-wait counts for its tokens: an answer of 180, whose steps take 0.95 of it, has 9 times the goal to spare in all."""
-MAX_PASSING = 16
-"""How many waiting requests a step tries, so that a long queue does not slow it down."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Admission:
-    """The request at `place` in the queue is to own these cached blocks and `num_new` more."""
-
-    place: int
-    hits: list[int]
-    num_new: int
-
-
-class DecodeScheduler(Scheduler[DecodeSequence]):
-    """Keeps each request of the worker. `queue` holds, by age and priority, those that wait for blocks.
+class DecodeScheduler(DecodeQueue):
+    """Keeps each request of the worker.
 
     A step may be scheduled while the one before it is in flight: its sequences count one pending token each. A sequence
     that is removed meanwhile lingers: `find` does not return it, but it keeps its blocks until no step in flight writes
@@ -59,6 +44,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         slo_tpot_s: float = 0.0,
         usual_num_seqs: int | None = None,
         usual_chunk: int | None = None,
+        window: int = 0,
     ) -> None:
         """`slo_tpot_s`: the goal for the time of a token after the first; 0: none.
 
@@ -69,16 +55,13 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
             max_num_seqs=max_num_seqs,
             max_step_tokens=local_prefill_chunk,
             max_prompt_logprobs=max_prompt_logprobs,
+            watermark=watermark,
+            goal=TokenGoal(slo_tpot_s),
+            usual_num_seqs=max_num_seqs if usual_num_seqs is None else usual_num_seqs,
+            window=window,
         )
-        self.goal = TokenGoal(slo_tpot_s)
-        self._usual_num_seqs = max_num_seqs if usual_num_seqs is None else usual_num_seqs
         self._usual_chunk = usual_chunk
-        self._now = 0.0
-        self.num_watermark_blocks = int(watermark * pool.num_blocks)
-        self.queue: list[DecodeSequence] = []
         self._lingering: list[DecodeSequence] = []
-        self.num_transferring = 0
-        self.num_leaving = 0
 
     @property
     def has_work(self) -> bool:
@@ -88,14 +71,6 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
     def lacks_blocks(self) -> bool:
         """Whether the next step would preempt a sequence."""
         return sum(self._num_missing(sequence) for sequence in self.running) > self.pool.num_available
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.queue) + len(self.unready)
-
-    @property
-    def num_in_transfer(self) -> int:
-        return self.num_transferring + self.num_leaving
 
     @property
     def waiting_shape(self) -> StepShape:
@@ -109,9 +84,9 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         if sequence.status is RequestStatus.WAITING:
             self._enqueue(sequence)
 
-    def open(self, sequence: DecodeSequence) -> None:
-        """Let a sequence whose KV was announced wait for room."""
-        sequence.status = RequestStatus.OPENED
+    def open(self, sequence: DecodeSequence, first_block: int = 0) -> None:
+        """Let a sequence whose KV was announced, from `first_block` on, wait for room."""
+        sequence.status, sequence.first_block = RequestStatus.OPENED, first_block
         self._enqueue(sequence)
 
     def start_decoding(self, sequence: DecodeSequence) -> None:
@@ -119,13 +94,21 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         self._check_not_lent(sequence)
         self.num_transferring -= 1
         sequence.num_computed = sequence.num_tokens
-        self.pool.wrote(sequence.blocks, 0, sequence.num_computed)
+        self.pool.wrote(sequence.blocks, sequence.num_gone * self.block_size, sequence.num_computed)
         num_used = self.blocks_for(sequence.num_computed)
         self.pool.release(sequence.blocks[num_used:])
         del sequence.blocks[num_used:]
         self._publish_full(sequence)
+        self._slide(sequence)
         sequence.status = RequestStatus.RUNNING
         self.running.append(sequence)
+
+    def skip_to(self, sequence: DecodeSequence, first_block: int) -> None:
+        """Give up the blocks before `first_block` of a sequence whose KV comes from there on, as announced anew."""
+        self._check_not_lent(sequence)
+        self._give_back_before(sequence, first_block)
+        sequence.first_block = max(sequence.first_block, first_block)
+        sequence.num_received_blocks = max(sequence.num_received_blocks, first_block)
 
     def pause(self, sequence: DecodeSequence) -> None:
         """Take a running sequence out of the batch while its last blocks are sent. It keeps all blocks."""
@@ -192,11 +175,16 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         sequence.num_computed = chunk.start + chunk.num_tokens
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
         self._publish_full(sequence)
+        self._slide(sequence)
 
     def restored(self, sequence: DecodeSequence, num_blocks: int) -> None:
         super().restored(sequence, num_blocks)
+        self._slide(sequence)
+        if self.window:
+            sequence.blocks += self.pool.allocate(min(self._num_missing(sequence), self.pool.num_available))
         if not sequence.num_preemptions:
-            sequence.num_cached, sequence.num_restored = sequence.num_computed, num_blocks * self.block_size
+            sequence.num_cached = sequence.num_computed
+            sequence.num_restored += num_blocks * self.block_size
 
     def room_for(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """How many of `num_tokens` draft tokens behind the next token have room. Allocates blocks if there are any."""
@@ -211,6 +199,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         self.pool.wrote(sequence.blocks, sequence.num_computed, sequence.num_computed + 1)
         sequence.num_computed += 1
         self._publish_full(sequence)
+        self._slide(sequence)
 
     def launched(self, chunk: DecodeChunk) -> None:
         """Record that a step that samples after `chunk` is in flight."""
@@ -224,6 +213,7 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
             return False
         self.pool.wrote(chunk.sequence.blocks, chunk.start, chunk.start + chunk.num_tokens)
         self._publish_full(chunk.sequence)
+        self._slide(chunk.sequence)
         return True
 
     def failed(self, chunk: DecodeChunk) -> None:
@@ -258,7 +248,9 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
 
     def check_integrity(self) -> BlockCounts:
         """Every owned block belongs to a request that lives or lingers. Raises BlockError otherwise."""
-        return self.pool.check_integrity(sequence.blocks for sequence in (*self._by_id.values(), *self._lingering))
+        return self.pool.check_integrity(
+            sequence.owned_blocks for sequence in (*self._by_id.values(), *self._lingering)
+        )
 
     def _end_step_of(self, sequence: DecodeSequence) -> bool:
         """Record that a step in flight has ended for the sequence; whether the sequence is still here."""
@@ -273,19 +265,12 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
 
     def _num_missing(self, sequence: DecodeSequence) -> int:
         """Blocks that the sequence lacks for its next tokens."""
-        return max(0, self.blocks_for(sequence.num_planned) - len(sequence.blocks))
+        return max(0, self._table_end(_position(sequence), sequence.num_planned) - len(sequence.blocks))
 
-    def _dequeue(self, sequence: DecodeSequence) -> None:
-        (self.unready if sequence in self.unready else self.queue).remove(sequence)
-
-    def _enqueue(self, sequence: DecodeSequence) -> None:
-        if sequence.awaits_grammar:
-            self.unready.append(sequence)
-            return
-        index = len(self.queue)
-        while index and self.queue[index - 1].rank > sequence.rank:
-            index -= 1
-        self.queue.insert(index, sequence)
+    def _slide(self, sequence: DecodeSequence) -> None:
+        """Give back the blocks that no token from the first on that is not computed sees, unless they are lent."""
+        if self.window and not sequence.lent:
+            self._give_back_before(sequence, self.window.first_block(_position(sequence)))
 
     def _make_room(self, withdraw: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
         """Give each running sequence the blocks its next tokens need, preempting others if there are too few.
@@ -316,58 +301,15 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
         sequence.status = RequestStatus.PREEMPTED
         self._enqueue(sequence)
 
-    @property
-    def _num_active(self) -> int:
-        return len(self.running) + self.num_transferring + self.num_leaving
-
-    @property
-    def _mean_context(self) -> float:
-        """Of the sequences in the batch; of those that wait for it while it is empty."""
-        if self.running:
-            return self.num_context_tokens / len(self.running)
-        waiting = self.queue[:MAX_PASSING]
-        return sum(sequence.num_tokens for sequence in waiting) / max(1, len(waiting))
-
-    @property
-    def _num_places(self) -> int:
-        """Of the batch: one more than there are for a request that has waited for too long."""
-        if self.queue:
-            waits_since = max(self.queue[0].accepted_at, self.queue[0].opened_at)
-            if self._now - waits_since > PATIENCE * self.goal.goal_s:
-                return max(self.batch_cap.value, self._usual_num_seqs)
-        return min(self.batch_cap.value, self.max_num_seqs)
-
-    def _next(self) -> _Admission | None:
-        """The oldest waiting request that fits and may pass those before it."""
-        if self._num_active >= self._num_places:
-            return None
-        limit = self.pool.num_blocks  # of blocks that younger ones may take
-        for place, sequence in enumerate(self.queue[:MAX_PASSING]):
-            hits = self._cached_prefix(sequence)
-            num_new = self.blocks_for(sequence.num_room_tokens) - len(hits)
-            if num_new <= limit and num_new + self._headroom <= self._num_available(hits):
-                return _Admission(place, hits, num_new)
-            # Nothing may pass a preempted sequence: its client has begun to read.
-            left = num_new - sequence.num_passing_blocks if sequence.status is not RequestStatus.PREEMPTED else 0
-            limit = min(limit, left)
-            if limit <= 0:
-                break
-        return None
-
-    @property
-    def _headroom(self) -> int:
-        """Blocks that stay free for the sequences that are here: none on an idle worker."""
-        return self.num_watermark_blocks if self._num_active else 0
-
     def _admit(self, now: float, restore: Callable[[DecodeSequence], None]) -> list[DecodeSequence]:
         """Admit waiting requests, oldest first, while there is room: returns those whose KV another worker sends."""
         granted: list[DecodeSequence] = []
         while (admission := self._next()) is not None:
-            hits, num_new = admission.hits, admission.num_new
+            prefix, num_new = admission.prefix, admission.num_new
             sequence = self.queue.pop(admission.place)
             for passed in self.queue[: admission.place]:
                 passed.num_passing_blocks += num_new
-            self._give_blocks(sequence, hits, num_new, now)
+            self._give_blocks(sequence, prefix, num_new, now)
             if not sequence.num_preemptions:
                 sequence.num_cached = sequence.num_computed
             if sequence.status is RequestStatus.OPENED:
@@ -382,13 +324,20 @@ class DecodeScheduler(Scheduler[DecodeSequence]):
 
     def _publish_received(self, sequence: DecodeSequence, num_received: int) -> None:
         """Publish the received blocks whose tokens are known, as if they were computed here."""
-        sequence.num_computed = min(num_received, sequence.num_tokens // self.block_size) * self.block_size
-        self.pool.wrote(sequence.blocks, 0, sequence.num_computed)
-        self._publish_full(sequence)
+        num_known, first = min(num_received, sequence.num_tokens // self.block_size), sequence.num_gone
+        if num_known > first:
+            sequence.num_computed = num_known * self.block_size
+            self.pool.wrote(sequence.blocks, first * self.block_size, sequence.num_computed)
+            self._publish_full(sequence)
 
     def _publish_full(self, sequence: DecodeSequence) -> None:
         """Publish the blocks whose KV no step in flight still writes."""
         self._publish(sequence, sequence.num_computed - sequence.num_pending)
+
+
+def _position(sequence: DecodeSequence) -> int:
+    """The first position that no completed step has computed: a step in flight may still read what it sees."""
+    return sequence.num_computed - sequence.num_pending
 
 
 def _last_to_go(sequence: DecodeSequence) -> tuple[int, float]:

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from common.kv.shared_memory import PeerMemory
+from common.kv.window import Window
 from common.requests.sequence import WorkerSequence
 from common.wire.messages import DecodeRequest, KVOpen
 from common.wire.sampling_params import SampledToken, TokenLogprobs
@@ -44,6 +45,8 @@ class DecodeSequence(WorkerSequence):
     `num_pending` more tokens are being sampled by steps in flight. Their KV counts as computed, because only later
     steps read it. Such a step may bring `num_drafted` more tokens.
 
+    Of KV that is announced, nothing comes before block `first_block`: it is out of the model's window.
+
     Younger requests that were admitted while it waits for room own `num_passing_blocks`.
 
     Where the request wants log-probabilities of its prompt, the router has those that follow the first
@@ -60,6 +63,7 @@ class DecodeSequence(WorkerSequence):
     num_drafted: int = 0
     num_logprobs_sent: int = 0
     num_received_blocks: int = 0
+    first_block: int = 0
     num_reported: int = field(init=False)
     num_preemptions: int = 0
     num_passing_blocks: int = 0
@@ -156,12 +160,15 @@ class DecodeSequence(WorkerSequence):
             request.adapter,
         )
 
-    def mismatch(self, announced: KVOpen, block_size: int) -> str:
+    def mismatch(self, announced: KVOpen, window: Window) -> str:
         """Why the announced KV is not this request's, or ""."""
         if announced.worker_id != self.request.prefill_worker:
             return f"the KV is to come from {self.request.prefill_worker}, not from {announced.worker_id}"
-        if announced.num_blocks != -(-self.num_announced_tokens // block_size):
+        if announced.num_blocks != -(-self.num_announced_tokens // window.block_size):
             return f"{announced.num_blocks} blocks do not fit the prompt"
+        needed = window.first_block(self.num_request_tokens)
+        if announced.first_block > (announced.num_blocks if self.request.num_reserved_tokens else needed):
+            return f"blocks come from {announced.first_block} on, but the window begins in block {needed}"
         return ""
 
     def append(self, sampled: SampledToken) -> None:

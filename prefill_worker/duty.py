@@ -34,6 +34,7 @@ class PrefillDuty(Duty):
             max_num_batched_tokens=settings.step_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_prompt_logprobs=max_prompt_logprobs(loaded.vocab_size),
+            window=loaded.window,
         )
 
         sender = self.new_sender(

@@ -60,7 +60,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             config.eos_token_ids,
             vocab_size=sampler.vocab_size,
             max_model_len=config.max_model_len,
-            max_prompt_len=min(config.max_model_len, scheduler.pool.num_blocks * scheduler.block_size),
+            max_prompt_len=scheduler.window.longest(scheduler.pool.num_blocks, config.max_model_len),
             knows_grammars=grammars is not None,
             pooling=pooler.pooling if pooler is not None else "",
         )
@@ -82,8 +82,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
                 super().apply(command)
 
     def step(self, now: float) -> None:
-        model, most_tokens = self.step_fit.model, self.scheduler.most_step_tokens
-        output = self.scheduler.schedule(now, model, lambda each: self._restores.begin(each, now, model, most_tokens))
+        output = self.scheduler.schedule(now, self.step_fit.model, lambda each: self._read_tiers(each, now))
         for sequence in output.admitted:
             self._on_admitted(sequence, now)
         self._in_step = [chunk.sequence for chunk in output.chunks]
@@ -146,25 +145,30 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         request = sequence.request
         if request.decode is not None:
             size = self.scheduler.block_size
-            num_ready, num_used = sequence.num_computed // size, sequence.num_tokens % size
-            if self._sender.quantises and num_used:
-                # The scale of an 8-bit block counts all its slots, also those that an earlier prompt wrote.
-                self._runner.kv.clear_slots(sequence.blocks[-1], num_used)
-            self._sender.open(request.request_id, request.attempt, request.decode, sequence.blocks, num_ready)
+            first_block = self.scheduler.window.first_block(sequence.num_tokens)
+            table, num_ready = self.scheduler.whole_table(sequence), sequence.num_computed // size
+            key, target = (request.request_id, request.attempt), request.decode
+            self._sender.open(*key, target, table, num_ready, first_block=first_block)
             sequence.lent = True
         self.metrics.queue_seconds.observe(now - sequence.accepted_at)
         self.metrics.prefix_queries.inc(sequence.num_tokens)
         self.metrics.prefix_hits.inc(sequence.num_cached)
         self.metrics.count_hits(sequence.num_cached)
 
-    def _on_restored(self, sequence: PrefillSequence) -> None:
-        self.metrics.prefix_hits.inc(sequence.num_restored)
+    def _on_restored(self, sequence: PrefillSequence, num_blocks: int) -> None:
+        self.metrics.prefix_hits.inc(num_blocks * self.scheduler.block_size)
         if sequence.request.decode is not None:
-            num_ready = sequence.num_computed // self.scheduler.block_size
-            self._sender.progress(sequence.request_id, sequence.attempt, num_ready)
+            self._progress(sequence, sequence.num_computed // self.scheduler.block_size)
+
+    def _progress(self, sequence: PrefillSequence, num_ready: int, done: KVDone | None = None) -> None:
+        """Let the sender ship the blocks that are computed. In a window the table has got new ones meanwhile."""
+        table = self.scheduler.whole_table(sequence) if self.scheduler.window else None
+        self._sender.progress(sequence.request_id, sequence.attempt, num_ready, done, table)
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> Mapping[str, SampledToken | bytes]:
         """Run the chunks; what each prompt ends in that ends with one of them: its first token, or its vector."""
+        if self._sender.quantises:
+            self._clear_unused(chunks)
         asked = [_model_chunk(chunk) for chunk in chunks]
         last, rows_of_chunks = separate(self._runner.forward(asked), asked)
         if self._pooler is not None:
@@ -176,6 +180,13 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         sampled = self._sampler.sample(last, [self._row(sequence) for sequence in finished]) if finished else []
         return dict(zip((sequence.request_id for sequence in finished), sampled, strict=True))
 
+    def _clear_unused(self, chunks: Sequence[PrefillChunk]) -> None:
+        """The scale of an 8-bit block counts all its slots, also those that an earlier prompt wrote."""
+        for chunk in chunks:
+            num_used = chunk.sequence.num_tokens % self.scheduler.block_size
+            if chunk.sample and num_used and chunk.sequence.request.decode is not None:
+                self._runner.kv.clear_slots(chunk.sequence.blocks[-1], num_used)
+
     def _on_computed(self, chunk: PrefillChunk, result: SampledToken | bytes | None, now: float) -> None:
         sequence = chunk.sequence
         num_ready = self.scheduler.advance(chunk, now)
@@ -184,7 +195,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         elif result is not None:
             self._on_pooled(sequence, result)
         elif sequence.request.decode is not None:
-            self._sender.progress(sequence.request_id, sequence.attempt, num_ready)
+            self._progress(sequence, num_ready)
 
     def _on_pooled(self, sequence: PrefillSequence, values: bytes) -> None:
         if not values:
@@ -216,7 +227,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
                 prefill_s=sequence.prefill_s,
                 computed_at=sequence.computed_at,
             )
-            self._sender.progress(sequence.request_id, sequence.attempt, num_ready, done)
+            self._progress(sequence, num_ready, done)
         else:
             self._drop(sequence, "finished")
             self.metrics.count_finished(reason or "length")

@@ -6,6 +6,10 @@ are as small as they can be without losing tokens a second (`common/requests/ste
 all blocks that it needs, so those that are passed always come to their end. A prompt is admitted only when it is about
 to be computed: those that wait own no blocks that a more urgent one could lack.
 
+Where the model looks back through a window, an admitted prompt owns as many blocks as it ever needs at once. After each
+chunk it gives those back that are out of the window, and gets as many for the next chunk in the same moment. Blocks
+that several prompts share count for each of them there: what one gives back may still be another's.
+
 A prompt that does not fit is passed by others that do. But once the oldest that waits did not fit, others get only as
 many blocks as it needs itself. Then nothing else is admitted before it.
 
@@ -22,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.kv.block_pool import BlockCounts, BlockPool
+from common.kv.window import HOLE, CachedPrefix
 from common.latency.step_model import StepModel, StepShape
 from common.requests.prompt_order import PromptOrder, prompt_order
 from common.requests.scheduler import Scheduler
@@ -79,12 +84,14 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_prompt_logprobs: int = 1024,
+        window: int = 0,
     ) -> None:
         super().__init__(
             pool,
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_num_batched_tokens,
             max_prompt_logprobs=max_prompt_logprobs,
+            window=window,
         )
         self.waiting: list[PrefillSequence] = []  # the oldest first
         self.held: dict[str, PrefillSequence] = {}
@@ -139,6 +146,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         sequence.num_computed = chunk.start + chunk.num_tokens
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
         self._publish(sequence, sequence.num_computed)
+        self._slide(sequence)
         if not sequence.computed:
             return sequence.num_computed // self.block_size
         sequence.computed_at = now
@@ -146,9 +154,16 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self.held[sequence.request_id] = sequence
         return len(sequence.blocks)
 
+    def whole_table(self, sequence: PrefillSequence) -> Sequence[int]:
+        """The blocks of an admitted prompt, and holes for those that it gets later."""
+        missing = self.blocks_for(sequence.num_tokens) - len(sequence.blocks)
+        return [*sequence.blocks, *[HOLE] * missing] if missing else sequence.blocks
+
     def restored(self, sequence: PrefillSequence, num_blocks: int) -> None:
         super().restored(sequence, num_blocks)
-        sequence.num_cached, sequence.num_restored = sequence.num_computed, num_blocks * self.block_size
+        self._slide(sequence)
+        sequence.num_cached = sequence.num_computed
+        sequence.num_restored += num_blocks * self.block_size
 
     def remove(self, sequence: PrefillSequence) -> None:
         """Forget a prompt in any state and release its blocks."""
@@ -156,14 +171,14 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
             return
         self._check_not_lent(sequence)
         del self._by_id[sequence.request_id]
-        self._owned[sequence.priority] -= len(sequence.blocks)
+        self._owned[sequence.priority] -= sequence.num_owned
         if self.held.pop(sequence.request_id, None) is None:
             next(state for state in (self.running, self.unready, self.waiting) if sequence in state).remove(sequence)
         self._release(sequence)
 
     def check_integrity(self) -> BlockCounts:
         """Every owned block belongs to a live prompt. Raises BlockError otherwise."""
-        return self.pool.check_integrity(sequence.blocks for sequence in self._by_id.values())
+        return self.pool.check_integrity(sequence.owned_blocks for sequence in self._by_id.values())
 
     def _size_of_step(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
         start = max((sequence.num_computed for sequence in self.running), default=0)
@@ -186,10 +201,10 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
             if num_tokens >= STEPS_AHEAD * self.max_step_tokens or (num_misfits >= MAX_TRIES and self.running):
                 break
             if not sequence.blocks:
-                if (hits := self._plan(sequence)) is None:
+                if (prefix := self._plan(sequence)) is None:
                     num_misfits += 1
                     continue
-                self._admit_one(sequence, hits, now)
+                self._admit_one(sequence, prefix, now)
                 restore(sequence)
                 admitted.append(sequence)
             if sequence.read is not None:
@@ -198,39 +213,61 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
             num_tokens += min(sequence.num_remaining, STEPS_AHEAD * in_a_step)
         return admitted
 
-    def _admit_one(self, sequence: PrefillSequence, hits: list[int], now: float) -> None:
-        num_new = self.blocks_for(sequence.num_tokens) - len(hits)
+    def _admit_one(self, sequence: PrefillSequence, prefix: CachedPrefix, now: float) -> None:
+        num_new = self._num_new(sequence, prefix)
         oldest = self.waiting[0]
         if sequence is not oldest and self._counts_passing(oldest):
             oldest.num_passing_blocks += num_new
         self.waiting.remove(sequence)
-        self._give_blocks(sequence, hits, num_new, now)
-        self._owned[sequence.priority] += len(sequence.blocks)
+        self._give_blocks(sequence, prefix, num_new, now)
+        self._owned[sequence.priority] += sequence.num_owned
         sequence.num_cached = sequence.num_computed
         self.running.append(sequence)
 
-    def _plan(self, sequence: PrefillSequence) -> list[int] | None:
+    def _slide(self, sequence: PrefillSequence) -> None:
+        """Give back the blocks that left the window, and get those of the next chunk: never more than were given."""
+        num_before, position = sequence.num_owned, sequence.num_computed
+        self._give_back_before(sequence, self.window.first_block(position))
+        wanted = self._table_end(position, sequence.num_tokens) - len(sequence.blocks)
+        if wanted > 0:
+            sequence.blocks += self.pool.allocate(wanted)
+        self._owned[sequence.priority] += sequence.num_owned - num_before
+
+    def _num_new(self, sequence: PrefillSequence, prefix: CachedPrefix) -> int:
+        """Blocks that the prompt takes at once beside those of `prefix`."""
+        return self._table_end(prefix.end * self.block_size, sequence.num_tokens) - prefix.end
+
+    def _room_beside(self, prefix: CachedPrefix) -> int:
+        """Blocks that a prompt may take beside those of `prefix`."""
+        if not self.window:
+            return self._num_available(prefix.blocks)
+        return self.pool.num_blocks - self._owned.total() - len(prefix.blocks)
+
+    def _plan(self, sequence: PrefillSequence) -> CachedPrefix | None:
         """The cached blocks that `sequence` starts from, or None if it must wait. No order decides that."""
         if len(self.running) >= self.max_num_seqs or not self.pool.num_available:
             return None
-        hits = self._cached_prefix(sequence)
-        num_new = self.blocks_for(sequence.num_tokens) - len(hits)
-        if num_new > self._num_available(hits) or self._exceeds_share(sequence):
+        prefix = self._cached_prefix(sequence)
+        num_new = self._num_new(sequence, prefix)
+        if num_new > self._room_beside(prefix) or self._exceeds_share(sequence):
             return None
         oldest = self.waiting[0]
         if sequence is oldest or self._exceeds_share(oldest) or not self._counts_passing(oldest):
-            return hits
-        return hits if num_new <= self.blocks_for(oldest.num_tokens) - oldest.num_passing_blocks else None
+            return prefix
+        return prefix if num_new <= self._most_of(oldest) - oldest.num_passing_blocks else None
+
+    def _most_of(self, sequence: PrefillSequence) -> int:
+        """The most blocks that a prompt owns at once."""
+        return min(self._most_owned, self.blocks_for(sequence.num_tokens))
 
     def _exceeds_share(self, sequence: PrefillSequence) -> bool:
         """Whether a prompt must wait for others of low priority, whose decode workers may be full."""
         if sequence.priority >= self._top_priority:
             return False
         owned = sum(num_blocks for priority, num_blocks in self._owned.items() if priority < self._top_priority)
-        return owned > 0 and owned + self.blocks_for(sequence.num_tokens) > LOW_SHARE * self.pool.num_blocks
+        return owned > 0 and owned + self._most_of(sequence) > LOW_SHARE * self.pool.num_blocks
 
     def _counts_passing(self, oldest: PrefillSequence) -> bool:
         """Whether blocks that others get are counted: the oldest waiting prompt does not fit, or did not before."""
-        hits = self._cached_prefix(oldest)
-        num_new = self.blocks_for(oldest.num_tokens) - len(hits)
-        return oldest.num_passing_blocks > 0 or num_new > self._num_available(hits)
+        prefix = self._cached_prefix(oldest)
+        return oldest.num_passing_blocks > 0 or self._num_new(oldest, prefix) > self._room_beside(prefix)

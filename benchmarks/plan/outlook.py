@@ -93,12 +93,13 @@ class Outlook:
         first, then = self.spec.prefill.coefficients, self.spec.decode.coefficients
         context, num_rows = one.num_prompt + one.num_output / 2, max(0, one.num_output - 1)
         steps = one.num_uncached / max(1, flags.max_num_batched_tokens)
+        kept = min(context, self.spec.model.window or context)
         return Work(
             on_prefill_s=steps * first.fixed_s + _prompt_s(first, one.prompt),
             on_decode_s=_prompt_s(then, one.prompt),
             rows_s=num_rows * (then.row_s + then.context_s * context),
             num_rows=num_rows,
-            held=num_rows * context * (then.fixed_s + then.row_s + then.context_s * one.num_prompt),
+            held=num_rows * kept * (then.fixed_s + then.row_s + then.context_s * one.num_prompt),
         )
 
     # ------------------------------------------------------------ what is likely
@@ -178,7 +179,8 @@ def _prompt_s(coefficients: StepCoefficients, shape: StepShape) -> float:
 
 
 def _kind(spec: PlanSpec, worker: WorkerSpec, max_num_seqs: int, step_tokens: int) -> WorkerKind:
-    return WorkerKind(worker.coefficients.model(), worker.num_blocks, spec.model.block_size, max_num_seqs, step_tokens)
+    size, window = spec.model.block_size, spec.model.window
+    return WorkerKind(worker.coefficients.model(), worker.num_blocks, size, max_num_seqs, step_tokens, window)
 
 
 def sampled(requests: Sequence[SimulatedRequest]) -> tuple[SampledRequest, ...]:

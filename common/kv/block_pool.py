@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from common.errors import BlockError
 from common.kv.block_log import BlockLog
+from common.kv.window import CachedPrefix, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,21 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def match_window(self, hashes: Sequence[bytes], window: Window) -> CachedPrefix:
+        """The longest prefix of `hashes` that a sequence can go on from: of its blocks, those in the window are cached.
+
+        A hash stands for all tokens before it too, so the blocks before need not be looked at.
+        """
+        if not window:
+            return CachedPrefix(0, self.match(hashes))
+        end = index = len(hashes)
+        first = window.first_block(end * self.block_size)
+        while index > first:
+            index -= 1
+            if hashes[index] not in self._block_of:
+                end, first = index, window.first_block(index * self.block_size)
+        return CachedPrefix(first, [self._block_of[block_hash] for block_hash in hashes[first:end]])
+
     def num_reclaimed(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` count as available now and would not after `acquire`."""
         return sum(1 for block in blocks if self._refs[block] == 0)
@@ -105,7 +121,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Give up one ownership of each block. The last blocks of a sequence are evicted first."""
         for block in reversed(blocks):
-            if self._refs[block] < 1:
+            if block < 0 or self._refs[block] < 1:
                 raise BlockError(f"block {block} is released but has no owner")
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -123,7 +139,7 @@ class BlockPool:
         while begin < end:
             index, slot = divmod(begin, self.block_size)
             block, num_slots = blocks[index], min(self.block_size - slot, end - begin)
-            if self._refs[block] < 1 or slot > self._num_written[block]:
+            if block < 0 or self._refs[block] < 1 or slot > self._num_written[block]:
                 known = f"{self._num_written[block]} of {self.block_size} slots, {self._refs[block]} owners"
                 raise BlockError(f"block {block} was written from slot {slot} on, but it has {known}")
             self._num_written[block] = max(self._num_written[block], slot + num_slots)
@@ -131,7 +147,7 @@ class BlockPool:
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """Offer an owned, complete block to later requests. A second block of the same hash stays private."""
-        if self._refs[block] < 1:
+        if block < 0 or self._refs[block] < 1:
             raise BlockError(f"block {block} is published but has no owner")
         if self._num_written[block] < self.block_size:
             written = f"{self._num_written[block]} of its {self.block_size} slots"

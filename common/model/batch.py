@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.kv.cache import KVCache
+from common.kv.window import Window
 from common.model_files.config import ModelConfig
 from kernels import NO_ADAPTER, AttentionPlan, QuerySpan, plan_attention
 
@@ -19,7 +20,8 @@ from kernels import NO_ADAPTER, AttentionPlan, QuerySpan, plan_attention
 class SequenceChunk:
     """Asks to run `token_ids`, which follow the `start` tokens whose KV the cache holds.
 
-    `block_table` names the sequence's blocks in order, and may be longer than needed. With `sample`, the runner
+    `block_table` names the sequence's blocks in order, and may be longer than needed. Its entries that are out of the
+    window of every layer may be holes (`common/kv/window.py`). With `sample`, the runner
     returns the logits that follow the chunk's last token, with `all_logits` those that follow each of its tokens.
     `adapter` is the place of the adapter that its tokens use.
     """
@@ -103,7 +105,7 @@ def check_chunk(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:
         raise BlockError(
             f"{length} tokens need {needed} blocks of {kv.block_size}, the table has {len(chunk.block_table)}"
         )
-    used = chunk.block_table[:needed]
+    used = chunk.block_table[Window(config.window, kv.block_size).first_block(chunk.start) : needed]
     if min(used) < 0 or max(used) >= kv.num_blocks:
         raise BlockError(f"block table names {min(used)} to {max(used)}, the cache has {kv.num_blocks} blocks")
 

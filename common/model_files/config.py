@@ -125,6 +125,12 @@ class ModelConfig:
         """Numbers of a key that are its value too; 0 where values have a place of their own."""
         return 0 if self.latent is None else self.latent.rank
 
+    @property
+    def window(self) -> int:
+        """Tokens that the layers look back to at most, itself included; 0: some layer sees all that there can be."""
+        widest = max(self.layer_windows) if all(self.layer_windows) else 0
+        return widest if widest < self.max_model_len else 0
+
 
 def from_hf(path: Path) -> ModelConfig:
     """Reads a config.json. ModelError when it is missing, damaged, or describes an unsupported model."""

@@ -227,10 +227,16 @@ class RequestEngine(Engine, Generic[R, S]):
             if sequence is not None and sequence.read is read:
                 self._restores.end(sequence, read)
                 self.scheduler.restored(sequence, read.num_done)
-                self._on_restored(sequence)
+                self._on_restored(sequence, read.num_done)
+                if self.scheduler.window and read.num_done == len(read.blocks):
+                    self._read_tiers(sequence, time.monotonic())  # its table has room for more now
 
-    def _on_restored(self, sequence: S) -> None:
-        """The sequence has got all that it gets from tiers."""
+    def _read_tiers(self, sequence: S, now: float) -> None:
+        """Begin to read blocks of a sequence that was admitted just now, or has got all that it had room for."""
+        self._restores.begin(sequence, now, self.step_fit.model, self.scheduler.most_step_tokens)
+
+    def _on_restored(self, sequence: S, num_blocks: int) -> None:
+        """The sequence has got so many blocks from tiers."""
 
     def _expire_requests(self, now: float) -> None:
         """Fail requests whose time is over, and those whose grammar is not compiled in time; end late reads."""

@@ -78,6 +78,7 @@ class Restores:
                 return MOST_WAIT_S * num_blocks / max(1, len(hashes) - first)
             return model.steps_s(StepShape.of_prompt(first * size, (first + num_blocks) * size), most_tokens)
 
+        hashes = hashes[: len(sequence.blocks)]  # of a long prompt through windows a sequence owns the first part only
         ways = [*self._from_tiers(hashes[first:], compute_s), *self._from_peer(sequence, hashes, first, now, compute_s)]
         best = max(ways, key=lambda way: way.compute_s - way.seconds, default=None)
         if best is None:

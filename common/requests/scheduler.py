@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts, BlockPool
+from common.kv.window import HOLE, CachedPrefix, Window
 from common.latency.step_model import StepShape
 from common.requests.prompt_order import PromptOrder
 from common.requests.sequence import WorkerSequence
@@ -27,8 +28,12 @@ class Scheduler(ABC, Generic[S]):
     (`most_step_tokens`, `max_num_seqs`), or less where a goal wants it (`step_budget.py`).
     """
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_step_tokens: int, max_prompt_logprobs: int) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_num_seqs: int, max_step_tokens: int, max_prompt_logprobs: int, window: int = 0
+    ) -> None:
+        """`window`: how many tokens every layer looks back to at most, 0: without bound (`common/kv/window.py`)."""
         self.pool, self.block_size = pool, pool.block_size
+        self.window = Window(window, pool.block_size)
         self.max_num_seqs, self.max_prompt_logprobs = max_num_seqs, max_prompt_logprobs
         self.most_step_tokens = max_step_tokens
         self.step_tokens, self.batch_cap = Knob(max_step_tokens, "bound"), Knob(max_num_seqs, "bound")
@@ -109,7 +114,7 @@ class Scheduler(ABC, Generic[S]):
 
         `num_below` says how many of a chain's first blocks are in tiers below the prefix cache.
         """
-        num_hits = len(self._cached_prefix(sequence))
+        num_hits = self._cached_prefix(sequence).end
         num_hits += num_below(sequence.hasher.hashes[num_hits : sequence.num_cacheable // self.block_size])
         sequence.num_expected_hits = num_hits * self.block_size
 
@@ -117,21 +122,37 @@ class Scheduler(ABC, Generic[S]):
     def _enqueue(self, sequence: S) -> None:
         """Let a sequence wait for blocks, or among `unready` while it awaits its grammar."""
 
-    def _cached_prefix(self, sequence: S) -> list[int]:
+    def _cached_prefix(self, sequence: S) -> CachedPrefix:
         """The cached blocks that the sequence may start from. It does not own them yet."""
         hashes = sequence.hasher.extend(sequence.token_ids)
-        return self.pool.match(hashes[: sequence.num_cacheable // self.block_size])
+        return self.pool.match_window(hashes[: sequence.num_cacheable // self.block_size], self.window)
+
+    def _table_end(self, position: int, num_tokens: int) -> int:
+        """Entries of the table of a sequence of `num_tokens` tokens, whose next step begins at `position`.
+
+        They have room for the largest step.
+        """
+        total = self.blocks_for(num_tokens)
+        return min(total, self.window.first_block(position) + self._most_owned) if self.window else total
+
+    @property
+    def _most_owned(self) -> int:
+        """The most blocks that a prompt owns at once while it is computed; without a window it owns all of its own."""
+        if not self.window:
+            return self.pool.num_blocks
+        return min(self.pool.num_blocks, self.window.span_blocks(self.most_step_tokens))
 
     def _num_available(self, hits: Iterable[int]) -> int:
         """Blocks that are available beside the cached blocks `hits`."""
         return self.pool.num_available - self.pool.num_reclaimed(hits)
 
-    def _give_blocks(self, sequence: S, hits: list[int], num_new: int, now: float) -> None:
-        """Admit the sequence: from now on it owns the cached blocks `hits` and `num_new` empty ones behind them."""
-        self.pool.acquire(hits)
-        sequence.blocks = hits + self.pool.allocate(num_new)
-        sequence.num_computed = len(hits) * self.block_size
-        sequence.num_published = len(hits)
+    def _give_blocks(self, sequence: S, prefix: CachedPrefix, num_new: int, now: float) -> None:
+        """Admit the sequence: from now on it owns the blocks of `prefix` and `num_new` empty ones behind them."""
+        self.pool.acquire(prefix.blocks)
+        sequence.blocks = [HOLE] * prefix.first + prefix.blocks + self.pool.allocate(num_new)
+        sequence.num_gone = prefix.first
+        sequence.num_computed = prefix.end * self.block_size
+        sequence.num_published = prefix.end
         sequence.admitted_at = sequence.admitted_at or now
 
     def _chunks(self, order: PromptOrder[S]) -> Iterator[tuple[S, int]]:
@@ -143,7 +164,8 @@ class Scheduler(ABC, Generic[S]):
         for sequence in order.prompts:
             keeps_logits = sequence.wants_prompt_logprobs
             most = min(budget, order.most_tokens(sequence, self.max_step_tokens))
-            num_tokens = min(most, sequence.num_remaining, logprob_room if keeps_logits else most)
+            has_room_for = len(sequence.blocks) * self.block_size - sequence.num_computed
+            num_tokens = min(most, sequence.num_remaining, has_room_for, logprob_room if keeps_logits else most)
             if num_tokens:
                 yield sequence, num_tokens
                 budget -= num_tokens
@@ -165,11 +187,20 @@ class Scheduler(ABC, Generic[S]):
                 self.pool.publish(sequence.blocks[index], hashes[index])
             sequence.num_published = num_full
 
+    def _give_back_before(self, sequence: S, first: int) -> None:
+        """Release the blocks of a sequence before `first`, which nothing needs any more. They must not be lent."""
+        gone = sequence.blocks[sequence.num_gone : first]
+        if gone:
+            self.pool.release(gone)
+            sequence.blocks[sequence.num_gone : first] = [HOLE] * len(gone)
+            sequence.num_gone += len(gone)
+            sequence.num_published = max(sequence.num_published, sequence.num_gone)
+
     def _release(self, sequence: S) -> None:
         """Take all blocks from a sequence."""
         self._check_not_lent(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.num_computed, sequence.num_published = [], 0, 0
+        self.pool.release(sequence.owned_blocks)
+        sequence.blocks, sequence.num_gone, sequence.num_computed, sequence.num_published = [], 0, 0, 0
 
     def _check_not_lent(self, sequence: S) -> None:
         if sequence.lent or sequence.read is not None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
 class WorkerSequence:
     """`token_ids` is prompt + output; the KV of the first `num_computed` of them is in `blocks`.
 
+    The first `num_gone` entries of `blocks` are holes: those blocks are out of the model's window, and not owned.
     While its blocks are `lent`, a transfer reads or writes them, and they cannot be released. The first `num_published`
     of them are in the prefix cache. Of the tokens, `num_request_tokens` came with the request, and `num_cached` were
     found in a prefix cache, `num_restored` of these in a tier below memory; `num_expected_hits` were there when the
@@ -34,6 +35,7 @@ class WorkerSequence:
     accepted_at: float
     deadline: float
     blocks: list[int] = field(default_factory=list)
+    num_gone: int = 0
     lent: bool = False
     num_request_tokens: int = field(init=False)
     due_at: float = field(init=False)
@@ -72,6 +74,14 @@ class WorkerSequence:
     def awaits_grammar(self) -> bool:
         """Whether the grammar of its answer is still being compiled: it gets no blocks before that."""
         return bool(self.params.grammar) and self.constraint is None
+
+    @property
+    def owned_blocks(self) -> list[int]:
+        return self.blocks[self.num_gone :]
+
+    @property
+    def num_owned(self) -> int:
+        return len(self.blocks) - self.num_gone
 
     @property
     def num_tokens(self) -> int:

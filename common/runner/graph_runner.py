@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.errors import InvalidRequest
 from common.kv.cache import KVCache
+from common.kv.window import Window
 from common.model.batch import ForwardBatch, SequenceChunk, check_chunk
 from common.runner.buckets import bucket_for, bucket_sizes
 from common.runner.graph_capture import StepRecorder
@@ -62,7 +63,8 @@ class GraphRunner(ModelRunner):
         With `adapts` it records each step once more, with what adapters add: steps without any do not pay for them.
         """
         super().__init__(model, kv)
-        self._max_blocks = min(-(-max_model_len // kv.block_size), kv.num_blocks)
+        longest = Window(model.config.window, kv.block_size).longest(kv.num_blocks, max_model_len)
+        self._max_blocks = -(-longest // kv.block_size)
         self._sizes = bucket_sizes(max_num_seqs)
         largest = self._sizes[-1]
         with torch.inference_mode():

@@ -13,6 +13,8 @@ from common.adapters.bank import AdapterBank
 from common.config import DecodeWorkerConfig, WorkerConfig
 from common.errors import ConfigError, ModelError
 from common.kv.cache import KVCache, block_bytes
+from common.kv.unread import in_words
+from common.kv.window import Window
 from common.machine.core_share import CoreShare
 from common.model.decoder import Decoder
 from common.model.load import load_model, load_score, open_model
@@ -57,6 +59,16 @@ class LoadedModel:
         used = [kept[self.quantization]] if self.quantization in kept else []
         used += [f"KV in {self.kv_dtype}"] if self.kv_dtype != self.dtype else []
         return " ".join((self.dtype, "with", " and ".join(used))) if used else self.dtype
+
+    @property
+    def window(self) -> int:
+        """Tokens that every layer looks back to at most; 0: without bound."""
+        return self.kv.config.window
+
+    @property
+    def windows_in_words(self) -> str:
+        """What they save, or do not; "" without windows."""
+        return in_words(self.kv.config.layer_windows, self.kv.block_size, self.max_model_len)
 
     @property
     def token_s(self) -> float:
@@ -117,7 +129,7 @@ class LoadedModel:
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_size = config.block_tokens
         num_blocks = num_kv_blocks(model, config, kv_dtype, samples=task.generates)
-        longest = min(shape.max_model_len, num_blocks * block_size)
+        longest = Window(shape.window, block_size).longest(num_blocks, shape.max_model_len)
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
         kv = KVCache(shape, num_blocks, block_size, kv_dtype, config.device, share=config.shares_kv)

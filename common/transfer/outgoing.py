@@ -89,7 +89,9 @@ class OutgoingTransfer:
     thread alone sets that, under the sender's lock.
 
     A growing sequence announces `room` blocks; `blocks` are those it has so far, and all of them once `done` is set.
-    `room` is 0 for a prompt, whose blocks are known from the start.
+    `room` is 0 for a prompt, whose blocks are known from the start, or a hole stands for one that is computed later.
+
+    Nothing before `first_kept` is lent: it is out of the model's window.
     """
 
     request_id: str
@@ -100,6 +102,7 @@ class OutgoingTransfer:
     lease_until: float
     num_ready: int = 0
     room: int = 0
+    first_kept: int = 0
     state: TransferState = TransferState.OPENED
     way: Way = Way.FRAMES
     catch_up: CatchUp = CatchUp.NOT_GRANTED
@@ -123,9 +126,14 @@ class OutgoingTransfer:
         """Blocks that the receiver is asked to have room for."""
         return self.room or len(self.blocks)
 
+    @property
+    def announced(self) -> str:
+        """The blocks that may be granted, in words."""
+        return f"{self.first_kept} to {self.num_announced}"
+
     def grant(self, first_block: int, now: float, way: Way = Way.FRAMES) -> bool:
         """The decode worker wants blocks from `first_block` on. False for an impossible grant."""
-        if self.state is not TransferState.OPENED or not 0 <= first_block <= self.num_announced:
+        if self.state is not TransferState.OPENED or not self.first_kept <= first_block <= self.num_announced:
             return False
         self.state, self.way = TransferState.GRANTED, way
         self.first_block = self.next_block = first_block
@@ -170,7 +178,7 @@ class OutgoingTransfer:
             self.attempt,
             reason,
             self.next_block - self.first_block,
-            self.first_block,
+            max(0, self.first_block - self.first_kept),
             granted_at - self.opened_at,
             now - granted_at,
             now - self.done_at if self.done_at else 0.0,

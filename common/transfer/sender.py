@@ -93,8 +93,7 @@ class KVSender:
         self._unopened: dict[tuple[str, int], None] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._commands.socket, zmq.POLLIN)
-        self.num_bytes = 0
-        self._drops = DropLog(log, "a KV frame")
+        self.num_bytes, self._drops = 0, DropLog(log, "a KV frame")
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="kv-sender", daemon=True)
 
@@ -117,15 +116,16 @@ class KVSender:
         self._commands.close_sending()
 
     def open(
-        self, request_id: str, attempt: int, target: KVTarget, blocks: list[int], num_ready: int, room: int = 0
-    ) -> None:
+        self, request_id: str, attempt: int, target: KVTarget, blocks: Sequence[int], num_ready: int, room: int = 0,
+        first_block: int = 0,
+    ) -> None:  # fmt: skip
         """Announce a prompt to its decode worker; the first `num_ready` blocks are computed already.
 
-        `room` is the number of blocks that a growing sequence may come to, 0 for a prompt.
+        `room`: blocks that a growing sequence may come to, 0 for a prompt. None before `first_block` is lent.
         """
         now = time.monotonic()
-        until = now + self._lease_s
-        transfer = OutgoingTransfer(request_id, attempt, target, tuple(blocks), now, until, num_ready, room)
+        lent = (tuple(blocks), now, now + self._lease_s, num_ready, room, first_block)
+        transfer = OutgoingTransfer(request_id, attempt, target, *lent)
         self._lent[transfer.key] = transfer
         self._commands.put(transfer)
 
@@ -202,8 +202,7 @@ class KVSender:
 
     def _begin(self, transfer: OutgoingTransfer) -> None:
         address = transfer.target.address
-        connection = self._connections.get(address)
-        if connection is None:
+        if (connection := self._connections.get(address)) is None:
             try:
                 connection = KVConnection(self._context, self._poller, address, self._num_streams, self._curve)
             except zmq.ZMQError as error:
@@ -277,7 +276,7 @@ class KVSender:
             self._tell_failed(transfer, why)
             self._end(transfer, why)
         elif not transfer.grant(grant.first_block, now, Way.of(grant)):
-            self._drop(f"grant from block {grant.first_block} of {transfer.num_announced} for {transfer.request_id}")
+            self._drop(f"grant from block {grant.first_block} of {transfer.announced} for {transfer.request_id}")
         else:
             transfer.token = grant.token
             connection = self._connections[transfer.target.address]
@@ -394,6 +393,7 @@ class KVSender:
             sent_at=time.monotonic(),
             memory=self._memory,
             quantised=self.quantises,
+            first_block=transfer.first_kept,
         )
 
     def _drop(self, why: str) -> None:

@@ -39,7 +39,8 @@ class KVOpen(Message, frozen=True, tag=40):
     """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds.
 
     With `memory` P offers that D copies the blocks itself, which works on the same host only. With `quantised` P
-    offers frames of 8-bit numbers, in the format of `kernels.blocks`.
+    offers frames of 8-bit numbers, in the format of `kernels.blocks`. The blocks before `first_block` are out of the
+    model's window: P has given them back, or will, and ships none of them.
     """
 
     request_id: Name
@@ -52,6 +53,7 @@ class KVOpen(Message, frozen=True, tag=40):
     sent_at: Seconds = 0.0
     memory: KVMemory | None = None
     quantised: bool = False
+    first_block: Count = 0
 
 
 class KVBlocks(Message, frozen=True, tag=41):
@@ -99,6 +101,7 @@ class KVDone(Message, frozen=True, tag=42):
 class KVGrant(Message, frozen=True, tag=43):
     """D owns blocks for all that was announced and has the KV of those before `first_block`: ship from there on.
 
+    It is at least the `first_block` of `KVOpen`: D needs none before that, and owns none.
     `first_block` equal to the prompt's number of blocks means that nothing needs shipping. `shared`: D can read the
     memory that P offered, so P sends numbers of blocks instead of frames. `quantised`: D takes the frames of 8-bit
     numbers that P offered; never both. `token` is a secret of this grant: D accepts `KVBlocks` and `KVDone` that repeat

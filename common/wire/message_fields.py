@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from common.errors import WireError
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_TOKENS = MAX_MESSAGE_BYTES // 4
 MAX_PRIORITY = 10

@@ -34,7 +34,8 @@ class WorkerHello(Message, frozen=True, tag=20):
     requests here are gone, and it must say hello again. `max_step_tokens` prompt tokens are computed in one step.
     `home` is the role that the process was started with, `role` the one that it has now; with `changes_role` a router
     may change it, which begins a new epoch. The worker has places for `max_loras` adapters. At `lend_address` it lends
-    cached blocks to workers of equal `fingerprint`; "": it does not, and takes none.
+    cached blocks to workers of equal `fingerprint`; "": it does not, and takes none. No layer of the model looks back
+    further than `window` tokens, 0: some do; so a sequence owns no blocks beyond.
     """
 
     worker_id: Name
@@ -55,6 +56,7 @@ class WorkerHello(Message, frozen=True, tag=20):
     changes_role: bool = False
     max_loras: Count = 0
     lend_address: AddressOrNone = ""
+    window: Count = 0
 
 
 class WorkerHeartbeat(Message, frozen=True, tag=21):

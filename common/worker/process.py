@@ -188,6 +188,8 @@ class WorkerProcess:
             loaded.num_threads,
             time.monotonic() - began,
         )
+        if of_windows := loaded.windows_in_words:
+            log.info("%s", of_windows)
 
     def _load(self) -> tuple[ModelFiles, LoadedModel]:
         # Imported here: torch takes a second, and the sockets should answer before that.

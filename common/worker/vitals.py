@@ -71,6 +71,7 @@ def hello_of(
         changes_role=changes_role,
         max_loras=config.lora_places,
         lend_address=lend_address,
+        window=loaded.window if loaded else 0,
     )
 
 

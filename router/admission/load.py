@@ -26,7 +26,7 @@ class WorkerLoad:
     A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps, `link_model` of the transfers
     that come to it. This router knows of `num_known_blocks` in its prefix cache. `batch_cap` requests run side by side
     at most, and a step computes at most `step_tokens` prompt tokens, by its flags or as the worker has set them itself;
-    0: not known. `block_size`, `max_num_seqs`, `max_step_tokens` and `model` are those of its hello.
+    0: not known. `block_size`, `max_num_seqs`, `max_step_tokens`, `window` and `model` are those of its hello.
     """
 
     address: str
@@ -54,6 +54,7 @@ class WorkerLoad:
     block_size: int = 0
     max_num_seqs: int = 0
     max_step_tokens: int = 0
+    window: int = 0
     model: str = ""
 
     @classmethod
@@ -84,6 +85,7 @@ class WorkerLoad:
             block_size=worker.hello.block_size if worker.hello else 0,
             max_num_seqs=worker.hello.max_num_seqs if worker.hello else 0,
             max_step_tokens=worker.hello.max_step_tokens if worker.hello else 0,
+            window=worker.hello.window if worker.hello else 0,
             model=worker.hello.model if worker.hello else "",
         )
 

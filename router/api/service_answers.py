@@ -33,7 +33,8 @@ class Version(BaseModel):
 class WorkerStatus(BaseModel):
     """`home`: the role that it was started with. `step_model`: coefficients of its steps, in seconds. `link_model`: of
     the KV transfers that come to it, in seconds and bytes. `max_num_seqs`, `max_step_tokens`: bounds of `batch_cap` and
-    `step_tokens`, which say what it does now."""
+    `step_tokens`, which say what it does now. `window`: tokens that every layer looks back to at most; 0: some see all.
+    """
 
     worker_id: str
     role: str
@@ -57,6 +58,7 @@ class WorkerStatus(BaseModel):
     block_size: int
     max_num_seqs: int
     max_step_tokens: int
+    window: int
     num_dropped_frames: int
     num_unsent: int
     num_cuts: int

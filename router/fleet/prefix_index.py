@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from common.kv.window import Window
 from common.wire.messages import SHORT_HASH_BYTES
 
 CAPACITY, TOTAL = 131_072, 8_388_608
@@ -35,7 +36,7 @@ class _Holdings:
 
 
 class PrefixHits:
-    """How many leading blocks of one prompt each worker holds.
+    """How many leading blocks of one prompt each worker holds, or can go on behind.
 
     `levels` are (number of blocks, workers that hold at least so many), with ever more blocks and ever fewer workers.
     `reach` is the same with the tiers below prefix caches, None if they have nothing to add.
@@ -193,12 +194,13 @@ class PrefixIndex:
         """Whether no worker holds any block."""
         return not self._holders and not self._holders_below
 
-    def hits(self, hashes: Sequence[bytes]) -> PrefixHits:
-        """How many leading blocks of the chain each worker holds."""
-        found = _levels(hashes, self._holders, {})
+    def hits(self, hashes: Sequence[bytes], window: Window | None = None) -> PrefixHits:
+        """How many leading blocks of the chain each worker need not compute: it holds them, or those in its window."""
+        found = _levels_behind(hashes, self._holders, {}, window) if window else _levels(hashes, self._holders, {})
         if not self._holders_below:
             return PrefixHits(self, found)
-        reach = _levels(hashes, self._holders, self._holders_below)
+        tables = (self._holders, self._holders_below)
+        reach = _levels_behind(hashes, *tables, window) if window else _levels(hashes, *tables)
         return PrefixHits(self, found, PrefixHits(self, reach) if reach != found else None)
 
     def num_reported(self, address: str, hashes: Sequence[bytes]) -> int:
@@ -286,3 +288,20 @@ def _levels(hashes: Sequence[bytes], holders: Mapping[bytes, int], more: Mapping
     if hashes:
         levels.append((len(hashes), mask))
     return levels
+
+
+def _levels_behind(
+    hashes: Sequence[bytes], holders: Mapping[bytes, int], more: Mapping[bytes, int], window: Window
+) -> list[tuple[int, int]]:
+    """The same where a worker goes on behind a block as soon as it holds those in the window.
+
+    Only the first and the last of these are looked up: workers without one between them count too.
+    """
+    held = [holders.get(short, 0) | more.get(short, 0) for short in (digest[:SHORT_HASH_BYTES] for digest in hashes)]
+    levels, mask = [], 0
+    for count in range(len(held), 0, -1):
+        first = min(count - 1, window.first_block(count * window.block_size))
+        if (found := held[count - 1] & held[first]) & ~mask:
+            mask |= found
+            levels.append((count, mask))
+    return levels[::-1]

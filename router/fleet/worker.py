@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
+from common.kv.window import Window
 from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
@@ -137,12 +138,23 @@ class Worker:
     def max_tokens(self) -> int:
         """The longest sequence, prompt and answer, that the worker takes."""
         hello = self.hello or self.identity
+        if hello.window and hello.block_size:
+            return self.window.longest(hello.num_blocks, hello.max_model_len)
         most = hello.num_blocks * hello.block_size
         return most if most < hello.max_model_len else hello.max_model_len
 
     def num_blocks_of(self, num_tokens: int) -> int:
-        """Blocks that so many tokens take."""
-        return -(-num_tokens // self.identity.block_size)
+        """The most blocks that a sequence of so many tokens takes at once: all, or those of the model's window."""
+        hello = self.identity
+        if hello.window:
+            step_tokens = hello.max_step_tokens if hello.role == "prefill" else 1
+            return self.window.most_blocks(num_tokens, max(1, step_tokens))
+        return -(-num_tokens // hello.block_size)
+
+    @property
+    def window(self) -> Window:
+        """That of its model, in its blocks."""
+        return Window(self.identity.window, max(1, self.identity.block_size))
 
     @property
     def slowness(self) -> float:

@@ -30,11 +30,13 @@ class Infeasible(Exception):
 
 @dataclass(frozen=True)
 class ModelSize:
-    """`kv_bytes` are the bytes of one token's KV, over all layers."""
+    """`kv_bytes` are the bytes of one token's KV, over all layers. No layer looks back further than `window` tokens, so
+    no more are kept, read or sent of a sequence; infinity: some layer sees all."""
 
     parameters: float
     weight_bytes: float
     kv_bytes: float
+    window: float = math.inf
 
     @property
     def num_bytes(self) -> float:
@@ -88,6 +90,7 @@ class Estimate:
 def size(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> Estimate:
     """The smallest pools that meet both goals on average. Raises Infeasible."""
     tokens_per_s = accelerator.flops * accelerator.compute_share / (2 * model.parameters)
+    sent = min(load.uncached, model.window)
     prompt_s = load.uncached / tokens_per_s
     num_prefill, wait_s = _prefill(load, prompt_s)
     batch, step_s = _batch(model, accelerator, load)
@@ -98,8 +101,8 @@ def size(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> Estim
         wait_s=wait_s,
         batch=batch,
         step_s=step_s,
-        link_bits=8 * model.kv_bytes * tokens_per_s,
-        traffic_bits=8 * model.kv_bytes * load.uncached * load.rate,
+        link_bits=8 * model.kv_bytes * tokens_per_s * (sent / load.uncached if sent else 1.0),
+        traffic_bits=8 * model.kv_bytes * sent * load.rate,
     )
 
 
@@ -124,7 +127,7 @@ def _batch(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> tup
     weights_s = model.num_bytes / bandwidth
     goal_s = load.tpot_s * TPOT_SHARE
     room = accelerator.memory_bytes * MEMORY_SHARE - model.num_bytes
-    longest = (load.prompt + load.output) * model.kv_bytes
+    longest = min(load.prompt + load.output, model.window) * model.kv_bytes
     if room < longest:
         raise Infeasible(
             f"memory of {accelerator.memory_bytes / 1e9:.0f} GB: weights take {model.num_bytes / 1e9:.1f} GB, "
@@ -132,7 +135,7 @@ def _batch(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> tup
         )
     if weights_s > goal_s:
         raise Infeasible(f"TPOT of {load.tpot_s * 1e3:.0f} ms: reading the weights takes {weights_s * 1e3:.1f} ms")
-    each_s = (load.prompt + load.output / 2) * model.kv_bytes / bandwidth
+    each_s = min(load.prompt + load.output / 2, model.window) * model.kv_bytes / bandwidth
     compute_s = 2 * model.parameters / flops
     batch = max(1, int(min(room / longest, (goal_s - weights_s) / each_s, goal_s / compute_s)))
     return batch, max(weights_s + batch * each_s, batch * compute_s)
@@ -168,6 +171,12 @@ def parse(argv: Sequence[str]) -> tuple[ModelSize, Accelerator, RequestLoad]:
     cached.add_argument(
         "--config", type=kv_bytes_of, metavar="FILE", help="the model's config.json, which tells them for bfloat16"
     )
+    model.add_argument(
+        "--window",
+        type=positive,
+        default=math.inf,
+        help="tokens that every layer looks back to at most, as 4096 of Mistral 7B v0.1 (default: some layer sees all)",
+    )
     device = parser.add_argument_group("accelerator, from its data sheet")
     device.add_argument("--tflops", type=positive, required=True, help="dense TFLOP/s at the weights' precision")
     device.add_argument("--memory-gb", type=positive, required=True)
@@ -183,7 +192,7 @@ def parse(argv: Sequence[str]) -> tuple[ModelSize, Accelerator, RequestLoad]:
     load.add_argument("--tpot-ms", type=positive, required=True)
     given = parser.parse_args(argv)
     return (
-        ModelSize(given.parameters, given.weight_bytes, given.kv_bytes or given.config),
+        ModelSize(given.parameters, given.weight_bytes, given.kv_bytes or given.config, given.window),
         Accelerator(
             given.tflops * 1e12,
             given.memory_gb * 1e9,

@@ -65,7 +65,8 @@ class Candidates:
         """What workers hold of the prompt, by size of a block."""
         if state.computes_all or self._index.is_empty:
             return {}
-        return {size: self._index.hits(state.hashes(size)) for size in self._shortlist.block_sizes}
+        windows = self._shortlist.windows
+        return {size: self._index.hits(state.hashes(size), window) for size, window in windows.items()}
 
 
 def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> Callable[[Worker], bool]:

@@ -195,7 +195,7 @@ class Placement:
         if worker.hello is not None and worker.epoch == assignment.epoch:
             size = worker.identity.block_size
             hashes = state.hashes(size)[: (state.num_tokens - 1) // size]
-            self._index.expect(worker.address, hashes, now, capacity=worker.identity.num_blocks)
+            self._expect(worker, hashes, now)
 
     def expected_more(self, state: RequestState) -> int:
         """Tokens that the answer will probably have beyond those of now."""
@@ -271,9 +271,14 @@ class Placement:
             return False
         self._fetches.begin(fetch, now)
         self._assign(state, prefill, shape, local=True, now=now)
-        hello = prefill.identity
-        self._index.expect(prefill.address, state.hashes(hello.block_size), now, capacity=hello.num_blocks)
+        self._expect(prefill, state.hashes(prefill.identity.block_size), now)
         return True
+
+    def _expect(self, worker: Worker, hashes: Sequence[bytes], now: float) -> None:
+        """The worker will report these blocks soon: with a window the last of more than it has room for."""
+        num_blocks = worker.identity.num_blocks
+        kept = hashes[-num_blocks:] if worker.identity.window else hashes
+        self._index.expect(worker.address, kept, now, capacity=num_blocks)
 
     def _assign(self, state: RequestState, worker: Worker, shape: RequestShape, *, local: bool, now: float) -> None:
         """Book the worker; with `local` it computes the prompt itself."""

@@ -89,6 +89,7 @@ def _kind(ready: Sequence[Worker], before: WorkerKind) -> WorkerKind:
         block_size=known[0].identity.block_size,
         max_num_seqs=max(1, round(fmean(worker.identity.max_num_seqs for worker in known))),
         step_tokens=step_tokens(known[0]),
+        window=known[0].identity.window,
     )
 
 

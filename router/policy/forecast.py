@@ -35,6 +35,7 @@ HIDDEN_SHARE = 0.9
 LEAST_SERVICE_S = 0.1
 """How long an answer takes at least, where none has ended yet."""
 NO_HITS: Mapping[str, int] = MappingProxyType({})
+NO_BOUND = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     waiting_s: float
     block_size: int
     max_tokens: int
+    most_blocks: int
     rivals_s: float
     num_likely: int
     link: LinkModel
@@ -163,6 +165,7 @@ def terms_of(worker: Worker) -> Terms:
             beat.waiting_s if beat is not None else 0.0,
             hello.block_size if hello is not None else 1,
             worker.max_tokens if hello is not None else 0,
+            worker.window.span_blocks(1) if hello is not None and hello.window else NO_BOUND,
             worker.rivals * fresh_s,
             num_likely,
             worker.likely_link,
@@ -309,8 +312,14 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
 def num_lacking_blocks(terms: Terms, num_tokens: int) -> int:
     """Blocks that a decode worker will lack for so many new tokens of a request and its answer, and for all others."""
     spare = terms.num_spare_blocks
-    lacking = -(-num_tokens // terms.block_size) - (spare if spare > 0 else 0)
+    lacking = num_held_blocks(terms, num_tokens) - (spare if spare > 0 else 0)
     return lacking if lacking > 0 else 0
+
+
+def num_held_blocks(terms: Terms, num_tokens: int) -> int:
+    """Blocks of so many tokens that a decode worker gets and keeps."""
+    num_blocks = -(-num_tokens // terms.block_size)
+    return num_blocks if num_blocks < terms.most_blocks else terms.most_blocks
 
 
 def room_s(worker: Worker, num_blocks: int) -> float:
@@ -367,8 +376,8 @@ def chunk_s(worker: Worker, shape: RequestShape) -> float:
 def transfer_s(terms: Terms, num_tokens: int) -> float:
     """Seconds that the KV of so many tokens takes to a decode worker once all of it is computed."""
     if terms.link.num_transfers:
-        return REMOTE_S + terms.link.seconds(-(-num_tokens // terms.block_size))
-    return REMOTE_S + TRANSFER_TOKEN_S * num_tokens
+        return REMOTE_S + terms.link.seconds(num_held_blocks(terms, num_tokens))
+    return REMOTE_S + TRANSFER_TOKEN_S * min(num_tokens, terms.most_blocks * terms.block_size)
 
 
 def hidden_s(prompt_s: float, arrival_s: float) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from random import Random
 
+from common.kv.window import Window
 from common.wire.message_fields import Role
 from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
@@ -58,12 +59,19 @@ class Shortlist:
         return len(self._registry.workers) > FEW and not self._weighs_all
 
     @property
-    def block_sizes(self) -> set[int]:
-        """Tokens of a block, of all ready workers."""
+    def windows(self) -> dict[int, Window]:
+        """By the tokens of a block, how far the models of the ready workers with such blocks look back."""
+        ready: Iterable[Worker]
         if not self.is_needed:
-            return {worker.identity.block_size for worker in self._registry.workers.values() if worker.ready}
-        some = [ranking[0] for role in ROLES for _, ranking in self._of(role)]
-        return {self._worker(entry).identity.block_size for entry in some}
+            ready = [worker for worker in self._registry.workers.values() if worker.ready]
+        else:
+            ready = [self._worker(ranking[0]) for role in ROLES for _, ranking in self._of(role)]
+        found: dict[int, Window] = {}
+        for worker in ready:
+            window = worker.window
+            if window.block_size not in found or not window:
+                found[window.block_size] = window
+        return found
 
     def ready(self, role: Role) -> list[Worker]:
         """Ready workers to weigh for a prompt of which nothing is known: all, unless there are many."""

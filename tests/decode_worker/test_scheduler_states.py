@@ -24,11 +24,14 @@ SIZE, BLOCKS, MAX_SEQS, CHUNK = 4, 12, 4, 6
 class SchedulerMachine(RuleBasedStateMachine):
     """`cells` models the KV cache: the history that each slot was computed from, here or at a prefill worker."""
 
+    WINDOW = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.plan = DecodeScheduler(
-            BlockPool(BLOCKS, SIZE), max_num_seqs=MAX_SEQS, local_prefill_chunk=CHUNK, watermark=0.1
-        )
+            BlockPool(BLOCKS, SIZE), max_num_seqs=MAX_SEQS, local_prefill_chunk=CHUNK, watermark=0.1,
+            window=self.WINDOW,
+        )  # fmt: skip
         self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
         self.count = 0
 
@@ -53,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.any_in(RequestStatus.EXPECTING))
     @rule(data=st.data())
     def open(self, data: st.DataObject) -> None:
-        self.plan.open(self.pick(data, RequestStatus.EXPECTING))
+        self.announce(self.pick(data, RequestStatus.EXPECTING))
 
     @precondition(lambda self: self.any_in(RequestStatus.TRANSFERRING))
     @rule(data=st.data())
@@ -132,13 +135,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def what_counts_as_computed_was_computed_from_this_history(self) -> None:
         for sequence in self.plan:
-            for position in range(sequence.num_computed):
+            gone, computed = sequence.num_gone, sequence.num_computed
+            if sequence.status in (RequestStatus.RUNNING, RequestStatus.LEAVING):
+                assert gone == self.plan.window.first_block(computed)
+            for position in range(max(gone * SIZE, computed + 1 - (self.WINDOW or computed + 1)), computed):
                 assert self.cells[self.cell(sequence, position)] == tuple(sequence.token_ids[: position + 1])
 
     def teardown(self) -> None:
         for _ in range(2000):
             for sequence in self.having(RequestStatus.EXPECTING):
-                self.plan.open(sequence)
+                self.announce(sequence)
             for sequence in self.having(RequestStatus.TRANSFERRING):
                 self.arrive(sequence)
             for sequence in self.having(RequestStatus.LEAVING):
@@ -163,6 +169,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def pick(self, data: st.DataObject, *statuses: RequestStatus) -> DecodeSequence:
         return data.draw(st.sampled_from(self.having(*statuses)))
+
+    def announce(self, sequence: DecodeSequence) -> None:
+        self.plan.open(sequence, self.plan.window.first_block(sequence.num_request_tokens))
 
     def arrive(self, sequence: DecodeSequence, num_more: int = 0) -> None:
         """In a hand-over with tokens beyond the request's."""
@@ -197,3 +206,13 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
     derandomize=True, deadline=None, max_examples=examples(80), stateful_step_count=60
 )
+
+
+class WindowedMachine(SchedulerMachine):
+    """The model looks back at few tokens, so blocks go back while a sequence runs."""
+
+    WINDOW = 7
+
+
+TestWindowedMachine = WindowedMachine.TestCase
+TestWindowedMachine.settings = TestSchedulerMachine.settings

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.kv.window import HOLE, Window
 from kernels import AttentionRule, KVLayout, QuerySpan
 from kernels.plain import backend as torch_backend
 from kernels.plain import reference
@@ -45,6 +46,23 @@ def test_head_groups(each_backend: Any, make_case: Any, heads: int, kv_heads: in
 def test_windows(each_backend: Any, make_case: Any, window: int) -> None:
     case = make_case(MIXED)
     assert worst(case, case.run(each_backend, window=window), window=window) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 7, 16, 64, 65, 500])
+def test_blocks_out_of_the_window_are_never_read(
+    each_backend: Any, make_case: Any, window: int, dtype: torch.dtype
+) -> None:
+    """They may be anyone's by now, or written while the step runs: here they hold NaN, and the table has holes."""
+    case = make_case(MIXED, dtype=dtype)
+    expected, whole = case.run(each_backend, window=window), case.spans
+    case.spans, case.kv = [], case.kv.clone()
+    for span in whole:
+        gone = Window(window, 16).first_block(span.start)
+        case.kv[list(span.block_table[:gone])] = float("nan")
+        case.spans.append(span._replace(block_table=[HOLE] * gone + list(span.block_table[gone:])))
+    assert any(HOLE in span.block_table for span in case.spans)
+    assert torch.equal(case.run(each_backend, window=window), expected)
 
 
 @pytest.mark.parametrize("window", [0, 33])

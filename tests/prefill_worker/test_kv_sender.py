@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from common.kv.window import HOLE
 from common.transfer import sender as sender_module
 from common.transfer.frames import SEND_HWM
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVMemory, KVOpen, KVTarget, KVWait
@@ -211,6 +212,26 @@ def test_senseless_grants_are_dropped(rig: Rig) -> None:
     rig.grant(first_block=0)
     assert rig.read()[0].first_block == 2
     rig.wait(lambda: rig.sender.num_dropped_frames == 2)
+
+
+def test_blocks_out_of_the_window_are_never_granted_nor_read(rig: Rig) -> None:
+    """Holes stand for them, and for blocks that come later: the table that has them comes with the progress."""
+    rig.sender.open("a", 0, rig.target, [HOLE, HOLE, 2, HOLE], 2, first_block=2)
+    assert rig.read_open().first_block == 2
+    rig.grant(first_block=1)
+    rig.wait(lambda: rig.sender.num_dropped_frames == 1)
+    rig.grant(first_block=2)
+    rig.sender.progress("a", 0, 3, blocks=[HOLE, HOLE, 2, HOLE])
+    header, frames = rig.read()
+    assert (header.first_block, frames) == (2, [bytes(rig.memory[2])])
+    done = KVDone(request_id="a", attempt=0, first_token=3)
+    rig.sender.progress("a", 0, 4, done, [HOLE, HOLE, 2, 5])
+    header, frames = rig.read()
+    assert (header.first_block, frames) == (3, [bytes(rig.memory[5])])
+    assert isinstance(rig.read()[0], KVDone)
+    rig.ack()
+    rig.wait(lambda: rig.ended)
+    assert (rig.ended[-1].num_shipped, rig.ended[-1].num_skipped) == (2, 0)
 
 
 @pytest.mark.parametrize("garbage", [[b""], [b"\xc1"], [b"\x91" * 5000], [b"", b"x"]])

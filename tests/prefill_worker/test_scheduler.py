@@ -24,8 +24,9 @@ MODEL = StepModel()
 PARAMS = SamplingParams(max_tokens=8)
 
 
-def scheduler(num_blocks: int = 32, budget: int = 8, max_num_seqs: int = 4) -> PrefillScheduler:
-    return PrefillScheduler(BlockPool(num_blocks, SIZE), max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+def scheduler(num_blocks: int = 32, budget: int = 8, max_num_seqs: int = 4, window: int = 0) -> PrefillScheduler:
+    pool = BlockPool(num_blocks, SIZE)
+    return PrefillScheduler(pool, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, window=window)
 
 
 def prompt(
@@ -207,11 +208,11 @@ def test_waiting_tokens_are_those_not_computed() -> None:
 class SchedulerMachine(RuleBasedStateMachine):
     """`cells` models the KV cache: the history that each slot was computed from."""
 
-    BUDGET, MAX_SEQS, BLOCKS = 6, 3, 14
+    BUDGET, MAX_SEQS, BLOCKS, WINDOW, LONGER = 6, 3, 14, 0, 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.plan = scheduler(self.BLOCKS, self.BUDGET, self.MAX_SEQS)
+        self.plan = scheduler(self.BLOCKS, self.BUDGET, self.MAX_SEQS, self.WINDOW)
         self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
         self.count, self.now = 0, 0.0
 
@@ -221,7 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def add(self, family: int, shared: int, own: int, ttft_s: float) -> None:
         self.count += 1
-        tokens = [family] * shared + [100 + self.count] * own
+        tokens = [family] * shared * self.LONGER + [100 + self.count] * own
         self.plan.add(prompt(f"r{self.count}", tokens, self.now, ttft_s=ttft_s))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2 * PATIENCE_S]))
@@ -268,7 +269,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def what_counts_as_computed_was_computed_from_this_prompt(self) -> None:
         for sequence in self.plan:
-            for position in range(sequence.num_computed):
+            gone, computed = sequence.num_gone, sequence.num_computed
+            assert gone == self.plan.window.first_block(computed)
+            for position in range(max(gone * SIZE, computed + 1 - (self.WINDOW or computed + 1)), computed):
                 assert self.cells[self.cell(sequence, position)] == tuple(sequence.token_ids[: position + 1])
 
     def teardown(self) -> None:
@@ -286,6 +289,16 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
     derandomize=True, deadline=None, max_examples=examples(60), stateful_step_count=50
 )
+
+
+class WindowedMachine(SchedulerMachine):
+    """The model looks back at few tokens, and some prompts have more blocks than the worker."""
+
+    WINDOW, LONGER = 5, 4
+
+
+TestWindowedMachine = WindowedMachine.TestCase
+TestWindowedMachine.settings = TestSchedulerMachine.settings
 
 
 def test_steps_are_small_while_prompts_have_goals_and_full_otherwise() -> None:

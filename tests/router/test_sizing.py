@@ -90,3 +90,14 @@ def test_the_kv_of_a_token_by_a_config(
     with pytest.raises(SystemExit):
         main([*rest, "--config", str(tmp_path / "none.json")])
     assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_window_bounds_what_a_sequence_takes_and_sends() -> None:
+    """Prompts of 16,000 tokens through a window of 4,096: as much KV as a quarter of each."""
+    load = dataclasses.replace(LOAD, prompt=16_000, ttft_s=3.0, rate=5)
+    windowed = dataclasses.replace(LLAMA_8B, window=4096)
+    full, less = size(LLAMA_8B, H200, load), size(windowed, H200, load)
+    assert less.batch > full.batch and less.decode_workers <= full.decode_workers
+    assert less.traffic_bits == pytest.approx(full.traffic_bits * 4096 / 16_000)
+    assert less.link_bits == pytest.approx(full.link_bits * 4096 / 16_000)
+    assert size(windowed, H200, LOAD) == sized()  # no sequence is longer

@@ -21,6 +21,8 @@ class CoalescedScheduler(DecodeScheduler):
 
     def num_steps_with_room(self, most: int) -> int:
         """How many steps in a row have room, at most `most`; the first one has, as it is scheduled."""
+        if self.window:  # blocks go back meanwhile
+            most = min(most, self.block_size)
         available = self.pool.num_available
         if len(self.running) * (most // self.block_size + 1) <= available:
             return most
@@ -44,6 +46,7 @@ class CoalescedScheduler(DecodeScheduler):
             sequence.num_computed = end
             if end // size > sequence.num_published:
                 self._publish_full(sequence)
+            self._slide(sequence)
 
     def _num_missing_after(self, num_steps: int) -> int:
         size = self.block_size

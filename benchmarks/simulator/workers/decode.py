@@ -75,6 +75,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
             slo_tpot_s=settings.slo_tpot_ms / 1000,
             usual_num_seqs=settings.usual_places,
             usual_chunk=settings.usual_step_tokens,
+            window=self.world.scenario.model.window,
         )
 
     @property

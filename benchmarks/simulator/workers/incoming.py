@@ -47,9 +47,12 @@ class IncomingTransfers:
         else:
             self._open[transfer.request_id] = transfer
             sequence.opened_at = self._world.clock.now
+            needed = self._scheduler.window.first_block(sequence.num_request_tokens)
+            first_block = max(transfer.first_kept, needed)
             if sequence.status is RequestStatus.EXPECTING:
-                self._scheduler.open(sequence)
+                self._scheduler.open(sequence, first_block)
             elif sequence.status is RequestStatus.TRANSFERRING:
+                self._scheduler.skip_to(sequence, first_block)
                 self.grant(sequence, sequence.num_received_blocks)
 
     def on_arrived(self, transfer: Transfer) -> DecodeSequence | None:

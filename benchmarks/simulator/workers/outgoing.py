@@ -38,8 +38,9 @@ class SimulatedSender:
         self._open: dict[tuple[str, int], Transfer] = {}
 
     def open(
-        self, request_id: str, attempt: int, target: KVTarget, blocks: Sequence[int], num_ready: int, room: int
-    ) -> None:
+        self, request_id: str, attempt: int, target: KVTarget, blocks: Sequence[int], num_ready: int, room: int,
+        first_block: int,
+    ) -> None:  # fmt: skip
         worker = self._worker
         world = worker.world
         transfer = self._open[request_id, attempt] = Transfer(
@@ -51,6 +52,7 @@ class SimulatedSender:
             room,
             worker.block_bytes,
             num_ready=num_ready,
+            first_kept=first_block,
             growing=True,
         )
         transfer.announce()

@@ -43,7 +43,12 @@ class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
 
     def _new_scheduler(self, pool: BlockPool) -> PrefillScheduler:
         kind = FixedPrefillScheduler if self.pool.fixed else PrefillScheduler
-        return kind(pool, max_num_batched_tokens=self.settings.step_tokens, max_num_seqs=self.settings.places)
+        return kind(
+            pool,
+            max_num_batched_tokens=self.settings.step_tokens,
+            max_num_seqs=self.settings.places,
+            window=self.world.scenario.model.window,
+        )
 
     def _apply(self, command: object) -> None:
         match command:
@@ -111,9 +116,10 @@ class SimulatedPrefillWorker(SimulatedWorker[PrefillSequence]):
             self.world.receivers[target.worker_id],
             sequence.request_id,
             sequence.attempt,
-            len(sequence.blocks),
+            self.scheduler.blocks_for(sequence.num_tokens),
             size * self.world.scenario.model.kv_bytes_per_token,
             num_ready=sequence.num_computed // size,
+            first_kept=self.scheduler.window.first_block(sequence.num_tokens),
         )
         self._open[sequence.request_id] = transfer
         sequence.lent = True

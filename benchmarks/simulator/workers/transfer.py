@@ -54,6 +54,7 @@ class Transfer:
     """`sender_epoch` and `receiver_epoch` are the lives of the two workers that it belongs to.
 
     Of `num_blocks` blocks, `num_ready` are computed; those from `first_block` on must cross. -1: not granted yet.
+    Those before `first_kept` are out of the model's window, and nobody needs them.
     A `growing` sequence is decoded meanwhile: it has caught up once the receiver has all blocks that were full a moment
     ago, and has `num_tokens` tokens when it is computed.
     """
@@ -66,6 +67,7 @@ class Transfer:
     num_blocks: int
     block_bytes: int
     num_ready: int = 0
+    first_kept: int = 0
     first_block: int = -1
     num_tokens: int = 0
     growing: bool = False

@@ -31,6 +31,7 @@ def hello_of(worker: AnyWorker) -> WorkerHello:
         kv_address=worker.address if worker.role == "decode" else "",
         weights=FINGERPRINT,
         max_step_tokens=worker.settings.step_tokens,
+        window=model.window,
         home=worker.process.home.role,
         changes_role=worker.process.home.other_role is not None,
     )

@@ -96,11 +96,12 @@ class PoolSpec(Part, frozen=True):
 
 
 class ModelSpec(Part, frozen=True):
-    """What a token's KV takes, and how long a sequence may be."""
+    """What a token's KV takes, and how long a sequence may be. `window`: that of all layers, in tokens; 0: none."""
 
     kv_bytes_per_token: Annotated[int, Meta(ge=1, le=10**9)] = 131_072
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 16
     max_model_len: Number = 131_072
+    window: Annotated[int, Meta(ge=0, le=10**8)] = 0
 
 
 class LoadPart(Part, frozen=True):

@@ -127,7 +127,8 @@ def of_decode(
     if not load.requests or (load.rate <= 0.0 and least_rows <= 0.0):
         return DecodeForecast()
     model, factor = kind.model, careful(kind)
-    num_output, tokens, squares = _context(load.requests)
+    num_output, tokens, _ = _context(load.requests)
+    _, kept, squares = _context(load.requests, kind.window)
     lone_s = factor * model.seconds(StepShape.of_rows(1, round(tokens)))
     if num_workers <= 0:
         return DecodeForecast(math.inf, math.inf, lone_s, math.inf, math.inf)
@@ -143,7 +144,7 @@ def of_decode(
     total, dispersion = rows * num_workers, (1.0 + load.burstiness) / 2
     spread = peak(total, dispersion, quantile) - total
     most_rows = max(1.0, max(total + spread, least_rows) / num_workers)
-    mean_blocks = tokens / kind.block_size + 0.5
+    mean_blocks = kept / kind.block_size + 0.5
     square_blocks = squares / kind.block_size**2 + mean_blocks
     most_blocks = max(total * mean_blocks + spread * math.sqrt(square_blocks), least_rows * mean_blocks) / num_workers
     beside = StepShape.of_rows(math.ceil(rows), round(rows * tokens))
@@ -158,12 +159,15 @@ def of_decode(
 
 
 @functools.lru_cache(maxsize=CACHED)
-def _context(requests: tuple[SampledRequest, ...]) -> tuple[float, float, float]:
-    """Mean tokens of an answer; mean and mean square of a running sequence's tokens: long answers run for longer."""
+def _context(requests: tuple[SampledRequest, ...], most: int = 0) -> tuple[float, float, float]:
+    """Mean tokens of an answer; mean and mean square of a running sequence's tokens: long answers run for longer.
+
+    `most` bounds the tokens of each sequence; 0: nothing does.
+    """
     weight = mean = square = 0.0
     for one in requests:
         num_output = max(1, one.num_output)
-        tokens = one.num_prompt + num_output / 2
+        tokens = min(one.num_prompt + num_output / 2, most or math.inf)
         weight += num_output
         mean += num_output * tokens
         square += num_output * tokens**2

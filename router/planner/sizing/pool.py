@@ -37,13 +37,19 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """One worker of a pool: the model of its steps, and its limits."""
+    """One worker of a pool: the model of its steps, and its limits. `window`: the most tokens of a sequence whose KV it
+    keeps; 0: all."""
 
     model: StepModel = StepModel()
     num_blocks: int = 0
     block_size: int = 16
     max_num_seqs: int = 1
     step_tokens: int = 512
+    window: int = 0
+
+    def num_kept(self, num_tokens: float) -> float:
+        """Of a sequence's tokens, those whose KV it keeps."""
+        return min(num_tokens, self.window) if self.window else num_tokens
 
     @property
     def is_known(self) -> bool:

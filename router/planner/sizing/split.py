@@ -103,7 +103,7 @@ class Splits:
         """Answers that run side by side on a worker within the goal for tokens."""
         most, context = float(kind.max_num_seqs), self.running.context
         if context > 0.0:
-            most = min(most, kind.num_blocks * kind.block_size / context)
+            most = min(most, kind.num_blocks * kind.block_size / kind.num_kept(context))
         if self.goals.tpot_s > 0.0:
             most = min(most, kind.model.most_rows(context, self.goals.tpot_s / careful(kind)))
         return max(1.0, most)

@@ -8,7 +8,7 @@ from common.wire.sampling_params import SamplingParams
 from router.fleet.booking import Booking, peak_growth
 from router.fleet.registry import WorkerRegistry
 from router.placement.growth import Growth, num_more_blocks
-from router.policy.forecast import RequestShape, on_decode
+from router.policy.forecast import RequestShape, num_lacking_blocks, on_decode, terms_of
 from router.policy.output_lengths import OutputLengths
 from router.policy.routing import RoutingPolicy
 from router.streams.client import GenerationRequest
@@ -158,3 +158,30 @@ def test_all_answers_have_their_turn_however_many_they_are(monkeypatch):
         state.done = True
     growth.tick(states[5:])
     assert sum(booking.num_grown for booking in worker.bookings.values()) == 100
+
+
+def test_a_window_bounds_what_a_sequence_is_booked_with():
+    """A window of 40 tokens lies in 4 blocks at most; on a prefill worker the tokens of a step count besides."""
+    registry = WorkerRegistry([], [D, E], worker_timeout_s=2.0)
+    layout = {"block_size": 16, "num_blocks": 100, "max_num_seqs": 64, "max_model_len": 4096, "window": 40}
+    registry.on_hello(D, hello_of(D, "decode", **layout), 0.0)
+    registry.on_hello(E, hello_of(E, "prefill", max_step_tokens=64, **layout), 0.0)
+    decode, prefill = registry.workers[D], registry.workers[E]
+    assert [decode.num_blocks_of(count) for count in (10, 33, 1000)] == [1, 3, 4]
+    assert [prefill.num_blocks_of(count) for count in (10, 33, 1000)] == [1, 3, 8]
+    assert num_more_blocks(decode, 40, 1000) == 1 and num_more_blocks(decode, 64, 1000) == 0
+    assert decode.max_tokens == prefill.max_tokens == 4096
+    registry.on_hello(D, hello_of(D, "decode", **layout | {"num_blocks": 5}, epoch=2), 0.0)
+    assert registry.workers[D].max_tokens == 80  # too few for a window that moves
+
+
+def test_a_window_bounds_the_blocks_that_a_forecast_finds_lacking():
+    """Of 30 free blocks a sequence of 1,000 tokens lacks 33, or none where it takes 4."""
+    lacks = []
+    for window in (0, 40):
+        registry = registry_of(D, num_blocks=100)
+        layout = {"block_size": 16, "num_blocks": 100, "max_num_seqs": 64, "max_model_len": 4096}
+        registry.on_hello(D, hello_of(D, "decode", window=window, epoch=2, **layout), 0.0)
+        registry.on_heartbeat(D, heartbeat_of(D, epoch=2, step=1, num_free_blocks=30, step_model=MODEL), 0.0)
+        lacks.append(num_lacking_blocks(terms_of(registry.workers[D]), 1000))
+    assert lacks == [33, 0]

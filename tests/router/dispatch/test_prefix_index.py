@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.kv.block_hash import block_hashes
+from common.kv.window import Window
 from router.fleet.prefix_index import PrefixIndex
 
 
@@ -182,3 +183,31 @@ def test_tiers_count_for_the_bounds() -> None:
     index.clear("a")
     index.store_below("b", shorts(CHAIN))
     assert index.hits(CHAIN).num_reachable("b") == 2
+
+
+def test_a_worker_goes_on_behind_the_blocks_of_a_window() -> None:
+    """Windows of 40 tokens: the last three blocks, or four, in front of the next token."""
+    index, window = PrefixIndex(), Window(40, 16)
+    chain = block_hashes(range(160), 16, "")
+    index.store("all", shorts(chain))
+    index.store("tail", shorts(chain[5:9]))
+    index.store("begin", shorts(chain[:2]))
+    index.store("last", shorts(chain[9:]))
+    found = index.hits(chain, window)
+    assert [found.num_blocks(name) for name in ("all", "tail", "begin", "last", "none")] == [10, 9, 2, 0, 0]
+    assert [sorted(index.addresses(mask)) for mask in found.levels()] == [
+        ["all"],
+        ["all", "tail"],
+        ["all", "begin", "tail"],
+    ]
+    assert index.hits(chain, Window(0, 16)).num_blocks("tail") == 0
+    assert not index.hits([], window)
+
+
+def test_blocks_in_a_tier_count_for_a_window() -> None:
+    index, window = PrefixIndex(), Window(40, 16)
+    chain = block_hashes(range(160), 16, "")
+    index.store("a", shorts(chain[5:7]))
+    index.store_below("a", shorts(chain[7:9]))
+    found = index.hits(chain, window)
+    assert found.num_blocks("a") == 0 and found.num_reachable("a") == 9

@@ -1,0 +1,137 @@
+"""Which request that waits for blocks gets them next. Pure: no clocks, sockets or tensors.
+
+Grants for KV from prefill workers and local prefills take the same blocks, oldest first, where a level of priority
+counts as some seconds of age. Younger requests may pass one that does not fit, until they have taken as many blocks as
+it needs itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.kv.block_pool import BlockPool
+from common.kv.window import CachedPrefix
+from common.requests.scheduler import Scheduler
+from common.requests.token_goal import TokenGoal
+from decode_worker.sequence import DecodeSequence, RequestStatus
+
+PATIENCE = 8
+"""How many times the goal for a token may keep a request out of the batch. Its client reads already, as a rule, so the
+wait counts for its tokens: an answer of 180, whose steps take 0.95 of it, has 9 times the goal to spare in all."""
+MAX_PASSING = 16
+"""How many waiting requests a step tries, so that a long queue does not slow it down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The request at `place` in the queue is to own these cached blocks and `num_new` more."""
+
+    place: int
+    prefix: CachedPrefix
+    num_new: int
+
+
+class DecodeQueue(Scheduler[DecodeSequence]):
+    """`queue` holds, by age and priority, the requests that wait for blocks."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_step_tokens: int,
+        max_prompt_logprobs: int,
+        watermark: float,
+        goal: TokenGoal,
+        usual_num_seqs: int,
+        window: int,
+    ) -> None:
+        super().__init__(
+            pool,
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=max_step_tokens,
+            max_prompt_logprobs=max_prompt_logprobs,
+            window=window,
+        )
+        self.goal, self._usual_num_seqs = goal, usual_num_seqs
+        self.num_watermark_blocks = int(watermark * pool.num_blocks)
+        self.queue: list[DecodeSequence] = []
+        self.num_transferring = self.num_leaving = 0
+        self._now = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue) + len(self.unready)
+
+    @property
+    def num_in_transfer(self) -> int:
+        return self.num_transferring + self.num_leaving
+
+    def _dequeue(self, sequence: DecodeSequence) -> None:
+        (self.unready if sequence in self.unready else self.queue).remove(sequence)
+
+    def _enqueue(self, sequence: DecodeSequence) -> None:
+        if sequence.awaits_grammar:
+            self.unready.append(sequence)
+            return
+        index = len(self.queue)
+        while index and self.queue[index - 1].rank > sequence.rank:
+            index -= 1
+        self.queue.insert(index, sequence)
+
+    @property
+    def _num_active(self) -> int:
+        return len(self.running) + self.num_transferring + self.num_leaving
+
+    @property
+    def _mean_context(self) -> float:
+        """Of the sequences in the batch; of those that wait for it while it is empty."""
+        if self.running:
+            return self.num_context_tokens / len(self.running)
+        waiting = self.queue[:MAX_PASSING]
+        return sum(sequence.num_tokens for sequence in waiting) / max(1, len(waiting))
+
+    @property
+    def _num_places(self) -> int:
+        """Of the batch: one more than there are for a request that has waited for too long."""
+        if self.queue:
+            waits_since = max(self.queue[0].accepted_at, self.queue[0].opened_at)
+            if self._now - waits_since > PATIENCE * self.goal.goal_s:
+                return max(self.batch_cap.value, self._usual_num_seqs)
+        return min(self.batch_cap.value, self.max_num_seqs)
+
+    def _next(self) -> Admission | None:
+        """The oldest waiting request that fits and may pass those before it."""
+        if self._num_active >= self._num_places:
+            return None
+        limit = self.pool.num_blocks  # of blocks that younger ones may take
+        for place, sequence in enumerate(self.queue[:MAX_PASSING]):
+            prefix = self._cached_prefix(sequence)
+            num_new = self._num_new(sequence, prefix)
+            if num_new <= limit and num_new + self._headroom <= self._num_available(prefix.blocks):
+                return Admission(place, prefix, num_new)
+            # Nothing may pass a preempted sequence: its client has begun to read.
+            left = num_new - sequence.num_passing_blocks if sequence.status is not RequestStatus.PREEMPTED else 0
+            limit = min(limit, left)
+            if limit <= 0:
+                break
+        return None
+
+    def _cached_prefix(self, sequence: DecodeSequence) -> CachedPrefix:
+        """Of KV that comes from another worker, nothing before `first_block` is needed, and all behind it is."""
+        if not sequence.first_block or sequence.status is not RequestStatus.OPENED:
+            return super()._cached_prefix(sequence)
+        hashes = sequence.hasher.extend(sequence.token_ids)
+        first, num_cacheable = sequence.first_block, sequence.num_cacheable // self.block_size
+        return CachedPrefix(first, self.pool.match(hashes[first:num_cacheable]))
+
+    def _num_new(self, sequence: DecodeSequence, prefix: CachedPrefix) -> int:
+        """Blocks that a waiting request takes at its admission beside those of `prefix`."""
+        if sequence.status is RequestStatus.OPENED:
+            return self.blocks_for(sequence.num_room_tokens) - prefix.end
+        return self._table_end(prefix.end * self.block_size, sequence.num_room_tokens) - prefix.end
+
+    @property
+    def _headroom(self) -> int:
+        """Blocks that stay free for the sequences that are here: none on an idle worker."""
+        return self.num_watermark_blocks if self._num_active else 0
