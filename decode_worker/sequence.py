@@ -10,7 +10,7 @@ from common.kv.shared_memory import PeerMemory
 from common.requests.sequence import WorkerSequence
 from common.wire.messages import DecodeRequest, KVOpen
 from common.wire.sampling_params import SampledToken, TokenLogprobs
-from decode_worker.draft_tokens import Lookup
+from decode_worker.draft_tokens import DraftTally, Lookup
 
 if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
     from common.sampling.penalties import TokenCounts
@@ -77,6 +77,7 @@ class DecodeSequence(WorkerSequence):
     clock_offset_s: float = 0.0
     counts: TokenCounts | None = None
     lookup: Lookup | None = None
+    tally: DraftTally = field(default_factory=DraftTally)
 
     def __post_init__(self) -> None:
         WorkerSequence.__post_init__(self)  # `super()` fails in a dataclass with slots

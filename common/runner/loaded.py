@@ -17,6 +17,7 @@ from common.model.load import load_model, load_score
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 from common.model_files.task import GENERATES, ServedTask, served_task
+from common.runner.draft_model import DraftModel, DraftPlan
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import warmed_up
 from common.wire.messages import PROTOCOL_VERSION
@@ -44,6 +45,8 @@ class LoadedModel:
     task: ServedTask = GENERATES
     score: torch.Tensor | None = None
     """The head of a model that scores, float32 [labels, hidden_size]."""
+    draft: DraftModel | None = None
+    """What a decode worker drafts with. Nothing of it leaves the worker, so the fingerprint does not cover it."""
 
     @property
     def precision(self) -> str:
@@ -80,12 +83,19 @@ class LoadedModel:
             )
         dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
         options = {"dtype": dtype, "device": config.device, "quantization": config.quantization}
+        plan = None
+        if isinstance(config, DecodeWorkerConfig) and config.draft_model:
+            plan = DraftPlan.of(files, config, dtype)
         loaded = cls.of(
             lambda: load_model(files, **options, with_head=task.generates),
             files,
             config,
             task=task,
+            draft_block_bytes=plan.block_bytes if plan is not None else 0,
         )
+        if plan is not None and isinstance(config, DecodeWorkerConfig):
+            make = runner_of(config)
+            return replace(loaded, draft=plan.load(config, loaded.kv.num_blocks, make))
         return replace(loaded, score=load_score(files, task.answers, config.device)) if task.name == "score" else loaded
 
     @classmethod
@@ -96,10 +106,12 @@ class LoadedModel:
         config: WorkerConfig,
         make_runner: Callable[[KVCache], ModelRunner] | None = None,
         task: ServedTask = GENERATES,
+        draft_block_bytes: int = 0,
     ) -> LoadedModel:
         """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
 
-        A `make_runner` makes what runs it, in place of the runner of this device.
+        A `make_runner` makes what runs it, in place of the runner of this device. Beside each KV block a draft model
+        takes `draft_block_bytes` of the same memory.
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
@@ -107,7 +119,7 @@ class LoadedModel:
         model = load()
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        per_block = block_bytes(shape, config.block_size, kv_dtype)
+        per_block = block_bytes(shape, config.block_size, kv_dtype) + draft_block_bytes
         num_blocks = config.num_blocks or int(config.kv_memory_gib * GIB / per_block)
         if num_blocks < 2:
             raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least {2 * per_block / GIB:.4f} GiB")
@@ -127,7 +139,7 @@ class LoadedModel:
             block_size=config.block_size,
             protocol_version=PROTOCOL_VERSION,
         )
-        make = make_runner or (lambda kv: decode_graphs(model, kv, config) or ModelRunner(model, kv))
+        make = make_runner or (lambda kv: runner_of(config)(model, kv))
         runner = warmed_up(lambda: make(kv), config, samples=task.generates)
         return cls(
             files.model_id,
@@ -143,6 +155,11 @@ class LoadedModel:
             num_threads,
             task,
         )
+
+
+def runner_of(config: WorkerConfig) -> Callable[[RunnableModel, KVCache], ModelRunner]:
+    """Makes what runs a model on a worker with these settings."""
+    return lambda model, kv: decode_graphs(model, kv, config) or ModelRunner(model, kv)
 
 
 def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:

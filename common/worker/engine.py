@@ -94,6 +94,7 @@ class EngineStatus:
     batch_cap: int = 0
     step_tokens: int = 0
     tiers: Sequence[TierCounts] = ()
+    draft_blocks: BlockCounts = BlockCounts(0, 0, 0)
     at: float = 0.0
 
     def waiting_left_s(self, now: float) -> float:

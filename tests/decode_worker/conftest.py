@@ -43,8 +43,11 @@ from common.wire.messages import (
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
-from decode_worker.engine import DecodeEngine, DecodeLimits
+from decode_worker.drafting.draft_cache import DraftCache
+from decode_worker.drafting.drafter import Drafter
+from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers
+from decode_worker.limits import DecodeLimits
 from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
 
@@ -189,6 +192,14 @@ def make_rig() -> Iterator[Callable[..., ReceiverRig]]:
     yield from made(ReceiverRig)
 
 
+def drafter_of(draft: Decoder, sampler: Sampler, num_blocks: int) -> Drafter:
+    """Whose own steps seem to cost nothing."""
+    kv = KVCache(draft.config, num_blocks, 16, "float32")
+    drafter = Drafter(ModelRunner(draft, kv), sampler, DraftCache(num_blocks, 16))
+    drafter.costs.seconds = lambda num_rows: 0.0  # type: ignore[method-assign]
+    return drafter
+
+
 class EngineRig(RouterSide):
     """A decode engine over a tiny real model, and `peer`, a prefill worker's socket with the true KV of any prompt.
 
@@ -213,8 +224,10 @@ class EngineRig(RouterSide):
         max_draft_tokens: int = 0,
         slo_tpot_s: float = 0.0,
         disk: Path | None = None,
+        draft: Decoder | None = None,
+        num_draft_blocks: int = 64,
     ) -> None:
-        """Blocks are kept in a file at `disk`, too."""
+        """Blocks are kept in a file at `disk`, too. A `draft` model drafts."""
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -227,6 +240,7 @@ class EngineRig(RouterSide):
         runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
         pool, notify = BlockPool(num_blocks, 16), lambda event: self.engine.notify(event)
         self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify)
+        self.drafter = None if draft is None else drafter_of(draft, sampler, num_draft_blocks)
         self.engine = DecodeEngine(
             self.sent.extend,
             EngineConfig(identity=(worker_id, 7), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
@@ -251,6 +265,7 @@ class EngineRig(RouterSide):
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
             tiers=self.tiers,
+            drafter=self.drafter,
         )
         self.receiver.start()
         self.sender.start()
@@ -380,6 +395,7 @@ class EngineRig(RouterSide):
             peer.socket.close()
         self.context.term()
         assert self.engine.check_integrity().owned == 0
+        assert self.drafter is None or self.drafter.cache.check_integrity().owned == 0
 
 
 @pytest.fixture
