@@ -28,15 +28,12 @@ class DecodeCounters:
         num_sampled: int,
         num_accepted: Mapping[DecodeSequence, int],
         step_s: float,
-        drafting_s: float,
     ) -> None:
-        """`num_sampled` tokens were new, `num_accepted` of each sequence drafted before, within `drafting_s`."""
+        """`num_sampled` tokens were new, `num_accepted` of each sequence drafted before."""
         for chunk in chunks:
             if chunk.draft.token_ids and chunk.sequence in num_accepted:
                 num_tokens, accepted = len(chunk.draft.token_ids), num_accepted[chunk.sequence]
                 self._metrics.drafts.count(1, num_tokens, (1,) * accepted, chunk.draft.source)
-        if drafting_s:
-            self._metrics.drafting_seconds.inc(drafting_s)
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(step_s)
         self._metrics.generation_tokens.inc(num_sampled)

@@ -136,6 +136,8 @@ class HitRates:
     SMOOTHING = 0.05
     FORGETTING = 0.002
     """Rates drift back to their start, so that after a few hundred draft tokens a kind is tried again."""
+    MODEL_FORGETTING = 0.0005
+    """A draft model that is tried again may first have to catch up with a whole text: after a thousand steps or so."""
 
     def __init__(self) -> None:
         matches = [1.0 - 1.0 / (2.0 + 0.5 * match) for match in range(LONGEST_MATCH + 1)]
@@ -157,11 +159,11 @@ class HitRates:
             self._rates[kind] += self.SMOOTHING * ((drafted == real) - self._rates[kind])
             if drafted != real:
                 break
-        self._forget(0)
+        self._forget(0, self.FORGETTING)
 
     def forget_model(self) -> None:
         """A step passed in which the draft model did not seem to pay: it is tried again some day."""
-        self._forget(MODEL)
+        self._forget(MODEL, self.MODEL_FORGETTING)
 
     def _chances(self, kinds: Sequence[int]) -> list[float]:
         chance, chances = 1.0, []
@@ -170,9 +172,9 @@ class HitRates:
             chances.append(chance)
         return chances
 
-    def _forget(self, first: int) -> None:
+    def _forget(self, first: int, share: float) -> None:
         for kind in range(first, len(self._rates)):
-            self._rates[kind] += self.FORGETTING * (self._at_first[kind] - self._rates[kind])
+            self._rates[kind] += share * (self._at_first[kind] - self._rates[kind])
 
 
 def num_accepted(draft: Draft, sampled: Sequence[int]) -> int:

@@ -168,9 +168,10 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._counters.scheduled(output, now)
         certain = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
         self._in_step = [chunk.sequence for chunk in certain]
-        if self._speculation.has_model and self._pipeline.in_flight is None:
+        is_alone, idle = self._pipeline.in_flight is None, None if certain else self._idle_work
+        if is_alone and self._speculation.has_model:
             self._flush()  # the tokens of the step before: the draft model computes first
-        chunks = self._speculation.extend(certain, self._room, None if certain else self._idle_work)
+        chunks = self._speculation.extend(certain, self._room, may_compute=is_alone, idle=idle)
         now += self._speculation.drafting_s
         if chunks:
             self._num_rows = sum(chunk.num_rows for chunk in chunks)
@@ -234,7 +235,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                 num_tokens += self._on_tokens(chunk.sequence, tokens[: count + 1], now)
         self._reports.flush()
         self._speculation.stepped(chunks, step_s)
-        self._counters.stepped(chunks, num_tokens, accepted, step_s, drafting_s)
+        self._counters.stepped(chunks, num_tokens, accepted, step_s)
         num_accepted = sum(accepted.values())
         self._rate.add(sum(chunk.num_tokens for chunk in chunks) + num_accepted, step_s + drafting_s)
         shape = shape_of(chunks)
@@ -268,7 +269,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     def snapshot(self) -> EngineStatus:
         links = self._remote_prefills.link_fits.links
         links = Links(tcp=links.tcp, shm=links.shm, disk=self._restores.link)
-        return replace(super().snapshot(), links=links, draft_blocks=self._speculation.draft_blocks)
+        blocks, seconds = self._speculation.draft_blocks, self._speculation.total_drafting_s
+        return replace(super().snapshot(), links=links, draft_blocks=blocks, draft_seconds=seconds)
 
     def check_integrity(self) -> BlockCounts:
         self._speculation.check_integrity(self.scheduler.has)

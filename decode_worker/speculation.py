@@ -54,6 +54,11 @@ class Speculation:
         return self._model.spent_s if self._model is not None else 0.0
 
     @property
+    def total_drafting_s(self) -> float:
+        """Seconds that a draft model computed since the start."""
+        return self._model.total_s if self._model is not None else 0.0
+
+    @property
     def draft_blocks(self) -> BlockCounts:
         """Those of the draft model's KV."""
         return self._model.counts if self._model is not None else BlockCounts(0, 0, 0)
@@ -70,16 +75,20 @@ class Speculation:
         self,
         chunks: Sequence[DecodeChunk],
         room: Callable[[DecodeSequence, int], int],
+        *,
+        may_compute: bool = False,
         idle: DecodeSequence | None = None,
     ) -> Sequence[DecodeChunk]:
         """The same step, with draft tokens behind the tokens of some sequences.
 
-        `room(sequence, n)` says for how many of n draft tokens there is room. A draft model computes first: what it
-        drafts, and KV that it lacks, of one of the sequences or of the one that an `idle` worker has found.
+        `room(sequence, n)` says for how many of n draft tokens there is room. If it `may_compute`, as no step is in
+        flight, a draft model drafts first, and catches up with one of the sequences or with that of an `idle` worker.
         """
         if self._model is not None:
-            self._model.catch_up([chunk.sequence for chunk in chunks if not chunk.sequence.num_pending], idle)
-        drafts = self._drafts(chunks, room)
+            self._model.begin()
+            if may_compute:
+                self._model.catch_up([chunk.sequence for chunk in chunks], idle)
+        drafts = self._drafts(chunks, room, may_compute=may_compute)
         candidates = sorted(
             (-chance, place, index)
             for index, draft in enumerate(drafts)
@@ -136,7 +145,9 @@ class Speculation:
             self._model.retain(has)
             self._model.check_integrity()
 
-    def _drafts(self, chunks: Sequence[DecodeChunk], room: Callable[[DecodeSequence, int], int]) -> Sequence[Draft]:
+    def _drafts(
+        self, chunks: Sequence[DecodeChunk], room: Callable[[DecodeSequence, int], int], *, may_compute: bool
+    ) -> Sequence[Draft]:
         """What may be drafted behind each of the chunks."""
         nothing = (NOTHING,) * len(chunks)
         if not self._max_tokens or not 0 < len(chunks) <= min(self._most_sequences, self._max_rows - 1):
@@ -146,7 +157,7 @@ class Speculation:
         # Whether a draft token that is surely accepted would pay. If not, there is no search.
         pays = len(chunks) <= MAX_SEQUENCES and self._costs.worthwhile(len(chunks), [1.0], self._goal)
         drafts = [self._draft_for(chunk.sequence, room) for chunk in chunks] if pays else nothing
-        if self._model is None:
+        if self._model is None or not may_compute:
             return drafts
         chances = sorted((chance for draft in drafts for chance in self._rates.chances(draft)), reverse=True)
         best = self._costs.worthwhile(len(chunks), chances, self._goal)

@@ -73,6 +73,7 @@ class EngineStatus:
 
     `batch_cap` requests run side by side at most, and `step_tokens` prompt tokens are computed in one step, as things
     are.
+    A draft model has `draft_blocks`, and has computed for `draft_seconds`.
     `serials`: by router, the largest serial of a request that the snapshot counts. `at`: when it was published.
     """
 
@@ -95,6 +96,7 @@ class EngineStatus:
     step_tokens: int = 0
     tiers: Sequence[TierCounts] = ()
     draft_blocks: BlockCounts = BlockCounts(0, 0, 0)
+    draft_seconds: float = 0.0
     at: float = 0.0
 
     def waiting_left_s(self, now: float) -> float:

@@ -59,6 +59,7 @@ class _StatusCollector(Collector):
             drafts = status.draft_blocks
             states = ((("free",), drafts.free), (("cached",), drafts.cached), (("owned",), drafts.owned))
             yield gauge("diptych_draft_kv_blocks", "Blocks of the draft model's KV by state", states, ("state",))
+            yield counter("diptych_draft_model_seconds", "Seconds that the draft model computed", status.draft_seconds)
         dropped, refused = status.num_dropped_frames, status.num_refused_connections
         yield counter("diptych_frames_dropped", "Frames that were not valid, or came too late", dropped)
         yield counter("diptych_connections_refused", "Connections with a key not authorised", refused)
@@ -115,7 +116,6 @@ class WorkerMetrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed or received")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
         self.drafts = DraftMetrics(self.registry, self._labels, DRAFT_KINDS)
-        self.drafting_seconds = counter("diptych_draft_model_seconds", "Seconds that the draft model computed")
         self.preemptions = counter("vllm:num_preemptions", "Sequences that lost their blocks and were recomputed")
         self._finished = self._labelled(
             "vllm:request_success", "Requests finished on this worker, by reason", "finished_reason"

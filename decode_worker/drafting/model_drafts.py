@@ -36,10 +36,12 @@ IDLE_CHUNK_S = 0.02
 """Of computing in a row while the worker is idle: a request that comes waits for its end."""
 LEAST_CHUNK, MOST_CHUNK = 16, 512
 """Tokens that are caught up with at once, while the worker is idle."""
+LEAST_BESIDE = 8
+"""Tokens that are caught up with beside a step, which itself adds one or some."""
 MOST_WAITING = 16
 """Waiting sequences that are looked at."""
 NO_ROOM_S = 1.0
-"""How long an idle worker waits before it looks again for room in the draft cache."""
+"""After the draft cache had no room for a sequence, nothing is caught up with for so long."""
 USUAL_ANSWER = 128
 """Tokens that an answer is taken to have before some have ended."""
 ANSWER_SMOOTHING = 0.05
@@ -67,9 +69,9 @@ class ModelDrafts:
         self._rates, self._steps = rates, steps
         self._mean_answer = float(USUAL_ANSWER)
         self._has_failed = False
-        self._idle_from = 0.0
-        self.spent_s = 0.0
-        """Seconds that the model computed before the last step."""
+        self._no_room_until = 0.0
+        self.spent_s = self.total_s = 0.0
+        """Seconds that the model computed before the last step, and since the start."""
 
     @property
     def counts(self) -> BlockCounts:
@@ -83,9 +85,8 @@ class ModelDrafts:
         num_ready = sum(self._drafter.is_ready(each) for each in decoding)
         if self._depth(len(decoding), num_ready).num_tokens:
             return True
-        if num_ready:
-            self._rates.forget_model()
-            self._drafter.costs.relax()
+        self._rates.forget_model()
+        self._drafter.costs.relax()
         return self._lagging(decoding) is not None
 
     def extend(
@@ -126,9 +127,12 @@ class ModelDrafts:
             for chunk, draft in zip(chunks, drafts, strict=True)
         ]
 
+    def begin(self) -> None:
+        """Another step begins."""
+        self.spent_s = 0.0
+
     def catch_up(self, running: Sequence[DecodeSequence], idle: DecodeSequence | None) -> None:
         """Catch up for a while: with a running sequence if that is worth it, or with the `idle` worker's one."""
-        self.spent_s = 0.0
         if idle is not None:
             self._catch_up_idle(idle)
             return
@@ -137,11 +141,12 @@ class ModelDrafts:
             return
         plain_s = self._steps.seconds(len(decoding))
         budget_s = longest(plain_s, self._bounds.goal) - plain_s
-        self._compute(sequence, max(1, int(budget_s / self._drafter.token_s)) if self._drafter.token_s else LEAST_CHUNK)
+        token_s = self._drafter.token_s
+        self._compute(sequence, max(LEAST_BESIDE, int(budget_s / token_s)) if token_s else LEAST_CHUNK)
 
     def next_idle(self, sequences: Iterable[DecodeSequence]) -> DecodeSequence | None:
         """The sequence to catch up with while the worker has nothing else to compute."""
-        if self._has_failed or time.monotonic() < self._idle_from:
+        if self._has_failed or time.monotonic() < self._no_room_until:
             return None
         if self._steps.seconds(1) and not self._depth(1, 1).num_tokens:
             return None  # it would not draft for one that is alone
@@ -151,8 +156,7 @@ class ModelDrafts:
     def _catch_up_idle(self, sequence: DecodeSequence) -> None:
         token_s = self._drafter.token_s
         most = min(MOST_CHUNK, max(LEAST_CHUNK, int(IDLE_CHUNK_S / token_s))) if token_s else LEAST_CHUNK
-        if not self._compute(sequence, most):
-            self._idle_from = time.monotonic() + NO_ROOM_S
+        self._compute(sequence, most)
 
     def answered(self, num_tokens: int) -> None:
         """An answer of so many tokens has ended."""
@@ -197,7 +201,7 @@ class ModelDrafts:
     def _lagging(self, decoding: Sequence[DecodeSequence]) -> DecodeSequence | None:
         """The sequence with which to catch up first, if drafting for it brings more than catching up costs."""
         behind = [(num, each) for each in decoding if (num := self._drafter.num_behind(each))]
-        if not behind:
+        if not behind or time.monotonic() < self._no_room_until:
             return None
         num_behind, sequence = min(behind, key=lambda each: each[0])
         count = len(decoding)
@@ -215,8 +219,9 @@ class ModelDrafts:
         num_output, left = sequence.num_output_tokens, sequence.params.max_tokens - sequence.num_output_tokens
         return min(left, max(self._mean_answer - num_output, num_output))
 
-    def _compute(self, sequence: DecodeSequence, most_tokens: int) -> int:
-        return self._timed(lambda: self._drafter.catch_up(sequence, most_tokens), 0)
+    def _compute(self, sequence: DecodeSequence, most_tokens: int) -> None:
+        if not self._timed(lambda: self._drafter.catch_up(sequence, most_tokens), 0):
+            self._no_room_until = time.monotonic() + NO_ROOM_S
 
     def _timed(self, compute: Callable[[], T], nothing: T) -> T:
         """What `compute` gives. If it fails the worker goes on without the draft model."""
@@ -230,4 +235,5 @@ class ModelDrafts:
             self._has_failed = True
             return nothing
         finally:
-            self.spent_s += time.perf_counter() - began
+            took_s = time.perf_counter() - began
+            self.spent_s, self.total_s = self.spent_s + took_s, self.total_s + took_s

@@ -88,7 +88,7 @@ def test_acceptance_is_learnt_by_place_and_tried_again() -> None:
         rates.learn(of_model((5, 6, 7)), [5, 9])
     first, second, third = rates.of_model(3)
     assert first > 0.9 and second < 0.1 > third
-    for _ in range(2000):
+    for _ in range(4000):
         rates.forget_model()
     assert rates.of_model(2)[1] > 0.5
 
