@@ -65,10 +65,11 @@ def test_sequences_that_draft_nothing_wait_for_others_but_briefly() -> None:
 
 
 def test_a_goal_bounds_what_a_token_takes() -> None:
-    steps, drafts = costs(0.0), costs(0.0, 0.6)
-    assert depth(steps, drafts, 0.9, goal_s=0.7) == 0, "a plain step misses it anyway: as without"
-    assert depth(steps, drafts, 0.9, 2, drafting=1, goal_s=1.5) == 0
-    assert depth(steps, drafts, 0.9, 2, drafting=1, goal_s=2.0) == 1
+    steps, drafts = costs(0.0), costs(0.0, 0.2)
+    found = [depth(steps, drafts, 0.9, 2, drafting=1, goal_s=goal_s) for goal_s in (1.25, 1.4, 1.65)]
+    assert found == [0, 1, 2]
+    without = depth(steps, drafts, 0.9, 2, drafting=1)
+    assert depth(steps, drafts, 0.9, 2, drafting=1, goal_s=0.7) == without, "a plain step misses it anyway"
 
 
 def test_what_costs_nothing_is_only_beaten_by_more() -> None:
