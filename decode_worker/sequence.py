@@ -10,7 +10,7 @@ from common.kv.shared_memory import PeerMemory
 from common.requests.sequence import WorkerSequence
 from common.wire.messages import DecodeRequest, KVOpen
 from common.wire.sampling_params import SampledToken, TokenLogprobs
-from decode_worker.draft_tokens import DraftTally, Lookup
+from decode_worker.drafting.draft_tokens import DraftTally, Lookup
 
 if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
     from common.sampling.penalties import TokenCounts
@@ -126,6 +126,16 @@ class DecodeSequence(WorkerSequence):
         if self.wants_prompt_logprobs:
             return self.num_logprobs_sent
         return self.num_tokens - (self.status is not RequestStatus.OPENED)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is in the running batch."""
+        return self.status is RequestStatus.RUNNING
+
+    @property
+    def waits_to_run(self) -> bool:
+        """Whether it waits for its KV, or for blocks to compute it here, for the first time."""
+        return self.is_incoming or self.status is RequestStatus.WAITING
 
     @property
     def is_incoming(self) -> bool:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from common.kv.block_pool import BlockCounts, BlockPool
-from decode_worker.sequence import DecodeSequence, RequestStatus
+
+if TYPE_CHECKING:
+    from decode_worker.sequence import DecodeSequence
 
 
 @dataclass(slots=True)
@@ -55,8 +58,8 @@ class DraftCache:
             held = self._held[sequence] = DraftKV(hits, num_computed, len(hits))
         self._confirm(held, sequence)
         num_new = -(-num_tokens // self.pool.block_size) - len(held.blocks)
-        if num_new > self.pool.num_available and sequence.status is RequestStatus.RUNNING:
-            self.retain(lambda each: each.status is RequestStatus.RUNNING)  # those that wait catch up again
+        if num_new > self.pool.num_available and sequence.runs:
+            self.retain(lambda each: each.runs)  # those that wait catch up again
         if num_new > self.pool.num_available:
             return None
         if num_new > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
 from decode_worker.drafting.draft_cache import DraftCache
 from decode_worker.drafting.row_costs import RowCosts
-from decode_worker.rules import DecodeRules
-from decode_worker.sequence import DecodeSequence
+
+if TYPE_CHECKING:
+    from decode_worker.rules import DecodeRules
+    from decode_worker.sequence import DecodeSequence
 
 MOST_BEHIND = 8
 """Tokens of a sequence that may lack draft KV when it drafts: they are rows of the first draft step."""

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, TypeVar
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts
 from common.requests.token_goal import TokenGoal
-from decode_worker.draft_tokens import FORCED, NOTHING, Draft, HitRates, of_model
 from decode_worker.drafting.draft_depth import Depth, StepSize, best_depth
+from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates, of_model
 from decode_worker.drafting.row_costs import RowCosts, longest
-from decode_worker.rules import DecodeRules
-from decode_worker.sequence import DecodeSequence, RequestStatus
-from decode_worker.step import DecodeChunk
 
-if TYPE_CHECKING:  # torch
+if TYPE_CHECKING:
     from decode_worker.drafting.drafter import Drafter
+    from decode_worker.rules import DecodeRules
+    from decode_worker.sequence import DecodeSequence
+    from decode_worker.step import DecodeChunk
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ USUAL_ANSWER = 128
 """Tokens that an answer is taken to have before some have ended."""
 ANSWER_SMOOTHING = 0.05
 """The share of one more answer in the mean number of tokens of answers."""
-WAITS = (RequestStatus.EXPECTING, RequestStatus.OPENED, RequestStatus.TRANSFERRING, RequestStatus.WAITING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ class ModelDrafts:
             return None
         if self._steps.seconds(1) and not self._depth(1, 1).num_tokens:
             return None  # it would not draft for one that is alone
-        waiting = islice((each for each in sequences if each.status in WAITS), MOST_WAITING)
+        waiting = islice((each for each in sequences if each.waits_to_run), MOST_WAITING)
         return next((each for each in waiting if self._drafter.num_behind(each)), None)
 
     def _catch_up_idle(self, sequence: DecodeSequence) -> None:
@@ -164,8 +163,7 @@ class ModelDrafts:
 
     def retain(self, has: Callable[[DecodeSequence], bool]) -> None:
         """Release the draft KV of sequences that are gone, preempted or about to leave."""
-        kept = (*WAITS, RequestStatus.RUNNING)
-        self._drafter.retain(lambda each: not self._has_failed and has(each) and each.status in kept)
+        self._drafter.retain(lambda each: not self._has_failed and has(each) and (each.runs or each.waits_to_run))
 
     def reset(self) -> None:
         self._drafter.cache.reset()

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import Counter
 
 from decode_worker import speculation
-from decode_worker.draft_tokens import LONGEST_MATCH, NOTHING, Draft
+from decode_worker.drafting.draft_tokens import LONGEST_MATCH, NOTHING, Draft
 
 Rig = Any  # EngineRig of conftest, which other modules cannot import
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.requests.token_goal import TokenGoal
-from decode_worker.draft_tokens import MODEL_AT_FIRST, DraftTally, HitRates, of_model
 from decode_worker.drafting.draft_depth import StepSize, best_depth
+from decode_worker.drafting.draft_tokens import MODEL_AT_FIRST, DraftTally, HitRates, of_model
 from decode_worker.drafting.row_costs import RowCosts
 
 

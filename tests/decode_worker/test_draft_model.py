@@ -19,8 +19,8 @@ from common.sampling.sampler import Sampler
 from common.wire.messages import AbortRequest, ResetPrefixCache
 from common.wire.sampling_params import ThinkingBudget
 from decode_worker import speculation
-from decode_worker.draft_tokens import NOTHING
 from decode_worker.drafting import row_costs
+from decode_worker.drafting.draft_tokens import NOTHING
 
 from ..engine_rig import prompt
 from .handover_pair import Pair
