@@ -1,7 +1,8 @@
 """The gain of speculative decoding (`--max-draft-tokens`): time per token of answers that copy much, and of others.
 
-Two stacks run side by side, and one of them drafts; each request goes to both in turns, one at a time. Then requests of
-all kinds run together, several in flight. The answers of both stacks must be the same.
+Stacks run side by side: one that drafts nothing, one that drafts from the text, and with `--draft-model` one that has
+such a model, too. Each request goes to all in turns, one at a time. Then requests of all kinds run together, several in
+flight. The answers of all stacks must be the same.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import random
 import statistics
 import time
 from argparse import Namespace
@@ -30,7 +32,7 @@ from benchmarks.script import in_turns, median_ratio, run, write_result
 from benchmarks.stack import Stack
 
 PROGRAM: Final = "python -m benchmarks.speculation"
-PLAIN, DRAFTING = "plain", "drafting"
+PLAIN, DRAFTING, MODEL = "plain", "drafting", "draft model"
 TEMPERATURES: Final = (0.0, 0.7)
 TIMEOUT_S: Final = 600.0
 PLACES: Final = {
@@ -102,6 +104,7 @@ def tasks() -> list[Task]:
         Task("json", f"What was observed, and by whom?\n\n{passage[:1200]}", PLACES),
         Task("list", "List ten tips for a healthy life, one line each."),
         Task("code", f"Write this Python code again, with seed renamed to origin, and nothing else:\n\n{code}"),
+        Task("random", " ".join(random.Random(1).choices(sorted({*passage.split()}), k=150))),
         Task("summary", f"Summarise this text in a few sentences:\n\n{passage[:2400]}"),
     ]
 
@@ -138,36 +141,38 @@ def counts(stack: Stack) -> tuple[float, float]:
 async def one_by_one(
     stacks: dict[str, Stack], clients: dict[str, httpx.AsyncClient], repeats: int, max_tokens: int
 ) -> list[dict[str, Any]]:
-    """A row for each kind and temperature; the first round of each warms up caches and does not count."""
+    """A row for each kind, temperature and stack that drafts; the first round of each warms up and does not count."""
     rows: list[dict[str, Any]] = []
     with Progress() as progress:
-        bar = progress.add_task("one at a time", total=len(TEMPERATURES) * len(tasks()) * 2 * (repeats + 1))
+        bar = progress.add_task("one at a time", total=len(TEMPERATURES) * len(tasks()) * len(stacks) * (repeats + 1))
         for temperature in TEMPERATURES:
             for task in tasks():
                 found: dict[str, list[Answer]] = {name: [] for name in stacks}
-                before = counts(stacks[DRAFTING])
+                arms = [name for name in stacks if name != PLAIN]
+                before = {name: counts(stacks[name]) for name in arms}
                 for repeat in range(repeats + 1):
                     body = task.body(stacks[PLAIN].model, temperature, repeat, max_tokens)
                     for name in in_turns(tuple(stacks), repeat):
                         found[name].append(await ask(clients[name], body))
                         progress.advance(bar)
-                drafted, accepted = (now - then for now, then in zip(counts(stacks[DRAFTING]), before, strict=True))
-                plain, drafting = ([answer.tpot_ms for answer in found[name][1:]] for name in (PLAIN, DRAFTING))
-                rows.append(
-                    {
-                        "task": task.name,
-                        "temperature": temperature,
-                        "output_tokens": statistics.mean(answer.num_tokens for answer in found[PLAIN]),
-                        "tpot_plain_ms": round(statistics.median(plain), 3),
-                        "tpot_drafting_ms": round(statistics.median(drafting), 3),
-                        "ratio": median_ratio(plain, drafting),
-                        "drafted": drafted,
-                        "accepted": accepted,
-                        "same": sum(a.text == b.text for a, b in zip(found[PLAIN], found[DRAFTING], strict=True)),
-                        "answers": repeats + 1,
-                    }
-                )
+                for arm in arms:
+                    drafted, accepted = (now - then for now, then in zip(counts(stacks[arm]), before[arm], strict=True))
+                    row = {"task": task.name, "temperature": temperature, "arm": arm}
+                    rows.append(row | _compared(found[PLAIN], found[arm]) | {"drafted": drafted, "accepted": accepted})
     return rows
+
+
+def _compared(plain: Sequence[Answer], drafting: Sequence[Answer]) -> dict[str, Any]:
+    """The same requests to two stacks, in the same order."""
+    times, others = ([answer.tpot_ms for answer in answers[1:]] for answers in (plain, drafting))
+    return {
+        "output_tokens": statistics.mean(answer.num_tokens for answer in plain),
+        "tpot_plain_ms": round(statistics.median(times), 3),
+        "tpot_drafting_ms": round(statistics.median(others), 3),
+        "ratio": median_ratio(times, others),
+        "same": sum(a.text == b.text for a, b in zip(plain, drafting, strict=True)),
+        "answers": len(plain),
+    }
 
 
 def _bodies(model: str, max_tokens: int) -> Iterator[dict[str, Any]]:
@@ -180,7 +185,7 @@ def _bodies(model: str, max_tokens: int) -> Iterator[dict[str, Any]]:
 
 async def side_by_side(
     stacks: dict[str, Stack], clients: dict[str, httpx.AsyncClient], in_flight: int, repeats: int, max_tokens: int
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """`in_flight` requests of all kinds at once, repeatedly: output tokens a second, and the mean time of a token."""
     bodies = list(islice(_bodies(stacks[PLAIN].model, max_tokens), in_flight))
     rates: dict[str, list[float]] = {name: [] for name in stacks}
@@ -193,16 +198,21 @@ async def side_by_side(
             rates[name].append(sum(answer.num_tokens for answer in answers) / (time.perf_counter() - began))
             tpots[name].append(statistics.mean(answer.tpot_ms for answer in answers))
             texts[name] = [answer.text for answer in answers]
-    return {
-        "in_flight": in_flight,
-        "plain_tokens_per_s": round(statistics.median(rates[PLAIN][1:]), 1),
-        "drafting_tokens_per_s": round(statistics.median(rates[DRAFTING][1:]), 1),
-        "tpot_plain_ms": round(statistics.median(tpots[PLAIN][1:]), 3),
-        "tpot_drafting_ms": round(statistics.median(tpots[DRAFTING][1:]), 3),
-        "ratio": median_ratio(tpots[PLAIN][1:], tpots[DRAFTING][1:]),
-        "same": sum(one == other for one, other in zip(texts[PLAIN], texts[DRAFTING], strict=True)),
-        "answers": in_flight,
-    }
+    return [
+        {
+            "in_flight": in_flight,
+            "arm": arm,
+            "plain_tokens_per_s": round(statistics.median(rates[PLAIN][1:]), 1),
+            "drafting_tokens_per_s": round(statistics.median(rates[arm][1:]), 1),
+            "tpot_plain_ms": round(statistics.median(tpots[PLAIN][1:]), 3),
+            "tpot_drafting_ms": round(statistics.median(tpots[arm][1:]), 3),
+            "ratio": median_ratio(tpots[PLAIN][1:], tpots[arm][1:]),
+            "same": sum(one == other for one, other in zip(texts[PLAIN], texts[arm], strict=True)),
+            "answers": in_flight,
+        }
+        for arm in stacks
+        if arm != PLAIN
+    ]
 
 
 async def measure(
@@ -213,7 +223,9 @@ async def measure(
         for name, stack in stacks.items()
     }
     rows = await one_by_one(stacks, clients, repeats, max_tokens)
-    together = [await side_by_side(stacks, clients, in_flight, repeats, max_tokens) for in_flight in loads]
+    together: list[dict[str, Any]] = []
+    for in_flight in loads:
+        together += await side_by_side(stacks, clients, in_flight, repeats, max_tokens)
     for client in clients.values():
         await client.aclose()
     return rows, together
@@ -224,11 +236,11 @@ def print_rows(console: Console, rows: Sequence[dict[str, Any]], together: Seque
     for row in rows:
         share = f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "-"
         drafts = (f"{row['drafted']:.0f}", share)
-        shown.append((row["task"], f"{row['temperature']:g}", *_times(row), *drafts, _same(row)))
-    columns = ("task", "temperature", "TPOT, ms", "drafting", "faster", "drafted", "accepted", "same answers")
+        shown.append((row["task"], f"{row['temperature']:g}", row["arm"], *_times(row), *drafts, _same(row)))
+    columns = ("task", "temperature", "drafts", "TPOT, ms", "drafting", "faster", "drafted", "accepted", "same answers")
     print_table(console, "one at a time, medians", columns, shown)
-    cells = [(str(row["in_flight"]), *_rates(row), *_times(row), _same(row)) for row in together]
-    names = ("in flight", "output tok/s", "drafting", "TPOT, ms", "drafting", "faster", "same answers")
+    cells = [(str(row["in_flight"]), row["arm"], *_rates(row), *_times(row), _same(row)) for row in together]
+    names = ("in flight", "drafts", "output tok/s", "drafting", "TPOT, ms", "drafting", "faster", "same answers")
     print_table(console, "all kinds together", names, cells, left=())
 
 
@@ -249,34 +261,36 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--quantization", default="auto", help="of the weights")
     parser.add_argument("--threads", type=int, default=2, help="of each worker")
     parser.add_argument("--draft-tokens", type=int, default=6, help="most draft tokens of an answer in one step")
+    parser.add_argument("--draft-model", default="", help="a smaller model of the same vocabulary")
+    parser.add_argument("--draft-quantization", default="auto", help="of its weights")
     parser.add_argument("--repeats", type=int, default=5, help="counted requests of each kind")
     parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
     parser.add_argument("--in-flight", default="4,8,16", help="requests at once, one row for each number")
     return parser.parse_args(argv)
 
 
-def stack_of(options: Namespace, name: str, draft_tokens: int) -> Stack:
+def stack_of(options: Namespace, name: str) -> Stack:
+    draft_tokens = 0 if name == PLAIN else options.draft_tokens
+    model = ("--draft-model", options.draft_model, "--draft-quantization", options.draft_quantization)
     return Stack(
         model=options.model,
         dtype=options.dtype,
         quantization=options.quantization,
         worker_flags=("--threads", str(options.threads), "--block-size", str(options.block_size)),
-        decode_flags=("--max-draft-tokens", str(draft_tokens)),
-        log_dir=options.log_dir / name if options.log_dir else None,
+        decode_flags=("--max-draft-tokens", str(draft_tokens), *(model if name == MODEL else ())),
+        log_dir=options.log_dir / name.replace(" ", "-") if options.log_dir else None,
     )
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     loads = [int(number) for number in options.in_flight.split(",") if number]
+    arms = (DRAFTING, PLAIN, *((MODEL,) if options.draft_model else ()))
     with ExitStack() as running:
-        stacks = {
-            name: running.enter_context(stack_of(options, name, draft_tokens))
-            for name, draft_tokens in ((DRAFTING, options.draft_tokens), (PLAIN, 0))
-        }
+        stacks = {name: running.enter_context(stack_of(options, name)) for name in arms}
         rows, together = asyncio.run(measure(stacks, options.repeats, options.max_tokens, loads))
     print_rows(open_console(), rows, together)
-    names = ("model", "dtype", "quantization", "threads", "repeats", "draft_tokens", "max_tokens")
+    names = ("model", "dtype", "quantization", "threads", "repeats", "draft_tokens", "max_tokens", "draft_model")
     more = {name: getattr(options, name) for name in names}
     write_result(options, PROGRAM, argv, {"one_by_one": rows, "together": together}, **more)
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from common.transfer.incoming import IncomingTransfer
 from common.worker.metrics import WorkerMetrics
@@ -22,13 +22,18 @@ class DecodeCounters:
         if output.preempted:
             self._metrics.preemptions.inc(len(output.preempted))
 
-    def stepped(self, chunks: Sequence[DecodeChunk], num_sampled: int, num_accepted: int, step_s: float) -> None:
-        """`num_sampled` tokens were new, `num_accepted` of them drafted before."""
-        drafts = [len(chunk.draft.token_ids) for chunk in chunks if chunk.draft.token_ids]
-        if drafts:
-            self._metrics.drafts.inc(len(drafts))
-            self._metrics.draft_tokens.inc(sum(drafts))
-            self._metrics.accepted_tokens.inc(num_accepted)
+    def stepped(
+        self,
+        chunks: Sequence[DecodeChunk],
+        num_sampled: int,
+        num_accepted: Mapping[DecodeSequence, int],
+        step_s: float,
+    ) -> None:
+        """`num_sampled` tokens were new, `num_accepted` of each sequence drafted before."""
+        for chunk in chunks:
+            if chunk.draft.token_ids and chunk.sequence in num_accepted:
+                num_tokens, accepted = len(chunk.draft.token_ids), num_accepted[chunk.sequence]
+                self._metrics.drafts.count(1, num_tokens, (1,) * accepted, chunk.draft.source)
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(step_s)
         self._metrics.generation_tokens.inc(num_sampled)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from common.config import DecodeWorkerConfig
 from common.grammar.grammars import Grammars
 from common.kv.quantised_staging import quantised_incoming
@@ -16,10 +18,15 @@ from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
-from decode_worker.engine import DecodeEngine, DecodeLimits
+from decode_worker.drafting.draft_cache import DraftCache
+from decode_worker.drafting.drafter import Drafter
+from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers
+from decode_worker.limits import DecodeLimits
 from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
+
+log = logging.getLogger(__name__)
 
 
 class DecodeDuty(Duty):
@@ -105,10 +112,21 @@ class DecodeDuty(Duty):
             tiers=tiers,
             adapters=loaded.adapters,
             peers=peers,
+            drafter=self._drafter(loaded, sampler),
         )
         receiver.start()
         sender.start()
         return self._engine
+
+    def _drafter(self, loaded: LoadedModel, sampler: Sampler) -> Drafter | None:
+        draft = loaded.draft
+        if draft is None:
+            if self.settings.draft_model:
+                log.warning("no draft model: this process was started as a prefill worker, which loads none")
+            return None
+        kv, caching = draft.runner.kv, self.settings.enable_prefix_caching
+        cache = DraftCache(kv.num_blocks, kv.block_size, enable_prefix_caching=caching)
+        return Drafter(draft.runner, sampler, cache, step_s=draft.step_s, token_s=draft.token_s)
 
     def _on_transfer(
         self, event: TransferOpened | TransferCompleted | TransferFailed | TransferAdvanced | TransferEnded

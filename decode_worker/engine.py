@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from common.adapters.bank import AdapterBank
 from common.grammar.grammar import unsampled
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
+from common.kv.block_pool import BlockCounts
 from common.latency.link_model import Links
 from common.latency.step_model import StepShape
 from common.requests.engine import RequestEngine
@@ -21,13 +22,16 @@ from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.peer_caches import PeerCaches
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
-from common.wire.messages import DecodeRequest, HandOver, Message
+from common.wire.messages import DecodeRequest, HandOver, Message, ResetPrefixCache
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
 from decode_worker.counters import DecodeCounters
+from decode_worker.drafting.drafter import Drafter
+from decode_worker.drafting.model_drafts import DraftBounds
 from decode_worker.grants import IncomingTransfers
 from decode_worker.handover import Handovers
+from decode_worker.limits import DecodeLimits
 from decode_worker.pace import StepPace
 from decode_worker.pipeline import Launcher, Pipeline, StepInFlight, by_chunk, model_chunks
 from decode_worker.remote_prefill import RemotePrefills
@@ -43,19 +47,6 @@ FEW_SEQUENCES = 4
 """A step of fewer sequences reads the weights with one core nearly as fast as with two (docs/performance.md)."""
 EXPIRE_INTERVAL_S = 0.05
 """How often deadlines are checked: each check looks at every request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeLimits:
-    """How long a request may wait for room, for the rest of its KV, and for the end of a hand-over, in seconds.
-
-    A step checks at most `max_draft_tokens` tokens for each sequence.
-    """
-
-    grant_timeout_s: float
-    transfer_timeout_s: float
-    handover_timeout_s: float
-    max_draft_tokens: int = 0
 
 
 class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
@@ -83,6 +74,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         tiers: BlockTiers | None = None,
         adapters: AdapterBank | None = None,
         peers: PeerCaches | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """A `launcher` launches the steps that it takes before the tokens of the step before are known.
 
@@ -111,9 +103,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             transfer_timeout_s=limits.transfer_timeout_s,
         )
         self._pipeline = Pipeline(scheduler, launcher)
-        self._speculation = Speculation(
-            rules, scheduler.goal, max_tokens=limits.max_draft_tokens, max_rows=scheduler.max_num_seqs
-        )
+        bounds = DraftBounds(limits.max_draft_tokens, scheduler.max_num_seqs, scheduler.goal)
+        self._speculation = Speculation(rules, bounds, drafter)
         self._pace, self._gaps = StepPace(scheduler.goal), TokenGaps(scheduler.goal)
         self._completed_at = 0.0
         self._num_rows = 0
@@ -121,7 +112,12 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     @property
     def has_work(self) -> bool:
-        return super().has_work or self._pipeline.in_flight is not None
+        return super().has_work or self._pipeline.in_flight is not None or self._idle_work is not None
+
+    @property
+    def _idle_work(self) -> DecodeSequence | None:
+        """A sequence whose draft KV is to be computed while nothing else is, here or on the same cores."""
+        return None if self._cores.has_prompts_elsewhere else self._speculation.next_idle(self.scheduler)
 
     @property
     def is_light(self) -> bool:
@@ -147,6 +143,9 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             case RequestReceived(router, HandOver() as order):
                 if (without_kv := self._handovers.take(router, order, time.monotonic())) is not None:
                     self._fail(without_kv, "handover", "its KV has to be computed, here or elsewhere", retryable=True)
+            case RequestReceived(_, ResetPrefixCache()):
+                self._speculation.reset_cache()
+                super().apply(command)
             case TransferOpened():
                 self._remote_prefills.on_opened(command)
             case TransferCompleted():
@@ -161,8 +160,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def step(self, now: float) -> None:
         self._pace.began(now)
-        in_flight = self._pipeline.in_flight
-        if in_flight is not None and (in_flight.has_drafts or self.scheduler.lacks_blocks):
+        in_flight, drafts_next = self._pipeline.in_flight, self._speculation.wants_tokens(self.scheduler.running)
+        if in_flight is not None and (in_flight.has_drafts or self.scheduler.lacks_blocks or drafts_next):
             self._drain()  # drafts fix positions, and preemption frees blocks that a step in flight may write to
         if self._has_unused_adapters:
             self._drain()
@@ -174,8 +173,12 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._remote_prefills.grant(output.granted, now)
         self._counters.scheduled(output, now)
         certain = [chunk for chunk in output.chunks if not self._rules.ends_in_flight(chunk.sequence)]
-        chunks = self._speculation.extend(certain, self._room)
-        self._in_step = [chunk.sequence for chunk in chunks]
+        self._in_step = [chunk.sequence for chunk in certain]
+        is_alone, idle = self._pipeline.in_flight is None, None if certain else self._idle_work
+        if is_alone and self._speculation.has_model:
+            self._flush()  # the tokens of the step before: the draft model computes first
+        chunks = self._speculation.extend(certain, self._room, may_compute=is_alone, idle=idle)
+        now += self._speculation.drafting_s
         if chunks:
             self._num_rows = sum(chunk.num_rows for chunk in chunks)
             self.planned(shape_of(chunks))
@@ -230,22 +233,24 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self, chunks: Sequence[DecodeChunk], sampled: Sequence[Sequence[SampledToken]], now: float, step_s: float
     ) -> None:
         """Append the tokens of a step. `sampled` has those of each chunk's rows, none for an ended sequence."""
-        num_tokens = num_accepted = 0
+        num_tokens, drafting_s = 0, self._speculation.drafting_s
+        accepted: dict[DecodeSequence, int] = {}
         for chunk, tokens in zip(chunks, sampled, strict=True):
             if tokens:
-                accepted = self._speculation.learn(chunk, [token.token_id for token in tokens])
-                num_accepted += accepted
-                num_tokens += self._on_tokens(chunk.sequence, tokens[: accepted + 1], now)
+                count = accepted[chunk.sequence] = self._speculation.learn(chunk, [token.token_id for token in tokens])
+                num_tokens += self._on_tokens(chunk.sequence, tokens[: count + 1], now)
         self._reports.flush()
         self._speculation.stepped(chunks, step_s)
-        self._counters.stepped(chunks, num_tokens, num_accepted, step_s)
-        self._rate.add(sum(chunk.num_tokens for chunk in chunks) + num_accepted, step_s)
+        self._counters.stepped(chunks, num_tokens, accepted, step_s)
+        num_accepted = sum(accepted.values())
+        self._rate.add(sum(chunk.num_tokens for chunk in chunks) + num_accepted, step_s + drafting_s)
         shape = shape_of(chunks)
         decoding = [chunk.sequence for chunk in chunks if chunk.num_tokens == 1]
         tokens_each = 1.0 + num_accepted / max(1, len(decoding))
-        self._gaps.stepped(decoding, now, predicted_s=self.step_fit.model.seconds(shape), tokens_each=tokens_each)
+        predicted_s = self.step_fit.model.seconds(shape) + drafting_s
+        self._gaps.stepped(decoding, now, predicted_s=predicted_s, tokens_each=tokens_each)
         self.step_fit.observe(shape, step_s)
-        self._pace.took(step_s)
+        self._pace.took(step_s + drafting_s)
         self._note_knobs(self._speculation.knobs, now)
 
     @property
@@ -269,9 +274,16 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def snapshot(self) -> EngineStatus:
         links, own = self._remote_prefills.link_fits.links, self._restores.links
-        return replace(super().snapshot(), links=Links(tcp=links.tcp, shm=links.shm, disk=own.disk, peer=own.peer))
+        links = Links(tcp=links.tcp, shm=links.shm, disk=own.disk, peer=own.peer)
+        blocks, seconds = self._speculation.draft_blocks, self._speculation.total_drafting_s
+        return replace(super().snapshot(), links=links, draft_blocks=blocks, draft_seconds=seconds)
+
+    def check_integrity(self) -> BlockCounts:
+        self._speculation.check_integrity(self.scheduler.has)
+        return super().check_integrity()
 
     def expire(self, now: float) -> None:
+        self._speculation.retain(self.scheduler.has)
         if self._transfers.failure is not None:
             raise RuntimeError("the KV receiver died") from self._transfers.failure
         if self._handovers.failure is not None:
@@ -382,6 +394,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self._reports.finish(sequence, reason, now)
         self.metrics.decode_seconds.observe(now - sequence.first_token_at)
         self.metrics.count_finished(reason)
+        self._speculation.answered(sequence)
         self.scheduler.remove(sequence)
 
     def _drop(self, sequence: DecodeSequence, reason: str) -> None:

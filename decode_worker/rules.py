@@ -24,7 +24,7 @@ class DecodeRules(RequestRules):
     def rows(self, chunk: DecodeChunk) -> list[SamplingRow]:
         """How to sample behind a chunk's last token, and behind each of its draft tokens."""
         draft = chunk.draft.token_ids
-        return [self._row(chunk.sequence, draft[:count]) for count in range(len(draft) + 1)]
+        return [self.row(chunk.sequence, draft[:count]) for count in range(len(draft) + 1)]
 
     def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """How many of `num_tokens` draft tokens behind the next token fit into the sequence's greatest length."""
@@ -35,13 +35,18 @@ class DecodeRules(RequestRules):
     def num_possible(self, sequence: DecodeSequence, drafted: Sequence[int]) -> int:
         """How many of the tokens `drafted` come before one that would end the sequence or break its grammar."""
         params = sequence.params
-        ends = {*params.stop_token_ids, *self._eos}
-        count = next((place for place, token_id in enumerate(drafted) if token_id in ends), len(drafted))
+        ends = (place for place, token_id in enumerate(drafted) if self.may_end(sequence, token_id))
+        count = next(ends, len(drafted))
         if sequence.constraint is not None:
             return sequence.constraint.num_allowed(sequence.output_token_ids, drafted[:count])
         return 0 if params.grammar else count
 
-    def _row(self, sequence: DecodeSequence, drafted: tuple[int, ...]) -> SamplingRow:
+    def may_end(self, sequence: DecodeSequence, token_id: int) -> bool:
+        """Whether a token may end the sequence, or is none: nothing is drafted behind it."""
+        ends = token_id in self._eos or token_id in sequence.params.stop_token_ids
+        return ends or token_id >= self.vocab_size
+
+    def row(self, sequence: DecodeSequence, drafted: tuple[int, ...]) -> SamplingRow:
         """How to sample the token behind `drafted`, which follow the tokens of the steps in flight."""
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
         if needs_counts(params):

@@ -11,7 +11,7 @@ from common.kv.window import Window
 from common.requests.sequence import WorkerSequence
 from common.wire.messages import DecodeRequest, KVOpen
 from common.wire.sampling_params import SampledToken, TokenLogprobs
-from decode_worker.draft_tokens import Lookup
+from decode_worker.drafting.draft_tokens import DraftTally, Lookup
 
 if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
     from common.sampling.penalties import TokenCounts
@@ -81,6 +81,7 @@ class DecodeSequence(WorkerSequence):
     clock_offset_s: float = 0.0
     counts: TokenCounts | None = None
     lookup: Lookup | None = None
+    tally: DraftTally = field(default_factory=DraftTally)
 
     def __post_init__(self) -> None:
         WorkerSequence.__post_init__(self)  # `super()` fails in a dataclass with slots
@@ -129,6 +130,16 @@ class DecodeSequence(WorkerSequence):
         if self.wants_prompt_logprobs:
             return self.num_logprobs_sent
         return self.num_tokens - (self.status is not RequestStatus.OPENED)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is in the running batch."""
+        return self.status is RequestStatus.RUNNING
+
+    @property
+    def waits_to_run(self) -> bool:
+        """Whether it waits for its KV, or for blocks to compute it here, for the first time."""
+        return self.is_incoming or self.status is RequestStatus.WAITING
 
     @property
     def is_incoming(self) -> bool:

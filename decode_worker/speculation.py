@@ -1,109 +1,94 @@
-"""Decides how many tokens a step drafts: as many as bring the most tokens a second on this machine. Pure."""
+"""Decides how many tokens a step drafts: as many as bring the most tokens a second on this machine.
+
+They come from the sequence's own text or grammar at no cost, or from a draft model (`drafting/`), whose steps take
+time.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from common.kv.block_pool import BlockCounts
 from common.requests.step_budget import Knob
-from common.requests.token_goal import TokenGoal
-from decode_worker.draft_tokens import FORCED, NOTHING, Draft, HitRates, Lookup, num_accepted
+from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates, Lookup, num_accepted
+from decode_worker.drafting.model_drafts import MOST_SEQUENCES, DraftBounds, ModelDrafts
+from decode_worker.drafting.row_costs import LEAST_CHANCE, RowCosts
 from decode_worker.rules import DecodeRules
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk
 
+if TYPE_CHECKING:  # torch
+    from decode_worker.drafting.drafter import Drafter
+
 MAX_SEQUENCES = 32
 """In larger batches a row costs what a token brings, and the search for draft tokens takes longer than it saves."""
-LEAST_CHANCE = 0.1
-"""Of acceptance, for a draft token to be considered."""
-LEAST_GAIN = 1.05
-"""In tokens a second, for draft tokens to pay: the step behind them is not launched ahead."""
-SLOWEST = 1.5
-"""A step may take so many times as long with draft tokens: sequences without any wait as long, too. With a goal for the
-time of a token, a step that would keep it may take as long as that allows."""
-NO_GOAL = TokenGoal()
-
-
-class RowCosts:
-    """The time that decode steps take, by their number of rows. Rows beyond the largest known step count as free."""
-
-    SMOOTHING = 0.1
-    FORGETTING = 0.002
-    """Larger sizes drift towards smaller ones, so that a slow size is tried again after a few hundred steps."""
-    LARGEST_JUMP = 2.0
-    """A step that takes more times as long was held up by something else."""
-
-    def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._seconds: list[float] = []
-
-    def add(self, num_rows: int, step_s: float) -> None:
-        at = bisect_left(self._sizes, num_rows)
-        if at == len(self._sizes) or self._sizes[at] != num_rows:
-            expected = self.seconds(num_rows) or step_s
-            self._sizes.insert(at, num_rows)
-            self._seconds.insert(at, min(step_s, self.LARGEST_JUMP * expected))
-        known = self._seconds[at]
-        self._seconds[at] += self.SMOOTHING * (min(step_s, self.LARGEST_JUMP * known) - known)
-        for larger in range(at + 1, len(self._sizes)):
-            self._seconds[larger] += self.FORGETTING * (self._seconds[at] - self._seconds[larger])
-
-    def seconds(self, num_rows: int) -> float:
-        """The expected time of a step of so many rows; 0 before the first step."""
-        at = bisect_left(self._sizes, num_rows)
-        if at < len(self._sizes) and (self._sizes[at] == num_rows or not at):
-            return self._seconds[at]
-        if at == len(self._sizes):
-            return self._seconds[-1] if at else 0.0
-        (low, high), (fast, slow) = self._sizes[at - 1 : at + 1], self._seconds[at - 1 : at + 1]
-        return fast + (slow - fast) * (num_rows - low) / (high - low)
-
-    def worthwhile(self, num_rows: int, chances: Sequence[float], goal: TokenGoal = NO_GOAL) -> int:
-        """How many draft tokens with these chances of acceptance, best first, bring the most tokens a second."""
-        plain = self.seconds(num_rows)
-        if not plain:
-            return 0
-        longest_s = goal.limit_s if goal.is_set and plain <= goal.limit_s else SLOWEST * plain
-        count, tokens, best = 0, float(num_rows), LEAST_GAIN * num_rows / plain
-        for extra, chance in enumerate(chances, 1):
-            tokens += chance
-            seconds = self.seconds(num_rows + extra)
-            if seconds > longest_s:
-                break
-            if tokens / seconds > best:
-                count, best = extra, tokens / seconds
-        return count
 
 
 class Speculation:
     """Drafts tokens for the sequences of one engine, and learns which are accepted."""
 
-    def __init__(self, rules: DecodeRules, goal: TokenGoal, *, max_tokens: int, max_rows: int) -> None:
-        """At most `max_tokens` for one sequence, 0 for none; at most `max_rows` in a step, certain ones included.
-
-        Steps with draft tokens keep `goal`.
-        """
-        self._rules, self._goal, self._max_tokens, self._max_rows = rules, goal, max_tokens, max_rows
+    def __init__(self, rules: DecodeRules, bounds: DraftBounds, drafter: Drafter | None = None) -> None:
+        self._rules, self._goal = rules, bounds.goal
+        self._max_tokens, self._max_rows = bounds.max_tokens, bounds.max_rows
         self._rates, self._costs = HitRates(), RowCosts()
-        self._knob = Knob(0, "bound" if not max_tokens else "cost")
+        self._knob = Knob(0, "cost" if bounds.max_tokens else "bound")
+        self._model: ModelDrafts | None = None
+        if drafter is not None and bounds.max_tokens:
+            self._model = ModelDrafts(drafter, rules, bounds, self._rates, self._costs)
+        self._most_sequences = MAX_SEQUENCES if self._model is None else MOST_SEQUENCES
 
     @property
     def knobs(self) -> Mapping[str, Knob]:
         """How many tokens the last step drafted, for all of its sequences."""
         return {"draft_tokens": self._knob}
 
+    @property
+    def has_model(self) -> bool:
+        return self._model is not None
+
+    @property
+    def drafting_s(self) -> float:
+        """Seconds that a draft model computed before the last step."""
+        return self._model.spent_s if self._model is not None else 0.0
+
+    @property
+    def total_drafting_s(self) -> float:
+        """Seconds that a draft model computed since the start."""
+        return self._model.total_s if self._model is not None else 0.0
+
+    @property
+    def draft_blocks(self) -> BlockCounts:
+        """Those of the draft model's KV."""
+        return self._model.counts if self._model is not None else BlockCounts(0, 0, 0)
+
+    def wants_tokens(self, running: Sequence[DecodeSequence]) -> bool:
+        """Whether the next step should begin from known tokens, because a draft model is to compute before it."""
+        return self._model is not None and self._model.wants_tokens(running)
+
+    def next_idle(self, sequences: Iterable[DecodeSequence]) -> DecodeSequence | None:
+        """The sequence whose draft KV is to be computed while nothing else is."""
+        return self._model.next_idle(sequences) if self._model is not None else None
+
     def extend(
-        self, chunks: Sequence[DecodeChunk], room: Callable[[DecodeSequence, int], int]
+        self,
+        chunks: Sequence[DecodeChunk],
+        room: Callable[[DecodeSequence, int], int],
+        *,
+        may_compute: bool = False,
+        idle: DecodeSequence | None = None,
     ) -> Sequence[DecodeChunk]:
         """The same step, with draft tokens behind the tokens of some sequences.
 
-        `room(sequence, n)` says for how many of n draft tokens there is room.
+        `room(sequence, n)` says for how many of n draft tokens there is room. If it `may_compute`, as no step is in
+        flight, a draft model drafts first, and catches up with one of the sequences or with that of an `idle` worker.
         """
-        if not self._pays(chunks):
-            self._knob = Knob(0, "cost" if self._max_tokens else "bound")
-            return chunks
-        drafts = [self._draft_for(chunk.sequence, room) for chunk in chunks]
+        if self._model is not None:
+            self._model.begin()
+            if may_compute:
+                self._model.catch_up([chunk.sequence for chunk in chunks], idle)
+        drafts = self._drafts(chunks, room, may_compute=may_compute)
         candidates = sorted(
             (-chance, place, index)
             for index, draft in enumerate(drafts)
@@ -112,8 +97,11 @@ class Speculation:
         )
         del candidates[self._max_rows - len(chunks) :]
         taken = [0] * len(chunks)
-        best = self._costs.worthwhile(len(chunks), [-chance for chance, _, _ in candidates], self._goal)
-        self._knob = Knob(best, "gain" if best else "cost")
+        chances = [-chance for chance, _, _ in candidates]
+        best = self._costs.worthwhile(len(chunks), chances, self._goal, self._patience(drafts)) if chances else 0
+        self._knob = Knob(best, "gain" if best else "cost" if self._max_tokens else "bound")
+        if not best:
+            return chunks
         for _, _, index in candidates[:best]:
             taken[index] += 1
         return [
@@ -126,22 +114,61 @@ class Speculation:
         draft = chunk.draft
         count = num_accepted(draft, sampled)
         if draft.token_ids:
+            chunk.sequence.tally.add(len(draft.token_ids), count)
             seen = chunk.sequence.token_ids[chunk.start + 1 - len(draft.unseen) : chunk.start + 1]
             self._rates.learn(draft, [*seen, *sampled[: count + 1]])
         return count
 
     def stepped(self, chunks: Sequence[DecodeChunk], step_s: float) -> None:
         """Learn how long a step of these chunks took."""
-        if self._max_tokens and len(chunks) <= MAX_SEQUENCES and all(chunk.num_tokens == 1 for chunk in chunks):
+        if self._max_tokens and len(chunks) <= self._most_sequences and all(chunk.num_tokens == 1 for chunk in chunks):
             self._costs.add(sum(chunk.num_rows for chunk in chunks), step_s)
 
-    def _pays(self, chunks: Sequence[DecodeChunk]) -> bool:
-        """Whether a draft token that is surely accepted would pay. If not, there is no search."""
-        if not self._max_tokens or not 0 < len(chunks) <= min(MAX_SEQUENCES, self._max_rows - 1):
-            return False
+    def answered(self, sequence: DecodeSequence) -> None:
+        """A sequence has ended."""
+        if self._model is not None:
+            self._model.answered(sequence.num_output_tokens)
+
+    def retain(self, has: Callable[[DecodeSequence], bool]) -> None:
+        """Release the draft KV of sequences that are gone, preempted or about to leave."""
+        if self._model is not None:
+            self._model.retain(has)
+
+    def reset_cache(self) -> None:
+        """Forget draft KV that no sequence owns."""
+        if self._model is not None:
+            self._model.reset()
+
+    def check_integrity(self, has: Callable[[DecodeSequence], bool]) -> None:
+        """Raises BlockError unless each owned block of the draft KV belongs to a sequence that is here."""
+        if self._model is not None:
+            self._model.retain(has)
+            self._model.check_integrity()
+
+    def _drafts(
+        self, chunks: Sequence[DecodeChunk], room: Callable[[DecodeSequence, int], int], *, may_compute: bool
+    ) -> Sequence[Draft]:
+        """What may be drafted behind each of the chunks."""
+        nothing = (NOTHING,) * len(chunks)
+        if not self._max_tokens or not 0 < len(chunks) <= min(self._most_sequences, self._max_rows - 1):
+            return nothing
         if not all(chunk.sample and chunk.num_tokens == 1 for chunk in chunks):
-            return False
-        return self._costs.worthwhile(len(chunks), [1.0], self._goal) > 0
+            return nothing
+        # Whether a draft token that is surely accepted would pay. If not, there is no search.
+        pays = len(chunks) <= MAX_SEQUENCES and self._costs.worthwhile(len(chunks), [1.0], self._goal)
+        drafts = [self._draft_for(chunk.sequence, room) for chunk in chunks] if pays else nothing
+        if self._model is None or not may_compute:
+            return drafts
+        chances = sorted((chance for draft in drafts for chance in self._rates.chances(draft)), reverse=True)
+        best = self._costs.worthwhile(len(chunks), chances, self._goal)
+        rate = self._costs.rate(len(chunks), chances[:best]) if best else 0.0
+        return self._model.extend(chunks, drafts, room, rate)
+
+    def _patience(self, drafts: Sequence[Draft]) -> float:
+        """Tokens that each sequence of a step is expected to get: more than one only where a model drafted for some."""
+        if all(draft.source != "model" for draft in drafts):
+            return 1.0
+        return 1.0 + min(sum(self._rates.chances(draft)) for draft in drafts)
 
     def _draft_for(self, sequence: DecodeSequence, room: Callable[[DecodeSequence, int], int]) -> Draft:
         num_tokens = self._rules.num_drafts(sequence, self._max_tokens)

@@ -10,6 +10,7 @@ from typing import Any
 FOLDER = Path(__file__).with_name("dashboards")
 ONE = 'namespace="$namespace",diptych_release="$release"'
 MODEL = ONE + ',diptych_model=~"$model"'
+DECODE = MODEL + ',diptych_role="decode"'
 ROUTER = MODEL + ',diptych_role="router"'
 GENERATION = 'path=~"/v1/(chat/)?completions"'
 KV_USE = f'vllm:kv_cache_usage_perc{{{MODEL},diptych_role=~"prefill|decode"}}'
@@ -243,19 +244,19 @@ POOLS = (
         ),
         Panel(
             "Draft tokens accepted",
-            "Share of the draft tokens that decode steps accepted.",
+            "Share of the draft tokens that decode steps accepted, by where they came from.",
             "percentunit",
             (
                 (
-                    "{{diptych_pool}}",
-                    f"sum by (diptych_pool) (rate(vllm:spec_decode_num_accepted_tokens_total{{{MODEL}}}[5m]))"
-                    f" / (sum by (diptych_pool) (rate(vllm:spec_decode_num_draft_tokens_total{{{MODEL}}}[5m])) > 0)",
+                    "{{diptych_pool}} {{kind}}",
+                    f"sum by (diptych_pool, kind) (rate(vllm:spec_decode_num_accepted_tokens_total{{{DECODE}}}[5m]))"
+                    " / (sum by (diptych_pool, kind)"
+                    f" (rate(vllm:spec_decode_num_draft_tokens_total{{{DECODE}}}[5m])) > 0)",
                 ),
             ),
         ),
     ),
 )
-DECODE = MODEL + ',diptych_role="decode"'
 TRANSFER = (
     (
         Panel(

@@ -218,7 +218,7 @@ def deliver(
     title = f"{server.model} at {config.url}: {describe(config)}"
     print_summary(console, summary, title=title, slo=_goals_in_words(config))
     cost = watch.cost(config.prices)
-    print_server(console, cost, watch.errors, num_tokens=summary.output_tokens)
+    print_server(console, cost, watch.errors, watch.drafts, num_tokens=summary.output_tokens)
     if config.output:
         content = result(summary, records, *_settings(config, server, argv))
         content |= server_result(watch, cost, num_tokens=summary.output_tokens)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.load.drafts import DraftsMade
 from benchmarks.load.prediction import PredictionError
 from benchmarks.load.probing import FoundRate, Probe
 from benchmarks.load.report import print_table
@@ -18,15 +19,24 @@ COLUMNS = ("requests/s", "within goals", "of", "95 % interval", "TTFT ms", "TPOT
 
 
 def print_server(
-    console: Console, cost: WorkerCost | None, errors: Mapping[str, PredictionError], *, num_tokens: int
+    console: Console,
+    cost: WorkerCost | None,
+    errors: Mapping[str, PredictionError],
+    drafts: DraftsMade | None = None,
+    *,
+    num_tokens: int,
 ) -> None:
-    """Print worker-seconds, their price, and how far predictions were off; nothing for other servers."""
+    """Print worker-seconds, their price, accepted draft tokens, and how far predictions were off, where known."""
     if cost is not None:
         by_role = ", ".join(f"{role} {seconds:,.0f}" for role, seconds in sorted(cost.worker_s.items()))
         _line(console, "worker-seconds", f"{math.fsum(cost.worker_s.values()):,.0f} ({by_role})")
         if cost.cost:
             price = cost.per_million(num_tokens)
             _line(console, "cost", f"{cost.cost:.4g}; {price:.4g} for a million output tokens")
+    if drafts is not None:
+        by_place = ", ".join(f"{count / drafts.num_drafts:.0%}" for count in drafts.accepted)
+        said = f"{sum(drafts.accepted):,} of {drafts.num_tokens:,} draft tokens ({drafts.share:.0%})"
+        _line(console, "accepted", f"{said}, {drafts.mean_length:.2f} tokens a step with drafts; by place {by_place}")
     for name, error in errors.items():
         said = f"off by p50 {error.p50:.0%}, p90 {error.p90:.0%} of {name} ({error.num} requests)"
         _line(console, f"predicted {name}", f"{said}; measured over predicted p50 {error.ratio_p50:.2f}")
@@ -42,6 +52,8 @@ def server_result(watch: ServerWatch, cost: WorkerCost | None, *, num_tokens: in
             "cost_per_million_output_tokens": cost.per_million(num_tokens),
             "over_time": [{"at_s": round(sample.at_s, 2), **sample.running} for sample in watch.samples],
         }
+    if watch.drafts is not None:
+        found["draft_tokens"] = asdict(watch.drafts)
     if watch.errors:
         found["prediction_errors"] = {name: asdict(error) for name, error in watch.errors.items()}
     return found

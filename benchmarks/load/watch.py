@@ -1,4 +1,5 @@
-"""What a Diptych router says of itself during a run: its workers over time, and how good its predictions were.
+"""What a Diptych router says of itself during a run: its workers over time, how good its predictions were, and how
+many draft tokens were accepted.
 
 Other servers have no `/load` of this shape; then nothing is watched and nothing is reported.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 
 from benchmarks.load.client import auth_headers
+from benchmarks.load.drafts import DraftsMade, drafts_between
 from benchmarks.load.prediction import PredictionError, errors_between
 
 INTERVAL_S, ANSWER_S = 1.0, 5.0
@@ -72,6 +74,7 @@ class ServerWatch:
         self.samples: list[WorkersAt] = []
         self.seconds = 0.0
         self.errors: dict[str, PredictionError] = {}
+        self.drafts: DraftsMade | None = None
         self._url, self._headers = url, auth_headers(api_key)
 
     @contextlib.asynccontextmanager
@@ -90,7 +93,8 @@ class ServerWatch:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
                 if before:
-                    self.errors = errors_between(before, await self._metrics(client))
+                    after = await self._metrics(client)
+                    self.errors, self.drafts = errors_between(before, after), drafts_between(before, after)
 
     def cost(self, prices: Mapping[str, float]) -> WorkerCost | None:
         """None for a server that does not say what workers it has."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from common.config.field import GOAL_MS, PORT, setting
 from common.config.worker import WorkerConfig
+from common.errors import ConfigError
 
 USUAL_SEQS, MOST_SEQS = 64, 256
 USUAL_CHUNK, MOST_CHUNK = 128, 1024
@@ -58,6 +59,20 @@ class DecodeWorkerConfig(WorkerConfig):
         ge=0,
         le=64,
     )
+    draft_model: str = setting(
+        "",
+        "a smaller model of the same vocabulary, a name as --model takes, that drafts tokens where that pays more than "
+        "those that followed the same tokens before; its KV takes a part of --kv-memory-gib; empty: none",
+        group="Scheduling",
+        metavar="NAME",
+    )
+    draft_quantization: str = setting(
+        "auto",
+        "how the draft model's weights are kept: none (the dtype), int8, int4, or auto (of a quantised model as its "
+        "file holds them, of others int8 on a CPU and none on a GPU)",
+        group="Scheduling",
+        choices=("none", "int8", "int4", "auto"),
+    )
     watermark: float = setting(
         0.02,
         "share of the KV blocks that stays free for running requests when new ones come in",
@@ -82,6 +97,15 @@ class DecodeWorkerConfig(WorkerConfig):
         ge=0.05,
         le=3600,
     )
+
+    def check(self) -> None:
+        super().check()
+        if self.draft_model and not self.max_draft_tokens:
+            raise ConfigError(
+                "draft_model", self.draft_model, "empty with --max-draft-tokens 0: it would draft nothing"
+            )
+        if self.device != "cpu" and self.draft_quantization in ("int8", "int4"):
+            raise ConfigError("draft_quantization", self.draft_quantization, f"auto or none on {self.device}")
 
     @property
     def places(self) -> int:

@@ -61,6 +61,10 @@ class Tokenizer:
         """The highest id that a text can be given; found once, in tens of milliseconds."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    def vocabulary(self) -> dict[int, str]:
+        """Every token by its id; found in tens of milliseconds."""
+        return {token_id: token for token, token_id in self._inner.get_vocab(with_added_tokens=True).items()}
+
     def cutting_tokens(self) -> dict[str, int]:
         """Control tokens at which each text is cut, whatever stands around them: what is before one, itself included,
         has the same tokens in every text that begins like this. Empty where the tokenizer allows no such statement.

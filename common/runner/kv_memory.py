@@ -15,6 +15,7 @@ import torch
 from common.config import DecodeWorkerConfig, WorkerConfig
 from common.errors import ConfigError
 from common.kv.cache import KVCache, block_bytes
+from common.runner.draft_model import DraftPlan
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import run_every_kind, step_tokens
 
@@ -62,11 +63,18 @@ class CUDAMemory:
 
 
 def blocks_left(
-    model: RunnableModel, config: WorkerConfig, kv_dtype: str, memory: DeviceMemory, *, samples: bool = True
+    model: RunnableModel,
+    config: WorkerConfig,
+    kv_dtype: str,
+    memory: DeviceMemory,
+    draft: DraftPlan | None = None,
+    *,
+    samples: bool = True,
 ) -> int:
     """As many blocks as `--gpu-memory-utilization` leaves room for. ConfigError when that is less than two.
 
-    Steps that are recorded as graphs have memory of their own, as much as one of the largest.
+    Steps that are recorded as graphs have memory of their own, as much as one of the largest. A `draft` model is not
+    loaded yet.
     """
     per_block = block_bytes(model.config, config.block_tokens, kv_dtype)
     free, total = memory.free_and_total()
@@ -77,6 +85,8 @@ def blocks_left(
     records = isinstance(config, DecodeWorkerConfig) and config.cuda_graphs
     steps = (peak - num_tried * per_block) * (2 if records else 1)
     room = min(int(config.gpu_memory_utilization * total) - memory.used(), free) - steps
+    if draft is not None:
+        room, per_block = room - draft.weight_bytes, per_block + draft.block_bytes
     num_blocks = room // per_block
     log.info(
         "memory of %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB are for KV",

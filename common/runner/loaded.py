@@ -21,6 +21,7 @@ from common.model.load import load_model, load_score, open_model
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 from common.model_files.task import GENERATES, ServedTask, served_task
+from common.runner.draft_model import DraftModel, DraftPlan
 from common.runner.kernel_check import check_model_kernels
 from common.runner.kv_memory import CUDAMemory, blocks_left
 from common.runner.runner import ModelRunner, RunnableModel
@@ -51,6 +52,8 @@ class LoadedModel:
     adapters: AdapterBank | None = None
     score: torch.Tensor | None = None
     """The head of a model that scores, float32 [labels, hidden_size]."""
+    draft: DraftModel | None = None
+    """What a decode worker drafts with. Nothing of it leaves the worker, so the fingerprint does not cover it."""
 
     @property
     def precision(self) -> str:
@@ -99,12 +102,19 @@ class LoadedModel:
             raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
         dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
         options = {"dtype": dtype, "device": config.device, "quantization": config.quantization}
+        plan = None
+        if isinstance(config, DecodeWorkerConfig) and config.draft_model:
+            plan = DraftPlan.of(files, config, dtype)
         loaded = cls.of(
             lambda: load_model(files, **options, with_head=task.generates),
             files,
             config,
             task=task,
+            draft=plan,
         )
+        if plan is not None and isinstance(config, DecodeWorkerConfig):
+            make = runner_of(config)
+            return replace(loaded, draft=plan.load(config, loaded.kv.num_blocks, make))
         return replace(loaded, score=load_score(files, task.answers, config.device)) if task.name == "score" else loaded
 
     @classmethod
@@ -115,10 +125,12 @@ class LoadedModel:
         config: WorkerConfig,
         make_runner: Callable[[KVCache], ModelRunner] | None = None,
         task: ServedTask = GENERATES,
+        draft: DraftPlan | None = None,
     ) -> LoadedModel:
         """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
 
-        A `make_runner` makes what runs it, in place of the runner of this device.
+        A `make_runner` makes what runs it, in place of the runner of this device. A `draft` model has as many KV blocks, in
+        the same memory.
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
@@ -128,7 +140,7 @@ class LoadedModel:
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_size = config.block_tokens
-        num_blocks = num_kv_blocks(model, config, kv_dtype, samples=task.generates)
+        num_blocks = num_kv_blocks(model, config, kv_dtype, draft, samples=task.generates)
         longest = Window(shape.window, block_size).longest(num_blocks, shape.max_model_len)
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
@@ -148,7 +160,7 @@ class LoadedModel:
         )
         if config.kernel_check and make_runner is None:
             check_model_kernels(model, kv, samples=task.generates)
-        make = make_runner or (lambda kv: decode_graphs(model, kv, config) or ModelRunner(model, kv))
+        make = make_runner or (lambda kv: runner_of(config)(model, kv))
         runner = warmed_up(lambda: make(kv), config, samples=task.generates)
         return cls(
             files.model_id,
@@ -167,13 +179,17 @@ class LoadedModel:
         )
 
 
-def num_kv_blocks(model: RunnableModel, config: WorkerConfig, kv_dtype: str, *, samples: bool) -> int:
+def num_kv_blocks(
+    model: RunnableModel, config: WorkerConfig, kv_dtype: str, draft: DraftPlan | None = None, *, samples: bool
+) -> int:
     """The size of the cache, by the settings or by what a GPU has left. ConfigError where two blocks do not fit."""
     if config.num_blocks:
         return config.num_blocks
     if not config.kv_gib:
-        return blocks_left(model, config, kv_dtype, CUDAMemory(torch.device(config.device)), samples=samples)
+        memory = CUDAMemory(torch.device(config.device))
+        return blocks_left(model, config, kv_dtype, memory, draft, samples=samples)
     per_block = block_bytes(model.config, config.block_tokens, kv_dtype)
+    per_block += draft.block_bytes if draft is not None else 0
     num_blocks = int(config.kv_gib * GIB / per_block)
     if num_blocks < 2:
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least {2 * per_block / GIB:.4f} GiB")
@@ -198,6 +214,11 @@ def bank_of(model: RunnableModel, config: WorkerConfig) -> AdapterBank | None:
     if not isinstance(model, Decoder):
         raise ConfigError("max_loras", config.lora_places, "0: this model takes no adapters")
     return AdapterBank(model, max_loras=config.lora_places, max_rank=config.max_lora_rank)
+
+
+def runner_of(config: WorkerConfig) -> Callable[[RunnableModel, KVCache], ModelRunner]:
+    """Makes what runs a model on a worker with these settings."""
+    return lambda model, kv: decode_graphs(model, kv, config) or ModelRunner(model, kv)
 
 
 def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:

@@ -64,6 +64,12 @@ class Sampler:
             token_ids = self._draw(logits, rows).tolist()
             return [self._finish(logits[i], row, token_ids[i]) for i, row in enumerate(rows)]
 
+    def draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """The token ids that `sample` would give, without their log-probabilities."""
+        with on_device(logits.device), torch.inference_mode():
+            ids: list[int] = self._draw(logits.float(), rows).tolist()
+            return ids
+
     def can_launch(self, rows: Sequence[SamplingRow]) -> bool:
         """Whether `launch` serves these rows: nothing about them needs their earlier tokens or log-probabilities."""
         return all(row.params.logprobs < 0 and not _adjusts(row) and not _is_held(row) for row in rows)

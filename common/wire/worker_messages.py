@@ -135,7 +135,8 @@ class BlockSnapshot(Message, frozen=True, tag=26):
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
     """Durations of one request on one worker, in seconds; a phase that did not happen is 0.
 
-    Its KV came in `transfer_bytes` bytes, as they crossed.
+    Its KV came in `transfer_bytes` bytes, as they crossed. Tokens were drafted for it `num_drafts` times,
+    `num_draft_tokens` in all; `accepted_places[i]` of the drafts had an accepted token in place i.
     """
 
     queue_s: Finite = 0.0
@@ -146,6 +147,9 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
     decode_s: Finite = 0.0
     num_preemptions: Count = 0
     transfer_bytes: Count = 0
+    num_drafts: Count = 0
+    num_draft_tokens: Count = 0
+    accepted_places: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -73,7 +73,8 @@ class EngineStatus:
 
     `batch_cap` requests run side by side at most, and `step_tokens` prompt tokens are computed in one step, as things
     are.
-    `num_adapters` take a place; requests that use one run or wait, by its digest.
+    `num_adapters` take a place; requests that use one run or wait, by its digest. A draft model has `draft_blocks`, and
+    has computed for `draft_seconds`.
     `serials`: by router, the largest serial of a request that the snapshot counts. `at`: when it was published.
     """
 
@@ -98,6 +99,8 @@ class EngineStatus:
     num_adapters: int = 0
     adapters_running: Mapping[str, int] = field(default_factory=dict)
     adapters_waiting: Mapping[str, int] = field(default_factory=dict)
+    draft_blocks: BlockCounts = BlockCounts(0, 0, 0)
+    draft_seconds: float = 0.0
     at: float = 0.0
 
     def waiting_left_s(self, now: float) -> float:

@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
+from common.observe.draft_metrics import DraftMetrics
 from common.observe.families import Families
 from common.worker.engine import EngineStatus
 from common.worker.scaling import DecodeLoad, active_requests, backlog_s, pressure, unblocked_share
@@ -20,6 +21,7 @@ SECONDS = (
 )
 """vLLM's buckets, and finer ones below theirs."""
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+DRAFT_KINDS = ("ngram", "grammar", "model")
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
 
 
@@ -53,6 +55,11 @@ class _StatusCollector(Collector):
         yield from self._scaling(status, usage)
         states = ((("free",), blocks.free), (("cached",), blocks.cached), (("owned",), blocks.owned))
         yield gauge("diptych_kv_blocks", "KV blocks by state", states, ("state",))
+        if status.draft_blocks.total:
+            drafts = status.draft_blocks
+            states = ((("free",), drafts.free), (("cached",), drafts.cached), (("owned",), drafts.owned))
+            yield gauge("diptych_draft_kv_blocks", "Blocks of the draft model's KV by state", states, ("state",))
+            yield counter("diptych_draft_model_seconds", "Seconds that the draft model computed", status.draft_seconds)
         dropped, refused = status.num_dropped_frames, status.num_refused_connections
         yield counter("diptych_frames_dropped", "Frames that were not valid, or came too late", dropped)
         yield counter("diptych_connections_refused", "Connections with a key not authorised", refused)
@@ -109,9 +116,7 @@ class WorkerMetrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed or received")
         self.computed_tokens = counter("diptych_prompt_tokens_computed", "Prompt tokens whose KV this worker computed")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
-        self.drafts = counter("vllm:spec_decode_num_drafts", "Times that an answer's next tokens were drafted")
-        self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted and checked")
-        self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Tokens drafted and accepted")
+        self.drafts = DraftMetrics(self.registry, self._labels, DRAFT_KINDS)
         self.preemptions = counter("vllm:num_preemptions", "Sequences that lost their blocks and were recomputed")
         self._finished = self._labelled(
             "vllm:request_success", "Requests finished on this worker, by reason", "finished_reason"

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
+from common.observe.draft_metrics import DraftMetrics
 from common.worker.metrics import SECONDS, SHORT_SECONDS
 from router.admission.load import DispatchLoad
 from router.observe.batch_metrics import BatchMetrics
@@ -69,6 +70,7 @@ class RouterMetrics:
         self.tpot_ratio = histogram(
             "diptych_tpot_prediction_ratio", "Mean time of a later token, over what was predicted for it", RATIOS
         )
+        self._drafts = DraftMetrics(self.registry, self._labels)
         self._add_counters()
         if front is None:
             self._add_front()
@@ -234,6 +236,7 @@ class RouterMetrics:
         if choice.num_tokens > 1:
             self.per_output_token.observe(decode_s / (choice.num_tokens - 1))
         if line is not None:
+            self._drafts.count(line.drafts.num_drafts, line.drafts.num_tokens, line.drafts.accepted)
             self.queue.observe(line.queue_s)
             self.prefill.observe(line.prefill_s)
             self.decode.observe(line.decode_s or decode_s)

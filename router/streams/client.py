@@ -78,6 +78,19 @@ ANYONE = Caller()
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Tokens were drafted `num_drafts` times, `num_tokens` in all; `accepted[i]` drafts had place i accepted."""
+
+    num_drafts: int = 0
+    num_tokens: int = 0
+    accepted: tuple[int, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted)
+
+
+@dataclass(frozen=True, slots=True)
 class RequestTimeline:
     """A request's life inside the pools; durations in seconds, 0 for a phase that did not happen.
 
@@ -86,7 +99,7 @@ class RequestTimeline:
 
     `num_attempts` is 1 when nothing failed. A local prefill has an empty `prefill_worker`; a request that never
     needed a decode worker an empty `decode_worker`. `forecast` is that of its latest place. The KV that came
-    to the decode worker crossed in `transfer_bytes` bytes.
+    to the decode worker crossed in `transfer_bytes` bytes. `drafts` are those of all its decode workers.
     """
 
     prefill_worker: str = ""
@@ -101,6 +114,7 @@ class RequestTimeline:
     decode_s: float = 0.0
     forecast: Forecast = Forecast()
     transfer_bytes: int = 0
+    drafts: DraftCounts = DraftCounts()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

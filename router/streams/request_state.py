@@ -18,6 +18,7 @@ from router.streams.client import GenerationRequest, RequestTimeline, TokenEvent
 from router.streams.known_hashes import KnownHashes
 from router.streams.prompt import Prompt
 from router.streams.stream import TokenStream
+from router.streams.timelines import added, drafts_of
 
 MIN_PROGRESS = 4
 """Output tokens that count as progress after a move: a prefill worker alone makes one each time."""
@@ -284,11 +285,7 @@ class RequestState:
 
     def unassign(self, assignment: Assignment) -> None:
         """End the worker's part; the time that it spent decoding still counts."""
-        spent = assignment.timeline
-        self._past = Timeline(
-            decode_s=self._past.decode_s + spent.decode_s,
-            num_preemptions=self._past.num_preemptions + spent.num_preemptions,
-        )
+        self._past = added(self._past, assignment.timeline)
         self._names[assignment.role] = ""
         if assignment is self.prefill:
             self.prefill = None
@@ -392,6 +389,7 @@ class RequestState:
             decode_s=self._past.decode_s + decode.decode_s,
             forecast=self.forecast,
             transfer_bytes=decode.transfer_bytes,
+            drafts=drafts_of(added(self._past, decode)),
         )
         return self._timeline
 

@@ -44,8 +44,11 @@ from common.wire.messages import (
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
-from decode_worker.engine import DecodeEngine, DecodeLimits
+from decode_worker.drafting.draft_cache import DraftCache
+from decode_worker.drafting.drafter import Drafter
+from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers
+from decode_worker.limits import DecodeLimits
 from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
 
@@ -191,6 +194,14 @@ def make_rig() -> Iterator[Callable[..., ReceiverRig]]:
     yield from made(ReceiverRig)
 
 
+def drafter_of(draft: Decoder, sampler: Sampler, num_blocks: int) -> Drafter:
+    """Whose own steps seem to cost nothing."""
+    kv = KVCache(draft.config, num_blocks, 16, "float32")
+    drafter = Drafter(ModelRunner(draft, kv), sampler, DraftCache(num_blocks, 16))
+    drafter.costs.seconds = lambda num_rows: 0.0  # type: ignore[method-assign]
+    return drafter
+
+
 class EngineRig(RouterSide):
     """A decode engine over a tiny real model, and `peer`, a prefill worker's socket with the true KV of any prompt.
 
@@ -216,8 +227,13 @@ class EngineRig(RouterSide):
         slo_tpot_s: float = 0.0,
         disk: Path | None = None,
         lends: bool = False,
+        draft: Decoder | None = None,
+        num_draft_blocks: int = 64,
     ) -> None:
-        """Blocks are kept in a file at `disk`, too. With `lends` other engines may copy them, and this one theirs."""
+        """Blocks are kept in a file at `disk`, too. With `lends` other engines may copy them, and this one theirs.
+
+        A `draft` model drafts.
+        """
         self.model, self.eos = model, eos
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -231,6 +247,7 @@ class EngineRig(RouterSide):
         pool, notify = BlockPool(num_blocks, 16), lambda event: self.engine.notify(event)
         self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify)
         self.caches = peer_caches(self.context, self.kv, pool, notify, (worker_id, 7)) if lends else None
+        self.drafter = None if draft is None else drafter_of(draft, sampler, num_draft_blocks)
         self.engine = DecodeEngine(
             self.sent.extend,
             EngineConfig(identity=(worker_id, 7), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
@@ -256,6 +273,7 @@ class EngineRig(RouterSide):
             grammars=self.grammars,
             tiers=self.tiers,
             peers=self.caches,
+            drafter=self.drafter,
         )
         self.receiver.start()
         self.sender.start()
@@ -387,6 +405,7 @@ class EngineRig(RouterSide):
             peer.socket.close()
         self.context.term()
         assert self.engine.check_integrity().owned == 0
+        assert self.drafter is None or self.drafter.cache.check_integrity().owned == 0
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from prometheus_client import Counter
 
 from decode_worker import speculation
-from decode_worker.draft_tokens import LONGEST_MATCH, NOTHING, Draft
+from decode_worker.drafting.draft_tokens import LONGEST_MATCH, NOTHING, Draft
 
 Rig = Any  # EngineRig of conftest, which other modules cannot import
 
@@ -43,7 +44,13 @@ def counted(rig: Rig) -> dict[str, int]:
     counters = {
         "steps": metrics.steps,
         "tokens": metrics.generation_tokens,
-        "drafted": metrics.draft_tokens,
-        "right": metrics.accepted_tokens,
+        "drafted": metrics.drafts.tokens,
+        "right": metrics.drafts.accepted,
     }
-    return {name: int(counter._value.get()) for name, counter in counters.items()}
+    return {name: int(total(counter)) for name, counter in counters.items()}
+
+
+def total(counter: Counter) -> float:
+    """The sum of a counter's series."""
+    samples = (sample for family in counter.collect() for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))

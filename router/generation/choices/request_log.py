@@ -2,7 +2,8 @@
 
 12:00:01.250 INFO    router  request  request_id=9d1c path=/v1/completions status=200 key=alice id=cmpl-7f prompt=1900
     cached=1024 output=64 finish=length ttft_ms=93.1 queue_ms=2.1 prefill_ms=80.2 transfer_ms=9.7 exposed_ms=1.2
-    decode_ms=812 prefill_worker=prefill-0 decode_worker=decode-1 attempts=1 preemptions=0 total_ms=907
+    decode_ms=812 prefill_worker=prefill-0 decode_worker=decode-1 attempts=1 preemptions=0 drafted=30 accepted=21
+    total_ms=907
 """
 
 from __future__ import annotations
@@ -127,9 +128,18 @@ def _phases(record: RequestRecord) -> dict[str, object]:
                 "decode_worker": line.decode_worker or "none",
                 "attempts": line.num_attempts,
                 "preemptions": line.num_preemptions,
+                **_drafts(record),
                 **_predicted(line.forecast),
             }
     return {}
+
+
+def _drafts(record: RequestRecord) -> dict[str, object]:
+    """Draft tokens of all choices; nothing where there were none."""
+    drafts = [choice.timeline.drafts for choice in record.choices if choice.timeline is not None]
+    if not (num_tokens := sum(each.num_tokens for each in drafts)):
+        return {}
+    return {"drafted": num_tokens, "accepted": sum(each.num_accepted for each in drafts)}
 
 
 def _predicted(forecast: Forecast) -> dict[str, object]:

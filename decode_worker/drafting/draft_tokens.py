@@ -13,7 +13,7 @@ many were accepted recently and by the time that rows take.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,11 @@ LONGEST_MATCH = 16
 """Tokens before a place that are compared."""
 FORCED = LONGEST_MATCH + 1
 """The kind of a draft token that a grammar forces, beside the lengths of matches."""
+MODEL, MODEL_PLACES = FORCED + 1, 8
+"""The kind of the first token that a draft model drafts; the next ones are of the kinds behind it, the last for all
+further places."""
+MODEL_AT_FIRST = 0.8
+"""How often a draft model's token is taken to be accepted, if all before it are, while little is known."""
 LOOKED_THROUGH = 32_768
 """Tokens back from the end that are searched."""
 LOOKED_AT = 1024
@@ -44,8 +49,41 @@ class Draft:
         """Its first `count` tokens."""
         return Draft(self.token_ids[:count], self.unseen, self.kinds[: len(self.unseen) + count])
 
+    @property
+    def source(self) -> str:
+        """Where it comes from, as metrics name it."""
+        kind = self.kinds[0] if self.kinds else 0
+        return "model" if kind >= MODEL else "grammar" if kind == FORCED else "ngram"
+
 
 NOTHING = Draft()
+
+
+def of_model(token_ids: tuple[int, ...]) -> Draft:
+    """What a draft model drafted."""
+    return Draft(token_ids, (), model_kinds(len(token_ids)))
+
+
+def model_kinds(count: int) -> tuple[int, ...]:
+    """The kinds of a draft model's first `count` tokens."""
+    return tuple(MODEL + min(place, MODEL_PLACES - 1) for place in range(count))
+
+
+@dataclass(slots=True)
+class DraftTally:
+    """The drafts of one sequence; `accepted[i]` of them had an accepted token in place i."""
+
+    num_drafts: int = 0
+    num_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, num_tokens: int, num_accepted: int) -> None:
+        """A draft of so many tokens was checked."""
+        self.num_drafts += 1
+        self.num_tokens += num_tokens
+        self.accepted += [0] * (num_accepted - len(self.accepted))
+        for place in range(num_accepted):
+            self.accepted[place] += 1
 
 
 class Lookup:
@@ -98,18 +136,21 @@ class HitRates:
     SMOOTHING = 0.05
     FORGETTING = 0.002
     """Rates drift back to their start, so that after a few hundred draft tokens a kind is tried again."""
+    MODEL_FORGETTING = 0.0005
+    """A draft model that is tried again may first have to catch up with a whole text: after a thousand steps or so."""
 
     def __init__(self) -> None:
-        self._at_first = [1.0 - 1.0 / (2.0 + 0.5 * match) for match in range(LONGEST_MATCH + 1)] + [0.95]
+        matches = [1.0 - 1.0 / (2.0 + 0.5 * match) for match in range(LONGEST_MATCH + 1)]
+        self._at_first = [*matches, 0.95, *(MODEL_AT_FIRST,) * MODEL_PLACES]
         self._rates = list(self._at_first)
 
     def chances(self, draft: Draft) -> list[float]:
         """For each token of `draft`, the probability that it and all tokens before it are accepted."""
-        chance, chances = 1.0, []
-        for kind in draft.kinds:
-            chance *= self._rates[kind]
-            chances.append(chance)
-        return chances[len(draft.unseen) :]
+        return self._chances(draft.kinds)[len(draft.unseen) :]
+
+    def of_model(self, count: int) -> list[float]:
+        """The same for `count` tokens that a draft model would draft."""
+        return self._chances(model_kinds(count))
 
     def learn(self, draft: Draft, token_ids: Sequence[int]) -> None:
         """`token_ids` are the sampled tokens, from the first of `draft.unseen` on."""
@@ -118,8 +159,22 @@ class HitRates:
             self._rates[kind] += self.SMOOTHING * ((drafted == real) - self._rates[kind])
             if drafted != real:
                 break
-        for kind, at_first in enumerate(self._at_first):
-            self._rates[kind] += self.FORGETTING * (at_first - self._rates[kind])
+        self._forget(0, self.FORGETTING)
+
+    def forget_model(self) -> None:
+        """A step passed in which the draft model did not seem to pay: it is tried again some day."""
+        self._forget(MODEL, self.MODEL_FORGETTING)
+
+    def _chances(self, kinds: Sequence[int]) -> list[float]:
+        chance, chances = 1.0, []
+        for kind in kinds:
+            chance *= self._rates[kind]
+            chances.append(chance)
+        return chances
+
+    def _forget(self, first: int, share: float) -> None:
+        for kind in range(first, len(self._rates)):
+            self._rates[kind] += share * (self._at_first[kind] - self._rates[kind])
 
 
 def num_accepted(draft: Draft, sampled: Sequence[int]) -> int:

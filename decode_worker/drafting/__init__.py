@@ -1,0 +1,1 @@
+"""Draft tokens from a second, smaller model."""

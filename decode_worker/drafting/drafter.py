@@ -1,0 +1,164 @@
+"""Runs a draft model: the next tokens that it would say of some sequences, and the KV that it lacks for that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from common.model.batch import SequenceChunk
+from common.observe.ewma import Ewma
+from common.runner.runner import ModelRunner
+from common.sampling.sampler import Sampler
+from decode_worker.drafting.draft_cache import DraftCache
+from decode_worker.drafting.row_costs import RowCosts
+
+if TYPE_CHECKING:
+    from decode_worker.rules import DecodeRules
+    from decode_worker.sequence import DecodeSequence
+
+MOST_BEHIND = 8
+"""Tokens of a sequence that may lack draft KV when it drafts: they are rows of the first draft step."""
+SMOOTHING = 0.1
+"""The share of one more chunk in the time that a token takes to catch up with."""
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """The draft of one sequence, as far as it is known: at most `limit` tokens. Its draft KV is in `blocks`."""
+
+    sequence: DecodeSequence
+    limit: int
+    blocks: Sequence[int]
+    first: int
+    """The first token that has no draft KV yet."""
+    token_ids: list[int] = field(default_factory=list)
+
+    def next_chunks(self) -> list[SequenceChunk]:
+        """What to run for one more token, each token as a chunk of its own: recorded steps know no others."""
+        known = self.sequence.token_ids
+        if not self.token_ids:
+            places = range(self.first, len(known))
+            return [SequenceChunk((known[place],), place, self.blocks) for place in places]
+        return [SequenceChunk((self.token_ids[-1],), len(known) + len(self.token_ids) - 1, self.blocks)]
+
+
+class Drafter:
+    """A draft model and its KV. Belongs to the engine's thread; no step may be in flight while it computes.
+
+    A draft token is drawn from the draft model's logits exactly as the token itself will be drawn from the model's:
+    with the same parameters, penalties, bans and grammar, and the same noise of (seed, position).
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        cache: DraftCache,
+        *,
+        step_s: float = 0.0,
+        token_s: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """While it was loaded a step of one row took `step_s`, a token of a small chunk `token_s`; 0: not known."""
+        self.cache, self.costs = cache, RowCosts()
+        if step_s:
+            self.costs.add(1, step_s)
+        self._runner, self._sampler, self._clock = runner, sampler, clock
+        self._token_s = Ewma(SMOOTHING, token_s or None)
+        self._foreign: set[DecodeSequence] = set()
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that a token takes to catch up with; 0 while nothing is known."""
+        return self._token_s.value
+
+    def is_ready(self, sequence: DecodeSequence) -> bool:
+        """Whether it can draft for the sequence right away."""
+        return sequence not in self._foreign and self.cache.num_behind(sequence) <= MOST_BEHIND
+
+    def num_behind(self, sequence: DecodeSequence) -> int:
+        """How many tokens of the sequence it has to catch up with before it can draft; 0 if it is ready or never is."""
+        return 0 if self.is_ready(sequence) or sequence in self._foreign else self.cache.num_behind(sequence)
+
+    def catch_up(self, sequence: DecodeSequence, most_tokens: int) -> int:
+        """Compute draft KV of the sequence's next tokens: of how many, 0 while there is no room."""
+        start = sequence.num_tokens - self.cache.num_behind(sequence)
+        end = min(start + most_tokens, sequence.num_tokens - 1)
+        if end <= start or not self._knows(sequence, start, end):
+            return 0
+        held = self.cache.take(sequence, end)
+        if held is None:
+            return 0
+        began = self._clock()
+        self._runner.forward([SequenceChunk(sequence.token_ids[start:end], start, held.blocks, sample=False)])
+        self._runner.wait()
+        self._token_s.observe((self._clock() - began) / (end - start))
+        self.cache.computed(sequence, end)
+        return end - start
+
+    def draft(
+        self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
+    ) -> dict[DecodeSequence, tuple[int, ...]]:
+        """Up to so many tokens behind each of these sequences, all of whose tokens are known. Some may get none."""
+        chains = [chain for sequence, limit in wanted if (chain := self._chain(sequence, limit)) is not None]
+        active = chains
+        while active:
+            began = self._clock()
+            chunks = [each.next_chunks() for each in active]
+            logits = self._last_logits(chunks)
+            drawn = self._sampler.draw(logits, [rules.row(each.sequence, tuple(each.token_ids)) for each in active])
+            for chain, token_id in zip(active, drawn, strict=True):
+                chain.token_ids.append(token_id)
+            self.costs.add(sum(map(len, chunks)), self._clock() - began)
+            active = [
+                each
+                for each in active
+                if len(each.token_ids) < each.limit and not rules.may_end(each.sequence, each.token_ids[-1])
+            ]
+        for chain in chains:
+            *known, last = chain.sequence.token_ids
+            self.cache.computed(chain.sequence, len(known), [last, *chain.token_ids[:-1]])
+        return {chain.sequence: tuple(chain.token_ids) for chain in chains}
+
+    def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
+        """Forget sequences that are not here any more."""
+        self.cache.retain(is_here)
+        self._foreign = {each for each in self._foreign if is_here(each)}
+
+    def _chain(self, sequence: DecodeSequence, limit: int) -> _Chain | None:
+        first = sequence.num_tokens - self.cache.num_behind(sequence)
+        end = sequence.num_tokens + limit - 1  # the last draft token is not run
+        if limit < 1 or not self._knows(sequence, first, end):
+            return None
+        held = self.cache.take(sequence, end)
+        return None if held is None else _Chain(sequence, limit, held.blocks, first)
+
+    def _knows(self, sequence: DecodeSequence, start: int, end: int) -> bool:
+        """Whether `end` tokens are not too many for the draft model, and those from `start` on are in its table.
+
+        The tables of two sizes of one model may differ by some rows at the end.
+        """
+        config = self._runner.model.config
+        if end <= config.max_model_len and max(sequence.token_ids[start:]) < config.vocab_size:
+            return True
+        self._foreign.add(sequence)
+        return False
+
+    def _last_logits(self, chunks: Sequence[Sequence[SequenceChunk]]) -> Tensor:
+        """Logits [len(chunks), vocab_size of the model] behind the last chunk of each sequence."""
+        logits = self._runner.forward([chunk for each in chunks for chunk in each])
+        if len(logits) != len(chunks):
+            ends, at = [], -1
+            for each in chunks:
+                at += len(each)
+                ends.append(at)
+            logits = logits[torch.tensor(ends, device=logits.device)]
+        missing = self._sampler.vocab_size - logits.shape[1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[:, : self._sampler.vocab_size]

@@ -1,0 +1,87 @@
+"""What the rows of a step cost, measured while serving, and how many draft tokens are worth that. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from common.requests.token_goal import TokenGoal
+
+LEAST_CHANCE = 0.1
+"""Of acceptance, for a draft token to be considered."""
+LEAST_GAIN = 1.05
+"""In tokens a second, for draft tokens to pay: the step behind them is not launched ahead."""
+SLOWEST = 1.5
+"""A step may take so many times as long with draft tokens: sequences without any wait as long, too. With a goal for the
+time of a token, a step that would keep it may take as long as that allows."""
+NO_GOAL = TokenGoal()
+
+
+class RowCosts:
+    """The time that decode steps take, by their number of rows. Rows beyond the largest known step count as free."""
+
+    SMOOTHING = 0.1
+    FORGETTING = 0.002
+    """Larger sizes drift towards smaller ones, so that a slow size is tried again after a few hundred steps."""
+    RELAXING = 0.0005
+    LARGEST_JUMP = 2.0
+    """A step that takes more times as long was held up by something else."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._seconds: list[float] = []
+
+    def add(self, num_rows: int, step_s: float) -> None:
+        at = bisect_left(self._sizes, num_rows)
+        if at == len(self._sizes) or self._sizes[at] != num_rows:
+            expected = self.seconds(num_rows) or step_s
+            self._sizes.insert(at, num_rows)
+            self._seconds.insert(at, min(step_s, self.LARGEST_JUMP * expected))
+        known = self._seconds[at]
+        self._seconds[at] += self.SMOOTHING * (min(step_s, self.LARGEST_JUMP * known) - known)
+        for larger in range(at + 1, len(self._sizes)):
+            self._seconds[larger] += self.FORGETTING * (self._seconds[at] - self._seconds[larger])
+
+    def relax(self) -> None:
+        """A step was not run because it seemed to cost too much: it is tried again some day."""
+        self._seconds = [(1.0 - self.RELAXING) * seconds for seconds in self._seconds]
+
+    def seconds(self, num_rows: int) -> float:
+        """The expected time of a step of so many rows; 0 before the first step."""
+        at = bisect_left(self._sizes, num_rows)
+        if at < len(self._sizes) and (self._sizes[at] == num_rows or not at):
+            return self._seconds[at]
+        if at == len(self._sizes):
+            return self._seconds[-1] if at else 0.0
+        (low, high), (fast, slow) = self._sizes[at - 1 : at + 1], self._seconds[at - 1 : at + 1]
+        return fast + (slow - fast) * (num_rows - low) / (high - low)
+
+    def rate(self, num_rows: int, chances: Sequence[float]) -> float:
+        """Tokens a second of a step with these draft tokens, beside those that are certain."""
+        return (num_rows + sum(chances)) / max(1e-9, self.seconds(num_rows + len(chances)))
+
+    def worthwhile(
+        self, num_rows: int, chances: Sequence[float], goal: TokenGoal = NO_GOAL, patience: float = 1.0
+    ) -> int:
+        """How many draft tokens with these chances of acceptance, best first, bring the most tokens a second.
+
+        `patience`: each sequence of the step is expected to get so many tokens by it, and waits for them accordingly.
+        """
+        plain = self.seconds(num_rows)
+        if not plain:
+            return 0
+        longest_s = patience * longest(plain, goal)
+        count, tokens, best = 0, float(num_rows), LEAST_GAIN * num_rows / plain
+        for extra, chance in enumerate(chances, 1):
+            tokens += chance
+            seconds = self.seconds(num_rows + extra)
+            if seconds > longest_s:
+                break
+            if tokens / seconds > best:
+                count, best = extra, tokens / seconds
+        return count
+
+
+def longest(plain_s: float, goal: TokenGoal) -> float:
+    """How long a step with draft tokens may take, which takes `plain_s` without."""
+    return goal.limit_s if goal.is_set and plain_s <= goal.limit_s else SLOWEST * plain_s
