@@ -179,3 +179,12 @@ def test_a_budget_that_lets_no_pod_go_is_refused(helm4: Path, role: str, part: d
 def test_a_budget_that_lets_some_go_is_made(helm4: Path) -> None:
     over = {"workers": {"replicas": 3, "pdb": {"minAvailable": 2}}, "router": {"replicas": 0}}
     assert render(helm4, over=over).named("PodDisruptionBudget", DECODE)["spec"]["minAvailable"] == 2
+
+
+def test_a_worker_may_change_nothing_of_its_pod_but_the_cost(helm4: Path) -> None:
+    """A finalizer keeps a pod for ever, an owner reference has it deleted with something else."""
+    (policy,) = render(helm4, over={"podDeletionCost": {"enabled": True}}).of("ValidatingAdmissionPolicy")
+    rules = " ".join(rule["expression"] for rule in policy["spec"]["validations"])
+    for part in ("metadata.finalizers", "metadata.ownerReferences", "metadata.labels"):
+        assert f"(has(object.{part}) ? object.{part}" in rules and f"(has(oldObject.{part}) ? oldObject.{part}" in rules
+    assert "object.spec == oldObject.spec" in rules and "variables.after.all" in rules

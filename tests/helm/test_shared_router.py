@@ -33,7 +33,7 @@ def model(name: str, **over: Any) -> Model:
 
 def values(*models: Model, splits: tuple[dict[str, Any], ...] = (), **over: Any) -> dict[str, Any]:
     """A release with a shared router and a decode pool for each model."""
-    pools = {"default": None} | {name: {} for name, _ in models}
+    pools: dict[str, Any] = {"default": None} | {name: {} for name, _ in models}
     base = {"models": dict(models), "sharedRouter": {"enabled": True, "splits": list(splits)}}
     return base | {"prefill": {"pools": {"default": None}}, "decode": {"pools": pools}} | over
 
