@@ -129,8 +129,8 @@ class LoadedModel:
     ) -> LoadedModel:
         """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
 
-        A `make_runner` makes what runs it, in place of the runner of this device. A `draft` model has as many KV blocks, in
-        the same memory.
+        A `make_runner` makes what runs it, in place of the runner of this device. A `draft` model has as many KV
+        blocks, in the same memory.
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)

@@ -22,12 +22,16 @@ STATES = (*(str(state) for state in WorkerState), "withheld")
 @dataclass(frozen=True, slots=True)
 class Demand:
     """`held`: sequences that find no worker, by role; `backlog_s`: seconds of prompts for one prefill worker;
-    `pressure`: load in decode workers; `workers`: workers by role and state."""
+    `pressure`: load in decode workers; `workers`: workers by role and state. `num_running` and `num_waiting`: sequences
+    of all ready workers, and those that wait here; `kv_usage`: share of the ready decode workers' blocks in use."""
 
     held: Mapping[str, int]
     backlog_s: float
     pressure: float
     workers: Mapping[tuple[str, str], int]
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
 
 
 @dataclass(slots=True)
@@ -58,6 +62,9 @@ class DemandMeter:
             self._backlog_s(queue, workers),
             sum(pressure(_decode_work(worker), slo_s) for worker in decode),
             _by_state(workers),
+            sum(worker.beat.num_running for worker in ready if worker.beat),
+            len(queue) + sum(worker.beat.num_waiting for worker in ready if worker.beat),
+            _pool_usage(decode),
         )
 
     def _num_without_prefill(self, states: Iterable[RequestState], ready: Collection[Worker]) -> int:
@@ -90,6 +97,12 @@ class DemandMeter:
 def _kv_usage(worker: Worker) -> float:
     total = worker.hello.num_blocks if worker.hello else 0
     return worker.beat.num_owned_blocks / total if worker.beat and total else 0.0
+
+
+def _pool_usage(decode: Iterable[Worker]) -> float:
+    heard = [worker for worker in decode if worker.hello and worker.beat]
+    total = sum(worker.hello.num_blocks for worker in heard if worker.hello)
+    return sum(worker.beat.num_owned_blocks for worker in heard if worker.beat) / total if total else 0.0
 
 
 def _unblocked_share(worker: Worker) -> float:

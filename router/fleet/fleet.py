@@ -13,8 +13,10 @@ import zmq.asyncio
 
 from common.config import RouterConfig
 from common.wire.curve import Curve, warn_of_readers
+from common.wire.message_fields import Role
 from common.wire.messages import Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
 from router.discovery.endpoint import Endpoint
+from router.discovery.panic import believed
 from router.discovery.source import open_source
 from router.fleet.events import FleetEvent
 from router.fleet.lives import FleetListener, WorkerLives
@@ -86,6 +88,7 @@ class WorkerFleet:
         self._wanted = {
             worker.address: Endpoint(worker.home, worker.address) for worker in self.registry.workers.values()
         }
+        self._doubted: frozenset[Role] = frozenset()
         self._refused: set[str] = set()
         self._context: zmq.asyncio.Context | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -134,10 +137,15 @@ class WorkerFleet:
         """Take `endpoints` as all workers that exist.
 
         A missing worker gets no new work; what runs there goes on, and its connection closes once no request needs it.
+        Readiness that a whole role lacks is not believed.
         """
         if len(endpoints) > MAX_DISCOVERED:
             log.error("discovery found %d workers, the first %d are used", len(endpoints), MAX_DISCOVERED)
-        self._wanted = {endpoint.address: endpoint for endpoint in endpoints[:MAX_DISCOVERED]}
+        used, doubted = believed(endpoints[:MAX_DISCOVERED])
+        for role in doubted - self._doubted:
+            log.warning("no %s worker passes its readiness probe: until one does, their own heartbeats decide", role)
+        self._doubted = doubted
+        self._wanted = {endpoint.address: endpoint for endpoint in used}
         self._refused.clear()
         self._follow()
 

@@ -39,6 +39,10 @@ class PoolCollector(Collector):
         yield gauge("diptych_pool_backlog_seconds", "Seconds of prompts for one worker", backlog.items(), ("role",))
         yield gauge("diptych_pool_pressure", "Load in workers that it would fill", pressure.items(), ("role",))
         yield gauge("diptych_pool_workers", "Workers, by state", demand.workers.items(), ("role", "state"))
+        # For endpoint pickers, to which a router is the model server.
+        yield gauge("vllm:num_requests_running", "Sequences in the workers' running batches", demand.num_running)
+        yield gauge("vllm:num_requests_waiting", "Sequences waiting here or at workers", demand.num_waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of decode workers' blocks in use, 0 to 1", demand.kv_usage)
         yield gauge("diptych_unpaired_workers", "Ready workers without a partner", unpaired.items(), ("role",))
         if attained:
             yield gauge(

@@ -138,6 +138,24 @@ async def test_a_worker_that_is_not_to_be_used_is_known_and_gets_nothing(
     assert len(withheld.of(DecodeRequest)) == 1
 
 
+async def test_when_no_worker_passes_its_probe_their_own_heartbeats_decide(
+    cluster: Any, tools: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A control plane that lost the heartbeats of its nodes marks all pods unready, though every socket lives."""
+    dispatcher = await cluster.start(1, 2)
+    prefill, *decode = cluster.workers
+    ending = cluster.add("decode")
+    unready = listed(*decode, serving=False)
+    leaving = listed(ending, serving=False, terminating=True)
+    for _ in range(2):
+        dispatcher.fleet.reconcile(listed(prefill) + unready + leaving)
+    assert [is_ready(dispatcher, worker) for worker in (*decode, ending)] == [True, True, False]
+    assert len([line for line in caplog.messages if "no decode worker passes its readiness probe" in line]) == 1
+    await tools.collect(dispatcher, tools.request())
+    dispatcher.fleet.reconcile(listed(prefill, decode[0]) + listed(decode[1], serving=False))
+    assert [is_ready(dispatcher, worker) for worker in decode] == [True, False]
+
+
 async def test_a_request_waits_for_the_first_worker_there_ever_is(cluster: Any, tools: Any) -> None:
     dispatcher = await cluster.start(0, 0)
     assert dispatcher.ready == (False, "no decode worker is configured")

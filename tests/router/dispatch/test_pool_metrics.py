@@ -103,6 +103,22 @@ async def test_pressure_is_summed_over_decode_workers(cluster: Any, tools: Any) 
     await tools.until(lambda: scrape()["pool_pressure decode"] == 0)
 
 
+async def test_an_endpoint_picker_reads_the_pools_at_the_router(cluster: Any, tools: Any) -> None:
+    for role, running, waiting, owned in (("prefill", 2, 5, 900), ("decode", 7, 1, 400), ("decode", 3, 0, 100)):
+        cluster.add(role).beat |= {"num_running": running, "num_waiting": waiting, "num_owned_blocks": owned}
+    dispatcher = await cluster.start(0, 0)
+    scrape = Scraper(dispatcher)
+    assert (scrape()["vllm:num_requests_running"], scrape()["vllm:num_requests_waiting"]) == (12, 6)
+    assert scrape()["vllm:kv_cache_usage_perc"] == pytest.approx(500 / 2000)
+    dispatcher.fleet.reconcile([])
+    await tools.until(lambda: scrape()["vllm:num_requests_running"] == 0)
+    task = asyncio.create_task(tools.collect(dispatcher, tools.request()))
+    await tools.until(lambda: scrape()["vllm:num_requests_waiting"] == 1)
+    assert scrape()["vllm:kv_cache_usage_perc"] == 0
+    dispatcher.fleet.reconcile(listed(cluster.workers[1]))
+    await task
+
+
 async def test_a_full_decode_pool_asks_for_no_prefill_worker(cluster: Any, tools: Any) -> None:
     """Prompts that no decode worker takes wait in the router, and computed ones in the prefill worker's memory."""
     dispatcher = await cluster.start(1, 0)
