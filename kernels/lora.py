@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import WIDTH_MULTIPLE, NativeBackend, native_backend
+from kernels.cpu.backend import NativeBackend, native_backend
+from kernels.cpu.native_plan import WIDTH_MULTIPLE
 from kernels.cpu.packed import panel_size
 from kernels.cpu.recorder import NotRecordable, Slot
 from kernels.cpu.structs import LoraStruct

@@ -88,8 +88,8 @@ def places_of(config: ModelConfig, layer: int) -> dict[str, _Place]:
     if config.fused:
         places["self_attn.qkv_proj"] = _Place("qkv", hidden, inputs)
     else:
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        places |= {name: _Place("qkv", hidden, (part,)) for name, part in zip(names, inputs, strict=True)}
+        projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        places |= {name: _Place("qkv", hidden, (part,)) for name, part in zip(projections, inputs, strict=True)}
     if config.experts is not None and config.experts.layers[layer]:
         return places
     both = ((0, inner, False), (inner, inner, False))

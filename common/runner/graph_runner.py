@@ -100,7 +100,7 @@ class GraphRunner(ModelRunner):
             for chunk in chunks
         ):
             return False
-        return self._steps[size].plan.takes(chunk.start + 1 for chunk in chunks)
+        return self._steps[size, False].plan.takes(chunk.start + 1 for chunk in chunks)
 
     def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> Tensor:
         """Replay a step of `chunks`, which `replays` them: logits float32 [len(chunks), vocab_size], when it has run.

@@ -62,6 +62,8 @@ def checked_shape(model: RunnableModel, kv: KVCache, *, samples: bool) -> Checke
         qk_norm=config.qk_norm,
         device_kernels=on_device,
         quantised_wire=kv.dtype not in SMALL_DTYPES.values(),
+        latent_dim=config.latent_dim,
+        query_dim=0 if config.latent is None else config.latent.query_dim,
     )
 
 
@@ -69,11 +71,11 @@ def layer_rules(config: ModelConfig, device: torch.device) -> list[LayerRule]:
     """The last layer of each window."""
     random = torch.Generator().manual_seed(SEED)
     sinks = torch.randn(config.num_heads, generator=random).to(device) if config.sinks else None
+    rule = AttentionRule(
+        config.attention_scale, softcap=config.attention_softcap, sinks=sinks, latent_dim=config.latent_dim
+    )
     last = {window: layer for layer, window in enumerate(config.layer_windows)}
-    return [
-        LayerRule(layer, AttentionRule(config.attention_scale, window, config.attention_softcap, sinks))
-        for window, layer in last.items()
-    ]
+    return [LayerRule(layer, rule._replace(window=window)) for window, layer in last.items()]
 
 
 def gated_widths(config: ModelConfig) -> list[int]:
@@ -92,6 +94,6 @@ def expert_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]
         mlp = layer.mlp
         if isinstance(mlp, MixtureOfExperts) and mlp.experts.by_device:
             random = torch.Generator().manual_seed(SEED)
-            sizes = (mlp.per_token, model.config.hidden_size, model.config.activation)
+            sizes = (mlp.routing.per_token, model.config.hidden_size, model.config.activation)
             yield partial(experts_check, mlp.experts, *sizes, device, random)
             return

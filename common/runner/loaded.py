@@ -211,7 +211,7 @@ def bank_of(model: RunnableModel, config: WorkerConfig) -> AdapterBank | None:
     """Places for the adapters that the settings allow. Raises ConfigError for a model that takes none."""
     if not config.lora_places:
         return None
-    if not isinstance(model, Decoder):
+    if not isinstance(model, Decoder) or model.config.latent is not None:
         raise ConfigError("max_loras", config.lora_places, "0: this model takes no adapters")
     return AdapterBank(model, max_loras=config.lora_places, max_rank=config.max_lora_rank)
 

@@ -87,13 +87,16 @@ def placed(cache: PoisonedCache, kind: LayerRule, sizes: list[Size]) -> list[Que
 
 
 def values(cache: PoisonedCache, rows: int, count: int) -> Tensor:
-    """Keys and values float32 [count, kv_heads, 2, head_dim]; the first and the last `rows` values are larger."""
-    _, _, kv_heads, _, dim = cache.layout
-    made = torch.randn(count, kv_heads, 2, dim, generator=cache.random)
+    """Keys and values float32 [count, kv_heads, parts, head_dim]; the first and the last `rows` values are larger.
+
+    Latents, which are both, are larger there.
+    """
+    layout = cache.layout
+    made = torch.randn(count, layout.num_kv_heads, cache.parts, layout.head_dim, generator=cache.random)
     larger = max(1.0, (count / rows) ** 0.5 / 2)
     ends = torch.ones(count)
     ends[:rows] = ends[max(0, count - rows) :] = larger
-    made[:, :, 1] *= ends[:, None, None]
+    made[:, :, -1] *= ends[:, None, None]
     return made.to(cache.kv.device)
 
 
@@ -103,6 +106,7 @@ def words_of(shape: CheckedShape, kind: LayerRule, cache: PoisonedCache) -> str:
         f"layer {kind.layer}, {shape.num_heads} heads on {layout.num_kv_heads} of {layout.head_dim}",
         f"blocks of {layout.block_size} in {name(cache.kv.dtype)}, {name(shape.dtype)}",
     ]
+    parts += [f"latents of {rule.latent_dim}"] if rule.latent_dim else []
     parts += [f"window {rule.window}"] if rule.window else []
     parts += [f"softcap {rule.softcap:g}"] if rule.softcap else []
     parts += ["sinks"] if rule.sinks is not None else []

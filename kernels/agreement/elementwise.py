@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from kernels.agreement.poisoned_cache import PoisonedCache
 from kernels.agreement.shape import CheckedShape
 from kernels.blocks import gather_blocks, gather_by_torch, scatter_blocks, scatter_by_torch, wire_bytes
 from kernels.interface.draws import Draw, SamplingTensors
-from kernels.interface.kernels import HeadNorms
+from kernels.interface.kernels import HeadNorms, LatentNorm
 from kernels.plain import backend as plain
 from kernels.sampling import sample, sample_by_sorting
 
@@ -26,7 +27,7 @@ MAX_DIFFERENT_DRAWS = 1
 
 
 def elementwise_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Check]:
-    yield partial(rotary, shape, cache)
+    yield partial(latents if shape.latent_dim else rotary, shape, cache)
     yield partial(norms, shape, cache)
     for width in dict.fromkeys(shape.widths):
         yield partial(gate, shape, cache, width)
@@ -38,39 +39,76 @@ def elementwise_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Ch
 
 
 def rotary(shape: CheckedShape, cache: PoisonedCache) -> Finding:
-    """Rows scattered over slots of all blocks, the last of them padding; every other slot must stay NaN."""
+    """Keys and values into the cache, and rotated queries."""
     layout, device = cache.layout, cache.kv.device
-    layer, dim, kv_heads, size = layout.num_layers - 1, layout.head_dim, layout.num_kv_heads, layout.block_size
+    dim, kv_heads = layout.head_dim, layout.num_kv_heads
+    weights = [_weight(dim, cache) for _ in range(2)]
+    head_norms = HeadNorms(weights[0], weights[1], shape.eps) if shape.qk_norm else None
+    kernel = dispatch.backend(device.type).rotate_and_write
+
+    def run(write: Callable[..., Tensor], inputs: list[Tensor], angles: Tensor, *places: Any) -> Tensor:
+        return write(*inputs, angles.cos(), angles.sin(), *places, head_norms)
+
+    words = f"{shape.num_heads} + 2 x {kv_heads} heads of {dim}, KV in {name(cache.kv.dtype)}, {name(shape.dtype)}"
+    kernels = partial(run, kernel), partial(run, plain.rotate_and_write)
+    widths = [(shape.num_heads + 2 * kv_heads) * dim]
+    return _written("rotary embedding and KV write", words, shape, cache, widths, dim, kernels)
+
+
+def latents(shape: CheckedShape, cache: PoisonedCache) -> Finding:
+    """Latents into the cache, and queries that meet them."""
+    rank, dim, device = shape.latent_dim, cache.layout.head_dim, cache.kv.device
+    norm = LatentNorm(_weight(rank, cache), shape.eps)
+    kernel = dispatch.backend(device.type).write_latents
+
+    def run(write: Callable[..., Tensor], inputs: list[Tensor], angles: Tensor, *places: Any) -> Tensor:
+        return write(*inputs, angles.cos(), angles.sin(), *places, norm)
+
+    words = f"{shape.num_heads} heads of {shape.query_dim}, latents of {rank} + {dim - rank}"
+    words += f" in {name(cache.kv.dtype)}, {name(shape.dtype)}"
+    widths = [shape.num_heads * shape.query_dim, shape.num_heads * rank, dim]
+    kernels = partial(run, kernel), partial(run, plain.write_latents)
+    return _written("latents and their write", words, shape, cache, widths, dim - rank, kernels)
+
+
+def _written(
+    kernel: str,
+    words: str,
+    shape: CheckedShape,
+    cache: PoisonedCache,
+    widths: list[int],
+    rotated: int,
+    kernels: tuple[Callable[..., Tensor], Callable[..., Tensor]],
+) -> Finding:
+    """Rows scattered over slots of all blocks, the last of them padding; every other slot must stay NaN.
+
+    The kernel and plain torch each take rows of `widths`, angles of `rotated` numbers, cache, layer and slots.
+    """
+    layout, device = cache.layout, cache.kv.device
+    layer, size = layout.num_layers - 1, layout.block_size
     cache.give_back()
     cache.poison()
     own = torch.tensor(cache.blocks[1:])
     slots = (own[:, None] * size + torch.arange(size)).flatten()
     slots = slots[torch.randperm(len(slots), generator=cache.random)][:ROWS]
     rows = len(slots)
-    qkv = _random(shape, cache, rows, (shape.num_heads + 2 * kv_heads) * dim)
-    angles = (torch.rand(rows, dim // 2, generator=cache.random) * 6).to(device)
-    weights = [(torch.rand(dim, generator=cache.random) + 0.5).to(device) for _ in range(2)]
-    head_norms = HeadNorms(weights[0], weights[1], shape.eps) if shape.qk_norm else None
+    inputs = [_random(shape, cache, rows, width) for width in widths]
+    angles = (torch.rand(rows, rotated // 2, generator=cache.random) * 6).to(device)
     written = rows - 1 if shape.device_kernels and rows > 1 else rows
     given = slots.clone()
     given[written:] = -1
-    kernel = dispatch.backend(device.type).rotate_and_write
-    q = kernel(qkv, angles.cos(), angles.sin(), cache.kv, layer, given.to(device), head_norms)[:written]
+    q = kernels[0](inputs, angles, cache.kv, layer, given.to(device))[:written]
     found = cache.read(layer, cache.blocks)
     expected = torch.full_like(found, float("nan"))
     place = {block: index for index, block in enumerate(cache.blocks)}
     moved = torch.tensor([place[int(slot) // size] * size + int(slot) % size for slot in slots[:written]])
-    few = slice(0, written)
-    plain_q = plain.rotate_and_write(
-        qkv[few].float(), angles[few].cos(), angles[few].sin(), expected, 0, moved.to(device), head_norms
-    )
-    words = f"{shape.num_heads} + 2 x {kv_heads} heads of {dim}, KV in {name(cache.kv.dtype)}, {name(shape.dtype)}"
+    plain_q = kernels[1]([one[:written].float() for one in inputs], angles[:written], expected, 0, moved.to(device))
     if not torch.equal(found.isnan(), expected.isnan()):
         problem = "it wrote slots that are not its own, or left its own unwritten"
-        return Finding("rotary embedding and KV write", words, float("inf"), 0.0, problem)
+        return Finding(kernel, words, float("inf"), 0.0, problem)
     pairs = [("queries", q, plain_q, shape.dtype)]
     pairs += [("keys and values", found.nan_to_num(), expected.nan_to_num(), cache.kv.dtype)]
-    return finding("rotary embedding and KV write", words, pairs)
+    return finding(kernel, words, pairs)
 
 
 def norms(shape: CheckedShape, cache: PoisonedCache) -> Finding:
@@ -148,6 +186,10 @@ def copies(cache: PoisonedCache, quantised: bool) -> Finding:
     beside = any(not cache.read(0, [block]).isnan().all() for block in cache.blocks if block not in chosen)
     problem = f"{off} of {there.numel()} bytes differ" if off else "it wrote a block beside its own" if beside else ""
     return Finding("gather and scatter blocks", words, float(off), 0.0, problem)
+
+
+def _weight(width: int, cache: PoisonedCache) -> Tensor:
+    return (torch.rand(width, generator=cache.random) + 0.5).to(cache.kv.device)
 
 
 def _random(shape: CheckedShape, cache: PoisonedCache, rows: int, width: int) -> Tensor:

@@ -17,14 +17,14 @@ FREED = 0
 class PoisonedCache:
     """Up to `num_blocks` blocks of `kv`, from its first to its last, so that wide addresses are among them."""
 
-    def __init__(self, kv: Tensor, num_blocks: int, random: torch.Generator) -> None:
+    def __init__(self, kv: Tensor, num_blocks: int, random: torch.Generator, latent_dim: int = 0) -> None:
         self.kv, self.random = kv, random
-        total, _, kv_heads, size, _, _ = kv.shape
-        places = torch.linspace(0, total - 1, min(total, num_blocks), dtype=torch.float64).round().long().unique()
-        self.blocks: list[int] = places.tolist()
+        total, _, kv_heads, size, self.parts, _ = kv.shape  # parts: keys and values, or latents
+        places = torch.linspace(0, total - 1, min(total, num_blocks), dtype=torch.float64).round().long()
+        self.blocks: list[int] = sorted(set(places.tolist()))
         own = torch.tensor(self.blocks[1:])
         self._free: list[int] = own[torch.randperm(len(own), generator=random)].tolist()
-        self.layout = KVLayout(total, kv.shape[1], kv_heads, size, head_dim_of(kv))
+        self.layout = KVLayout(total, kv.shape[1], kv_heads, size, head_dim_of(kv), latent_dim)
         self._nothing = packed(self.numbers(1, kv.shape[1]).fill_(float("nan")), kv.dtype)
         self.poison()
 
@@ -34,9 +34,10 @@ class PoisonedCache:
         return len(self.blocks[1:]) * self.layout.block_size
 
     def numbers(self, blocks: int, layers: int) -> Tensor:
-        """Random keys and values float32 [blocks, layers, kv_heads, block_size, 2, head_dim], on the cache's device."""
-        _, _, kv_heads, size, dim = self.layout
-        made = torch.randn(blocks, layers, kv_heads, size, 2, dim, generator=self.random)
+        """Random keys and values float32 [blocks, layers, kv_heads, block_size, parts, head_dim], on its device."""
+        layout = self.layout
+        sizes = (blocks, layers, layout.num_kv_heads, layout.block_size, self.parts, layout.head_dim)
+        made = torch.randn(*sizes, generator=self.random)
         return made.to(self.kv.device)
 
     def poison(self) -> None:
@@ -57,17 +58,17 @@ class PoisonedCache:
         self._free = self.blocks[1:]
 
     def write(self, layer: int, table: Sequence[int], first: int, values: Tensor) -> None:
-        """values float32 [n, kv_heads, 2, head_dim] into slots `first` .. of a sequence; NaN in all its others."""
-        _, _, kv_heads, size, dim = self.layout
-        dense = torch.full((len(table) * size, kv_heads, 2, dim), float("nan"), device=self.kv.device)
+        """values float32 [n, kv_heads, parts, head_dim] into slots `first` .. of a sequence; NaN in all its others."""
+        size, each = self.layout.block_size, (self.layout.num_kv_heads, self.parts, self.layout.head_dim)
+        dense = torch.full((len(table) * size, *each), float("nan"), device=self.kv.device)
         dense[first : first + len(values)] = values
-        blocks = dense.view(len(table), size, kv_heads, 2, dim).transpose(1, 2).contiguous()
+        blocks = dense.view(len(table), size, *each).transpose(1, 2).contiguous()
         raw, made = self.kv.view(torch.uint8), packed(blocks, self.kv.dtype).view(torch.uint8)
         for index, block in enumerate(table):
             raw[block, layer] = made[index]
 
     def read(self, layer: int, blocks: Sequence[int]) -> Tensor:
-        """What blocks of one layer stand for, float32 [blocks, 1, kv_heads, block_size, 2, head_dim]."""
+        """What blocks of one layer stand for, float32 [blocks, 1, kv_heads, block_size, parts, head_dim]."""
         raw = self.kv.view(torch.uint8)
         found = torch.stack([raw[block, layer] for block in blocks]).view(self.kv.dtype)
         return unpacked(found).float()[:, None]

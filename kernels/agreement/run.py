@@ -32,7 +32,7 @@ def check_kernels(shape: CheckedShape, kv: Tensor, more: Iterable[Check] = ()) -
     on_host = kv.device.type == "cpu"
     tokens = HOST_TOKENS if on_host else TOKENS_BESIDE + max(SPLIT, *windows, 0)
     with on_device(kv.device), torch.inference_mode():
-        cache = PoisonedCache(kv, -(-tokens // kv.shape[3]) + 8, random)
+        cache = PoisonedCache(kv, -(-tokens // kv.shape[3]) + 8, random, shape.latent_dim)
         findings: list[Finding] = []
         with Poisoned():
             for check in (*attention_checks(shape, cache), *elementwise_checks(shape, cache), *more):

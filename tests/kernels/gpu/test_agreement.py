@@ -48,6 +48,7 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shape_of(**options: Any) -> CheckedShape:
     rule = AttentionRule(0.25, options.pop("window", 0), options.pop("softcap", 0.0), options.pop("sinks", None))
+    rule = rule._replace(latent_dim=options.get("latent_dim", 0))
     usual: dict[str, Any] = {
         **{"num_heads": 4, "rules": [LayerRule(1, rule)], "dtype": torch.float32, "hidden_size": 24, "widths": [40]},
         **{"activation": "silu", "vocab_size": 300, "eps": 1e-5, "longest": 4096, "device_kernels": True},
@@ -57,6 +58,10 @@ def shape_of(**options: Any) -> CheckedShape:
 
 def cache(dtype: torch.dtype = torch.float32, *, num_blocks: int = 40, size: int = 16, dim: int = 16) -> torch.Tensor:
     return torch.zeros(num_blocks, 2, 2, size, 2, dim).to(dtype)
+
+
+def latents(dtype: torch.dtype = torch.float32, *, num_blocks: int = 40, size: int = 16, dim: int = 16) -> torch.Tensor:
+    return torch.zeros(num_blocks, 2, 1, size, 1, dim).to(dtype)
 
 
 def problems(shape: CheckedShape, kv: torch.Tensor) -> list[str]:
@@ -73,10 +78,16 @@ def problems(shape: CheckedShape, kv: torch.Tensor) -> list[str]:
         ({"dtype": torch.bfloat16, "quantised_wire": True}, {"dtype": torch.bfloat16, "size": 64}),
         ({"dtype": torch.bfloat16}, {"dtype": torch.float8_e4m3fn, "size": 32}),
         ({"vocab_size": 0, "longest": 7}, {"num_blocks": 2}),
+        ({"latent_dim": 16, "query_dim": 20}, {"dim": 24}),
+        (
+            {"latent_dim": 16, "query_dim": 20, "dtype": torch.bfloat16},
+            {"dim": 24, "dtype": torch.bfloat16, "size": 32},
+        ),
     ],
 )
 def test_right_kernels_agree_and_leave_zeros(options: dict[str, Any], kv: dict[str, Any]) -> None:
-    assert problems(shape_of(**options), cache(**kv)) == []
+    made = latents if "latent_dim" in options else cache
+    assert problems(shape_of(**options), made(**kv)) == []
 
 
 def test_sequences_of_several_splits(monkeypatch: pytest.MonkeyPatch) -> None:
