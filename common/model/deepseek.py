@@ -24,7 +24,9 @@ class DeepSeek(Llama):
         config, latent = self.config, weights.latent
         if latent is None:
             raise ModelError(f"layer {index} lacks the matrices of latent attention: load it again")
-        q = normed if latent.query_down is None else rms_norm(latent.query_down(normed), latent.query_norm, NORM_EPS)
+        q = normed
+        if latent.query_down is not None and latent.query_norm is not None:
+            q = rms_norm(latent.query_down(normed), latent.query_norm, NORM_EPS)
         q = weights.qkv(q)
         queries = write_latents(
             q,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class LatentWeights:
     """Beside the queries' matrix, `LayerWeights.qkv`.
 
-    query_down and query_norm: hidden states to the latents that queries are made of; None where there are none.
+    query_down and query_norm: hidden states to the latents that queries are made of; both None where there are none.
     down: hidden states to rank + rope_dim; norm: of the first `rank`. absorb: each head's `nope_dim` numbers of a query
     to `rank`, by the transpose of what makes keys of latents; expand: `rank` sums to `value_dim`.
     """
@@ -71,5 +71,6 @@ class LatentReader:
         """`absorb` and `expand`, which the file holds as one matrix; in the model's type, whatever the file's is."""
         latent, each = self.latent, self.latent.nope_dim + self.latent.value_dim
         whole = self.assembler.matrix(f"{self.prefix}kv_b_proj.weight", self.heads * each, latent.rank)
-        keys, values = whole.view(self.heads, each, latent.rank).split((latent.nope_dim, latent.value_dim), dim=1)
+        whole = whole.view(self.heads, each, latent.rank)
+        keys, values = whole[:, : latent.nope_dim], whole[:, latent.nope_dim :]
         return HeadLinear(keys.transpose(1, 2).contiguous()), HeadLinear(values.contiguous())

@@ -1,4 +1,4 @@
-"""Attention over latents: one query row a sequence by splits on a persistent grid, several rows by tiles.
+"""Attention over latents: one query row a sequence by splits, several rows by tiles.
 
 As `decode_attention` and `prefill_attention`, whose work lists, order of sums and reduction these share. All query
 heads see the same keys, so a tile of queries is as many heads as a product takes, and more than one token only where
@@ -30,24 +30,22 @@ class LatentTile(NamedTuple):
     stages: int
 
 
-def decode_config(num_heads: int, dtype: torch.dtype, chip: tuple[int, int]) -> LatentTile:
+def decode_config(dtype: torch.dtype, chip: tuple[int, int]) -> LatentTile:
     """For queries of `dtype` on a chip of that compute capability.
 
-    Chosen by what the compiler reports: sums of 512 numbers a row are kept in registers, and nothing spills.
+    Chosen by what the compiler reports: sums of 512 numbers a row are kept in registers, and nothing spills. With 32
+    rows on 8.0 it does.
     """
-    rows = max(MIN_ROWS, triton.next_power_of_2(num_heads))
     if dtype == torch.float32:  # exact products, on the ordinary cores: for tests
         return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)
-    if chip >= (9, 0):
-        return LatentTile(min(rows, 64), tile=32, warps=8 if rows > MIN_ROWS else 4, stages=3)
-    return LatentTile(min(rows, 32), tile=32, warps=8 if rows > MIN_ROWS else 4, stages=2)
+    return LatentTile(MIN_ROWS, tile=32, warps=8, stages=3 if chip >= (9, 0) else 2)
 
 
-def prefill_config(dtype: torch.dtype, chip: tuple[int, int]) -> LatentTile:
+def prefill_config(dtype: torch.dtype) -> LatentTile:
     """As `decode_config`, with as many rows as registers have sums for."""
     if dtype == torch.float32:
         return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)
-    return LatentTile(64 if chip >= (9, 0) else 32, tile=32, warps=8, stages=3 if chip >= (9, 0) else 2)
+    return LatentTile(32, tile=32, warps=8, stages=2)
 
 
 @triton.jit(do_not_specialize=["layer", "table_width"])
@@ -58,14 +56,17 @@ def attend_latent_splits(
     ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FP8_BITS: tl.constexpr,
 ):  # fmt: skip
-    """A program walks over the work list, BLOCK_G heads at a time. Partial results are float32 [places, heads, RANK],
-    each already divided by its sum, and lse [places, heads] is the base 2 logarithm of that sum."""
+    """Program (item of the work list, BLOCK_G heads): a loop over items would take registers that the sums need.
+
+    Partial results are float32 [places, heads, RANK], each already divided by its sum, and lse [places, heads] is the
+    base 2 logarithm of that sum."""
     LAYER_STRIDE: tl.constexpr = BLOCK_SIZE * (RANK + ROPE)
     BLOCK_STRIDE: tl.constexpr = NUM_LAYERS * LAYER_STRIDE
     GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_G - 1) // BLOCK_G
     o_c, o_r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     p_kv = kv + layer.to(tl.int64) * LAYER_STRIDE
-    for i_work in tl.range(tl.program_id(0), tl.load(total) * GROUPS, tl.num_programs(0)):
+    i_work = tl.program_id(0)
+    if i_work < tl.load(total) * GROUPS:
         p_item = items + i_work // GROUPS * 4
         i_span, begin, end, i_place = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
         i_row = tl.load(spans + i_span * 3).to(tl.int64)
@@ -167,12 +168,12 @@ def latent_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: S
 
 def _decode(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
     heads, rank = out.shape[1:]
-    config = decode_config(heads, q.dtype, capability(q.device))
+    config = decode_config(q.dtype, capability(q.device))
     work = plan.decode_work(0)
-    places = plan.num_spans * plan.max_splits if plan.max_splits > 1 else 0
+    places = plan.num_places
     partial = torch.empty((places, heads, rank), dtype=torch.float32, device=q.device)
     lse = torch.empty((places, heads), dtype=torch.float32, device=q.device)
-    grid = min(plan.num_multiprocessors, plan.num_spans * plan.max_splits * triton.cdiv(heads, config.rows))
+    grid = (plan.num_spans + places) * triton.cdiv(heads, config.rows)
     attend_latent_splits[(grid,)](
         q, scores.storage(kv), plan.block_tables, plan.spans, work.items, work.total, partial, lse, out,
         layer, plan.width, scores.scale, scores.v_scale, q.stride(0), q.stride(1),
@@ -181,7 +182,7 @@ def _decode(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, ou
     )  # fmt: skip
     if places:
         reduce_splits[(plan.num_spans, heads)](
-            plan.spans, work.counts, None, partial, lse, out, scores.v_scale, plan.max_splits,
+            plan.spans, work.splits, None, partial, lse, out, scores.v_scale,
             NUM_HEADS=heads, HEAD_DIM=rank, BLOCK_D=max(16, triton.next_power_of_2(rank)), CHUNK=REDUCE_CHUNK,
             SINKS=False, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
@@ -189,7 +190,7 @@ def _decode(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, ou
 
 def _prefill(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
     heads, rank = out.shape[1:]
-    config = prefill_config(q.dtype, capability(q.device))
+    config = prefill_config(q.dtype)
     group = min(heads, config.rows)
     tiles = plan.query_tiles(config.rows // group)
     if not len(tiles):

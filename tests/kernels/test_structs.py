@@ -20,7 +20,7 @@ def library() -> ctypes.CDLL:
 
 def test_both_sides_agree(library: ctypes.CDLL) -> None:
     check_layouts(library)
-    assert set(SHARED) == {"Op", "Step", "Weights", "Lora", "LoraPart"}
+    assert set(SHARED) == {"Op", "Step", "Weights", "Routing", "Lora", "LoraPart"}
 
 
 def changed(struct: type[ctypes.Structure], **kinds: Any) -> type[ctypes.Structure]:
