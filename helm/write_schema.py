@@ -32,17 +32,8 @@ TARGET = Path(__file__).with_name("values.schema.json")
 # The chart sets these itself, from other values; two places for one thing could disagree.
 CHART_SETS = frozenset(
     (
-        *(
-            "host",
-            "port",
-            "http_port",
-            "kv_port",
-            "lend_port",
-            "advertise_host",
-            "allow_remote",
-            "address_file",
-            "worker_id",
-        ),
+        *("host", "port", "http_port", "kv_port", "lend_port"),
+        *("advertise_host", "allow_remote", "address_file", "worker_id"),
         *(
             "model",
             "more_models",

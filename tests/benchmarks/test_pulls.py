@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pulls
+from benchmarks.paced import pulls
 
 
 @pytest.mark.e2e

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +195,9 @@ def make_rig() -> Iterator[Callable[..., ReceiverRig]]:
     yield from made(ReceiverRig)
 
 
+LIMITS = DecodeLimits(grant_timeout_s=30.0, transfer_timeout_s=30.0, handover_timeout_s=30.0)
+
+
 def drafter_of(draft: Decoder, sampler: Sampler, num_blocks: int) -> Drafter:
     """Whose own steps seem to cost nothing."""
     kv = KVCache(draft.config, num_blocks, 16, "float32")
@@ -252,23 +256,14 @@ class EngineRig(RouterSide):
             self.sent.extend,
             EngineConfig(identity=(worker_id, 7), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
             DecodeScheduler(
-                pool,
-                max_num_seqs=max_num_seqs,
-                local_prefill_chunk=chunk,
-                watermark=watermark,
-                slo_tpot_s=slo_tpot_s,
+                pool, max_num_seqs=max_num_seqs, local_prefill_chunk=chunk, watermark=watermark, slo_tpot_s=slo_tpot_s
             ),
             runner,
             sampler,
             IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
             self.sender,
             WorkerMetrics("m", "d", lambda: self.engine.status),
-            DecodeLimits(
-                grant_timeout_s=30.0,
-                transfer_timeout_s=30.0,
-                handover_timeout_s=30.0,
-                max_draft_tokens=max_draft_tokens,
-            ),
+            replace(LIMITS, max_draft_tokens=max_draft_tokens),
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
             tiers=self.tiers,

@@ -31,7 +31,7 @@ from benchmarks.paced.stack import PacedStack
 from benchmarks.script import in_turns, median_ratio, run, script_parser, write_result
 from benchmarks.stack import Stack
 
-PROGRAM: Final = "python -m benchmarks.pulls"
+PROGRAM: Final = "python -m benchmarks.paced.pulls"
 WITH, WITHOUT = "with pulls", "without"
 ARMS = (WITHOUT, WITH)
 REPORTED_S = 1.0
