@@ -59,7 +59,9 @@ def kinds_in(load: Mapping[str, Any], source: str) -> dict[str, Any]:
     else:
         raise ConfigError("from", source, "a router with a worker that has computed prompts: send it some first")
     if size := max(int(worker.get("block_size", 0)) for worker in known["decode"]):
-        found["model"] = {"block_size": size, "window": min(int(one.get("window", 0)) for one in known["decode"])}
+        found["model"] = {"block_size": size}
+        if window := min(int(worker.get("window", 0)) for worker in known["decode"]):
+            found["model"]["window"] = window
     default: Mapping[str, Any] = next((one for one in load.get("classes", ()) if one.get("name") == "default"), {})
     if goals := {name: default[name] for name in ("ttft_ms", "tpot_ms") if default.get(name)}:
         found["goals"] = goals

@@ -27,7 +27,8 @@ def scheduler(num_blocks: int = 32, *, window: int = WINDOW, max_num_seqs: int =
 
 
 def prompt(name: str, tokens: list[int], at: float = 0.0) -> PrefillSequence:
-    request = PrefillRequest(request_id=name, attempt=0, prompt=pack_tokens(tokens), params=SamplingParams())
+    params = SamplingParams(max_tokens=8)
+    request = PrefillRequest(request_id=name, attempt=0, prompt=pack_tokens(tokens), params=params)
     return PrefillSequence(b"router", request, tokens, BlockHasher(SIZE), at, at + 60.0)
 
 
