@@ -43,8 +43,6 @@ from common.wire.messages import (
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
-from decode_worker.drafting.draft_cache import DraftCache
-from decode_worker.drafting.drafter import Drafter
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers
 from decode_worker.limits import DecodeLimits
@@ -53,6 +51,7 @@ from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
 from ..tier_rig import DiskTier
+from .drafter_rig import drafter_of
 from .handover_pair import Pair
 
 
@@ -190,14 +189,6 @@ def peer(rig: ReceiverRig) -> Peer:
 @pytest.fixture
 def make_rig() -> Iterator[Callable[..., ReceiverRig]]:
     yield from made(ReceiverRig)
-
-
-def drafter_of(draft: Decoder, sampler: Sampler, num_blocks: int) -> Drafter:
-    """Whose own steps seem to cost nothing."""
-    kv = KVCache(draft.config, num_blocks, 16, "float32")
-    drafter = Drafter(ModelRunner(draft, kv), sampler, DraftCache(num_blocks, 16))
-    drafter.costs.seconds = lambda num_rows: 0.0  # type: ignore[method-assign]
-    return drafter
 
 
 class EngineRig(RouterSide):
