@@ -45,13 +45,12 @@ from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers
-from decode_worker.limits import DecodeLimits
 from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
 from ..tier_rig import DiskTier
-from .drafter_rig import drafter_of
+from .drafter_rig import drafter_of, patient_limits
 from .handover_pair import Pair
 
 
@@ -247,12 +246,7 @@ class EngineRig(RouterSide):
             IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
             self.sender,
             WorkerMetrics("m", "d", lambda: self.engine.status),
-            DecodeLimits(
-                grant_timeout_s=30.0,
-                transfer_timeout_s=30.0,
-                handover_timeout_s=30.0,
-                max_draft_tokens=max_draft_tokens,
-            ),
+            patient_limits(max_draft_tokens),
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
             tiers=self.tiers,
