@@ -21,5 +21,9 @@ def drafter_of(draft: Decoder, sampler: Sampler, num_blocks: int) -> Drafter:
 
 def patient_limits(max_draft_tokens: int) -> DecodeLimits:
     """No transfer of a test takes so long."""
-    waits = {"grant_timeout_s": 30.0, "transfer_timeout_s": 30.0, "handover_timeout_s": 30.0}
-    return DecodeLimits(**waits, max_draft_tokens=max_draft_tokens)
+    return DecodeLimits(
+        grant_timeout_s=30.0,
+        transfer_timeout_s=30.0,
+        handover_timeout_s=30.0,
+        max_draft_tokens=max_draft_tokens,
+    )
