@@ -9,11 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.load.drafts import DraftsMade
 from benchmarks.load.prediction import PredictionError
 from benchmarks.load.probing import FoundRate, Probe
 from benchmarks.load.report import print_table
-from benchmarks.load.watch import ServerWatch, WorkerCost
+from benchmarks.load.watch import DraftsMade, ServerWatch, WorkerCost
 
 COLUMNS = ("requests/s", "within goals", "of", "95 % interval", "TTFT ms", "TPOT ms", "seconds", "verdict")
 

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.load.client import auth_headers
-from benchmarks.load.drafts import DraftsMade, drafts_between
 from benchmarks.load.prediction import PredictionError, errors_between
 
 INTERVAL_S, ANSWER_S = 1.0, 5.0
 NOT_RUNNING = ("unknown", "dead")
 HOUR_S = 3600.0
+DRAFTS = "vllm:spec_decode_num_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,47 @@ def cost_of(samples: Sequence[WorkersAt], end_s: float, prices: Mapping[str, flo
             worker_s[role] = worker_s.get(role, 0.0) + num * max(0.0, end - sample.at_s)
     cost = sum(seconds * prices.get(role, 0.0) / HOUR_S for role, seconds in worker_s.items())
     return WorkerCost(worker_s, cost)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsMade:
+    """`num_drafts` drafts of `num_tokens` in all; `accepted[i]` of them had an accepted token in place i."""
+
+    num_drafts: int
+    num_tokens: int
+    accepted: tuple[int, ...]
+
+    @property
+    def share(self) -> float:
+        """Of the draft tokens, those that were accepted."""
+        return sum(self.accepted) / self.num_tokens
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens that a step with a draft brought on average."""
+        return 1.0 + sum(self.accepted) / self.num_drafts
+
+
+def drafts_between(before: str, after: str) -> DraftsMade | None:
+    """What was drafted between two readings of `/metrics`; None if nothing was."""
+    old, new = _counters(before), _counters(after)
+    grown = {key: value - old.get(key, 0.0) for key, value in new.items()}
+    num_drafts, num_tokens = (int(grown.get((name, -1), 0)) for name in ("drafts", "draft_tokens"))
+    if not num_drafts or not num_tokens:
+        return None
+    places = sorted(place for name, place in grown if name == "accepted_tokens_per_pos")
+    return DraftsMade(num_drafts, num_tokens, tuple(int(grown["accepted_tokens_per_pos", place]) for place in places))
+
+
+def _counters(text: str) -> dict[tuple[str, int], float]:
+    """Values by name and position, -1 for none, summed over other labels."""
+    found: dict[tuple[str, int], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(DRAFTS) and sample.name.endswith("_total"):
+                key = (sample.name.removeprefix(DRAFTS).removesuffix("_total"), int(sample.labels.get("position", -1)))
+                found[key] = found.get(key, 0.0) + sample.value
+    return found
 
 
 class ServerWatch:

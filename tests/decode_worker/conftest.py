@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,17 +44,15 @@ from common.wire.messages import (
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
-from decode_worker.drafting.draft_cache import DraftCache
-from decode_worker.drafting.drafter import Drafter
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers
-from decode_worker.limits import DecodeLimits
 from decode_worker.pipeline import Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
 from ..peer_rig import peer_caches
 from ..tier_rig import DiskTier
+from .drafter_rig import drafter_of, patient_limits
 from .handover_pair import Pair
 
 
@@ -195,17 +192,6 @@ def make_rig() -> Iterator[Callable[..., ReceiverRig]]:
     yield from made(ReceiverRig)
 
 
-LIMITS = DecodeLimits(grant_timeout_s=30.0, transfer_timeout_s=30.0, handover_timeout_s=30.0)
-
-
-def drafter_of(draft: Decoder, sampler: Sampler, num_blocks: int) -> Drafter:
-    """Whose own steps seem to cost nothing."""
-    kv = KVCache(draft.config, num_blocks, 16, "float32")
-    drafter = Drafter(ModelRunner(draft, kv), sampler, DraftCache(num_blocks, 16))
-    drafter.costs.seconds = lambda num_rows: 0.0  # type: ignore[method-assign]
-    return drafter
-
-
 class EngineRig(RouterSide):
     """A decode engine over a tiny real model, and `peer`, a prefill worker's socket with the true KV of any prompt.
 
@@ -263,7 +249,7 @@ class EngineRig(RouterSide):
             IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
             self.sender,
             WorkerMetrics("m", "d", lambda: self.engine.status),
-            replace(LIMITS, max_draft_tokens=max_draft_tokens),
+            patient_limits(max_draft_tokens),
             launcher=None if launcher is None else launcher(runner, sampler),
             grammars=self.grammars,
             tiers=self.tiers,

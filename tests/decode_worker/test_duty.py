@@ -23,12 +23,20 @@ from common.worker.duty import DutyOffer, WorkerParts
 from common.worker.engine import EngineStatus
 from common.worker.metrics import WorkerMetrics
 from common.worker.vitals import WorkerIdentity
+from decode_worker.drafting.row_costs import RowCosts
 from decode_worker.duty import decode_offer
 from prefill_worker.duty import prefill_offer
 
 from ..engine_rig import RouterSide, prompt, wait
 
 NUM_TOKENS = 12
+
+
+class Free(RowCosts):
+    """Of steps that cost nothing."""
+
+    def seconds(self, num_rows: int) -> float:
+        return 0.0
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +97,26 @@ def test_roles_follow_each_other_over_one_model(model: Any, grammars: Grammars) 
         term.end()
     assert len(answers[0]) == NUM_TOKENS
     assert answers[1] == answers[0][:1] and answers[2] == answers[0]
+
+
+def test_a_draft_model_decodes_along(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it is the model itself, whose steps seem to cost nothing."""
+    monkeypatch.setattr("decode_worker.drafting.row_costs.RowCosts.seconds", lambda costs, num_rows: 1.0)
+    monkeypatch.setattr("decode_worker.drafting.drafter.RowCosts", Free)
+    files = resolve_model("tiny-random")
+    settings: dict[str, Any] = {"model": "tiny-random", "kv_memory_gib": 0.01, "threads": 1, "dtype": "float32"}
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=2, ignore_eos=True)
+    request = DecodeRequest(request_id="a", attempt=0, prompt=pack_tokens(prompt(100)), params=params)
+    answers = []
+    for epoch, draft in enumerate(("", "tiny-random")):
+        config = DecodeWorkerConfig(**settings, draft_model=draft, draft_quantization="none")
+        term = Term(decode_offer(config), epoch, (files, LoadedModel.load(files, config)), grammars)
+        answers.append(term.answer(request))
+        timeline = term.deltas()[-1].timeline
+        assert timeline is not None and bool(sum(timeline.accepted_places)) == bool(draft)
+        assert bool(draft) == bool(term.engine.status.draft_blocks.total)
+        term.end()
+    assert answers[0] == answers[1]
 
 
 def test_grammars_are_closed_by_their_last_user(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
