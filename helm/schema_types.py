@@ -19,6 +19,13 @@ def closed(properties: Schema, required: tuple[str, ...] = ()) -> Schema:
     return schema | ({"required": list(required)} if required else {})
 
 
+def named(entry: Schema, most: int = 0) -> Schema:
+    """Entries by name; null is one that an overlay took away. Lists pass: templates refuse them with a map to write."""
+    either = entry | {"type": ["object", "null"]}
+    schema: Schema = {"type": ["object", "array"], "propertyNames": NAME, "additionalProperties": either}
+    return schema | ({"maxProperties": most} if most else {})
+
+
 def text(*choices: str, pattern: str = "") -> Schema:
     schema: Schema = {"type": "string"}
     if choices:
@@ -45,9 +52,11 @@ SERVED = text(pattern=rf"^{SERVED_NAME.pattern}$")
 """What clients call a model."""
 FREE: Schema = {"type": "object"}
 MAP: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+MAP_OR_NOTHING: Schema = {"type": "object", "additionalProperties": {"type": ["string", "null"]}}
+"""Texts by key; null drops a key that would be inherited."""
 COUNT_OR_SHARE: Schema = {"anyOf": [whole(0), text(pattern=r"^[0-9]+%$")]}
 LIST_OF_OBJECTS = many(FREE)
-AMOUNTS: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+AMOUNTS: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number", "null"]}}
 
 
 def of_field(field: Field) -> Schema:

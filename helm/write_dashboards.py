@@ -11,7 +11,7 @@ FOLDER = Path(__file__).with_name("dashboards")
 ONE = 'namespace="$namespace",diptych_release="$release"'
 MODEL = ONE + ',diptych_model=~"$model"'
 ROUTER = MODEL + ',diptych_role="router"'
-GENERATION = 'path=~"/v1/(chat/)?completions"'
+GENERATION = 'path=~"/v1/(chat/completions|completions|responses|messages|embeddings|score|rerank)|/invocations"'
 KV_USE = f'vllm:kv_cache_usage_perc{{{MODEL},diptych_role=~"prefill|decode"}}'
 WIDTH, HEIGHT = 24, 8
 
@@ -330,7 +330,9 @@ def graph(panel: Panel, number: int, x: int, y: int, width: int) -> dict[str, An
     }
 
 
-def choice(name: str, query: str, *, all_of_them: bool = False) -> dict[str, Any]:
+def choice(name: str, query: str, *, all_of_them: bool = False, first: str = "") -> dict[str, Any]:
+    """A variable of the page; it begins with all of them, or with `first`."""
+    current = {"text": "All", "value": "$__all"} if all_of_them else {"text": first, "value": first}
     return {
         "name": name,
         "type": "query",
@@ -340,7 +342,7 @@ def choice(name: str, query: str, *, all_of_them: bool = False) -> dict[str, Any
         "sort": 1,
         "includeAll": all_of_them,
         "allValue": ".*" if all_of_them else None,
-        "current": {"text": "All", "value": "$__all"} if all_of_them else {},
+        "current": current,
     }
 
 
@@ -353,15 +355,17 @@ def dashboard(name: str) -> dict[str, Any]:
         panels += [graph(panel, len(panels) + j + 1, j * width, i * HEIGHT, width) for j, panel in enumerate(row)]
     datasource = {"name": "datasource", "type": "datasource", "query": "prometheus", "current": {}}
     up = 'up{namespace="$namespace",diptych_release="$release"}'
+    releases = 'up{namespace="$namespace",diptych_release!=""}'
     variables = [
         datasource,
-        choice("namespace", 'label_values(up{diptych_release!=""}, namespace)'),
-        choice("release", 'label_values(up{namespace="$namespace",diptych_release!=""}, diptych_release)'),
+        choice("namespace", 'label_values(up{diptych_release!=""}, namespace)', first="@namespace"),
+        choice("release", f"label_values({releases}, diptych_release)", first="@name"),
         choice("model", f"label_values({up}, diptych_model)", all_of_them=True),
     ]
     return {
-        "uid": f"diptych-{name}",
-        "title": title,
+        # The chart fills in which release this is, so that two of them do not take each other's place.
+        "uid": f"diptych-{name}-@id",
+        "title": f"{title} (@release)",
         "tags": ["diptych"],
         "schemaVersion": 39,
         "version": 1,

@@ -19,8 +19,7 @@ A Helm chart for routers, prefill pools and decode pools that scale independentl
 
     docker build --target router -t REGISTRY/diptych-router:0.1.0 .
     docker build --target worker -t REGISTRY/diptych-worker:0.1.0 .
-    helm install demo helm --set images.router.repository=REGISTRY/diptych-router \
-                           --set images.worker.repository=REGISTRY/diptych-worker
+    helm install demo helm --set images.registry=REGISTRY --set models.smollm2-135m.source.id=smollm2-135m
     helm test demo --logs
 
 The chart needs Kubernetes 1.27; everything else is optional. Example values are in [examples/](examples).
@@ -41,6 +40,7 @@ The chart needs Kubernetes 1.27; everything else is optional. Example values are
 A pool under `prefill.pools` or `decode.pools` takes its `name`, its `model`, and everything under `workers`; missing
 values come from `prefill.defaults` or `decode.defaults`, and then from `workers`. A router Deployment serves one model:
 each entry of `models` gets its own, whose `router` overrides the chart's `router`; with `sharedRouter` one serves all.
+In a pool or a model's `router` null drops a value that it would inherit.
 
 | value | default | meaning |
 |---|---|---|

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
 from common.config.field import Config, fields_of
+from helm.pod_types import SELECTOR, placement
 from helm.schema_types import (
-    AMOUNTS,
-    COUNT_OR_SHARE,
     FLAG,
     FREE,
     LIST_OF_OBJECTS,
@@ -20,6 +19,7 @@ from helm.schema_types import (
     Schema,
     closed,
     many,
+    named,
     of_field,
     ref,
     text,
@@ -57,32 +57,6 @@ def settings(cls: type[Config]) -> Schema:
     return closed({field.name: of_field(field) for field in sorted(fields, key=lambda field: field.name)})
 
 
-def placement() -> Schema:
-    """Where pods run, and what is stuck on them."""
-    spread = closed(
-        {
-            "topologyKey": TEXT,
-            "maxSkew": whole(1),
-            "whenUnsatisfiable": text("DoNotSchedule", "ScheduleAnyway"),
-        },
-        ("topologyKey",),
-    )
-    return {
-        "env": many(closed({"name": TEXT, "value": TEXT, "valueFrom": FREE}, ("name",))),
-        "podLabels": MAP,
-        "podAnnotations": MAP,
-        "nodeSelector": MAP,
-        "tolerations": LIST_OF_OBJECTS,
-        "affinity": FREE,
-        "topologySpread": many(spread),
-        "priorityClassName": TEXT,
-        "runtimeClassName": TEXT,
-        "pdb": closed({"enabled": FLAG, "maxUnavailable": COUNT_OR_SHARE, "minAvailable": COUNT_OR_SHARE}),
-        "strategy": closed({"maxSurge": COUNT_OR_SHARE, "maxUnavailable": COUNT_OR_SHARE}),
-        "resources": closed({"requests": AMOUNTS, "limits": AMOUNTS}),
-    }
-
-
 def router() -> Schema:
     return closed(
         {
@@ -100,6 +74,8 @@ def router() -> Schema:
                     "type": text("ClusterIP", "NodePort", "LoadBalancer"),
                     "port": whole(1, 65535),
                     "annotations": MAP,
+                    "loadBalancerClass": TEXT,
+                    "externalTrafficPolicy": text("", "Cluster", "Local"),
                     "ipFamilyPolicy": text("", "SingleStack", "PreferDualStack", "RequireDualStack"),
                 }
             ),
@@ -116,7 +92,7 @@ def router() -> Schema:
     )
 
 
-def pool(role: str, *, named: bool) -> Schema:
+def pool(role: str, *, of_its_own: bool) -> Schema:
     """A pool, or the defaults of all pools of a role ("" for both)."""
     scaling = closed(
         {
@@ -146,11 +122,12 @@ def pool(role: str, *, named: bool) -> Schema:
     )
     properties = {
         "replicas": whole(0),
+        "image": image(),
         "settings": ref(f"{role or 'worker'}Settings"),
         "accelerator": closed(
             {
                 "vendor": text("none", "nvidia", "amd", "intel"),
-                "count": whole(1),
+                "count": whole(0),
                 "resource": TEXT,
                 "device": TEXT,
             }
@@ -164,9 +141,7 @@ def pool(role: str, *, named: bool) -> Schema:
         "autoscaling": scaling,
         **placement(),
     }
-    if not named:
-        return closed(properties)
-    return closed({"name": NAME, "model": NAME, **properties}, ("name",))
+    return closed({"model": NAME, "enabled": FLAG, **properties} if of_its_own else properties)
 
 
 def model() -> Schema:
@@ -175,11 +150,9 @@ def model() -> Schema:
     sources = [
         closed(
             {"type": {"const": "hub"}, "id": text(pattern=".+"), "tokenSecret": secret, **cache},
-            ("type", "id"),
+            ("id",),
         ),
-        closed(
-            {"type": {"const": "pvc"}, "claimName": text(pattern=".+"), "path": TEXT, **cache}, ("type", "claimName")
-        ),
+        closed({"type": {"const": "pvc"}, "claimName": text(pattern=".+"), "path": TEXT, **cache}, ("claimName",)),
         closed(
             {
                 "type": {"const": "image"},
@@ -188,7 +161,7 @@ def model() -> Schema:
                 "path": TEXT,
                 **cache,
             },
-            ("type", "reference"),
+            ("reference",),
         ),
     ]
     goal = {"type": "number", "minimum": 0}
@@ -196,9 +169,9 @@ def model() -> Schema:
     fields = {field.name: field for field in fields_of(RouterConfig)}
     return closed(
         {
-            "name": NAME,
             "servedName": TEXT,
             "source": {"oneOf": sources},
+            "tokenizer": {"oneOf": sources},
             "slo": closed({"ttftMs": goal, "tpotMs": goal}),
             "router": ref("router"),
             "aliases": names | {"maxItems": MAX_NAMES},
@@ -215,7 +188,7 @@ def model() -> Schema:
                 key: of_field(fields[name]) for key, name in (("toolParser", "tool_parser"), ("reasoning", "reasoning"))
             },
         },
-        ("name", "source"),
+        ("source",),
     )
 
 
@@ -224,11 +197,12 @@ def shared_router() -> Schema:
     split = closed(
         {"name": SERVED, "weights": weights | {"minProperties": 1, "maxProperties": MAX_NAMES}}, ("name", "weights")
     )
-    return closed({"enabled": FLAG, "splits": many(split) | {"maxItems": MAX_SPLITS}})
+    return closed({"enabled": FLAG, "defaultModel": TEXT, "splits": many(split) | {"maxItems": MAX_SPLITS}})
 
 
 def network() -> Schema:
-    peers = many(closed({"podSelector": FREE, "namespaceSelector": FREE, "ipBlock": FREE}))
+    block = closed({"cidr": TEXT, "except": many(TEXT)}, ("cidr",))
+    peers = many(closed({"podSelector": SELECTOR, "namespaceSelector": SELECTOR, "ipBlock": block}))
     return closed(
         {
             "enabled": FLAG,
@@ -269,7 +243,8 @@ def gateway() -> Schema:
 
 def monitoring() -> Schema:
     monitor = closed({"enabled": FLAG, "interval": text(pattern=r"^[0-9]+(ms|s|m)$"), "labels": MAP})
-    rules = closed({"enabled": FLAG, "labels": MAP, "runbookURL": TEXT, "disabled": many(TEXT), "alertLabels": MAP})
+    address = text(pattern="^(https?://[^#]+)?$")
+    rules = closed({"enabled": FLAG, "labels": MAP, "runbookURL": address, "disabled": many(TEXT), "alertLabels": MAP})
     return closed(
         {
             "podMonitor": monitor,
@@ -320,9 +295,9 @@ def tls() -> Schema:
     )
 
 
-def pools(role: str, **bounds: int) -> Schema:
+def pools(role: str) -> Schema:
     """The pools of one role, and what they have in common."""
-    return closed({"defaults": pool(role, named=False), "pools": many(pool(role, named=True)) | bounds})
+    return closed({"defaults": pool(role, of_its_own=False), "pools": named(pool(role, of_its_own=True))})
 
 
 def definitions() -> Schema:
@@ -352,13 +327,16 @@ def values() -> Schema:
             "fullnameOverride": TEXT,
             "commonLabels": MAP,
             "imagePullSecrets": many(closed({"name": TEXT}, ("name",))),
-            "images": closed({"router": image(), "worker": image()}),
-            "models": many(model()) | {"minItems": 1, "maxItems": MAX_MODELS},
+            "clusterDomain": text(pattern=r"^[a-z0-9.-]+$"),
+            "trustedCA": closed({"configMap": TEXT, "key": text(pattern=".+")}),
+            "extraObjects": many({"type": ["object", "string"]}),
+            "images": closed({"registry": TEXT, "router": image(), "worker": image()}),
+            "models": named(model(), MAX_MODELS),
             "router": ref("router"),
             "sharedRouter": shared_router(),
-            "workers": pool("", named=False),
+            "workers": pool("", of_its_own=False),
             "prefill": pools("prefill"),
-            "decode": pools("decode", minItems=1),
+            "decode": pools("decode"),
             "discovery": closed({"type": text("kubernetes", "dns")}),
             "apiKeys": closed({"existingSecret": TEXT, "key": TEXT}),
             "curve": closed({"existingSecret": TEXT, "key": TEXT, "authorizedKey": TEXT}),
@@ -367,6 +345,7 @@ def values() -> Schema:
             "rbac": closed({"create": FLAG}),
             "podDeletionCost": closed({"enabled": FLAG, "admissionPolicy": FLAG}),
             "networkPolicy": network(),
+            "publicPaths": many(text(pattern="^/")) | {"minItems": 1},
             "ingress": ingress(),
             "httpRoute": gateway(),
             "inferencePool": closed({"enabled": FLAG, "endpointPicker": endpoint_picker}),

@@ -43,11 +43,11 @@ def values_of(spec: PlanSpec, candidate: Candidate, model: str) -> dict[str, Any
     }
     slo = {"ttftMs": goals.ttft_ms, "tpotMs": goals.tpot_ms}
     return {
-        "models": [{"name": name_of(model), "source": {"type": "hub", "id": model}, "slo": slo}],
+        "models": {name_of(model): {"source": {"id": model}, "slo": slo}},
         "router": {"replicas": spec.routers, "settings": router},
         "workers": {"settings": {"block_size": spec.model.block_size}, "autoscaling": {"type": "none"}},
-        "prefill": {"pools": [] if candidate.is_one_pool else [_pool(candidate.num_prefill, prefill)]},
-        "decode": {"pools": [_pool(candidate.num_decode, decode)]},
+        "prefill": {"pools": {"default": _pool(candidate.num_prefill, prefill)}},
+        "decode": {"pools": {"default": _pool(candidate.num_decode, decode)}},
     }
 
 
@@ -58,7 +58,8 @@ def name_of(model: str) -> str:
 
 
 def _pool(replicas: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": "default", "replicas": replicas, "settings": dict(settings)}
+    """No pods are no pool."""
+    return {"replicas": replicas, "settings": dict(settings)} if replicas else {"enabled": False}
 
 
 def render(values: Mapping[str, Any], comments: Sequence[str]) -> str:

@@ -82,6 +82,9 @@ def check(options: argparse.Namespace) -> str:
     while status == 400 and "context_length_exceeded" in text and len(words) > 40:
         words = words[: len(words) // 2]
         status, text = ask(options, words)
+    if status in (401, 403):
+        given = "the one of test.apiKeySecret" if os.environ.get("API_KEY") else "none: set test.apiKeySecret"
+        raise SystemExit(f"the router answered {status}: it asks for an API key, and this test has {given}")
     if status != 200:
         return f"the router answered {status or 'nothing'}: {text[:300]}"
     answer = json.loads(text)

@@ -1,11 +1,62 @@
+{{/* Refuses the lists of earlier charts and shows the same as a map: (list, at). */}}
+{{- define "diptych.refuseList" -}}
+{{- $map := dict }}
+{{- range .list }}
+{{- if kindIs "map" . }}{{ $_ := set $map (toString .name) (omit . "name") }}{{ end }}
+{{- end }}
+{{- fail (printf "%s is a list; it is a map keyed by name, so that --set %s.NAME... and overlays reach one entry (docs/kubernetes.md, From lists to maps). Write in its place:\n%s:\n%s\n" .at .at (last (splitList "." .at)) (toYaml $map | indent 2)) }}
+{{- end }}
+
+{{/* The kind of a model's source, which its keys tell: (source). */}}
+{{- define "diptych.sourceType" -}}
+{{- .source.type | default (ternary "pvc" (ternary "image" "hub" (hasKey .source "reference")) (hasKey .source "claimName")) }}
+{{- end }}
+
+{{/*
+The models by name, as YAML {models: [{name, source: {type, ...}, ...}]}: (root). An entry that is null was taken away. What is
+asked for at a hundred places is made once and kept at the root.
+*/}}
+{{- define "diptych.models" -}}
+{{- if not (hasKey .root "diptychModels") }}
+{{- $_ := set .root "diptychModels" (include "diptych.makeModels" .) }}
+{{- end }}
+{{- .root.diptychModels }}
+{{- end }}
+
+{{- define "diptych.makeModels" -}}
+{{- if kindIs "slice" .root.Values.models }}
+{{- include "diptych.refuseList" (dict "list" .root.Values.models "at" "models") }}
+{{- end }}
+{{- $default := .root.Values.sharedRouter.defaultModel }}
+{{- if and $default (not (get .root.Values.models $default)) }}
+{{- fail (printf "sharedRouter.defaultModel is %s, but models has %s" $default (keys .root.Values.models | sortAlpha | join ", ")) }}
+{{- end }}
+{{- $models := list }}
+{{- range $name, $model := .root.Values.models }}
+{{- if $model }}
+{{- $source := merge (dict "type" (include "diptych.sourceType" (dict "source" $model.source))) $model.source }}
+{{- $entry := merge (dict "name" (toString $name) "source" $source) $model }}
+{{- with $model.tokenizer }}
+{{- $_ := set $entry "tokenizer" (merge (dict "type" (include "diptych.sourceType" (dict "source" .))) .) }}
+{{- end }}
+{{- $models = ternary (prepend $models $entry) (append $models $entry) (eq (toString $name) $default) }}
+{{- end }}
+{{- end }}
+{{- if not $models }}
+{{- fail "models is empty: name a model, for example --set models.smollm2-135m.source.id=smollm2-135m" }}
+{{- end }}
+{{- toYaml (dict "models" $models) }}
+{{- end }}
+
 {{/* The entry of `models` that a pool belongs to, as YAML: (root, name, for). */}}
 {{- define "diptych.model" -}}
 {{- $wanted := .name }}
+{{- $models := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- $known := list }}
 {{- $found := dict }}
-{{- range .root.Values.models }}
+{{- range $models }}
 {{- $known = append $known .name }}
-{{- if or (eq .name $wanted) (and (not $wanted) (eq (len $.root.Values.models) 1)) }}
+{{- if or (eq .name $wanted) (and (not $wanted) (eq (len $models) 1)) }}
 {{- $found = . }}
 {{- end }}
 {{- end }}
@@ -13,28 +64,65 @@
 {{- if $wanted }}
 {{- fail (printf "%s names the model %q, but models has %s" .for $wanted (join ", " $known)) }}
 {{- else }}
-{{- fail (printf "%s must name its model, one of %s" .for (join ", " $known)) }}
+{{- fail (printf "%s must name its model, one of %s; or switch the pool off by enabled: false" .for (join ", " $known)) }}
 {{- end }}
 {{- end }}
 {{- toYaml $found }}
 {{- end }}
 
-{{/* A pool with everything that `workers` and the role's defaults say, as YAML: (root, role, pool). */}}
+{{/* A model as its router has it, as YAML: with the source of its tokenizer alone, where there is one: (model). */}}
+{{- define "diptych.routerView" -}}
+{{- toYaml (set (mustDeepCopy .model) "source" (.model.tokenizer | default .model.source)) }}
+{{- end }}
+
+{{/* The name of the model of a pool that names none: the one that is called like the pool, or "": (root, pool). */}}
+{{- define "diptych.modelOfName" -}}
+{{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}
+{{- if eq .name $.pool }}{{ .name }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* Takes every key whose value is null out of a mapping, however deep: so a pool drops what it would inherit. */}}
+{{- define "diptych.dropNulls" -}}
+{{- range $key, $value := . }}
+{{- if kindIs "invalid" $value }}{{ $_ := unset $ $key }}{{ else if kindIs "map" $value }}{{ include "diptych.dropNulls" $value }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* A pool with everything that `workers` and the role's defaults say, as YAML: (root, role, name, pool). */}}
 {{- define "diptych.pool" -}}
 {{- $role := index .root.Values .role }}
 {{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy $role.defaults) (mustDeepCopy .pool) }}
-{{- $model := include "diptych.model" (dict "root" .root "name" (.pool.model | default "") "for" (printf "%s pool %s" .role .pool.name)) | fromYaml }}
+{{- include "diptych.dropNulls" $pool }}
+{{- $wanted := .pool.model | default (include "diptych.modelOfName" (dict "root" .root "pool" .name)) }}
+{{- $model := include "diptych.model" (dict "root" .root "name" $wanted "for" (printf "%s pool %s" .role .name)) | fromYaml }}
+{{- $_ := set $pool "name" .name }}
 {{- $_ := set $pool "model" $model.name }}
 {{- toYaml $pool }}
 {{- end }}
 
-{{/* The pools of a role, merged, as YAML {pools: [...]}; with a model only its own: (root, role, model). */}}
+{{/* The pools of a role by name, merged, as YAML {pools: [...]}; with a model only its own: (root, role, model). */}}
 {{- define "diptych.pools" -}}
+{{- $key := printf "diptychPools/%s/%s" .role (.model | default "") }}
+{{- if not (hasKey .root $key) }}
+{{- $_ := set .root $key (include "diptych.makePools" .) }}
+{{- end }}
+{{- get .root $key }}
+{{- end }}
+
+{{- define "diptych.makePools" -}}
+{{- $given := (index .root.Values .role).pools }}
+{{- if kindIs "slice" $given }}
+{{- include "diptych.refuseList" (dict "list" $given "at" (printf "%s.pools" .role)) }}
+{{- end }}
 {{- $pools := list }}
-{{- range (index .root.Values .role).pools }}
-{{- $pool := include "diptych.pool" (dict "root" $.root "role" $.role "pool" .) | fromYaml }}
+{{- /* Without a model `helm template` has stopped; `helm lint` goes on. */}}
+{{- range $name, $pool := ternary $given dict (gt (len (include "diptych.models" (dict "root" .root) | fromYaml).models) 0) }}
+{{- if not (or (kindIs "invalid" $pool) (eq (toString $pool.enabled) "false")) }}
+{{- $pool := include "diptych.pool" (dict "root" $.root "role" $.role "name" (toString $name) "pool" $pool) | fromYaml }}
 {{- if or (not $.model) (eq $pool.model $.model) }}
 {{- $pools = append $pools $pool }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- toYaml (dict "pools" $pools) }}
@@ -49,6 +137,17 @@
 {{- end }}
 {{- end }}
 
+{{/* Seconds that the slowest pool of a model which may have no pod takes to start one, else 0: (root, model). */}}
+{{- define "diptych.wakingSeconds" -}}
+{{- $longest := 0 }}
+{{- range $role := list "prefill" "decode" }}
+{{- range (include "diptych.pools" (dict "root" $.root "role" $role "model" $.model) | fromYaml).pools }}
+{{- if and (has .autoscaling.type (list "keda" "planner")) (eq (int .autoscaling.minReplicas) 0) }}{{ $longest = max $longest (int .startupSeconds) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- $longest }}
+{{- end }}
+
 {{/* Refuses an update that could neither add a pod nor take one away: (spec, for). */}}
 {{- define "diptych.checkStrategy" -}}
 {{- if and (has (toString .spec.strategy.maxSurge) (list "0" "0%")) (has (toString .spec.strategy.maxUnavailable) (list "0" "0%")) }}
@@ -56,30 +155,52 @@
 {{- end }}
 {{- end }}
 
+{{/* Refuses more devices than a worker uses: (pool, for). */}}
+{{- define "diptych.checkDevices" -}}
+{{- if gt (int .pool.accelerator.count) 1 }}
+{{- fail (printf "%s: accelerator.count is %d, but a worker computes on one device and the others would stand idle: take count 1 and replicas %d" .for (int .pool.accelerator.count) (mul (int .pool.accelerator.count) (int .pool.replicas))) }}
+{{- end }}
+{{- end }}
+
+{{/* Refuses a budget that lets no pod go, so that no node could be drained: (pdb, least, for). */}}
+{{- define "diptych.checkBudget" -}}
+{{- $none := false }}
+{{- $key := ternary "minAvailable" "maxUnavailable" (hasKey .pdb "minAvailable") }}
+{{- if and .pdb.enabled (gt (int .least) 0) }}
+{{- if hasKey .pdb "minAvailable" }}
+{{- $share := toString .pdb.minAvailable }}
+{{- $none = ternary (eq $share "100%") (ge (int .pdb.minAvailable) (int .least)) (hasSuffix "%" $share) }}
+{{- else }}
+{{- $none = has (toString .pdb.maxUnavailable) (list "0" "0%") }}
+{{- end }}
+{{- end }}
+{{- if $none }}
+{{- fail (printf "%s: of %d pods pdb.%s %v lets none be evicted, so no node with one of them could ever be drained: take maxUnavailable 1, or pdb.enabled false" .for (int .least) $key (get .pdb $key)) }}
+{{- end }}
+{{- end }}
+
 {{/* Refuses what the schema cannot see. Rendered once, by the routers' template. */}}
 {{- define "diptych.check" -}}
-{{- $names := list }}
-{{- range .Values.models }}
-{{- if has .name $names }}{{ fail (printf "two models are called %s" .name) }}{{ end }}
-{{- $names = append $names .name }}
+{{- range (include "diptych.models" (dict "root" $) | fromYaml).models }}
 {{- if not (include "diptych.pools" (dict "root" $ "role" "decode" "model" .name) | fromYaml).pools }}
-{{- fail (printf "model %s has no decode pool: add one to decode.pools" .name) }}
+{{- fail (printf "model %s has no decode pool: add decode.pools.NAME.model=%s" .name .name) }}
 {{- end }}
-{{- if and (eq .source.type "image") (semverCompare "<1.33-0" $.Capabilities.KubeVersion.Version) }}
+{{- if and (or (eq .source.type "image") (eq (.tokenizer | default dict).type "image")) (semverCompare "<1.33-0" $.Capabilities.KubeVersion.Version) }}
 {{- fail (printf "model %s comes as an OCI image volume, which needs Kubernetes 1.33 (here %s); before 1.35 also the feature gate ImageVolume" .name $.Capabilities.KubeVersion.Version) }}
 {{- end }}
 {{- end }}
 {{- range (include "diptych.routers" (dict "root" $) | fromYaml).routers }}
 {{- include "diptych.checkStrategy" (dict "spec" .spec "for" .for) }}
 {{- include "diptych.checkStore" (dict "router" .spec "for" .for) }}
+{{- include "diptych.checkBudget" (dict "pdb" .spec.pdb "for" .for "least" (ternary .spec.autoscaling.minReplicas .spec.replicas .spec.autoscaling.enabled)) }}
 {{- end }}
 {{- include "diptych.checkShared" (dict "root" $) }}
 {{- range $role := list "prefill" "decode" }}
-{{- $pools := list }}
 {{- range (include "diptych.pools" (dict "root" $ "role" $role) | fromYaml).pools }}
-{{- include "diptych.checkStrategy" (dict "spec" . "for" (printf "%s pool %s" $role .name)) }}
-{{- if has .name $pools }}{{ fail (printf "two %s pools are called %s" $role .name) }}{{ end }}
-{{- $pools = append $pools .name }}
+{{- $for := printf "%s pool %s" $role .name }}
+{{- include "diptych.checkStrategy" (dict "spec" . "for" $for) }}
+{{- include "diptych.checkDevices" (dict "pool" . "for" $for) }}
+{{- include "diptych.checkBudget" (dict "pdb" .pdb "for" $for "least" (ternary .replicas .autoscaling.minReplicas (eq .autoscaling.type "none"))) }}
 {{- end }}
 {{- end }}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled }}

@@ -5,10 +5,10 @@
 {{- define "diptych.fullname" -}}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride }}
-{{- else if contains .Chart.Name .Release.Name }}
+{{- else if contains (include "diptych.name" .) .Release.Name }}
 {{- .Release.Name }}
 {{- else }}
-{{- printf "%s-%s" .Release.Name .Chart.Name }}
+{{- printf "%s-%s" .Release.Name (include "diptych.name" .) }}
 {{- end }}
 {{- end }}
 
@@ -68,13 +68,41 @@ overridden. On pods (`pod`) none that changes with the chart alone: a new chart 
 {{- if include "diptych.tlsSecret" . }}https{{ else }}http{{ end }}
 {{- end }}
 
+{{/* Whether a repository begins with a host, "true" or "". */}}
+{{- define "diptych.hasHost" -}}
+{{- $first := first (splitList "/" .) }}
+{{- if and (contains "/" .) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}true{{ end }}
+{{- end }}
+
+{{/* Everything that is said of an image, as YAML: (root, kind), for a pool also `image`, its own. */}}
+{{- define "diptych.imageValues" -}}
+{{- $image := mustMergeOverwrite (dict) (mustDeepCopy (index .root.Values.images .kind)) (mustDeepCopy (.image | default dict)) }}
+{{- /* A tag or repository of the pool's own is not what the digest of all workers stands for. */}}
+{{- if and .image (or .image.tag .image.repository) (not .image.digest) }}{{ $_ := set $image "digest" "" }}{{ end }}
+{{- if not (include "diptych.hasHost" $image.repository) }}
+{{- $whole := printf "%s/%s" (trimSuffix "/" .root.Values.images.registry) $image.repository }}
+{{- if not (include "diptych.hasHost" $whole) }}
+{{- fail (printf "no image is published, and %q names no host: build the Dockerfile's targets router and worker, push them, and set images.registry, for example --set images.registry=ghcr.io/acme (images loaded into kind or minikube: docker.io/library)" (trimPrefix "/" $whole)) }}
+{{- end }}
+{{- $_ := set $image "repository" $whole }}
+{{- end }}
+{{- toYaml $image }}
+{{- end }}
+
+{{/* An image's name: (root, kind), for a pool also `image`. */}}
 {{- define "diptych.image" -}}
-{{- $image := index .root.Values.images .kind }}
+{{- $image := include "diptych.imageValues" . | fromYaml }}
 {{- if $image.digest }}
 {{- printf "%s@%s" $image.repository $image.digest }}
 {{- else }}
 {{- printf "%s:%s" $image.repository ($image.tag | default .root.Chart.AppVersion) }}
 {{- end }}
+{{- end }}
+
+{{/* image and imagePullPolicy of a container: (root, kind), for a pool also `image`. */}}
+{{- define "diptych.imageOf" -}}
+image: {{ include "diptych.image" . | quote }}
+imagePullPolicy: {{ (include "diptych.imageValues" . | fromYaml).pullPolicy }}
 {{- end }}
 
 {{/* Stops with a sentence when something that was asked for needs an API that the cluster does not have: (root, api, for). */}}

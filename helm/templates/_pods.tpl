@@ -1,18 +1,14 @@
-{{/* Pod Security "restricted". */}}
-{{- define "diptych.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{/* Where a bundle of trusted certificates is mounted: (root). */}}
+{{- define "diptych.trustedCA" -}}
+{{- with .root.Values.trustedCA }}{{ if .configMap }}/etc/diptych/trusted-ca/{{ .key }}{{ end }}{{ end }}
 {{- end }}
 
-{{- define "diptych.securityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-runAsNonRoot: true
-capabilities: {drop: [ALL]}
+{{/*
+`replicas` of an autoscaled Deployment: what it has now. Left out, an upgrade that turns the autoscaler on would take the
+field away, and the API server would set it to 1. Empty where there is no Deployment, or no cluster to ask: (root, name).
+*/}}
+{{- define "diptych.liveReplicas" -}}
+{{- with lookup "apps/v1" "Deployment" .root.Release.Namespace .name }}replicas: {{ int .spec.replicas }}{{ end }}
 {{- end }}
 
 {{/* A pause before SIGTERM: (root, seconds). */}}
@@ -28,7 +24,7 @@ lifecycle:
 {{- end }}
 {{- end }}
 
-{{/* Where a process may write, and where it looks. */}}
+{{/* Where a process may write, where it looks, and whom it trusts: (root). */}}
 {{- define "diptych.environment" -}}
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
@@ -36,6 +32,10 @@ lifecycle:
 - {name: DIPTYCH_CACHE, value: /var/cache/diptych}
 - {name: HF_HOME, value: /var/cache/diptych/huggingface}
 - {name: TRITON_CACHE_DIR, value: /var/cache/diptych/triton}
+{{- with include "diptych.trustedCA" . }}
+- {name: SSL_CERT_FILE, value: {{ . | quote }}}
+- {name: REQUESTS_CA_BUNDLE, value: {{ . | quote }}}
+{{- end }}
 {{- end }}
 
 {{/* Mounts that every container of a pod has: (root, model). */}}
@@ -62,6 +62,16 @@ lifecycle:
 {{- end }}
 {{- end }}
 
+{{/* Mounts of the user's, and the trusted certificates: (root, spec). */}}
+{{- define "diptych.extraMounts" -}}
+{{- if include "diptych.trustedCA" . }}
+- {name: trusted-ca, mountPath: /etc/diptych/trusted-ca, readOnly: true}
+{{- end }}
+{{- with .spec.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{- define "diptych.secretMounts" -}}
 {{- if .root.Values.curve.existingSecret }}
 - {name: curve, mountPath: /etc/diptych/curve, readOnly: true}
@@ -83,8 +93,15 @@ lifecycle:
 {{- if eq (len (uniq $said)) 1 }}{{ first $said }}{{ end }}
 {{- end }}
 
-{{/* Volumes: (root, role, models, config). */}}
+{{/* Volumes: (root, role, models, config, spec). */}}
 {{- define "diptych.volumes" -}}
+{{- with .spec.extraVolumes }}
+{{- toYaml . }}
+{{ end -}}
+{{- with .root.Values.trustedCA.configMap }}
+- name: trusted-ca
+  configMap: {name: {{ . | quote }}}
+{{ end -}}
 - name: config
   configMap: {name: {{ .config }}}
 - name: tmp
@@ -126,12 +143,11 @@ lifecycle:
 {{/* Fetches a hub model before the process starts; its log shows the progress: (root, kind, model, spec, container). */}}
 {{- define "diptych.fetchContainer" -}}
 - name: {{ .container | default "fetch-model" }}
-  image: {{ include "diptych.image" . | quote }}
-  imagePullPolicy: {{ (index .root.Values.images .kind).pullPolicy }}
+  {{- include "diptych.imageOf" (dict "root" .root "kind" .kind "image" .spec.image) | nindent 2 }}
   command: [diptych, fetch]
   args: [{{ .model.source.id | quote }}{{ if eq .kind "router" }}, --no-weights{{ end }}]
   env:
-    {{- include "diptych.environment" . | nindent 4 }}
+    {{- include "diptych.environment" (dict "root" .root) | nindent 4 }}
     - {name: TQDM_MININTERVAL, value: "10"}
     {{- with .spec.env }}
     {{- toYaml . | nindent 4 }}
@@ -141,14 +157,38 @@ lifecycle:
     {{- end }}
   resources:
     {{- toYaml .spec.resources | nindent 4 }}
+  {{- with .spec.securityContext }}
   securityContext:
-    {{- include "diptych.securityContext" . | nindent 4 }}
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   volumeMounts:
     {{- include "diptych.modelMounts" . | nindent 4 }}
+    {{- with include "diptych.extraMounts" . | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
 {{- end }}
 
-{{/* Where pods may and should run: (root, role, name, spec). */}}
+{{/* What a pod is besides its containers, and where it runs: (root, role, name, spec). */}}
 {{- define "diptych.scheduling" -}}
+{{- with .spec.podSecurityContext }}
+securityContext:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.schedulerName }}
+schedulerName: {{ . | quote }}
+{{- end }}
+{{- with .spec.resourceClaims }}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .spec.hostNetwork }}
+hostNetwork: true
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
+{{- with .spec.dnsConfig }}
+dnsConfig:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .spec.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}

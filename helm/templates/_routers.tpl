@@ -5,7 +5,9 @@
 
 {{/* A model's router with everything that `router` says, as YAML: (root, model). */}}
 {{- define "diptych.router" -}}
-{{- toYaml (mustMergeOverwrite (dict) (mustDeepCopy .root.Values.router) (mustDeepCopy (.model.router | default dict))) }}
+{{- $router := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.router) (mustDeepCopy (.model.router | default dict)) }}
+{{- include "diptych.dropNulls" $router }}
+{{- toYaml $router }}
 {{- end }}
 
 {{/* The name of the router that serves a model: (root, model). */}}
@@ -21,10 +23,10 @@ them. `model` is the label of a router with one model, `models` are the names of
 {{- $routers := list }}
 {{- if include "diptych.isShared" . }}
 {{- $names := list }}
-{{- range .root.Values.models }}{{ $names = append $names .name }}{{ end }}
-{{- $routers = list (dict "name" "shared" "for" "the shared router" "model" "" "models" $names "spec" .root.Values.router) }}
+{{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}{{ $names = append $names .name }}{{ end }}
+{{- $routers = list (dict "name" "shared" "for" "the shared router" "model" "" "models" $names "spec" (include "diptych.router" (dict "root" .root "model" dict) | fromYaml)) }}
 {{- else }}
-{{- range .root.Values.models }}
+{{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- $spec := include "diptych.router" (dict "root" $.root "model" .) | fromYaml }}
 {{- $routers = append $routers (dict "name" .name "for" (printf "router of model %s" .name) "model" .name "models" (list .name) "spec" $spec) }}
 {{- end }}
@@ -52,9 +54,10 @@ them. `model` is the label of a router with one model, `models` are the names of
 {{/* The file of models of a shared router. It takes effect without a restart, but for what `diptych.fixedModels` says: (root). */}}
 {{- define "diptych.modelsFile" -}}
 {{- $root := .root }}
-{{- range $model := .root.Values.models }}
+{{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
+{{- $view := include "diptych.routerView" (dict "model" $model) | fromYaml }}
 [[model]]
-model = {{ include "diptych.modelSetting" (dict "root" $root "model" $model) | toJson }}
+model = {{ include "diptych.modelSetting" (dict "root" $root "model" $view) | toJson }}
 name = {{ include "diptych.servedName" (dict "model" $model) | toJson }}
 {{- with $model.aliases }}
 aliases = {{ toJson . }}
@@ -108,15 +111,16 @@ weights = { {{ join ", " $weights }} }
 {{/* What of the models a router takes only when it starts: (root). */}}
 {{- define "diptych.fixedModels" -}}
 {{- $fixed := list }}
-{{- range .root.Values.models }}
-{{- $fixed = append $fixed (list (include "diptych.modelSetting" (dict "root" $.root "model" .)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo (len (include "diptych.pools" (dict "root" $.root "role" "prefill" "model" .name) | fromYaml).pools | eq 0)) }}
+{{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}
+{{- $view := include "diptych.routerView" (dict "model" .) | fromYaml }}
+{{- $fixed = append $fixed (list (include "diptych.modelSetting" (dict "root" $.root "model" $view)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo (len (include "diptych.pools" (dict "root" $.root "role" "prefill" "model" .name) | fromYaml).pools | eq 0)) }}
 {{- end }}
 {{- toJson $fixed }}
 {{- end }}
 
 {{/* Labels of series by model: a shared router has no label of one model, so its metrics say which they are of: (root). */}}
 {{- define "diptych.modelRelabelings" -}}
-{{- range .root.Values.models }}
+{{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 - {sourceLabels: [model_name], regex: {{ include "diptych.servedName" (dict "model" .) | regexQuoteMeta | toJson }}, targetLabel: diptych_model, replacement: {{ .name | quote }}}
 {{- end }}
 {{- end }}
@@ -127,9 +131,14 @@ weights = { {{ join ", " $weights }} }
 {{- if include "diptych.isShared" . }}
 {{- $names := list }}
 {{- $ids := list }}
-{{- range $model := .root.Values.models }}
+{{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- if $model.router }}{{ fail (printf "model %s: router is for a router of its own; with sharedRouter.enabled set the values of `router`" $model.name) }}{{ end }}
-{{- $id := ternary (get $model.source "id") (base (include "diptych.modelSetting" (dict "root" $root "model" $model)) | trimSuffix ".gguf") (eq $model.source.type "hub") }}
+{{- $id := include "diptych.modelId" (dict "root" $root "model" $model) }}
+{{- $view := include "diptych.routerView" (dict "model" $model) | fromYaml }}
+{{- $own := include "diptych.modelId" (dict "root" $root "model" $view) }}
+{{- if ne $own $id }}
+{{- fail (printf "model %s: its tokenizer is called %s and its source %s; a shared router knows workers by this name, so both ids, or the last folders of both paths, must be the same" $model.name $own $id) }}
+{{- end }}
 {{- if has $id $ids }}{{ fail (printf "model %s: another one is called %s, too, by its id or folder, and a shared router could not tell their workers apart" $model.name $id) }}{{ end }}
 {{- $ids = append $ids $id }}
 {{- $served := include "diptych.servedName" (dict "model" $model) }}
@@ -146,11 +155,11 @@ weights = { {{ join ", " $weights }} }
 {{- range $_, $weight := $split.weights }}{{ $sum = addf $sum $weight }}{{ end }}
 {{- if not (gt $sum 0.0) }}{{ fail (printf "split %s: at least one of weights must be above 0" $split.name) }}{{ end }}
 {{- end }}
-{{- if and (gt (len .root.Values.models) 1) (contains "true" (include "diptych.plans" .)) }}
+{{- if and (gt (len (include "diptych.models" (dict "root" .root) | fromYaml).models) 1) (contains "true" (include "diptych.plans" .)) }}
 {{- fail "sharedRouter.enabled: a router of several models plans no pools; take autoscaling.type keda or hpa" }}
 {{- end }}
 {{- else }}
-{{- range $model := .root.Values.models }}
+{{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- range $key := list "aliases" "fallbacks" "hold" "limits" "toolParser" "reasoning" }}
 {{- if hasKey $model $key }}{{ fail (printf "model %s: %s needs sharedRouter.enabled, one router for all models" $model.name $key) }}{{ end }}
 {{- end }}

@@ -31,6 +31,11 @@
 {{- end }}
 {{- end }}
 
+{{/* What workers and routers call a model: its id, or the last part of its path without .gguf: (root, model). */}}
+{{- define "diptych.modelId" -}}
+{{- if eq .model.source.type "hub" }}{{ .model.source.id }}{{ else }}{{ base (include "diptych.modelSetting" .) | trimSuffix ".gguf" }}{{ end }}
+{{- end }}
+
 {{/* Settings that keep a process private to the cluster, as YAML: (root, role). */}}
 {{- define "diptych.curveSettings" -}}
 {{- with .root.Values.curve }}
@@ -88,13 +93,25 @@ allow_remote: true
 {{- define "diptych.routerSettings" -}}
 {{- $root := .root }}
 {{- $spec := .router.spec }}
-{{- $settings := mustMergeOverwrite (dict "log_json" true) (mustDeepCopy $spec.settings) }}
+{{- $settings := dict "log_json" true }}
+{{- $waking := 0 }}
+{{- range .router.models }}{{ $waking = max $waking (int (include "diptych.wakingSeconds" (dict "root" $root "model" .))) }}{{ end }}
+{{- if $waking }}
+{{- /* A request that wakes a pool waits for its first pod, and then takes as long as any other. */}}
+{{- $_ := set $settings "queue_timeout_s" $waking }}
+{{- $_ := set $settings "request_timeout_s" (add $waking 600) }}
+{{- end }}
+{{- $settings = mustMergeOverwrite $settings (mustDeepCopy $spec.settings) }}
+{{- if gt (int64 $settings.queue_timeout_s) (int64 ($settings.request_timeout_s | default 600)) }}
+{{- fail (printf "%s: settings.queue_timeout_s %v is above request_timeout_s %v, which counts the wait: raise the latter" .router.for $settings.queue_timeout_s ($settings.request_timeout_s | default 600)) }}
+{{- end }}
 {{- $_ := set $settings "host" "::" }}
 {{- $_ := set $settings "port" 8000 }}
 {{- $_ := set $settings "drain_timeout_s" (int $spec.drainSeconds) }}
 {{- if .router.model }}
 {{- $model := include "diptych.model" (dict "root" $root "name" .router.model "for" .router.for) | fromYaml }}
-{{- $_ := set $settings "model" (include "diptych.modelSetting" (dict "root" $root "model" $model)) }}
+{{- $view := include "diptych.routerView" (dict "model" $model) | fromYaml }}
+{{- $_ := set $settings "model" (include "diptych.modelSetting" (dict "root" $root "model" $view)) }}
 {{- $_ := set $settings "served_model_name" (include "diptych.servedName" (dict "model" $model)) }}
 {{- with $model.slo }}
 {{- if .ttftMs }}{{ $_ := set $settings "slo_ttft_ms" .ttftMs }}{{ end }}
@@ -165,7 +182,7 @@ allow_remote: true
 
 {{/* "true" when a router of the release sets replicas: (root). */}}
 {{- define "diptych.plans" -}}
-{{- range $model := .root.Values.models }}
+{{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- if (include "diptych.planned" (dict "root" $.root "model" $model.name) | fromYaml).pools }}true{{ end }}
 {{- end }}
 {{- end }}

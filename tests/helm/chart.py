@@ -16,7 +16,7 @@ import yaml
 Object = dict[str, Any]
 
 CHART = Path(__file__).parents[2] / "helm"
-EXAMPLES = ("laptop", "gpu-node", "many-nodes", "several-models", "shared-router")
+EXAMPLES = ("laptop", "gpu-node", "many-nodes", "several-models", "shared-router", "openshift")
 KUBERNETES = ("1.29", "1.33", "1.37")
 # What --api-versions says when every operator that the chart knows is installed.
 OPERATORS = (
@@ -27,6 +27,11 @@ OPERATORS = (
     "cert-manager.io/v1",
     "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy",
 )
+NEEDED: Object = {
+    "images": {"registry": "registry.example.com"},
+    "models": {"smollm2-135m": {"source": {"id": "smollm2-135m"}}},
+}
+"""The values without which nothing renders."""
 RELEASE, NAMESPACE = "demo", "llm"
 CONTROL, KV, HTTP = 7001, 7002, 7003
 """Ports of workers."""
@@ -80,14 +85,17 @@ def render(
     kubernetes: str = "1.37",
     apis: Sequence[str] = OPERATORS,
 ) -> Rendered:
-    """The chart with example files (by name) and further values over them. Raises Refused."""
+    """The chart with example files (by name), or else what it needs, and further values over them. Raises Refused."""
     return _render(helm, values, json.dumps(over or {}), kubernetes, tuple(apis))
 
 
 @functools.cache
 def _render(helm: Path, values: tuple[str, ...], over: str, kubernetes: str, apis: tuple[str, ...]) -> Rendered:
     line = [*command(helm, values, kubernetes, apis), "-f", "-"]
-    done = subprocess.run(line, input=over, capture_output=True, text=True, timeout=60)
+    given = json.loads(over)
+    if not values:
+        given = NEEDED | given | {"images": NEEDED["images"] | given.get("images", {})}
+    done = subprocess.run(line, input=json.dumps(given), capture_output=True, text=True, timeout=60)
     if done.returncode != 0:
         raise Refused(done.stderr)
     return Rendered(done.stdout, [item for item in yaml.load_all(done.stdout, UniqueKeys) if item])

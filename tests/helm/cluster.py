@@ -198,7 +198,7 @@ def running(rendered: Rendered, folder: Path, secrets: Secrets | None = None) ->
 def small_values(**over: Any) -> dict[str, Any]:
     """Values for a tiny model that needs no network, with everything else as the chart has it."""
     return {
-        "models": [{"name": "tiny", "source": {"type": "hub", "id": "tiny-random"}}],
+        "models": {"smollm2-135m": None, "tiny": {"source": {"id": "tiny-random"}}},
         "workers": {"settings": {"dtype": "float32", "kv_memory_gib": 0.1}, "drainSeconds": 20},
         "router": {"drainSeconds": 20},
         "prefill": {"defaults": {"drainSeconds": 20}},

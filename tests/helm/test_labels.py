@@ -41,3 +41,10 @@ def test_a_new_chart_alone_restarts_nothing(helm4: Path, example: str) -> None:
         assert "helm.sh/chart" in deployment["metadata"]["labels"]
         changing = {"helm.sh/chart", "app.kubernetes.io/version"}
         assert not changing & deployment["spec"]["template"]["metadata"]["labels"].keys()
+
+
+def test_another_name_of_the_chart_is_in_names_and_selectors(helm4: Path) -> None:
+    rendered = render(helm4, over={"nameOverride": "serving"})
+    deployment = rendered.named("Deployment", "demo-serving-decode-default")
+    assert deployment["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"] == "serving"
+    assert not [item for item in rendered.objects if "diptych" in item["metadata"]["name"]]

@@ -36,11 +36,12 @@ RARE = {
     "transfer: Streams handed over",
 }
 KEDA = {"type": "keda", "minReplicas": 0}
-MODELS = [{"name": "tiny", "source": {"type": "hub", "id": "tiny-random"}, "slo": {"ttftMs": 60000, "tpotMs": 60000}}]
+SLO = {"ttftMs": 60000, "tpotMs": 60000}
 
 
 def values(trigger: str) -> dict[str, Any]:
-    base = small_values(models=MODELS)
+    base = small_values()
+    base["models"]["tiny"]["slo"] = SLO
     base["workers"]["autoscaling"] = KEDA | {"kedaTrigger": trigger, "slo": trigger == "prometheus"}
     return base
 

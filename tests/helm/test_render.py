@@ -122,9 +122,9 @@ def test_old_kubernetes_gets_an_older_pause(helm4: Path) -> None:
 
 def test_names_that_look_like_numbers_stay_names(helm4: Path) -> None:
     over = {
-        "models": [{"name": "1", "source": {"type": "pvc", "claimName": "123", "cacheClaim": "77", "cacheSize": "5"}}],
-        "prefill": {"pools": [{"name": "true"}]},
-        "decode": {"pools": [{"name": "1e3"}]},
+        "models": {"1": {"source": {"claimName": "123", "cacheClaim": "77", "cacheSize": "5"}}},
+        "prefill": {"pools": {"true": {}}},
+        "decode": {"pools": {"1e3": {}}},
         "curve": {"existingSecret": "0x1"},
         "test": {"apiKeySecret": {"name": "12", "key": "34"}},
         "workers": {"priorityClassName": "9", "autoscaling": {"type": "hpa"}},

@@ -14,6 +14,8 @@ import promql_parser
 import pytest
 import yaml
 
+from router.request.paths import GENERATING
+
 from .alert_cases import CASES, RECORDS
 from .chart import CHART, EXAMPLES, render
 
@@ -79,11 +81,61 @@ def test_every_alert_has_a_runbook_and_a_case(helm4: Path, repository: Path) -> 
     headings = re.findall(r"^#+ (.*)$", (repository / "docs" / "operations.md").read_text(encoding="utf-8"), flags=re.M)
     anchors = {heading.strip().lower().replace(" ", "-") for heading in headings}
     for name, rule in alerts.items():
-        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert "runbook_url" not in rule["annotations"], "a link that leads nowhere"
         assert page == "docs/operations.md" and anchor in anchors, f"{name} has no section in docs/operations.md"
         assert rule["labels"]["severity"] in ("critical", "warning")
     assert set(CASES) == set(alerts)
     assert set(RECORDS) == {rule["record"] for rule in rules_of(helm4) if "record" in rule}
+
+
+def test_every_expression_counts_requests_of_all_apis(helm4: Path) -> None:
+    expressions = [rule["expr"] for rule in rules_of(helm4)] + [each for _, each in dashboard_expressions()]
+    patterns = {
+        found
+        for text in expressions
+        for found in re.findall(r'diptych_http_requests_total\{[^}]*path=~"([^"]*)"', text)
+    }
+    for pattern in patterns:
+        assert all(re.fullmatch(pattern, path) for path in GENERATING)
+        assert not any(
+            re.fullmatch(pattern, path) for path in ("/ready", "/metrics", "/v1/models", "/v1/responses/{response_id}")
+        )
+    assert len(patterns) == 1
+
+
+def test_two_releases_have_dashboards_of_their_own(helm4: Path) -> None:
+    pages: dict[str, Any] = {}
+    for name in ("demo", "other"):
+        rendered = yaml.safe_load_all(template(helm4, name))
+        maps = [
+            item
+            for item in rendered
+            if item and item["kind"] == "ConfigMap" and "-dashboard-" in item["metadata"]["name"]
+        ]
+        assert len(maps) == 3
+        for item in maps:
+            ((file, text),) = item["data"].items()
+            page = json.loads(text)
+            assert file not in pages and f"({name}, llm)" in page["title"] and len(page["uid"]) <= 40
+            assert [one["current"]["value"] for one in page["templating"]["list"][1:3]] == ["llm", name]
+            assert not re.search(r"@(id|release|namespace|name)\b", text)
+            pages[file] = page["uid"]
+    assert len(set(pages.values())) == 6
+
+
+def template(helm: Path, release: str) -> str:
+    line = [
+        str(helm),
+        "template",
+        release,
+        str(CHART),
+        "--namespace",
+        "llm",
+        "-f",
+        str(CHART / "examples" / "laptop.yaml"),
+    ]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def test_an_alert_can_be_left_out_and_labelled(helm4: Path) -> None:

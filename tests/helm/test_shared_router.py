@@ -24,15 +24,18 @@ pytestmark = pytest.mark.helm
 NAME = "demo-diptych-router-shared"
 
 
-def model(name: str, **over: Any) -> dict[str, Any]:
-    return {"name": name, "source": {"type": "hub", "id": f"org/{name}"}} | over
+Model = tuple[str, dict[str, Any]]
 
 
-def values(*models: dict[str, Any], splits: tuple[dict[str, Any], ...] = (), **over: Any) -> dict[str, Any]:
+def model(name: str, **over: Any) -> Model:
+    return name, {"source": {"id": f"org/{name}"}} | over
+
+
+def values(*models: Model, splits: tuple[dict[str, Any], ...] = (), **over: Any) -> dict[str, Any]:
     """A release with a shared router and a decode pool for each model."""
-    pools = [{"name": one["name"], "model": one["name"]} for one in models]
-    base = {"models": list(models), "sharedRouter": {"enabled": True, "splits": list(splits)}}
-    return base | {"prefill": {"pools": []}, "decode": {"pools": pools}} | over
+    pools: dict[str, Any] = {"default": None} | {name: {} for name, _ in models}
+    base = {"models": dict(models), "sharedRouter": {"enabled": True, "splits": list(splits)}}
+    return base | {"prefill": {"pools": {"default": None}}, "decode": {"pools": pools}} | over
 
 
 def table_of(rendered: Rendered, folder: Path) -> ModelTable:
@@ -54,13 +57,13 @@ def test_all_models_are_behind_one_router(helm4: Path, tmp_path: Path) -> None:
     settings = settings_of(rendered, routers[0])
     assert not {"model", "served_model_name", "slo_ttft_ms"} & settings.keys()
     assert settings["models_file"] == "/etc/diptych/config/models.toml"
-    assert settings["decode_services"] == [f"demo-diptych-decode-{name}" for name in ("small", "large", "canary")]
+    assert settings["decode_services"] == [f"demo-diptych-decode-{name}" for name in ("canary", "large", "small")]
     assert settings["prefill_services"] == ["demo-diptych-prefill-large"]
     table = table_of(rendered, tmp_path)
-    assert table.models[0] == ModelEntry(
-        "HuggingFaceTB/SmolLM2-135M-Instruct", "small", ("fast",), has_prefill=False, limits=table.models[0].limits
+    small, canary, large = table.models
+    assert small == ModelEntry(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", "small", ("fast",), has_prefill=False, limits=small.limits
     )
-    large, canary = table.models[1:]
     assert (large.fallbacks, canary.fallbacks) == (("small",), ("meta-llama/Meta-Llama-3-8B-Instruct",))
     assert (large.slo_ttft_ms, large.slo_tpot_ms, large.has_prefill) == (800.0, 50.0, True)
     assert not canary.holds and canary.tool_parser == "llama3" and canary.limits.tokens_per_minute == 1_000_000
@@ -91,8 +94,7 @@ def test_a_router_fetches_each_model_of_the_hub(helm4: Path) -> None:
 def test_models_share_a_cache_that_all_of_them_name(helm4: Path) -> None:
     def cache(*claims: str) -> Any:
         models = [
-            model(f"m{number}", source={"type": "hub", "id": f"m{number}", "cacheClaim": claim})
-            for number, claim in enumerate(claims)
+            model(f"m{number}", source={"id": f"m{number}", "cacheClaim": claim}) for number, claim in enumerate(claims)
         ]
         volumes = render(helm4, over=values(*models)).named("Deployment", NAME)["spec"]["template"]["spec"]["volumes"]
         return next(volume for volume in volumes if volume["name"] == "cache")
@@ -111,7 +113,6 @@ def test_only_what_a_running_router_does_not_take_restarts_it(helm4: Path) -> No
     assert checksum(render(helm4, over=live)) == first
     others = (
         [model("a"), model("c")],
-        [model("b"), model("a")],
         [model("a", servedName="x"), model("b")],
         [model("a", toolParser="hermes"), model("b")],
         [model("a", slo={"ttftMs": 100}), model("b")],
@@ -136,7 +137,7 @@ def test_autoscalers_and_series_are_those_of_each_model(helm4: Path) -> None:
 
 def test_a_router_that_may_hold_requests_for_one_model_takes_them(helm4: Path) -> None:
     def path(**scaling: Any) -> str:
-        pools = [{"name": "a", "model": "a"}, {"name": "b", "model": "b", "autoscaling": {"type": "keda"} | scaling}]
+        pools = {"default": None, "a": {}, "b": {"autoscaling": {"type": "keda"} | scaling}}
         rendered = render(helm4, over=values(model("a"), model("b"), decode={"pools": pools}))
         container = rendered.named("Deployment", NAME)["spec"]["template"]["spec"]["containers"][0]
         return str(container["readinessProbe"]["httpGet"]["path"])
@@ -159,13 +160,14 @@ def test_routes_need_no_model_and_refuse_an_unknown_one(helm4: Path) -> None:
     assert hosts == [NAME, NAME] and route["spec"]["rules"][0]["backendRefs"][0]["name"] == NAME
     labels = rendered.named("Deployment", NAME)["spec"]["template"]["metadata"]["labels"]
     assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert certificate["spec"]["dnsNames"] == [NAME, f"{NAME}.llm.svc"]
+    ends = ("", ".llm", ".llm.svc", ".llm.svc.cluster.local")
+    assert certificate["spec"]["dnsNames"] == [NAME + end for end in ends]
     with pytest.raises(Refused, match='ingress host b names the model "c", but models has a, b'):
         hosts_of_c = {"enabled": True, "hosts": [{"host": "b", "model": "c"}]}
         render(helm4, over=values(model("a"), model("b"), ingress=hosts_of_c))
 
 
-PVC = {"type": "pvc", "claimName": "c", "path": "snapshot"}
+PVC = {"claimName": "c", "path": "snapshot"}
 PLANNED = {"autoscaling": {"type": "planner"}}
 
 
@@ -196,10 +198,11 @@ PLANNED = {"autoscaling": {"type": "planner"}}
             "the shared router: responseStore.type memory needs one replica",
         ),
         (
-            {"models": [model("a", aliases=["x"])], "sharedRouter": {"enabled": False}},
+            {"models": dict([model("a", aliases=["x"])]), "sharedRouter": {"enabled": False}},
             "model a: aliases needs sharedRouter.enabled",
         ),
         ({"sharedRouter": {"splits": [{"name": "s", "weights": {"a": 1}}]}}, "sharedRouter.splits needs sharedRouter"),
+        ({"sharedRouter": {"defaultModel": "b"}}, "sharedRouter.defaultModel is b, but models has smollm2-135m"),
     ),
 )
 def test_what_one_router_cannot_have_is_refused_with_a_sentence(
@@ -213,7 +216,8 @@ def test_what_one_router_cannot_have_is_refused_with_a_sentence(
 def test_notes_name_the_models(helm4: Path, tmp_path: Path) -> None:
     split = {"name": "chat", "weights": {"a": 1, "b": 1}}
     file = tmp_path / "values.json"
-    file.write_text(json.dumps(values(model("a"), model("b", servedName="org/b"), splits=(split,))))
+    given = values(model("a"), model("b", servedName="org/b"), splits=(split,))
+    file.write_text(json.dumps(given | {"models": given["models"] | {"smollm2-135m": None}}))
     notes = notes_of(helm4, tmp_path, "-f", str(file))
     assert "Models a, org/b, by the field `model`; splits chat. Wait until the router answers" in notes
     assert f"port-forward service/{NAME}" in notes and '-d \'{"model": "a"' in notes
@@ -222,11 +226,11 @@ def test_notes_name_the_models(helm4: Path, tmp_path: Path) -> None:
 def two_models(*, aliases: list[str]) -> dict[str, Any]:
     """Two tiny models, the second without a prefill pool."""
     sources = {"first": "tiny-random", "second": "tiny-random-gemma3"}
-    models = [model(name, source={"type": "hub", "id": source}) for name, source in sources.items()]
-    models[0] |= {"aliases": aliases, "fallbacks": ["second"]}
-    models[1] |= {"limits": {"requestsPerMinute": 600}}
-    pools = {"decode": {"pools": [{"name": one["name"], "model": one["name"]} for one in models]}}
-    pools["prefill"] = {"defaults": {"drainSeconds": 20}, "pools": [{"name": "first", "model": "first"}]}
+    models: dict[str, Any] = {name: {"source": {"id": source}} for name, source in sources.items()}
+    models["first"] |= {"aliases": aliases, "fallbacks": ["second"]}
+    models["second"] |= {"limits": {"requestsPerMinute": 600}}
+    pools: dict[str, Any] = {"decode": {"pools": {"default": None, "first": {}, "second": {}}}}
+    pools["prefill"] = {"defaults": {"drainSeconds": 20}, "pools": {"default": None, "first": {}}}
     split = {"name": "both", "weights": {"first": 1, "second": 1}}
     base = small_values(**pools) | {"models": models, "sharedRouter": {"enabled": True, "splits": [split]}}
     base["router"]["settings"] = {"queue_timeout_s": 60}

@@ -19,8 +19,7 @@ from .chart import CHART, Refused, render
 
 pytestmark = pytest.mark.helm
 
-POOL = {"name": "default"}
-MODEL = {"name": "m", "source": {"type": "hub", "id": "m"}}
+MODEL = {"source": {"id": "m"}}
 
 
 def paths_of(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -32,8 +31,14 @@ def paths_of(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 FREE_FORM = {("monitoring", "dashboards", "labels")}
+# As in a pod, whose fields the API server knows.
+CONTEXTS = {"podSecurityContext", "securityContext"}
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-CLOSED = [path for path in paths_of(VALUES) if path not in FREE_FORM and path[-1:] not in (("requests",), ("limits",))]
+CLOSED = [
+    path
+    for path in paths_of(VALUES)
+    if path not in FREE_FORM and path[-1:] not in (("requests",), ("limits",)) and not CONTEXTS & set(path)
+]
 
 
 def test_a_misspelt_key_is_caught_at_every_depth() -> None:
@@ -55,21 +60,21 @@ def test_a_misspelt_key_is_caught_at_every_depth() -> None:
 @pytest.mark.parametrize(
     ("over", "message"),
     (
-        ({"decode": {"pools": [{**POOL, "settings": {"max_num_seq": 8}}]}}, "max_num_seq"),
-        ({"decode": {"pools": [{**POOL, "settings": {"max_num_seqs": -1}}]}}, "max_num_seqs"),
-        ({"decode": {"pools": [{**POOL, "settings": {"block_size": 17}}]}}, "block_size"),
-        ({"prefill": {"pools": [{**POOL, "settings": {"watermark": 0.1}}]}}, "watermark"),
-        ({"prefill": {"pools": [{**POOL, "settings": {"port": 1}}]}}, "port"),
+        ({"decode": {"pools": {"default": {"settings": {"max_num_seq": 8}}}}}, "max_num_seq"),
+        ({"decode": {"pools": {"default": {"settings": {"max_num_seqs": -1}}}}}, "max_num_seqs"),
+        ({"decode": {"pools": {"default": {"settings": {"block_size": 17}}}}}, "block_size"),
+        ({"prefill": {"pools": {"default": {"settings": {"watermark": 0.1}}}}}, "watermark"),
+        ({"prefill": {"pools": {"default": {"settings": {"port": 1}}}}}, "port"),
         ({"router": {"settings": {"queue_timeout_s": "30"}}}, "queue_timeout_s"),
         ({"workers": {"accelerator": {"vendor": "nvida"}}}, "vendor"),
-        ({"decode": {"pools": []}}, "pools"),
-        ({"decode": {"pools": [{"replicas": 1}]}}, "name"),
-        ({"decode": {"pools": [{"name": "Not_A_Label"}]}}, "name"),
-        ({"models": [{"name": "m", "source": {"type": "hub"}}]}, "source"),
-        ({"models": [{"name": "m", "source": {"type": "pvc", "claimName": "c", "id": "x"}}]}, "source"),
+        ({"decode": {"pools": {"a": {"name": "b"}}}}, "name"),
+        ({"decode": {"pools": {"Not_A_Label": {}}}}, "Not_A_Label"),
+        ({"models": {"m": {"source": {"type": "hub"}}}}, "source"),
+        ({"models": {"m": {}}}, "source"),
+        ({"models": {"m": {"source": {"claimName": "c", "id": "x"}}}}, "source"),
         ({"images": {"worker": {"digest": "latest"}}}, "digest"),
         ({"workers": {"strategy": {"maxSurge": "half"}}}, "maxSurge"),
-        ({"workers": {"resources": {"claims": [{"name": "gpu"}]}}}, "claims"),
+        ({"workers": {"resources": {"claims": [{"nmae": "gpu"}]}}}, "nmae"),
         ({"test": {"apiKeySecret": {"name": "keys"}}}, "apiKeySecret"),
         ({"httpRoute": {"requestTimeout": "10"}}, "requestTimeout"),
         ({"router": {"responseStore": {"type": "disk"}}}, "responseStore"),
@@ -79,10 +84,10 @@ def test_a_misspelt_key_is_caught_at_every_depth() -> None:
         ({"sharedRouter": {"splits": [{"name": "a b", "weights": {"m": 1}}]}}, r"splits[./]0[./]name"),
         ({"sharedRouter": {"splits": [{"name": "s", "weights": {}}]}}, r"splits[./]0[./]weights"),
         ({"sharedRouter": {"splits": [{"name": "s", "weights": {"m": -1}}]}}, r"splits[./]0[./]weights[./]m"),
-        ({"models": [{**MODEL, "aliases": ["a b"]}]}, r"models[./]0[./]aliases[./]0"),
-        ({"models": [{**MODEL, "hold": "no"}]}, r"models[./]0[./]hold"),
-        ({"models": [{**MODEL, "limits": {"requestsPerHour": 1}}]}, "requestsPerHour"),
-        ({"models": [{**MODEL, "toolParser": "lama3"}]}, "toolParser"),
+        ({"models": {"m": {**MODEL, "aliases": ["a b"]}}}, r"models[./]m[./]aliases[./]0"),
+        ({"models": {"m": {**MODEL, "hold": "no"}}}, r"models[./]m[./]hold"),
+        ({"models": {"m": {**MODEL, "limits": {"requestsPerHour": 1}}}}, "requestsPerHour"),
+        ({"models": {"m": {**MODEL, "toolParser": "lama3"}}}, "toolParser"),
         ({"router": {"settings": {"models_file": "/x"}}}, "models_file"),
     ),
 )
@@ -91,7 +96,25 @@ def test_bad_values_are_refused_by_both_helms(either_helm: Path, over: dict[str,
         render(either_helm, over=over)
 
 
-TWO_MODELS = [{"name": name, "source": {"type": "hub", "id": name}} for name in ("one", "two")]
+@pytest.mark.parametrize(
+    ("over", "shown"),
+    (
+        (
+            {"models": [{"name": "m", "source": {"id": "x"}}]},
+            "models is a list; .*\nmodels:\n  m:\n    source:\n      id: x",
+        ),
+        (
+            {"decode": {"pools": [{"name": "a", "replicas": 2}]}},
+            "decode.pools is a list; .*\npools:\n  a:\n    replicas: 2",
+        ),
+    ),
+)
+def test_a_list_of_old_is_refused_with_the_map_to_write(either_helm: Path, over: dict[str, Any], shown: str) -> None:
+    with pytest.raises(Refused, match=shown):
+        render(either_helm, over=over)
+
+
+TWO_MODELS = {name: {"source": {"id": name}} for name in ("one", "two")}
 KEDA = {"type": "keda", "kedaTrigger": "metrics-api"}
 FOLLOWS = {"type": "keda", "kedaTrigger": "prometheus", "slo": True}
 ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
@@ -101,20 +124,28 @@ ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
     ("over", "message"),
     (
         ({"models": TWO_MODELS}, "must name its model, one of one, two"),
-        ({"decode": {"pools": [{**POOL, "model": "thre"}]}}, 'names the model "thre", but models has smollm2-135m'),
+        ({"decode": {"pools": {"default": {"model": "thre"}}}}, 'names the model "thre", but models has smollm2-135m'),
         (
-            {"models": TWO_MODELS, "prefill": {"pools": []}, "decode": {"pools": [{**POOL, "model": "one"}]}},
+            {
+                "models": TWO_MODELS,
+                "prefill": {"pools": {"default": None}},
+                "decode": {"pools": {"default": {"model": "one"}}},
+            },
             "model two has no decode pool",
         ),
-        ({"decode": {"pools": [POOL, POOL]}}, "two decode pools are called default"),
+        ({"models": {}}, "models is empty: name a model, for example --set models.smollm2-135m.source.id=smollm2-135m"),
+        (
+            {"decode": {"pools": {"default": {"enabled": False}}}},
+            "smollm2-135m has no decode pool: add decode.pools.NAME",
+        ),
         ({"workers": {"autoscaling": {"type": "hpa", "minReplicas": 0}}}, "an HPA cannot scale to zero"),
         ({"workers": {"autoscaling": {"type": "hpa", "minReplicas": 9}}}, "minReplicas 9 is above maxReplicas 4"),
         (
-            {"decode": {"pools": [POOL, {"name": "more"}], "defaults": {"autoscaling": KEDA}}},
+            {"decode": {"pools": {"more": {}}, "defaults": {"autoscaling": KEDA}}},
             "has several decode pools, and a router counts them together",
         ),
         (
-            {"decode": {"pools": [POOL, {"name": "more"}], "defaults": {"autoscaling": {"type": "planner"}}}},
+            {"decode": {"pools": {"more": {}}, "defaults": {"autoscaling": {"type": "planner"}}}},
             "has several decode pools, and its router plans them as one",
         ),
         ({"prefill": {"defaults": {"autoscaling": {"type": "planner"}}}}, "needs a decode pool with the same"),
@@ -180,7 +211,8 @@ def test_the_chart_has_the_version_of_the_code() -> None:
 
 def notes_of(helm: Path, home: Path, *flags: str) -> str:
     """NOTES.txt is only shown by install; a dry run on the client renders it without a cluster."""
-    line = [str(helm), "install", "demo", str(CHART), "--namespace", "llm", "--dry-run=client", *flags]
+    needed = ("--set", "images.registry=registry.example.com", "--set", "models.smollm2-135m.source.id=smollm2-135m")
+    line = [str(helm), "install", "demo", str(CHART), "--namespace", "llm", "--dry-run=client", *needed, *flags]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, env={"HOME": str(home), "PATH": ""})
     assert done.returncode == 0, done.stderr
     return done.stdout.partition("NOTES:")[2]
@@ -196,3 +228,76 @@ def test_notes_warn_of_answers_that_an_update_would_cut(helm4: Path, tmp_path: P
     assert RouterConfig(decode=("tcp://d:1",)).request_timeout_s == 600  # what NOTES.txt takes it for
     notes = notes_of(helm4, tmp_path, "--set", "router.settings.request_timeout_s=900")
     assert "gives its answers 600 s (drainSeconds), though one may take 900 s" in notes
+
+
+def template(helm: Path, *flags: str) -> str:
+    """What `helm template` prints of the chart alone with these flags."""
+    line = [str(helm), "template", "demo", str(CHART), "--namespace", "llm", *flags]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        raise Refused(done.stderr)
+    return done.stdout
+
+
+def test_a_model_and_a_pool_are_set_from_the_command_line(either_helm: Path) -> None:
+    text = template(
+        either_helm,
+        *("--set", "images.registry=ghcr.io/acme", "--set", "models.qwen.source.id=Qwen/Qwen3-8B"),
+        *("--set", "decode.pools.default.replicas=3", "--set", "prefill.pools.default.enabled=false"),
+    )
+    objects = [item for item in yaml.safe_load_all(text) if item and item["kind"] == "Deployment"]
+    replicas = {item["metadata"]["name"]: item["spec"]["replicas"] for item in objects}
+    assert replicas == {"demo-diptych-router-qwen": 1, "demo-diptych-decode-default": 3}
+    images = [each["image"] for item in objects for each in item["spec"]["template"]["spec"]["containers"]]
+    assert sorted(images) == ["ghcr.io/acme/diptych-router:0.1.0", "ghcr.io/acme/diptych-worker:0.1.0"]
+
+
+def test_an_overlay_takes_entries_away_and_a_pool_belongs_to_the_model_of_its_name(helm4: Path, tmp_path: Path) -> None:
+    overlay = {"models": {"small": None}, "decode": {"pools": {"small": None}}, "prefill": {"pools": {"small": None}}}
+    (tmp_path / "overlay.json").write_text(json.dumps(overlay))
+    base = ("--api-versions=keda.sh/v1alpha1", "-f", str(CHART / "examples" / "several-models.yaml"))
+    text = template(helm4, *base, "-f", str(tmp_path / "overlay.json"), "--set", "ingress.enabled=false")
+    names = {item["metadata"]["name"] for item in yaml.safe_load_all(text) if item and item["kind"] == "Deployment"}
+    roles = {"router-large", "prefill-large", "decode-large-nvidia", "decode-large-amd"}
+    assert names == {f"demo-diptych-{role}" for role in roles}
+
+
+@pytest.mark.parametrize(
+    ("images", "name"),
+    (
+        ({"registry": "ghcr.io/acme/"}, "ghcr.io/acme/diptych-worker:0.1.0"),
+        (
+            {"registry": "", "worker": {"repository": "localhost/w"}, "router": {"repository": "h:5000/r"}},
+            "localhost/w",
+        ),
+        ({"worker": {"digest": "sha256:" + "a" * 64}}, "registry.example.com/diptych-worker@sha256:" + "a" * 64),
+    ),
+)
+def test_images_have_whole_names(helm4: Path, images: dict[str, Any], name: str) -> None:
+    assert f'image: "{name}' in render(helm4, over={"images": images}).text
+
+
+def test_without_a_host_an_image_is_refused(either_helm: Path) -> None:
+    for images in ({"registry": ""}, {"registry": "acme"}):
+        with pytest.raises(Refused, match=r"names no host: build the .* --set images\.registry=ghcr\.io/acme"):
+            render(either_helm, over={"images": images})
+
+
+def test_a_pool_may_have_an_image_of_its_own(helm4: Path) -> None:
+    digest = "sha256:" + "b" * 64
+    pools = {"amd": {"image": {"tag": "rocm"}}, "default": {}, "pinned": {"image": {"digest": digest}}}
+    over = {"images": {"worker": {"digest": "sha256:" + "a" * 64}}, "decode": {"pools": pools}}
+    rendered = render(helm4, over=over)
+    ends = {"amd": ":rocm", "default": "@sha256:" + "a" * 64, "pinned": f"@{digest}"}
+    for pool, end in ends.items():
+        spec = rendered.named("Deployment", f"demo-diptych-decode-{pool}")["spec"]["template"]["spec"]
+        assert {each["image"] for each in (*spec["initContainers"], *spec["containers"])} == {
+            "registry.example.com/diptych-worker" + end
+        }
+
+
+def test_notes_say_that_the_test_has_no_key(helm4: Path, tmp_path: Path) -> None:
+    flags = ("--set", "apiKeys.existingSecret=keys")
+    assert "helm test has none: set test.apiKeySecret" in notes_of(helm4, tmp_path, *flags)
+    has_one = ("--set", "test.apiKeySecret.name=a", "--set", "test.apiKeySecret.key=b")
+    assert "helm test has none" not in notes_of(helm4, tmp_path, *flags, *has_one)

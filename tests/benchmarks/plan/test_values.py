@@ -33,10 +33,10 @@ def test_the_charts_schema_takes_them(repository: Path, pick: Candidate) -> None
     assert yaml.safe_load(render(values, ["Why: it is cheap."])) == values
     assert not broken(values, repository)
     assert broken(values | {"prefil": {}}, repository)
-    assert values["models"][0]["name"] == "llama-3-1-8b-instruct"
-    assert [pool["replicas"] for pool in values["decode"]["pools"]] == [pick.num_decode]
-    assert [pool["replicas"] for pool in values["prefill"]["pools"]] == ([2] if pick.num_prefill else [])
-    assert values["decode"]["pools"][0]["settings"]["max_num_seqs"] == 128
+    assert list(values["models"]) == ["llama-3-1-8b-instruct"]
+    prefill, decode = (values[role]["pools"]["default"] for role in ("prefill", "decode"))
+    assert decode["replicas"] == pick.num_decode and decode["settings"]["max_num_seqs"] == 128
+    assert prefill == {"enabled": False} if pick.is_one_pool else prefill["replicas"] == 2
 
 
 def test_a_block_size_that_no_worker_has_is_refused() -> None:
