@@ -20,8 +20,8 @@ class PoisonedCache:
     def __init__(self, kv: Tensor, num_blocks: int, random: torch.Generator, latent_dim: int = 0) -> None:
         self.kv, self.random = kv, random
         total, _, kv_heads, size, self.parts, _ = kv.shape  # parts: keys and values, or latents
-        places = torch.linspace(0, total - 1, min(total, num_blocks), dtype=torch.float64).round().long()
-        self.blocks: list[int] = sorted(set(places.tolist()))
+        count = min(total, num_blocks)
+        self.blocks = [index * (total - 1) // max(1, count - 1) for index in range(count)]
         own = torch.tensor(self.blocks[1:])
         self._free: list[int] = own[torch.randperm(len(own), generator=random)].tolist()
         self.layout = KVLayout(total, kv.shape[1], kv_heads, size, head_dim_of(kv), latent_dim)
