@@ -23,7 +23,7 @@ MAX_PASSING = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class _Admission:
     """The request at `place` in the queue is to own these cached blocks and `num_new` more."""
 
     place: int
@@ -100,7 +100,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
                 return max(self.batch_cap.value, self._usual_num_seqs)
         return min(self.batch_cap.value, self.max_num_seqs)
 
-    def _next(self) -> Admission | None:
+    def _next(self) -> _Admission | None:
         """The oldest waiting request that fits and may pass those before it."""
         if self._num_active >= self._num_places:
             return None
@@ -109,7 +109,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
             prefix = self._cached_prefix(sequence)
             num_new = self._num_new(sequence, prefix)
             if num_new <= limit and num_new + self._headroom <= self._num_available(prefix.blocks):
-                return Admission(place, prefix, num_new)
+                return _Admission(place, prefix, num_new)
             # Nothing may pass a preempted sequence: its client has begun to read.
             left = num_new - sequence.num_passing_blocks if sequence.status is not RequestStatus.PREEMPTED else 0
             limit = min(limit, left)
