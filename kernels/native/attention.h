@@ -58,8 +58,8 @@ struct Scales {
     alignas(64) float keys[TILE] = {}, values[TILE] = {};
 };
 
-// Where up to 64 keys lie, each with its value behind it or in it. Keys that the unit does not see are zeros, so that unused
-// slots are never read. C is the type of the cache's numbers; `scales` multiply them where that is int8.
+// Where up to 64 keys lie, each with its value behind it or in it. Keys that the unit does not see are zeros, so that
+// unused slots are never read. C is the type of the cache's numbers; `scales` multiply them where that is int8.
 template <typename C> struct Tile {
     const C *rows[TILE];
     Scales scales;

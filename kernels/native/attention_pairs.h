@@ -114,7 +114,8 @@ template <int R, int V> void add_pairs(const bf16 *weights, const uint32_t *valu
         for (int v = 0; v < V; v++) store(sums + r * dim + v * LANES, acc[r][v]);
 }
 
-// For more than one group of rows it first writes down a tile's pairs: keys [dim / 2][TILE], values [TILE / 2][value_dim].
+// For more than one group of rows it first writes down a tile's pairs: keys [dim / 2][TILE], values
+// [TILE / 2][value_dim].
 template <typename C> struct PairWork {
     alignas(64) float scores[GROUP * TILE];
     alignas(64) bf16 weights[GROUP * TILE];

@@ -149,7 +149,8 @@ inline void multiply_tile(Bf16In12Bits, const Weights &w, int64_t panel, const I
     const bf16 *inputs = reinterpret_cast<const bf16 *>(static_cast<const char *>(x.data) + row * stride);
     for (const Outlier *o = outliers(w, panel); o < outliers(w, panel + 1); o++)
         for (int r = 0; r < R; r++)
-            out[r][o->output / LANES][o->output % LANES] += widened(inputs[r * stride / 2 + o->input]) * widened(o->value);
+            out[r][o->output / LANES][o->output % LANES] +=
+                widened(inputs[r * stride / 2 + o->input]) * widened(o->value);
 }
 #else
 template <int R, typename... Ts> inline void multiply_tile(Bf16In12Bits, Ts &&...) {} // nothing is packed so here

@@ -214,8 +214,8 @@ void diptych_add_gated(int type, const void *x, const void *other, const float *
     by_types(type, type, [&](auto types) {
         typedef typename decltype(types)::Element T;
         for (int64_t row = 0; row < rows; row++)
-            add_gated_row((const T *)x + row * width, (const T *)other + row * width, gates ? gates + row : nullptr, width,
-                          (T *)out + row * width);
+            add_gated_row((const T *)x + row * width, (const T *)other + row * width, gates ? gates + row : nullptr,
+                          width, (T *)out + row * width);
     });
 }
 
