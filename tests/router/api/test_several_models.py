@@ -89,10 +89,7 @@ def several(start: Any, tools: Any, files: ModelFiles, text: TextPipeline) -> St
     async def run(small: dict[str, Any] | None = None, large: dict[str, Any] | None = None, **settings: Any) -> Several:
         engines = {"small": tools.Engine(text="small. "), "large": tools.Engine(text="large. ")}
         engines["large"].max_model_len = 2048
-        entries = (
-            ModelEntry("org/small", "small", aliases=("fast",)),
-            ModelEntry("org/large", "large"),
-        )
+        entries = (ModelEntry("org/small", "small", aliases=("fast",)), ModelEntry("org/large", "large"))
         changed = (replace(entries[0], **(small or {})), replace(entries[1], **(large or {})))
         splits = (Split("chat", {"small": 1.0, "large": 1.0}),)
         catalog = Catalog(ModelTable(changed, splits), ["org/small", "org/large"])
