@@ -57,7 +57,7 @@ def test_rows_get_what_their_adapter_makes(
     x, y = torch.randn(rows, width).to(dtype), torch.randn(rows, sum(parts)).to(dtype)
     places = torch.randint(-1, len(held), (rows,))
     places[0] = 0
-    found = y.to(device)
+    found = y.clone().to(device)
     add_lora(x.to(device), found, stack, GroupedRows.of(places.to(device), len(held) + 1))
     found = found.cpu()
     expected = exact(x, y, places, held, parts)
