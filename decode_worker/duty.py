@@ -9,6 +9,7 @@ from common.grammar.grammars import Grammars
 from common.kv.quantised_staging import quantised_incoming
 from common.kv.staging import IncomingBlocks, incoming_blocks
 from common.model_files.files import ModelFiles
+from common.requests.parts import EngineParts
 from common.runner.loaded import LoadedModel
 from common.runner.runner import ModelRunner
 from common.runner.step_thread import StepThread
@@ -107,11 +108,8 @@ class DecodeDuty(Duty):
                 handover_timeout_s=settings.handover_timeout_s,
                 max_draft_tokens=settings.max_draft_tokens,
             ),
+            EngineParts(grammars, tiers, loaded.adapters, peers),
             launcher=step_launcher(loaded.runner, sampler),
-            grammars=grammars,
-            tiers=tiers,
-            adapters=loaded.adapters,
-            peers=peers,
             drafter=self._drafter(loaded, sampler),
         )
         receiver.start()

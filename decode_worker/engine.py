@@ -6,20 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.adapters.bank import AdapterBank
 from common.grammar.grammar import unsampled
-from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
 from common.latency.link_model import Links
 from common.latency.step_model import StepShape
 from common.requests.engine import RequestEngine
+from common.requests.parts import NO_PARTS, EngineParts
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler
-from common.tiers.block_tiers import BlockTiers
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
-from common.transfer.peer_caches import PeerCaches
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.wire.messages import DecodeRequest, HandOver, Message, ResetPrefixCache
@@ -68,27 +65,21 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         sender: KVSender,
         metrics: WorkerMetrics,
         limits: DecodeLimits,
+        parts: EngineParts = NO_PARTS,
         *,
         launcher: Launcher | None = None,
-        grammars: Grammars | None = None,
-        tiers: BlockTiers | None = None,
-        adapters: AdapterBank | None = None,
-        peers: PeerCaches | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """A `launcher` launches the steps that it takes before the tokens of the step before are known.
-
-        Without `grammars`, requests with a grammar are refused. The engine closes `tiers` and `peers`.
-        """
+        """A `launcher` launches the steps that it takes before the tokens of the step before are known."""
         longest = scheduler.window.longest(scheduler.pool.num_blocks, config.max_model_len)
         rules = DecodeRules(
             config.eos_token_ids,
             vocab_size=sampler.vocab_size,
             max_model_len=longest,
             max_prompt_len=longest - 1,
-            knows_grammars=grammars is not None,
+            knows_grammars=parts.grammars is not None,
         )
-        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers, adapters, peers)
+        super().__init__(send, config, scheduler, rules, metrics, parts)
         self._runner, self._sampler, self._transfers = runner, sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
         self._counters = DecodeCounters(metrics, block_size=scheduler.block_size)

@@ -6,6 +6,7 @@ from common.config import PrefillWorkerConfig
 from common.grammar.grammars import Grammars
 from common.kv.quantised_staging import quantised_outgoing
 from common.model_files.files import ModelFiles
+from common.requests.parts import EngineParts
 from common.runner.loaded import LoadedModel
 from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
@@ -53,11 +54,8 @@ class PrefillDuty(Duty):
             Sampler(loaded.vocab_size),
             sender,
             self.parts.metrics,
-            grammars=grammars,
-            tiers=tiers,
-            adapters=loaded.adapters,
-            peers=peers,
-            pooler=None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score),
+            EngineParts(grammars, tiers, loaded.adapters, peers),
+            None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score),
         )
         sender.start()
         return engine

@@ -5,21 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from common.adapters.bank import AdapterBank
 from common.grammar.grammar import unsampled
-from common.grammar.grammars import Grammars
 from common.kv.block_hash import BlockHasher
 from common.latency.step_model import StepShape
 from common.model.batch import SequenceChunk
 from common.requests.engine import RequestEngine
+from common.requests.parts import NO_PARTS, EngineParts
 from common.requests.reports import Reports
 from common.requests.rules import RequestRules
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler, SamplingRow
-from common.tiers.block_tiers import BlockTiers
 from common.transfer.outgoing import TransferEnded
-from common.transfer.peer_caches import PeerCaches
 from common.transfer.sender import KVSender
 from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
 from common.wire.sampling_params import SampledToken
@@ -45,26 +42,19 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         sampler: Sampler,
         sender: KVSender,
         metrics: WorkerMetrics,
-        *,
-        grammars: Grammars | None = None,
+        parts: EngineParts = NO_PARTS,
         pooler: Pooler | None = None,
-        tiers: BlockTiers | None = None,
-        adapters: AdapterBank | None = None,
-        peers: PeerCaches | None = None,
     ) -> None:
-        """Without `grammars`, requests with a grammar are refused. With a `pooler` all requests are for its vectors.
-
-        The engine closes `tiers` and `peers`.
-        """
+        """With a `pooler` all requests are for its vectors."""
         rules = RequestRules(
             config.eos_token_ids,
             vocab_size=sampler.vocab_size,
             max_model_len=config.max_model_len,
             max_prompt_len=scheduler.window.longest(scheduler.pool.num_blocks, config.max_model_len),
-            knows_grammars=grammars is not None,
+            knows_grammars=parts.grammars is not None,
             pooling=pooler.pooling if pooler is not None else "",
         )
-        super().__init__(send, config, scheduler, rules, metrics, grammars, tiers, adapters, peers)
+        super().__init__(send, config, scheduler, rules, metrics, parts)
         self._reports = Reports(config.identity, self.emit)
         self._runner, self._sampler, self._sender, self._pooler = runner, sampler, sender, pooler
 

@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from common.errors import WireError
-from common.grammar.grammars import GrammarReady, Grammars
+from common.grammar.grammars import GrammarReady
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
 from common.latency.step_model import StepShape
 from common.requests.awaited_grammars import AwaitedGrammars
 from common.requests.knobs import KnobLog
+from common.requests.parts import EngineParts
 from common.requests.reports import Reports
 from common.requests.restores import Restores
 from common.requests.rules import RequestRules
@@ -22,8 +23,7 @@ from common.requests.scheduler import Scheduler
 from common.requests.sequence import WorkerSequence
 from common.requests.step_budget import Knob
 from common.tiers.block_read import BlockRead
-from common.tiers.block_tiers import BlockTiers, ReadEnded
-from common.transfer.peer_caches import PeerCaches
+from common.tiers.block_tiers import ReadEnded
 from common.wire.message_fields import Role
 from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
 from common.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
@@ -31,7 +31,7 @@ from common.worker.metrics import WorkerMetrics
 from common.worker.step_times import StepRate
 
 if TYPE_CHECKING:  # torch
-    from common.adapters.bank import AdapterBank
+    pass
 
 R = TypeVar("R", PrefillRequest, DecodeRequest)
 S = TypeVar("S", bound=WorkerSequence)
@@ -53,19 +53,15 @@ class RequestEngine(Engine, Generic[R, S]):
         scheduler: Scheduler[S],
         rules: RequestRules,
         metrics: WorkerMetrics,
-        grammars: Grammars | None,
-        tiers: BlockTiers | None = None,
-        adapters: AdapterBank | None = None,
-        peers: PeerCaches | None = None,
+        parts: EngineParts,
     ) -> None:
-        """Without `grammars`, requests with a grammar are refused, without `adapters` those that name one."""
         super().__init__(send)
-        self._tiers, self._adapters = tiers, adapters
-        self._restores = Restores(tiers, scheduler.block_size, metrics, peers)
+        self._tiers, self._adapters = parts.tiers, parts.adapters
+        self._restores = Restores(parts.tiers, scheduler.block_size, metrics, parts.peers)
         self.scheduler: Scheduler[S] = scheduler
         self.metrics = metrics
         self._rules, self._max_waiting = rules, config.max_waiting
-        self._grammars = AwaitedGrammars(grammars, self.notify, scheduler.constrain, self._fail)
+        self._grammars = AwaitedGrammars(parts.grammars, self.notify, scheduler.constrain, self._fail)
         self._rate, self._knob_log = StepRate(), KnobLog(metrics)
         self._in_step: Collection[S] = ()
         self._serials: Mapping[bytes, int] = {}  # replaced, never changed: snapshots share it

@@ -38,7 +38,7 @@ def changed(struct: type[ctypes.Structure], **kinds: Any) -> type[ctypes.Structu
             changed(OpStruct, weights=ctypes.c_void_p * 2),
             "size of weights is 24 in kernels/native, 16 in Changed",
         ),
-        ("Step", changed(StepStruct, cores=None), "number of fields is 16 in kernels/native, 15 in Changed"),
+        ("Step", changed(StepStruct, cores=None), "number of fields is 17 in kernels/native, 16 in Changed"),
         ("Weights", changed(WeightsStruct, data=ctypes.c_int32), "size of data is 8 in kernels/native, 4 in Changed"),
         ("Weights", OpStruct, "number of fields is 8 in kernels/native, 15 in OpStruct"),
     ],

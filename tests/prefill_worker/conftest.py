@@ -19,6 +19,7 @@ from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.resolve import resolve_model
+from common.requests.parts import EngineParts
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
 from common.transfer.outgoing import TransferEnded
@@ -218,10 +219,8 @@ class EngineRig(DecodeSide, RouterSide):
             Sampler(model.config.vocab_size),
             sender,
             WorkerMetrics("m", "p", lambda: self.engine.status),
-            grammars=self.grammars,
-            pooler=pooler,
-            tiers=self.tiers,
-            peers=self.peers,
+            EngineParts(self.grammars, self.tiers, peers=self.peers),
+            pooler,
         )
         sender.start()
 

@@ -152,6 +152,7 @@ def reads_a_freed_block(
                        BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, MASKED)  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, which the interpreter computes with: NaN is the point
 @pytest.mark.parametrize("kernel", ["decode attention", "prefill attention"])
 @pytest.mark.parametrize(
     ("broken", "window"), [(sees_one_more, 0), (sees_one_less, 20), (scales_too_much, 0), (reads_a_freed_block, 0)]

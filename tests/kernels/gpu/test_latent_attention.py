@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from kernels import LatentNorm, gather_blocks, scatter_blocks
-from kernels.gpu import attention, latents, work_list
+from kernels.gpu import attention, work_list
 from kernels.gpu.blocks import gather_blocks as gather_on_device
 from kernels.gpu.blocks import scatter_blocks as scatter_on_device
 from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.latent_attention import LatentTile, decode_config, prefill_config
+from kernels.gpu.latents.attention import LatentTile, decode_config, prefill_config
+from kernels.gpu.latents.write import latent_tile, write_latents
 from kernels.interface.kernels import AttentionRule
 from kernels.plain import backend as plain
 
@@ -88,7 +89,7 @@ def test_writing(device: torch.device, dtype: torch.dtype, kept: str) -> None:
     angles, slots = torch.rand(tokens, rope // 2) * 6, torch.tensor([3, 17, -1, 63])
     inputs = [t.to(device) for t in (q, absorbed, made, angles.cos(), angles.sin())]
     kv = torch.full((4, 2, 1, 16, 1, rank + rope), float("nan")).to(cache).to(device)
-    found = latents.write_latents(*inputs, kv, 1, slots.to(device), LatentNorm(weight.to(device), 1e-6)).cpu()
+    found = write_latents(*inputs, kv, 1, slots.to(device), LatentNorm(weight.to(device), 1e-6)).cpu()
     kept_rows = torch.tensor([0, 1, 3])
     expected_kv = torch.full(kv.shape, float("nan")).to(cache)
     rows = [t.cpu()[kept_rows] for t in inputs]
@@ -128,7 +129,7 @@ def job(kernel: str, config: LatentTile, capability: int, heads: int, cache: str
     }
     aligned = ("stride_q_row", "stride_q_head")
     return Job(
-        f"kernels.gpu.latent_attention:{kernel}", signature, constants, capability, config.warps, aligned=aligned
+        f"kernels.gpu.latents.attention:{kernel}", signature, constants, capability, config.warps, aligned=aligned
     )
 
 
@@ -142,12 +143,12 @@ def test_writing_compiled(cache: str) -> None:
         **dict.fromkeys(("cos", "sin", "norm"), "*fp32"),
         **{"kv": f"*{cache}", "slots": "*i64", "layer": "i32", "num_layers": "i32", "eps": "fp32"},
     }
-    width, heads, warps = latents.latent_tile(128, 512)
+    width, heads, warps = latent_tile(128, 512)
     constants = {
         **{"NUM_HEADS": 128, "QUERY_DIM": 192, "RANK": 512, "ROPE": 64, "BLOCK_SIZE": 64, "BLOCK_C": width},
         **{"BLOCK_HALF": 32, "BLOCK_HEADS": heads, "FP8": cache == "u8"},
     }
-    (found,) = compile_kernels([Job("kernels.gpu.latents:write_tokens", signature, constants, 90, warps)])
+    (found,) = compile_kernels([Job("kernels.gpu.latents.write:write_tokens", signature, constants, 90, warps)])
     assert found.spills == 0 and "STG.E.128" in found.sass
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.gpu.decode_attention import MIN_ROWS, REDUCE_CHUNK, reduce_splits
 from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.latent_tile import attend_latents
+from kernels.gpu.latents.tile import attend_latents
 from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import Scores, capability
 

@@ -1,0 +1,26 @@
+"""What an engine uses where its worker has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.adapters.bank import AdapterBank
+from common.grammar.grammars import Grammars
+from common.tiers.block_tiers import BlockTiers
+from common.transfer.peer_caches import PeerCaches
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Without `grammars`, requests with a grammar are refused, without `adapters` those that name one.
+
+    The engine closes `tiers` and `peers`: nothing is read without the one, nothing is pulled without the other.
+    """
+
+    grammars: Grammars | None = None
+    tiers: BlockTiers | None = None
+    adapters: AdapterBank | None = None
+    peers: PeerCaches | None = None
+
+
+NO_PARTS = EngineParts()

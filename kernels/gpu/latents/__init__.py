@@ -1,0 +1,1 @@
+"""Attention over latents, and their write into the cache, in Triton."""
