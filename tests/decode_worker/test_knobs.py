@@ -16,7 +16,8 @@ from common.requests.token_goal import TokenGoal
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams
-from decode_worker.scheduler import PATIENCE, DecodeScheduler
+from decode_worker.queue import PATIENCE
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.token_gaps import TokenGaps
 

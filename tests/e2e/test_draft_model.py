@@ -105,7 +105,7 @@ def test_tokens_are_those_without_a_draft_model(
     assert counts["draft_tokens"] > 0
     if is_right:
         assert counts["accepted_tokens"] > 0.9 * counts["draft_tokens"] > 300
-        assert "accepted=" in system.stack.router.log_tail(200)
+        assert "accepted=" in system.stack.router.log.read_text()
         assert system.metric("diptych_draft_kv_blocks", "decode") > 0
         page = httpx.get(f"{system.stack.url}/metrics", timeout=30.0, trust_env=False).text
         assert "vllm:spec_decode_num_accepted_tokens_per_pos_total{" in page
