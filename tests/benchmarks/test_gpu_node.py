@@ -20,7 +20,7 @@ from benchmarks.gpu.node.graphs import of_bucket
 from benchmarks.gpu.node.landing import of_landing
 from common.config.worker import BLOCK_SIZES
 
-QUICK = ("chip", "agreement", "graphs", "landing", "engine")
+QUICK = ("chip", "agreement", "graphs")
 
 
 def dry_run(folder: Path, *parts: str) -> tuple[subprocess.CompletedProcess[str], list[str], dict[str, Any]]:
@@ -43,7 +43,6 @@ def test_a_dry_run_tells_the_most_important_first(tmp_path: Path) -> None:
     assert list(dict.fromkeys(parts)) == list(QUICK) and [one["line"] for one in found["verdicts"]] == lines
     assert found["agreement"][0]["kernels"] == 10 and not found["agreement"][0]["problems"]
     assert [row["bucket"] for row in found["graphs"]] == [1, 2]
-    assert found["landing"][0]["transfers"] > 0 and found["landing"][0]["tokens"] > 0
     assert (tmp_path / "out" / "gpu.png").stat().st_size > 10_000
     assert all(line in done.stdout for line in lines)
 
@@ -55,6 +54,7 @@ def test_a_dry_run_of_everything_else(tmp_path: Path) -> None:
     done, lines, found = dry_run(tmp_path / "out", *rest)
     assert done.returncode == node.PASSED, done.stdout + done.stderr
     assert set(found["problems"].values()) == {""}
+    assert found["landing"][0]["transfers"] > 0 and found["landing"][0]["tokens"] > 0
     assert {one["part"] for one in found["verdicts"]} == set(rest) - {"families"}  # a dry run has one family
     assert "flashinfer" in done.stdout and "fa3" in done.stdout
     assert [line for line in lines if line.startswith("SKIP  serving: 1P1D")]

@@ -44,7 +44,7 @@ class NodeRun(Suite):
             "transfer": self.measure_transfer,
             "families": self.check_families,
         }
-        return {name: known[name] for name in PARTS if name in self.options.parts}
+        return {name: known[name] for name in PARTS if name in ("chip", *self.options.parts)}
 
     def check_agreement(self) -> None:
         """The check of a worker's start, at the shape of the benchmark's model."""
