@@ -49,7 +49,10 @@ class DraftCache:
         return sequence.num_tokens - held.num_computed
 
     def take(self, sequence: DecodeSequence, num_tokens: int) -> DraftKV | None:
-        """What there is of a sequence, with blocks for its first `num_tokens` tokens; None while there are too few."""
+        """What there is of a sequence, with blocks for its first `num_tokens` tokens; None while there are too few.
+
+        It then gives back what it had: sequences that each held a part of what they need would wait for each other.
+        """
         held = self._held.get(sequence)
         if held is None:
             hits = self._cached_prefix(sequence)
@@ -61,6 +64,7 @@ class DraftCache:
         if num_new > self.pool.num_available and sequence.runs:
             self.retain(lambda each: each.runs)  # those that wait catch up again
         if num_new > self.pool.num_available:
+            self.pool.release(self._held.pop(sequence).blocks)
             return None
         if num_new > 0:
             held.blocks += self.pool.allocate(num_new)

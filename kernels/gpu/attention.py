@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.gpu.decode_attention import decode_attention
 from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.latents.attention import latent_attention
+from kernels.gpu.latent_attention import latent_attention
 from kernels.gpu.prefill_attention import prefill_attention
 from kernels.gpu.scores import Scores
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan

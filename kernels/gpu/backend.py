@@ -6,7 +6,7 @@ from kernels.gpu.activation import gated
 from kernels.gpu.attention import paged_attention, plan_attention
 from kernels.gpu.blocks import gather_blocks, scatter_blocks
 from kernels.gpu.experts import experts
-from kernels.gpu.latents.write import write_latents
+from kernels.gpu.latents import write_latents
 from kernels.gpu.lora import add_lora
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rotary import rotate_and_write

@@ -129,9 +129,9 @@ def test_requests_that_come_and_go(drafting: Callable[..., Rig], prophet: Prophe
     rig = drafting(num_blocks=48)
     asked = rig.ask
 
-    def ask_foretold(tokens: list[int], name: str, *, max_tokens: int) -> None:
+    def ask_foretold(tokens: list[int], name: str, *, max_tokens: int, **options: Any) -> None:
         prophet.learn(tokens, truth(rig, tokens, max_tokens))
-        asked(tokens, name, max_tokens=max_tokens)
+        asked(tokens, name, max_tokens=max_tokens, **options)
 
     rig.ask = ask_foretold
     rig.mix(seed)

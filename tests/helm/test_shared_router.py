@@ -217,8 +217,8 @@ def test_notes_name_the_models(helm4: Path, tmp_path: Path) -> None:
     split = {"name": "chat", "weights": {"a": 1, "b": 1}}
     file = tmp_path / "values.json"
     given = values(model("a"), model("b", servedName="org/b"), splits=(split,))
-    file.write_text(json.dumps(given | {"models": given["models"] | {"smollm2-135m": None}}))
-    notes = notes_of(helm4, tmp_path, "-f", str(file))
+    file.write_text(json.dumps(given))
+    notes = notes_of(helm4, tmp_path, "-f", str(file), models=True)
     assert "Models a, org/b, by the field `model`; splits chat. Wait until the router answers" in notes
     assert f"port-forward service/{NAME}" in notes and '-d \'{"model": "a"' in notes
 

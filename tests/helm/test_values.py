@@ -209,9 +209,13 @@ def test_the_chart_has_the_version_of_the_code() -> None:
     assert chart["appVersion"] == __version__
 
 
-def notes_of(helm: Path, home: Path, *flags: str) -> str:
-    """NOTES.txt is only shown by install; a dry run on the client renders it without a cluster."""
-    needed = ("--set", "images.registry=registry.example.com", "--set", "models.smollm2-135m.source.id=smollm2-135m")
+def notes_of(helm: Path, home: Path, *flags: str, models: bool = False) -> str:
+    """NOTES.txt is only shown by install; a dry run on the client renders it without a cluster.
+
+    Of one model, unless the flags name `models`.
+    """
+    needed = ["--set", "images.registry=registry.example.com"]
+    needed += [] if models else ["--set", "models.smollm2-135m.source.id=smollm2-135m"]
     line = [str(helm), "install", "demo", str(CHART), "--namespace", "llm", "--dry-run=client", *needed, *flags]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, env={"HOME": str(home), "PATH": ""})
     assert done.returncode == 0, done.stderr

@@ -77,7 +77,7 @@ def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> 
     [
         (["--max-num-seqs", "none"], {}, "max_num_seqs", "a whole number from 0 to 4096"),
         (["--max-num-seqs", "-1"], {}, "max_num_seqs", "from 0 to 4096"),
-        (["--block-size", "24"], {}, "block_size", "one of 16, 32, 64, 128"),
+        (["--block-size", "24"], {}, "block_size", "one of 0, 16, 32, 64, 128"),
         (["--watermark", "nan"], {}, "watermark", "from 0 to 0.5"),
         (["--port", "65536"], {}, "port", "to 65535"),
         (["--device", "tpu"], {}, "device", "cpu, cuda or cuda:N"),
@@ -144,7 +144,7 @@ def test_the_router_needs_distinct_addresses(argv: list[str]) -> None:
 
 
 def test_objects_are_checked_however_they_are_built() -> None:
-    with pytest.raises(ConfigError, match="block_size=8 is refused: one of 16"):
+    with pytest.raises(ConfigError, match="block_size=8 is refused: one of 0, 16"):
         PrefillWorkerConfig(block_size=8)
     with pytest.raises(ConfigError, match="max_retries"):
         RouterConfig(max_retries=True)

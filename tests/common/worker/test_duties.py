@@ -86,7 +86,8 @@ class Rig:
         self.fails: dict[str, Exception] = {}
         self.bound: list[str] = []
         self.grammars, self.control = Grammars(), Control()
-        configs: dict[str, Any] = {"decode": DecodeWorkerConfig(), "prefill": PrefillWorkerConfig()}
+        alone = {"pull_prefixes": False}
+        configs: dict[str, Any] = {"decode": DecodeWorkerConfig(**alone), "prefill": PrefillWorkerConfig(**alone)}
         offers = [self.offer(role, config) for role, config in configs.items()]
         identity = WorkerIdentity.create("decode", "w")
         self.metrics = WorkerMetrics("m", "w", EngineStatus, role="decode")

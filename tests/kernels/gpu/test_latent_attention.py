@@ -12,8 +12,8 @@ from kernels.gpu import attention, work_list
 from kernels.gpu.blocks import gather_blocks as gather_on_device
 from kernels.gpu.blocks import scatter_blocks as scatter_on_device
 from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.latents.attention import LatentTile, decode_config, prefill_config
-from kernels.gpu.latents.write import latent_tile, write_latents
+from kernels.gpu.latent_attention import LatentTile, decode_config, prefill_config
+from kernels.gpu.latents import latent_tile, write_latents
 from kernels.interface.kernels import AttentionRule
 from kernels.plain import backend as plain
 
@@ -129,7 +129,7 @@ def job(kernel: str, config: LatentTile, capability: int, heads: int, cache: str
     }
     aligned = ("stride_q_row", "stride_q_head")
     return Job(
-        f"kernels.gpu.latents.attention:{kernel}", signature, constants, capability, config.warps, aligned=aligned
+        f"kernels.gpu.latent_attention:{kernel}", signature, constants, capability, config.warps, aligned=aligned
     )
 
 
@@ -148,7 +148,7 @@ def test_writing_compiled(cache: str) -> None:
         **{"NUM_HEADS": 128, "QUERY_DIM": 192, "RANK": 512, "ROPE": 64, "BLOCK_SIZE": 64, "BLOCK_C": width},
         **{"BLOCK_HALF": 32, "BLOCK_HEADS": heads, "FP8": cache == "u8"},
     }
-    (found,) = compile_kernels([Job("kernels.gpu.latents.write:write_tokens", signature, constants, 90, warps)])
+    (found,) = compile_kernels([Job("kernels.gpu.latents:write_tokens", signature, constants, 90, warps)])
     assert found.spills == 0 and "STG.E.128" in found.sass
 
 

@@ -70,11 +70,14 @@ async def test_without_the_api_server_workers_die_and_return(cluster: Any, tools
     await tools.collect(dispatcher, tools.request())
 
 
-async def test_a_service_whose_pods_are_not_ready_is_named(cluster: Any, tools: Any, api: KubernetesAPI) -> None:
+async def test_a_pod_that_fails_its_probe_is_withheld_while_another_passes(
+    cluster: Any, tools: Any, api: KubernetesAPI
+) -> None:
     dispatcher = await start(cluster, api)
-    worker = cluster.add("decode")
-    api.put_worker("decode", worker.address, ready=False, serving=False)
-    await tools.until(lambda: "does not pass its readiness probe" in dispatcher.ready[1])
-    assert dispatcher.load().workers[0].state == "withheld"
-    api.put_worker("decode", worker.address)
-    await tools.until(lambda: dispatcher.ready[0])
+    failing, _ = cluster.add("decode"), add(cluster, api, "decode")
+    api.put_worker("decode", failing.address, ready=False, serving=False)
+    await tools.until(lambda: sorted(one.state for one in dispatcher.load().workers) == ["ready", "withheld"])
+    (withheld,) = [one for one in dispatcher.load().workers if one.state == "withheld"]
+    assert withheld.address == failing.address and "does not pass its readiness probe" in withheld.reason
+    api.put_worker("decode", failing.address)
+    await tools.until(lambda: num_ready(dispatcher) == 2)

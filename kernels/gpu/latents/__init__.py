@@ -1,1 +1,0 @@
-"""Attention over latents, and their write into the cache, in Triton."""
