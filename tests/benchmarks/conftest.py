@@ -17,6 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ..interpreter import ask_for_interpreter
+
+ask_for_interpreter()
+
 
 class ScriptedServer:
     """Remembers the bodies it was sent. Models: good, slow, late, turns (one at a time), busy, breaks, cut, silent."""

@@ -35,7 +35,9 @@ def test_a_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert result["pick"]["decode"] == 1 and result["pick"]["prefill"] == 0
     assert all(0.0 <= one["interval"][0] <= one["attainment"] <= one["interval"][1] for one in result["candidates"])
     values = yaml.safe_load(files["values.yaml"].read_text())
-    assert [pool["replicas"] for pool in values["decode"]["pools"].values()] == [1] and "# Pick: one pool of 1" in files["values.yaml"].read_text()
+    assert [pool["replicas"] for pool in values["decode"]["pools"].values()] == [
+        1
+    ] and "# Pick: one pool of 1" in files["values.yaml"].read_text()
     assert files["plot.png"].read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,12 +1,7 @@
-"""Where the kernels run: on the CUDA device if there is one, else in Triton's interpreter on CPU tensors.
-
-The interpreter must be asked for before Triton is first imported; nothing that the other tests import does that.
-"""
+"""The device of kernels under test, and what makes the interpreter do as a chip does."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-ON_GPU = torch.cuda.is_available()
-if ON_GPU:  # new memory is full of NaN in deterministic mode only, in which torch's products may ask for this
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-else:
-    os.environ["TRITON_INTERPRET"] = "1"
-    if "triton" in sys.modules and not sys.modules["triton"].knobs.runtime.interpret:
-        raise RuntimeError("Triton was imported before its interpreter was asked for")
+from ...interpreter import ON_GPU, ask_for_interpreter
+
+ask_for_interpreter()
 
 
 @pytest.fixture
