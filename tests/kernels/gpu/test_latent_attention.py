@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import LatentNorm, gather_blocks, scatter_blocks
-from kernels.gpu import attention, work_list
+from kernels.gpu import attention, device_plan, work_list
 from kernels.gpu.blocks import gather_blocks as gather_on_device
 from kernels.gpu.blocks import scatter_blocks as scatter_on_device
 from kernels.gpu.device_plan import GPUPlan
@@ -56,7 +56,8 @@ def test_a_sequence_does_not_depend_on_its_batch(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With splits and without, alone and in a wider plan; padding of the plan stays unwritten."""
-    monkeypatch.setattr(work_list, "SPLIT_TOKENS", 64)
+    for module in (work_list, device_plan):
+        monkeypatch.setattr(module, "SPLIT_TOKENS", 64)
     case = make_case([(1, 327), (1, 17), (1, 64)], heads=4, kv_heads=1, dim=48, latent_dim=32, dtype=torch.float16)
     together, spans = attend(case, device), case.spans
     assert error(case, together) < 2e-3
