@@ -119,11 +119,11 @@ def test_a_worker_that_sends_no_token_loses_its_requests(
 ) -> None:
     system, victim, flag = hanging
     prompts = random_prompts((30, 90, 200) * 2, vocab_size=256, seed=31)
-    expected = system.generate(prompts, max_tokens=300)
+    expected = system.generate(prompts, max_tokens=600)
     got: list[list[list[int]]] = []
     if phase == "prefill":
         flag.touch()
-    run = threading.Thread(target=lambda: got.append(system.generate(prompts, max_tokens=300, cache_salt=phase)))
+    run = threading.Thread(target=lambda: got.append(system.generate(prompts, max_tokens=600, cache_salt=phase)))
     run.start()
     if phase == "decode":
         wait_for_stage(system.stack, "decode", len(prompts) // 2)
