@@ -51,7 +51,7 @@ def test_tokens_equal_transformers_in_few_blocks(
         router_flags=ALL_REMOTE,
         worker_flags=("--kv-transport", transport),
         prefill_flags=("--num-blocks", "18", "--kv-streams", "3", *IN_CHUNKS),
-        decode_flags=("--num-blocks", "14", "--watermark", "0"),
+        decode_flags=("--num-blocks", "9", "--watermark", "0"),
     )
     for _ in range(2):
         assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected
