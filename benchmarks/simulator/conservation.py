@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.simulator.router import SimulatedRouter
-from benchmarks.simulator.workers.process import Process
+from benchmarks.simulator.workers.worker import SimulatedProcess
 from benchmarks.simulator.world.errors import ConservationError
 from benchmarks.simulator.world.load import SimulatedRequest
 from benchmarks.simulator.world.world import World
@@ -29,7 +29,10 @@ class Conserved:
 
 
 def check_conserved(
-    world: World, processes: Sequence[Process], routers: Sequence[SimulatedRouter], requests: Sequence[SimulatedRequest]
+    world: World,
+    processes: Sequence[SimulatedProcess],
+    routers: Sequence[SimulatedRouter],
+    requests: Sequence[SimulatedRequest],
 ) -> Conserved:
     """Raises ConservationError, and BlockError for blocks without an owner."""
     workers = [duty for process in processes for duty in process.duties.values()]

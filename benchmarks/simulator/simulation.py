@@ -16,8 +16,7 @@ from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.router import CONNECTION_LOST, SimulatedRouter
 from benchmarks.simulator.workers.decode import SimulatedDecodeWorker
 from benchmarks.simulator.workers.prefill import SimulatedPrefillWorker
-from benchmarks.simulator.workers.process import Process
-from benchmarks.simulator.workers.worker import AnyWorker
+from benchmarks.simulator.workers.worker import AnyWorker, SimulatedProcess
 from benchmarks.simulator.world.load import SimulatedRequest, requests_of
 from benchmarks.simulator.world.scenario import EventSpec, PoolSpec, Scenario
 from benchmarks.simulator.world.world import World
@@ -69,8 +68,8 @@ class Simulation:
             raise ConfigError("load", scenario.load, "a load of at least one request")
         by_id = {request.request_id: request for request in self.requests}
         self.world = beside.beside(scenario, by_id) if beside else World(scenario, by_id)
-        self.processes: dict[str, Process] = {}
-        self._slots: list[dict[str, Process]] = [{} for _ in range(SLOTS)]  # by address
+        self.processes: dict[str, SimulatedProcess] = {}
+        self._slots: list[dict[str, SimulatedProcess]] = [{} for _ in range(SLOTS)]  # by address
         self._num_left = len(self.requests)
         self._next = 0
         self._sizes = Counter[str]()
@@ -150,15 +149,15 @@ class Simulation:
         """By name, in the roles that they have now."""
         return {name: process.duty for name, process in self.processes.items()}
 
-    def _add_process(self, pool: PoolSpec) -> Process:
+    def _add_process(self, pool: PoolSpec) -> SimulatedProcess:
         name = f"{pool.name}-{self._sizes[pool.name]}"
         self._sizes[pool.name] += 1
-        process = Process(self.world, pool, name, self._new_duty)
+        process = SimulatedProcess(self.world, pool, name, self._new_duty)
         self._slots[len(self.processes) % SLOTS][process.address] = process
         self.processes[name] = process
         return process
 
-    def _new_duty(self, process: Process, pool: PoolSpec) -> AnyWorker:
+    def _new_duty(self, process: SimulatedProcess, pool: PoolSpec) -> AnyWorker:
         if pool.role == "prefill":
             return SimulatedPrefillWorker(process, pool)
         worker = SimulatedDecodeWorker(process, pool)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from common.model.mlp import MixtureOfExperts, SharedExpert
+from common.model.tensor_reader import TensorReader
 from common.model_config.experts import ExpertsConfig
 from kernels import Expert, Experts, Linear, Routing
-
-if TYPE_CHECKING:
-    from common.model.weights import Assembler
 
 MIXTRAL = ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2")
 QWEN = ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
@@ -24,13 +20,13 @@ LAYOUTS = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
 class ExpertsReader:
     """Reads the experts of one layer, whose tensors' names begin with `prefix`."""
 
-    def __init__(self, assembler: Assembler, config: ExpertsConfig, prefix: str) -> None:
-        self.assembler, self.config, self.prefix = assembler, config, prefix
-        self.hidden, self.inner = assembler.config.hidden_size, config.intermediate_size
-        self.router, self.place, self.gates, self.down = LAYOUTS.get(assembler.config.model_type, QWEN)
+    def __init__(self, reader: TensorReader, config: ExpertsConfig, prefix: str) -> None:
+        self.reader, self.config, self.prefix = reader, config, prefix
+        self.hidden, self.inner = reader.config.hidden_size, config.intermediate_size
+        self.router, self.place, self.gates, self.down = LAYOUTS.get(reader.config.model_type, QWEN)
 
     def read(self) -> MixtureOfExperts:
-        config, source = self.config, self.assembler
+        config, source = self.config, self.reader
         name = self.prefix + self.router
         bias = source.bias({f"{name}.bias": config.count}) if config.biased else None
         router = Linear(source.matrix(f"{name}.weight", config.count, self.hidden), bias)
@@ -39,7 +35,7 @@ class ExpertsReader:
         return MixtureOfExperts(router, made, self._routing(name), self._shared())
 
     def _routing(self, router: str) -> Routing:
-        config, source = self.config, self.assembler
+        config, source = self.config, self.reader
         correction: Tensor | None = None
         if config.corrected:
             found = source.checked(f"{router}.e_score_correction_bias", (config.count,))
@@ -56,7 +52,7 @@ class ExpertsReader:
 
     def _expert(self, index: int) -> Expert:
         """One whose matrices are tensors of their own."""
-        source, name = self.assembler, f"{self.prefix}{self.place}.{index}."
+        source, name = self.reader, f"{self.prefix}{self.place}.{index}."
         gates = {f"{name}{part}.weight": self.inner for part in self.gates}
         down = {f"{name}{self.down}.weight": self.hidden}
         return Expert(
@@ -65,7 +61,7 @@ class ExpertsReader:
 
     def _stacked(self) -> list[Expert]:
         """gpt-oss: one tensor of all experts, in which gates and ups alternate."""
-        source, name, count = self.assembler, f"{self.prefix}{self.place}.", self.config.count
+        source, name, count = self.reader, f"{self.prefix}{self.place}.", self.config.count
         gate_up, held = self._matrices(f"{name}gate_up_proj", 2 * self.inner, self.hidden)
         down, _ = self._matrices(f"{name}down_proj", self.hidden, self.inner)
         gate_up_bias = source.matrix(f"{name}gate_up_proj_bias", count, 2 * self.inner)
@@ -83,15 +79,15 @@ class ExpertsReader:
 
     def _matrices(self, name: str, outputs: int, inputs: int) -> tuple[Tensor, bool]:
         """[experts, out, in] and whether the file quantises them: it holds those so, and floats as [in, out]."""
-        if self.assembler.source.is_quantised(name):
-            return self.assembler.checked(name, (self.config.count, outputs, inputs)), True
-        return self.assembler.checked(name, (self.config.count, inputs, outputs)).transpose(1, 2), False
+        if self.reader.source.is_quantised(name):
+            return self.reader.checked(name, (self.config.count, outputs, inputs)), True
+        return self.reader.checked(name, (self.config.count, inputs, outputs)).transpose(1, 2), False
 
     def _shared(self) -> SharedExpert | None:
         if not self.config.shared_size:
             return None
         if not self.config.shared_gated:
-            return SharedExpert(self.assembler.mlp(f"{self.prefix}mlp.shared_experts.", self.config.shared_size), None)
-        gate = self.assembler.matrix(f"{self.prefix}mlp.shared_expert_gate.weight", 1, self.hidden)
-        mlp = self.assembler.mlp(f"{self.prefix}mlp.shared_expert.", self.config.shared_size)
+            return SharedExpert(self.reader.mlp(f"{self.prefix}mlp.shared_experts.", self.config.shared_size), None)
+        gate = self.reader.matrix(f"{self.prefix}mlp.shared_expert_gate.weight", 1, self.hidden)
+        mlp = self.reader.mlp(f"{self.prefix}mlp.shared_expert.", self.config.shared_size)
         return SharedExpert(mlp, Linear(gate))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from common.model.tensor_reader import TensorReader
 from common.model_config.latent import LatentConfig
 from kernels import HeadLinear, Linear
-
-if TYPE_CHECKING:
-    from common.model.weights import Assembler
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +35,9 @@ class LatentReader:
     Rows of rotated elements are put in the order in which kernels rotate them: element i with i + rope_dim / 2.
     """
 
-    def __init__(self, assembler: Assembler, latent: LatentConfig, prefix: str) -> None:
-        self.assembler, self.latent, self.prefix = assembler, latent, prefix
-        self.heads, self.hidden = assembler.config.num_heads, assembler.config.hidden_size
+    def __init__(self, reader: TensorReader, latent: LatentConfig, prefix: str) -> None:
+        self.reader, self.latent, self.prefix = reader, latent, prefix
+        self.heads, self.hidden = reader.config.num_heads, reader.config.hidden_size
         places = torch.arange(latent.rope_dim)
         self.order = torch.cat((places[0::2], places[1::2])) if latent.interleaved else places
 
@@ -50,10 +47,10 @@ class LatentReader:
         each = torch.cat((torch.arange(latent.nope_dim), latent.nope_dim + self.order))
         rows = (torch.arange(self.heads)[:, None] * latent.query_dim + each).flatten()
         name, width = ("q_b_proj", latent.query_rank) if latent.query_rank else ("q_proj", self.hidden)
-        return self.assembler.linear(Linear, self.prefix, {name: len(rows)}, width, False, rows)
+        return self.reader.linear(Linear, self.prefix, {name: len(rows)}, width, False, rows)
 
     def read(self) -> LatentWeights:
-        latent, source = self.latent, self.assembler
+        latent, source = self.latent, self.reader
         query_down: Linear | None = None
         query_norm: Tensor | None = None
         biased = source.config.output_bias
@@ -70,7 +67,7 @@ class LatentReader:
     def _heads(self) -> tuple[HeadLinear, HeadLinear]:
         """`absorb` and `expand`, which the file holds as one matrix; in the model's type, whatever the file's is."""
         latent, each = self.latent, self.latent.nope_dim + self.latent.value_dim
-        whole = self.assembler.matrix(f"{self.prefix}kv_b_proj.weight", self.heads * each, latent.rank)
+        whole = self.reader.matrix(f"{self.prefix}kv_b_proj.weight", self.heads * each, latent.rank)
         whole = whole.view(self.heads, each, latent.rank)
         keys, values = whole[:, : latent.nope_dim], whole[:, latent.nope_dim :]
         return HeadLinear(keys.transpose(1, 2).contiguous()), HeadLinear(values.contiguous())

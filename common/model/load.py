@@ -18,7 +18,8 @@ from common.model.gguf_weights import GGUFWeights
 from common.model.llama import Llama
 from common.model.quantised_safetensors import QuantisedSafetensors
 from common.model.safetensors_weights import SafetensorsWeights
-from common.model.weights import Assembler, WeightSource
+from common.model.tensor_reader import WeightSource
+from common.model.weights import Assembler
 from common.model_files import config as configuration
 from common.model_files.config import ModelConfig
 from common.model_files.quantization import Quantization

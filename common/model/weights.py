@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from common.errors import ModelError
 from common.model.experts_reader import ExpertsReader
 from common.model.latent_reader import LatentReader, LatentWeights
-from common.model.mlp import MLP, FeedForward
+from common.model.mlp import FeedForward
 from common.model.rope import rotation_order
+from common.model.tensor_reader import TensorReader, WeightSource
 from common.model_files.config import ModelConfig
 from common.model_files.quantization import Quantization
-from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, Weight, quantise, unified
-
-L = TypeVar("L", bound=Linear)
-
-
-class WeightSource(Protocol):
-    """A file or folder of tensors, by Hugging Face's names."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor, of any float dtype. ModelError when it is missing."""
-
-    def has(self, name: str) -> bool: ...
-
-    def read_quantised(self, name: str) -> QuantisedWeight | None:
-        """The tensor in the integers that the file stores; None where kernels multiply no such ones."""
-
-    def is_quantised(self, name: str) -> bool:
-        """Whether the file holds the tensor in fewer bits than 16."""
-
-    @property
-    def has_quantised(self) -> bool:
-        """Whether the file holds any such tensor."""
-
-    @property
-    def label(self) -> str:
-        """The source's name in errors."""
-
-    @property
-    def norm_offset(self) -> float:
-        """Added to Gemma's norm weights: 1.0 where the file stores them as offsets from one."""
+from kernels import Embedding, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +52,7 @@ class ModelWeights:
     quantization: Quantization = Quantization.NONE
 
 
-class Assembler:
+class Assembler(TensorReader):
     """Reads a source into `ModelWeights`, checking every shape, and quantises the matrices if asked to.
 
     Without `with_head` it leaves out what makes logits of hidden states.
@@ -100,10 +68,8 @@ class Assembler:
         *,
         with_head: bool = True,
     ) -> None:
-        self.config, self.source, self.dtype, self.device = config, source, dtype, device
-        self.quantization, self.with_head = quantization, with_head
-        self.treated: Counter[str] = Counter()
-        """How many of the file's matrices are kept, in how many bits, or in floats."""
+        super().__init__(config, source, dtype, device, quantization)
+        self.with_head = with_head
 
     def assemble(self) -> ModelWeights:
         config = self.config
@@ -166,65 +132,6 @@ class Assembler:
             return ExpertsReader(self, config.experts, prefix).read()
         return self.mlp(f"{prefix}mlp.", config.intermediate_size)
 
-    def mlp(self, prefix: str, inner: int) -> MLP:
-        """The gated MLP whose tensors' names begin so."""
-        config, hidden = self.config, self.config.hidden_size
-        gates = {"gate_up_proj": 2 * inner} if config.fused else {"gate_proj": inner, "up_proj": inner}
-        return MLP(
-            self.linear(GatedLinear, prefix, gates, hidden, config.mlp_bias),
-            self.linear(Linear, prefix, {"down_proj": hidden}, inner, config.mlp_bias),
-        )
-
-    def linear(
-        self,
-        kind: type[L],
-        prefix: str,
-        parts: Mapping[str, int],
-        columns: int,
-        biased: bool,
-        order: Tensor | None = None,
-    ) -> L:
-        """One matrix product with `parts` stacked by rows, which `order`, int64 [rows], then reorders."""
-        names = {f"{prefix}{part}.weight": rows for part, rows in parts.items()}
-        weight = self.weight(names, columns, self.quantization)
-        bias = self.bias({f"{prefix}{part}.bias": rows for part, rows in parts.items()}) if biased else None
-        if order is not None:
-            order = order.to(weight.numbers.device if isinstance(weight, QuantisedWeight) else weight.device)
-            weight = weight.rows(order) if isinstance(weight, QuantisedWeight) else weight[order]
-            bias = None if bias is None else bias[order]
-        return kind(weight, bias, dtype=self.dtype)
-
-    def weight(self, parts: Mapping[str, int], columns: int, quantization: Quantization) -> Weight:
-        """Matrices stacked by rows: as the file holds them, dense, or quantised."""
-        held = [self._held(name, rows, columns) for name, rows in parts.items()] if quantization.keeps_held else []
-        if held and all(part is not None and quantization.takes(part.bits) for part in held):
-            whole = [part for part in held if part is not None]
-            if (together := unified(whole)) is not None:
-                self.treated[f"kept in {together.bits} bits"] += len(parts)
-                return together
-        dense = torch.empty(sum(parts.values()), columns, dtype=self._dense_dtype(quantization), device=self.device)
-        self._stack(dense, parts)
-        bits = quantization.bits(all(self.source.is_quantised(name) for name in parts))
-        rounded = quantise(dense, bits) if bits else None
-        how = f"rounded to {bits} bits" if rounded else f"held in {str(self.dtype).removeprefix('torch.')}"
-        self.treated[how] += len(parts)
-        return rounded or dense.to(self.dtype)
-
-    def as_asked(self, dense: Tensor, in_file: bool) -> Weight:
-        """A matrix that is part of a tensor, dense or quantised; `in_file`: whether that holds fewer bits than 16."""
-        dense, bits = dense.to(self.device).contiguous(), self.quantization.bits(in_file)
-        return (quantise(dense, bits) if bits else None) or dense.to(self.dtype)
-
-    def matrix(self, name: str, *shape: int) -> Tensor:
-        return self.checked(name, shape).to(device=self.device, dtype=self.dtype).contiguous()
-
-    def bias(self, parts: Mapping[str, int]) -> Tensor:
-        return self._stack(torch.empty(sum(parts.values()), dtype=self.dtype, device=self.device), parts)
-
-    def norm(self, name: str, size: int) -> Tensor:
-        weight = self.checked(name, (size,)).float()
-        return (weight + (self.source.norm_offset if self.config.family == "gemma" else 0.0)).to(self.device)
-
     def sinks(self, name: str) -> Tensor | None:
         config = self.config
         return self.checked(name, (config.num_heads,)).float().to(self.device).contiguous() if config.sinks else None
@@ -234,34 +141,3 @@ class Assembler:
             return None
         weight = self.norm(name, self.config.head_dim)
         return weight if order is None else weight[order.to(weight.device)]
-
-    def _dense_dtype(self, quantization: Quantization) -> torch.dtype:
-        """The type that matrices are quantised from: wide enough for the file's own values."""
-        return self.dtype if quantization is Quantization.NONE else torch.float32
-
-    def _held(self, name: str, rows: int, columns: int) -> QuantisedWeight | None:
-        held = self.source.read_quantised(name)
-        return held if held is not None and held.shape == (rows, columns) else None
-
-    def _stack(self, out: Tensor, parts: Mapping[str, int]) -> Tensor:
-        """Copies the tensors into `out`, one below the other."""
-        at = 0
-        for name, count in parts.items():
-            out[at : at + count] = self.checked(name, (count, *out.shape[1:]))
-            at += count
-        return out
-
-    def checked(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor, which must be of floats and have that shape."""
-        tensor = self.source.read(name)
-        if tuple(tensor.shape) != tuple(shape):
-            raise ModelError(
-                f"{self.source.label}: tensor {name} is {list(tensor.shape)}, the configuration wants {list(shape)}: "
-                "configuration and weights are not of one model, fetch both again"
-            )
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ModelError(
-                f"{self.source.label}: tensor {name} has dtype {tensor.dtype}, which is not supported: "
-                "use float32, float16 or bfloat16 weights, or a GGUF file"
-            )
-        return tensor

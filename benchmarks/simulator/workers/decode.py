@@ -12,9 +12,8 @@ from benchmarks.simulator.workers.coalesced import CoalescedGaps, CoalescedSched
 from benchmarks.simulator.workers.first_come import FirstComeDecode
 from benchmarks.simulator.workers.incoming import IncomingTransfers
 from benchmarks.simulator.workers.outgoing import LookAgain, SimulatedSender, event_of, handovers_of
-from benchmarks.simulator.workers.process import Process
 from benchmarks.simulator.workers.transfer import Acknowledged, Advanced, Announced, Arrived, Failed
-from benchmarks.simulator.workers.worker import Received, SimulatedWorker
+from benchmarks.simulator.workers.worker import Received, SimulatedProcess, SimulatedWorker
 from benchmarks.simulator.world.scenario import PoolSpec
 from benchmarks.simulator.world.tokens import CountedTokens, InjectedHasher
 from common.config import DecodeWorkerConfig
@@ -42,7 +41,7 @@ class SimulatedDecodeWorker(SimulatedWorker[DecodeSequence]):
     scheduler: CoalescedScheduler
     most_steps = MOST_STEPS
 
-    def __init__(self, process: Process, pool: PoolSpec) -> None:
+    def __init__(self, process: SimulatedProcess, pool: PoolSpec) -> None:
         super().__init__(process, pool)
         self.world.receivers[self.name] = self
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from benchmarks.simulator.workers.transfer import Acknowledged, Advanced, Failed, Transfer
+from benchmarks.simulator.world.world import TransferEnd, World
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.wire.messages import KVDone, KVTarget
 from decode_worker.handover import MAX_PAUSE_S, Handovers
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence
 
 if TYPE_CHECKING:
-    from benchmarks.simulator.workers.decode import SimulatedDecodeWorker
     from common.transfer.sender import KVSender
     from common.worker.metrics import WorkerMetrics
     from decode_worker.reporting import DecodeReports
@@ -21,6 +22,26 @@ HANDOVER_TIMEOUT_S = 10.0
 """How long a hand-over may take, as the setting's default."""
 BEHIND_S = 1e-6
 """Deadlines are checked this much later than they are."""
+
+
+class HandoverSource(TransferEnd, Protocol):
+    """A decode worker whose sequences go on at others."""
+
+    world: World
+    epoch: int
+
+    @property
+    def scheduler(self) -> DecodeScheduler:
+        """Production's."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def report(self, sequence: DecodeSequence, reason: str) -> None:
+        """Tell its router what it has made since the last report, and why it ends here."""
+
+    def refuse(self, router: bytes, request_id: str, attempt: int, phase: str, why: str) -> None:
+        """Tell a router that this worker does not do it; another one may."""
 
 
 class LookAgain:
@@ -33,7 +54,7 @@ class SimulatedSender:
     failure = None
     num_dropped_frames = 0
 
-    def __init__(self, worker: SimulatedDecodeWorker) -> None:
+    def __init__(self, worker: HandoverSource) -> None:
         self._worker = worker
         self._open: dict[tuple[str, int], Transfer] = {}
 
@@ -101,7 +122,7 @@ def event_of(command: Advanced | Acknowledged | Failed) -> TransferAdvanced | Tr
 class _Reports:
     """In place of `DecodeReports`: what hand-overs say to routers."""
 
-    def __init__(self, worker: SimulatedDecodeWorker) -> None:
+    def __init__(self, worker: HandoverSource) -> None:
         self._worker = worker
 
     def finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
@@ -124,7 +145,7 @@ class _Pauses:
         """Nothing reads them yet."""
 
 
-def handovers_of(worker: SimulatedDecodeWorker, sender: SimulatedSender) -> Handovers:
+def handovers_of(worker: HandoverSource, sender: SimulatedSender) -> Handovers:
     """Production's, over what is simulated."""
     return Handovers(
         cast("KVSender", sender),

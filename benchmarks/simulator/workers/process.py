@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-from benchmarks.simulator.workers.vitals import hello_of
 from benchmarks.simulator.world.scenario import PoolSpec
-from benchmarks.simulator.world.world import World, address_of
+from benchmarks.simulator.world.world import WorkerEnd, World, address_of
 from common.latency.step_fit import StepFit
 from common.wire.message_fields import Role
-from common.wire.messages import ChangeRole, RouterHello
-
-if TYPE_CHECKING:
-    from benchmarks.simulator.workers.worker import AnyWorker
+from common.wire.messages import ChangeRole, RouterHello, WorkerHeartbeat, WorkerHello
 
 DRAIN_POLL_S, ROLE_DRAIN_S = 0.02, 30.0
 """How often a worker that is to change its role looks whether it is empty, and for how long, as in life."""
@@ -34,14 +30,55 @@ class Learnt:
     has_stepped: bool = False
 
 
-class Process:
+class SimulatedDuty(WorkerEnd, Protocol):
+    """What a process does in one role, as the process sees it."""
+
+    role: Role
+    epoch: int
+    alive: bool
+    drains_since: float | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request is here in any state."""
+
+    def begin(self, epoch: int) -> None:
+        """Serve from now on, with an empty block pool."""
+
+    def end(self, *, said: bool) -> None:
+        """Serve no longer. `said`: connections break; else messages to it are lost."""
+
+    def drain(self) -> None:
+        """Take no new requests, and tell so at once."""
+
+    def serve_again(self) -> None:
+        """Take new requests again."""
+
+    def close(self) -> None:
+        """Report not to be ready."""
+
+    def changed(self) -> None:
+        """What it reports is no longer so."""
+
+    def slow_down(self, factor: float) -> None:
+        """From now on, steps take `factor` times as long as the pool's coefficients say."""
+
+    def hello(self) -> WorkerHello:
+        """Who it is, in this role."""
+
+    def heartbeat(self, router: bytes) -> WorkerHeartbeat:
+        """What it would report now."""
+
+
+D = TypeVar("D", bound=SimulatedDuty)
+
+
+class Process(Generic[D]):
     """`duty` is what it does at present; `duties` has that of each role that it ever had."""
 
-    duty: AnyWorker
+    duty: D
 
-    def __init__(
-        self, world: World, home: PoolSpec, name: str, begin: Callable[[Process, PoolSpec], AnyWorker]
-    ) -> None:
+    def __init__(self, world: World, home: PoolSpec, name: str, begin: Callable[[Process[D], PoolSpec], D]) -> None:
         """`begin` makes the duty of a role, which does not serve yet."""
         self.world, self.home, self.name, self.address = world, home, name, address_of(name)
         self.inbound, self.outbound = world.links_of(name, home)
@@ -54,7 +91,7 @@ class Process:
         self.planner = ""
         self._changes_to: Role | None = None
         self._is_leaving = False
-        self.duties: dict[Role, AnyWorker] = {}
+        self.duties: dict[Role, D] = {}
         self._take_duty(home.role)
 
     # ------------------------------------------------------------ its lives
@@ -187,7 +224,7 @@ class Process:
         self.duty.begin(self.world.new_epoch())
         self.world.stir(self.address)
         for router in self._routers:
-            self.world.tell_router(router, self.address, (hello_of(self.duty), self.duty.heartbeat(router)))
+            self.world.tell_router(router, self.address, (self.duty.hello(), self.duty.heartbeat(router)))
         if self._is_leaving:
             self.duty.drain()
 

@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from common.latency.step_model import StepModel
+from benchmarks.simulator.workers.process import Process
+from benchmarks.simulator.world.scenario import PoolSpec
+from benchmarks.simulator.world.world import World
+from common.config import WorkerConfig
+from common.kv.block_log import BlockLog
+from common.latency.step_model import StepModel, StepShape
+from common.requests.scheduler import Scheduler
+from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
-
-if TYPE_CHECKING:
-    from benchmarks.simulator.workers.worker import AnyWorker
 
 NEVER_S = 1e9
 """Simulated engines do not get stuck."""
 FINGERPRINT = "simulated"
 
 
-def hello_of(worker: AnyWorker) -> WorkerHello:
+class Reporting(Protocol):
+    """A worker, as far as it tells of itself."""
+
+    world: World
+    process: Process[Any]
+    pool: PoolSpec
+    name: str
+    address: str
+    role: Role
+    epoch: int
+    num_steps: int
+    is_closed: bool
+    drains_since: float | None
+    published_at: float
+    block_log: BlockLog
+
+    @property
+    def settings(self) -> WorkerConfig:
+        """Its process's settings."""
+
+    @property
+    def scheduler(self) -> Scheduler[Any]:
+        """Production's."""
+
+    @property
+    def model(self) -> StepModel:
+        """What the worker knows of its steps."""
+
+    def beside(self) -> StepShape:
+        """What steps compute beside prompts."""
+
+    def grown(self) -> tuple[int, int]:
+        """Blocks and tokens that running sequences have gained since they were last counted."""
+
+
+def hello_of(worker: Reporting) -> WorkerHello:
     """Who it is, in its present role."""
     model = worker.world.scenario.model
     return WorkerHello(
@@ -37,7 +76,7 @@ def hello_of(worker: AnyWorker) -> WorkerHello:
     )
 
 
-def heartbeat_of(worker: AnyWorker) -> WorkerHeartbeat:
+def heartbeat_of(worker: Reporting) -> WorkerHeartbeat:
     """What every router hears."""
     scheduler, step_tokens = worker.scheduler, worker.scheduler.max_step_tokens
     model = worker.model if worker.world.scenario.reports_steps else StepModel()

@@ -36,11 +36,13 @@ from common.wire.messages import (
     TokenOutput,
     ToRouter,
     WorkerHeartbeat,
+    WorkerHello,
 )
 from common.worker.engine import RouterLost
 
 S = TypeVar("S", bound=WorkerSequence)
 AnyWorker: TypeAlias = "SimulatedWorker[Any]"
+SimulatedProcess: TypeAlias = Process[AnyWorker]
 LEAST_NOISE = 0.5
 """No step takes less than this share of its time, however the dice fall."""
 KNOWN_STEPS = 1000
@@ -62,7 +64,7 @@ class SimulatedWorker(ABC, Generic[S]):
     drains_since: float | None
     _beaten: WorkerHeartbeat | None  # the latest load reported, at `_beaten_at`
 
-    def __init__(self, process: Process, pool: PoolSpec) -> None:
+    def __init__(self, process: SimulatedProcess, pool: PoolSpec) -> None:
         """`pool` is that of the process, in the role of this worker."""
         self.process, self.world, self.pool = process, process.world, pool
         self.name, self.address, self.role = process.name, process.address, pool.role
@@ -167,7 +169,7 @@ class SimulatedWorker(ABC, Generic[S]):
             return
         if isinstance(message, RouterHello):
             self.process.greet(router, message)
-            self.world.tell_router(router, self.address, (hello_of(self), self.heartbeat(router)))
+            self.world.tell_router(router, self.address, (self.hello(), self.heartbeat(router)))
         elif isinstance(message, BlockSnapshotRequest):
             self._wanting.add(router)
             self.world.attentive.add(self.address)
@@ -208,6 +210,10 @@ class SimulatedWorker(ABC, Generic[S]):
         for router in self.world.routers if events else wanting:
             messages = self.block_log.snapshot() if router in wanting else events
             self.world.tell_router(router, self.address, messages)
+
+    def hello(self) -> WorkerHello:
+        """Who it is, in this role."""
+        return hello_of(self)
 
     def heartbeat(self, router: bytes) -> WorkerHeartbeat:
         """What it would report now. One that does nothing says the same again."""
