@@ -195,6 +195,7 @@ def test_a_graph_reads_what_its_memory_holds_now() -> None:
     assert out.tolist() == [6.0] * 4
 
 
+@pytest.mark.timeout(600)
 def test_a_recorded_step_serves_rows_with_and_without_adapters(model: Decoder, tmp_path: Path) -> None:
     """The recording holds no adapter: which one a row uses is an input, and what a place holds may change."""
     base = tmp_path / "model"
