@@ -81,7 +81,8 @@ async def test_a_worker_that_says_it_is_another_gets_nothing(lied_to, tools):
     dispatcher, _, liar, router = lied_to
     liar.beating = False
     hello = next(message for message in forged("a") if type(message).__name__ == "WorkerHello")
-    liar.socket.send_multipart([router, encode(hello)])
+    liar.hello_message = lambda: hello  # however often it is asked
+    liar.send(router, hello)
     await tools.until(lambda: "not prefill" in dispatcher.fleet.registry.workers[liar.address].reason)
     num_before = len(liar.of(PrefillRequest))
     for _ in range(3):
