@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from common.wire.codec import encode
 from common.wire.messages import PrefillRequest, TokenOutput, ToRouter
 
 from ...hostile import forged, garbage
