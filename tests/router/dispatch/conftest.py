@@ -21,7 +21,7 @@ from router.streams.client import GenerationRequest, TokenEvent
 
 from ...fake_worker import FakeWorker, Job, Work, expected
 
-PATIENT_S = 1.0
+PATIENT_S = 3.0
 """Silence that is no worker's fault, on a machine that has other things to do, is shorter. Deaths are told at once."""
 SILENT_S = 0.3
 """For tests about silence, which then need not wait for long."""
