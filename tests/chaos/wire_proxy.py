@@ -2,8 +2,8 @@
 
 router ── control ──> proxy ──> worker          prefill worker ── KV ──> proxy ──> decode worker
 
-Routers get the proxy's address for each worker (`Stack(via=proxy.control)`); prefill workers get it for each decode
-worker, because the proxy writes it into the `WorkerHello` that passes through.
+Routers get the proxy's address for each worker (`Stack(via=proxy.control)`); workers get it for each other, to send KV
+and to pull it, because the proxy writes it into the `WorkerHello` that passes through.
 """
 
 from __future__ import annotations
@@ -203,9 +203,10 @@ class WireProxy:
 
     def _pass(self, frames: list[bytes], direction: tuple[zmq.Socket[bytes], bytes], send: Send) -> None:
         message = self._parse(frames)
-        if isinstance(message, WorkerHello) and message.kv_address:
-            kv = self._link(message.kv_address, is_control=False)
-            message = msgspec.structs.replace(message, kv_address=kv.address)
+        if isinstance(message, WorkerHello):
+            message = msgspec.structs.replace(
+                message, kv_address=self._between(message.kv_address), lend_address=self._between(message.lend_address)
+            )
             frames = [encode(message)]
         self.num_passed[type(message).__name__] += 1
         rule = next((rule for rule in self._rules if message is not None and rule.takes(message)), None)
@@ -213,6 +214,10 @@ class WireProxy:
         self._suffer(rule, frames, direction, send)
         if before is not None:
             before.send(before.frames)
+
+    def _between(self, address: str) -> str:
+        """Where peers reach a worker's socket for KV through this proxy; "" for a worker without that socket."""
+        return self._link(address, is_control=False).address if address else ""
 
     def _suffer(
         self, rule: Rule | None, frames: list[bytes], direction: tuple[zmq.Socket[bytes], bytes], send: Send
