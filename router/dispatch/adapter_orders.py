@@ -11,6 +11,7 @@ from common.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Unava
 from common.wire.messages import SetAdapter
 from router.fleet.adapters import FleetAdapters, KnownAdapter, Outcome
 from router.fleet.fleet import WorkerFleet
+from router.fleet.worker import ROLES
 from router.streams.client import RETRY_AFTER_S
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,7 @@ class AdapterOrders:
                 param="lora_name",
             )
         if not self._adapters.takers():
-            raise Unavailable(
-                "no ready worker has places for adapters: start workers with --max-loras", retry_after_s=RETRY_AFTER_S
-            )
+            raise self._no_places()
         with self._alone(name):
             before = self._adapters.path_of(name)
             order = self._send(name, path)
@@ -81,6 +80,16 @@ class AdapterOrders:
         if outcome.missing and not outcome.superseded:
             left = ", ".join(outcome.missing)
             raise DeadlineExceeded(f"adapter {name!r} was not unloaded within {self._timeout_s:g} s by {left}")
+
+    def _no_places(self) -> InvalidRequest | Unavailable:
+        """Workers that are ready will not get places by waiting; others may come with some."""
+        num_ready = sum(len(self._fleet.registry.ready(role)) for role in ROLES)
+        if num_ready:
+            return InvalidRequest(
+                f"lora_name: none of {num_ready} ready workers has places for adapters: start some with --max-loras",
+                param="lora_name",
+            )
+        return Unavailable("no worker is ready to load an adapter", retry_after_s=RETRY_AFTER_S)
 
     def _alone(self, name: str) -> _Turn:
         """One order for a name at a time. Raises InvalidRequest."""

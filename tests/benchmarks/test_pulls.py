@@ -11,7 +11,7 @@ from benchmarks.paced import pulls
 
 
 @pytest.mark.e2e
-def test_a_short_run_pulls_and_says_where_each_token_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_tells_where_tokens_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "pulls.json"
     load = ["--prefix", "512", "--bursts", "2", "--repeats", "1", "--tokens-per-s", "1000", "--kv-bytes", "1024"]
     assert pulls.main([*load, "--kv-memory-gib", "0.1", "--output", str(out)]) == 0

@@ -39,6 +39,7 @@ from common.wire.messages import (
     ResetPrefixCache,
     RouterHeartbeat,
     RouterHello,
+    SetAdapter,
     TokenOutput,
     WorkerHeartbeat,
     WorkerHello,
@@ -290,8 +291,9 @@ SCENARIOS: dict[str, Callable[[Rig, str], Awaitable[None]]] = {
 HEARTBEATS = (RouterHeartbeat, WorkerHeartbeat)
 # The roles of these workers are pinned, so no router orders another: tests/e2e/test_role_change.py repeats such orders.
 # They generate text: tests/router/dispatch/test_pooled_prompts.py loses and repeats vectors.
-# They compute prompts faster than they could pull them: test_pull_faults.py has workers that do not.
-APART = {ChangeRole, PooledOutput, KVPull}
+# They compute prompts faster than they could pull them, and have no places for adapters: test_pull_faults.py and
+# test_adapter_faults.py have workers that do and have.
+APART = {ChangeRole, PooledOutput, KVPull, SetAdapter}
 KINDS = sorted(set(typing.get_args(AnyMessage)) - APART, key=lambda kind: kind.__name__)
 
 
