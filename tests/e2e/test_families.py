@@ -19,7 +19,7 @@ ALL_REMOTE = ("--local-prefill-threshold", "0")
 LENGTHS = (66, 70, 81, 96, 97, 130)
 """Beyond the windows, and beyond where the factors of LongRoPE change in transformers."""
 NUM_TOKENS = 40
-NUM_BLOCKS = 15
+NUM_BLOCKS = 12
 """The longest prompt and its answer fill 11 of them, so two that overlap are too many."""
 WINDOWED_BLOCKS = {"mixtral-window": 9}
 """Where every layer sees through a window, a sequence has few at a time."""
