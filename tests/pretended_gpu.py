@@ -39,7 +39,7 @@ class PretendedGPU(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:
             return GPU if isinstance(args[0], OnGPU) else torch.device("cpu")
         on_gpu = any(isinstance(each, OnGPU) for each in args)
         if on_gpu and (name in READS or name in SIZED_BY_DATA):
