@@ -26,7 +26,7 @@ def max_prompt_logprobs(vocab_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedLogprobs:
     """Which alternatives a row wants: the `count` best tokens, or `others` instead."""
 
     count: int
@@ -60,7 +60,7 @@ class LaunchedLogprobs:
         return [TokenLogprobs(*each) for each in zip(own, map(tuple, tops), ranks, strict=True)]
 
 
-def launch_logprobs(logits: Tensor, token_ids: Tensor, wanted: Mapping[int, Wanted]) -> list[LaunchedLogprobs]:
+def launch_logprobs(logits: Tensor, token_ids: Tensor, wanted: Mapping[int, WantedLogprobs]) -> list[LaunchedLogprobs]:
     """Of the rows `wanted` of logits float32 [n, vocab_size]: log-softmax at `token_ids[row]`, int64 [n], alternatives.
 
     The `count` best tokens, best first, ties by lowest id. NaN counts as LOGPROB_FLOOR. A row's result depends on that
@@ -89,7 +89,7 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """The same of every row of `logits`, once it is there."""
     (ids,) = to_device([np.array(token_ids, dtype=np.int64)], logits.device)
-    launched = launch_logprobs(logits, ids, dict.fromkeys(range(len(token_ids)), Wanted(count, others)))
+    launched = launch_logprobs(logits, ids, dict.fromkeys(range(len(token_ids)), WantedLogprobs(count, others)))
     if logits.device.type == "cuda":
         torch.cuda.current_stream(logits.device).synchronize()
     return [found for each in launched for found in each.read()]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.grammar.grammar import Constraint
-from common.sampling.logprobs import Wanted, launch_logprobs
+from common.sampling.logprobs import WantedLogprobs, launch_logprobs
 from common.sampling.penalties import Adjustment, LogitChanges, TokenCounts, needs_counts
 from common.sampling.sampled import LaunchedTokens
 from common.sampling.token_limits import FREE, TokenLimits, token_mask
@@ -57,7 +57,7 @@ class PreparedRows:
     adjusted: Sequence[int]
     changes: LogitChanges | None
     allowed: Sequence[Tensor | None]
-    logprobs: Mapping[int, Wanted]
+    logprobs: Mapping[int, WantedLogprobs]
 
 
 class Sampler:
@@ -107,8 +107,8 @@ def _draw_of(row: SamplingRow) -> Draw:
     return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, row.position)
 
 
-def _wanted(params: SamplingParams) -> Wanted:
-    return Wanted(params.logprobs, params.logprob_token_ids)
+def _wanted(params: SamplingParams) -> WantedLogprobs:
+    return WantedLogprobs(params.logprobs, params.logprob_token_ids)
 
 
 def _adjusts(row: SamplingRow) -> bool:
