@@ -173,12 +173,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         if chunks:
             self._num_rows = sum(chunk.num_rows for chunk in chunks)
             self.planned(shape_of(chunks))
-        sampling = chunks if self._pipeline.possible else ()
-        rows = [row for chunk in sampling if chunk.sample for row in self._rules.rows(chunk)]
-        if prepared := self._pipeline.prepare(chunks, rows):
-            before = self._pipeline.launch(chunks, prepared, rows, now)
-            if before is not None:
-                self._complete_step(before)
+        if prepared := self._pipeline.prepare(chunks):
+            self._pipeline.launch(chunks, prepared, self._rules, now, self._complete_step)
         else:
             self._drain()
             self._flush()  # the tokens of the step that was in flight: the next step may take long
@@ -209,10 +205,9 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
     def _complete_step(self, step: StepInFlight) -> None:
         """Wait for a step that was launched, and process its tokens."""
         self._in_step = [*(chunk.sequence for chunk in step.chunks), *self._in_step]
-        completed = self._pipeline.complete(step)
+        sampled = self._pipeline.complete(step)
         done_at = time.monotonic()
         step_s, self._completed_at = done_at - max(step.launched_at, self._completed_at), done_at
-        sampled = [[SampledToken(token_id) for token_id in token_ids] for token_ids in completed]
         self._process_outputs(step.chunks, sampled, done_at, step_s)
 
     def _drain(self) -> None:

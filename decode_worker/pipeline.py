@@ -2,6 +2,9 @@
 
     launch N ── launch N+1 ── tokens of N ── launch N+2 ── tokens of N+1 ── ...
 
+What a row is sampled by may depend on its token in step N (penalties, a grammar): then the model of step N+1 runs while
+the host reads that token, and its rows are sampled afterwards.
+
 A step that checks draft tokens (`draft_tokens.py`) may be launched ahead, but the next step waits until it has
 completed. A sequence that ends with step N may be in step N+1 already: its extra token is dropped, and its blocks
 linger with the scheduler until that step has ended. Only steps in which every sequence decodes one token are launched
@@ -10,34 +13,39 @@ ahead; any other step waits until nothing is in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from common.model.batch import SequenceChunk
 from common.sampling.sampler import SamplingRow
+from common.wire.sampling_params import SampledToken, SamplingParams
+from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import DecodeChunk
 
 Sampled = TypeVar("Sampled")
+DROPPED = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
+"""Samples a row whose token nobody wants."""
 
 
-class LaunchedTokens(Protocol):
-    """The tokens that a launched step samples."""
+class LaunchedStep(Protocol):
+    """A step that a device runs."""
 
-    def read(self) -> list[int]:
-        """Wait for the step: one token id for each of its rows. Raises the device's error."""
+    def sample(self, rows: Sequence[SamplingRow]) -> None:
+        """Say how each of its rows samples, before the next step is launched."""
+
+    def read(self) -> list[SampledToken]:
+        """Wait for the step: a token for each of its rows. Raises the device's error."""
 
 
 class Launcher(Protocol):
     """Runs steps on a device, in order, without waiting for them (`StepLauncher`)."""
 
-    def takes(self, chunks: Sequence[SequenceChunk], rows: Sequence[SamplingRow]) -> bool: ...
+    def takes(self, chunks: Sequence[SequenceChunk]) -> bool: ...
 
-    def launch(
-        self, chunks: Sequence[SequenceChunk], sources: Sequence[int], rows: Sequence[SamplingRow]
-    ) -> LaunchedTokens: ...
+    def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> LaunchedStep: ...
 
     def close(self) -> None:
         """Wait for the launched steps. No step may be launched afterwards."""
@@ -48,7 +56,7 @@ class StepInFlight:
     """A launched step, with the rows of each of `chunks` in turn. Times are engine clock, in seconds."""
 
     chunks: Sequence[DecodeChunk]
-    tokens: LaunchedTokens
+    step: LaunchedStep
     launched_at: float
 
     @property
@@ -64,51 +72,63 @@ class Pipeline:
         self._scheduler, self._launcher = scheduler, launcher
         self.in_flight: StepInFlight | None = None
 
-    @property
-    def possible(self) -> bool:
-        """Whether any step can be launched ahead here."""
-        return self._launcher is not None
-
-    def prepare(self, chunks: Sequence[DecodeChunk], rows: Sequence[SamplingRow]) -> Sequence[SequenceChunk]:
-        """The model's chunks for a step of `chunks` and `rows`; none if it cannot be launched ahead."""
+    def prepare(self, chunks: Sequence[DecodeChunk]) -> Sequence[SequenceChunk]:
+        """The model's chunks for a step of `chunks`; none if it cannot be launched ahead."""
         if self._launcher is None or not chunks:
             return ()
         prepared = model_chunks(chunks)
-        return prepared if self._launcher.takes(prepared, rows) else ()
+        return prepared if self._launcher.takes(prepared) else ()
 
     def launch(
         self,
         chunks: Sequence[DecodeChunk],
         prepared: Sequence[SequenceChunk],
-        rows: Sequence[SamplingRow],
+        rules: DecodeRules,
         now: float,
-    ) -> StepInFlight | None:
-        """Start a step, fed by the one in flight; returns the latter, which must be completed now."""
+        complete: Callable[[StepInFlight], None],
+    ) -> None:
+        """Start a step, fed by the one in flight, which `complete` is called with.
+
+        Rows are sampled once all tokens before them are known if they depend on these, else at once.
+        """
         assert self._launcher is not None  # `prepare` found one
         before = self.in_flight
         row_of = {id(chunk.sequence): row for row, chunk in enumerate(before.chunks)} if before else {}
         sources = [
             row_of.get(id(chunk.sequence), -1) if row == 0 else -1 for chunk in chunks for row in range(chunk.num_spans)
         ]
-        tokens = self._launcher.launch(prepared, sources, rows)
+        step = self._launcher.launch(prepared, sources)
         for chunk in chunks:
             self._scheduler.launched(chunk)
-        self.in_flight = StepInFlight(tuple(chunks), tokens, now)
-        return before
+        self.in_flight = StepInFlight(tuple(chunks), step, now)
+        follows = any(rules.follows_tokens(chunk.sequence) for chunk in chunks)
+        if not follows:
+            step.sample(self._rows(chunks, rules))
+        if before is not None:
+            complete(before)
+        if follows:
+            step.sample(self._rows(chunks, rules))
 
-    def complete(self, step: StepInFlight) -> list[Sequence[int]]:
+    def complete(self, step: StepInFlight) -> list[Sequence[SampledToken]]:
         """Wait for a step: the tokens of each chunk's rows, none for ended sequences. Raises the device's error."""
         if self.in_flight is step:
             self.in_flight = None
         try:
-            token_ids = step.tokens.read()
+            tokens = step.step.read()
         except BaseException:
             for chunk in step.chunks:
                 self._scheduler.failed(chunk)
             raise
         wanted = [self._scheduler.completed(chunk) for chunk in step.chunks]
-        rows_of = by_chunk(token_ids, [chunk.num_spans for chunk in step.chunks])
+        rows_of = by_chunk(tokens, [chunk.num_spans for chunk in step.chunks])
         return [rows if is_wanted else [] for rows, is_wanted in zip(rows_of, wanted, strict=True)]
+
+    def _rows(self, chunks: Sequence[DecodeChunk], rules: DecodeRules) -> list[SamplingRow]:
+        """How to sample the rows of a launched step: anyhow, where the sequence has ended with the step before."""
+        rows: list[SamplingRow] = []
+        for chunk in chunks:
+            rows += rules.rows(chunk) if self._scheduler.has(chunk.sequence) else [DROPPED] * chunk.num_spans
+        return rows
 
     def close(self) -> None:
         """Wait for the steps in flight and drop their tokens. No step writes to a block afterwards."""

@@ -23,8 +23,13 @@ class DecodeRules(RequestRules):
 
     def rows(self, chunk: DecodeChunk) -> list[SamplingRow]:
         """How to sample behind a chunk's last token, and behind each of its draft tokens."""
-        draft = chunk.draft.token_ids
-        return [self.row(chunk.sequence, draft[:count]) for count in range(len(draft) + 1)]
+        draft, num_unseen = chunk.draft.token_ids, chunk.start + chunk.num_tokens - chunk.sequence.num_tokens
+        return [self.row(chunk.sequence, draft[:count], num_unseen) for count in range(len(draft) + 1)]
+
+    def follows_tokens(self, sequence: DecodeSequence) -> bool:
+        """Whether the tokens before a row say how it is sampled: then all of them must be known."""
+        params = sequence.params
+        return bool(needs_counts(params) or params.grammar or params.bad_words or params.thinking is not None)
 
     def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """How many of `num_tokens` draft tokens behind the next token fit into the sequence's greatest length."""
@@ -46,17 +51,23 @@ class DecodeRules(RequestRules):
         ends = token_id in self._eos or token_id in sequence.params.stop_token_ids
         return ends or token_id >= self.vocab_size
 
-    def row(self, sequence: DecodeSequence, drafted: tuple[int, ...]) -> SamplingRow:
-        """How to sample the token behind `drafted`, which follow the tokens of the steps in flight."""
+    def row(self, sequence: DecodeSequence, drafted: tuple[int, ...], num_unseen: int = 0) -> SamplingRow:
+        """How to sample the token behind `drafted`, which follow `num_unseen` tokens of the step in flight.
+
+        There must be none of those where `follows_tokens`.
+        """
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
+        position = sequence.num_tokens + num_unseen + len(drafted)
+        if position - num_prompt >= params.min_tokens and not self.follows_tokens(sequence):
+            return SamplingRow(params, position)  # most rows, in large batches
         if needs_counts(params):
             sequence.counts = sequence.counts or TokenCounts(sequence.token_ids[:num_prompt])
             sequence.counts.push(sequence.token_ids[num_prompt + sequence.counts.num_output_tokens :])
         return SamplingRow(
             params,
-            position=sequence.num_planned + len(drafted),
+            position,
             output_token_ids=[*sequence.output_token_ids, *drafted] if params.grammar else (),
-            limits=self.limits(sequence, drafted, sequence.num_pending),
+            limits=self.limits(sequence, drafted, num_unseen),
             constraint=sequence.constraint.copy() if sequence.constraint and drafted else sequence.constraint,
             counts=sequence.counts,
             draft=drafted,

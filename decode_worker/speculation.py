@@ -64,8 +64,13 @@ class Speculation:
         return self._model.counts if self._model is not None else BlockCounts(0, 0, 0)
 
     def wants_tokens(self, running: Sequence[DecodeSequence]) -> bool:
-        """Whether the next step should begin from known tokens, because a draft model is to compute before it."""
-        return self._model is not None and self._model.wants_tokens(running)
+        """Whether the next step should begin from known tokens: a draft model computes, or a grammar may force some."""
+        if self._model is not None and self._model.wants_tokens(running):
+            return True
+        is_possible = self._max_tokens and len(running) <= min(MAX_SEQUENCES, self._max_rows - 1)
+        if not is_possible or all(sequence.constraint is None for sequence in running):
+            return False
+        return bool(self._costs.worthwhile(len(running), [1.0], self._goal))
 
     def next_idle(self, sequences: Iterable[DecodeSequence]) -> DecodeSequence | None:
         """The sequence whose draft KV is to be computed while nothing else is."""
@@ -171,10 +176,9 @@ class Speculation:
         return 1.0 + min(sum(self._rates.chances(draft)) for draft in drafts)
 
     def _draft_for(self, sequence: DecodeSequence, room: Callable[[DecodeSequence, int], int]) -> Draft:
-        num_tokens = self._rules.num_drafts(sequence, self._max_tokens)
-        if num_tokens < 1:
-            return NOTHING
-        constraint = sequence.constraint
+        num_tokens, constraint = self._rules.num_drafts(sequence, self._max_tokens), sequence.constraint
+        if num_tokens < 1 or (constraint is not None and sequence.num_pending):
+            return NOTHING  # no grammar says what follows a token that is not known
         forced = constraint.forced(sequence.output_token_ids)[:num_tokens] if constraint else []
         if forced:
             draft = Draft(tuple(forced), (), (FORCED,) * len(forced))

@@ -50,12 +50,13 @@ from kernels.experts import Expert, Experts, add_gated, route
 from kernels.head_linear import HeadLinear
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import Draw, SamplingTensors
+from kernels.interface.host_copies import to_device, to_host
 from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, LatentNorm
 from kernels.interface.quantised import QuantisedWeight, quantise, unified
 from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
 from kernels.lora import MAX_RANK, NO_ADAPTER, LoraChange, LoraPart, LoraRows, LoraSite
-from kernels.sampling import bits_allowed, sample
+from kernels.sampling import sample
 
 __all__ = [
     "AttentionPlan",
@@ -88,7 +89,6 @@ __all__ = [
     "add_gated",
     "add_rms_norm",
     "backend",
-    "bits_allowed",
     "gated",
     "gather_blocks",
     "on_device",
@@ -102,6 +102,8 @@ __all__ = [
     "sample",
     "scatter_blocks",
     "share_cores",
+    "to_device",
+    "to_host",
     "unified",
     "wire_bytes",
     "write_latents",

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.cpu.backend import native_backend
 from kernels.device import triton_backend
 from kernels.interface.draws import SamplingTensors
+from kernels.interface.host_copies import to_device
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -34,20 +35,22 @@ def sample(
     if device.type == "cpu" and (native := native_backend()) is not None:
         return native.sample(logits, rows, masks)
     whole = logits if isinstance(logits, Tensor) else torch.stack(list(logits))
-    if any(mask is not None for mask in masks):
-        wanted = [bits_allowed(mask, whole.shape[1]) for mask in masks]
-        whole = whole.masked_fill(~torch.stack(wanted).to(device), -torch.inf)
+    whole = _held(whole, masks)
     if (backend := triton_backend(device.type)) is not None:
         return backend.sample(whole, rows)
     return sample_by_sorting(whole, rows)
 
 
-def bits_allowed(mask: Tensor | None, vocab: int) -> Tensor:
-    """bool [vocab] of the bits in int32 [ceil(vocab / 32)]; all True for None."""
-    if mask is None:
-        return torch.ones(vocab, dtype=torch.bool)
-    bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little", count=vocab)
-    return torch.from_numpy(bits).view(torch.bool)
+def _held(logits: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
+    """`logits` where masks let tokens come, minus infinity elsewhere. The bits of all masks travel in one copy."""
+    found = [(row, mask.numpy()) for row, mask in enumerate(masks) if mask is not None]
+    if not found:
+        return logits
+    numbers = np.array([row for row, _ in found], dtype=np.int64)
+    rows, words = to_device([numbers, np.stack([mask for _, mask in found])], logits.device)
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    banned = ((words[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, : logits.shape[1]]  # [rows, vocab]
+    return logits.index_copy(0, rows, logits.index_select(0, rows).masked_fill_(banned, -torch.inf))
 
 
 def sample_by_sorting(logits: Tensor, rows: SamplingTensors) -> Tensor:

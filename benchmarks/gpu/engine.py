@@ -18,7 +18,7 @@ from common.model.decoder import Decoder
 from common.runner.graph_capture import GraphRecorder, PlainRecorder
 from common.runner.graph_runner import FROM_HOST, GraphRunner
 from common.runner.runner import ModelRunner
-from common.runner.step_launcher import SampledIds, StepLauncher
+from common.runner.step_launcher import GraphStep, StepLauncher
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 
@@ -93,12 +93,13 @@ def launched_row(runner: GraphRunner, shape: GPUShape, batch: int, chip: Chip) -
         [_row(shape)] * batch,
         _chunks(shape, batch),
     )
-    before: SampledIds | None = None
+    before: GraphStep | None = None
 
     def steps(count: int, sources: Sequence[int]) -> None:
         nonlocal before
         for _ in range(count):
-            launched = launcher.launch(chunks, sources, rows)
+            launched = launcher.launch(chunks, sources)
+            launched.sample(rows)
             if before is not None:
                 before.read()
             before = launched
@@ -162,9 +163,10 @@ def engine_problem(shape: GPUShape, device: torch.device) -> str:
             expected = plain.forward(chunks).clone()
             # What the launched steps do not get from the host they must have from each other.
             hidden = [SequenceChunk((0,), position, chunk.block_table) for chunk in chunks] if pending else chunks
-            pending = launcher.launch(hidden, sources, [_row(shape)] * count)
+            pending = launcher.launch(hidden, sources)
+            pending.sample([_row(shape)] * count)
             error = float((graphs.logits[:count] - expected).norm() / expected.norm())
             if not error < LOGIT_TOLERANCE[shape.dtype]:
                 return f"{count} sequences at position {position}: logits are off by {error:.2g} of their norm"
-            ids, sources = pending.read(), list(range(count))
+            ids, sources = [token.token_id for token in pending.read()], list(range(count))
     return ""

@@ -58,17 +58,17 @@ class RequestRules:
         if asked and isinstance(request, PrefillRequest) and request.decode is not None:
             raise WireError("a prompt that is pooled goes to no decode worker")
 
-    def limits(self, sequence: WorkerSequence, drafted: Sequence[int] = (), num_pending: int = 0) -> TokenLimits:
-        """What must not come next, behind the sequence, `num_pending` tokens in flight and those `drafted`.
+    def limits(self, sequence: WorkerSequence, drafted: Sequence[int] = (), num_unseen: int = 0) -> TokenLimits:
+        """What must not come next, behind the sequence, `num_unseen` tokens in flight and those `drafted`.
 
-        Limits `by_output` are only right while nothing is in flight.
+        Bad words and the end of a thought are only right without unseen tokens.
         """
         params = sequence.params
         end: tuple[int, ...] = ()
         if params.bad_words or params.thinking is not None:
             first = max(sequence.num_prompt_tokens, sequence.num_tokens - num_output_needed(params))
             end = (*sequence.token_ids[first:], *drafted)
-        return token_limits(params, self._eos, sequence.num_output_tokens + num_pending + len(drafted), end)
+        return token_limits(params, self._eos, sequence.num_output_tokens + num_unseen + len(drafted), end)
 
     def finish_reason(self, sequence: WorkerSequence, token_id: int, num_more: int = 0) -> str:
         """ "stop", "length" or "" (go on) once `token_id` is the sequence's last token.

@@ -1,4 +1,4 @@
-"""Runs decode steps as recorded graphs, one for each of a few batch sizes; everything else as `ModelRunner` does.
+"""Runs decode rows as recorded graphs, one for each of a few batch sizes; everything else as `ModelRunner` does.
 
 A step's inputs go to memory that the graph reads. Rows that pad it to its size have slot -1, so no KV is written, and
 no span, so attention skips them; their logits are dropped. A row may take its token from the step before on the device,
@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -85,20 +86,29 @@ class GraphRunner(ModelRunner):
         return self._sizes[-1]
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """As `ModelRunner.forward`; the logits of a replayed step are overwritten by the next one."""
-        if not self.replays(chunks):
+        """As `ModelRunner.forward`; the logits of a replayed step are overwritten by the next one.
+
+        Beside prompts, rows are replayed all the same, and so get the logits that they get without them.
+        """
+        if self.replays(chunks):
+            return self.launch(chunks, [FROM_HOST] * len(chunks))
+        recorded = [self._is_row(chunk) for chunk in chunks]
+        rows = [chunk for chunk, is_row in zip(chunks, recorded, strict=True) if is_row]
+        if len(rows) == len(chunks) or not self.replays(rows):
             return super().forward(chunks)
-        return self.launch(chunks, [FROM_HOST] * len(chunks))
+        batch = self.prepare([chunk for chunk, is_row in zip(chunks, recorded, strict=True) if not is_row])
+        of_rows = self.launch(rows, [FROM_HOST] * len(rows))
+        profile, began = self.profile, time.perf_counter()
+        with torch.inference_mode():
+            logits = _in_order(chunks, recorded, of_rows, self.run(batch))
+        seconds = profile.forward_s + time.perf_counter() - began
+        self.profile = StepProfile(len(rows) + batch.num_tokens, len(chunks), profile.prepare_s, seconds)
+        return logits
 
     def replays(self, chunks: Sequence[SequenceChunk]) -> bool:
         """Whether a recorded step can run `chunks`."""
         size = bucket_for(self._sizes, len(chunks))
-        if size is None or not all(
-            chunk.sample
-            and len(chunk.token_ids) == 1
-            and -(-(chunk.start + 1) // self.kv.block_size) <= self._max_blocks
-            for chunk in chunks
-        ):
+        if size is None or not all(map(self._is_row, chunks)):
             return False
         return self._steps[size, False].plan.takes(chunk.start + 1 for chunk in chunks)
 
@@ -127,6 +137,11 @@ class GraphRunner(ModelRunner):
         self.profile = StepProfile(len(chunks), len(chunks), prepared - began, done - prepared)
         return self.logits[: len(chunks)]
 
+    def _is_row(self, chunk: SequenceChunk) -> bool:
+        """Whether a chunk fits into a recorded step: one sampled token."""
+        is_single = chunk.sample and len(chunk.token_ids) == 1
+        return is_single and -(-(chunk.start + 1) // self.kv.block_size) <= self._max_blocks
+
     def _record(self, size: int, recorder: StepRecorder, *, adapted: bool) -> RecordedStep:
         config, kv = self.model.config, self.kv
         inputs = self._memory[: NUM_INPUTS * size].view(NUM_INPUTS, size)
@@ -144,6 +159,17 @@ class GraphRunner(ModelRunner):
             self.logits[:size].copy_(self.model.forward(batch, kv))
 
         return RecordedStep(size, inputs, plan, recorder.record(run))
+
+
+def _in_order(chunks: Sequence[SequenceChunk], recorded: Sequence[bool], rows: Tensor, others: Tensor) -> Tensor:
+    """The logits of `chunks` in turn, of which those of `recorded` ones are `rows`."""
+    pieces: list[Tensor] = []
+    taken = {True: 0, False: 0}
+    for is_row, group in groupby(zip(recorded, chunks, strict=True), lambda pair: pair[0]):
+        count = sum(len(chunk.token_ids) if chunk.all_logits else chunk.sample for _, chunk in group)
+        first, taken[is_row] = taken[is_row], taken[is_row] + count
+        pieces.append((rows if is_row else others)[first : first + count])
+    return torch.cat(pieces)
 
 
 def _write_inputs(

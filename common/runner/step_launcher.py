@@ -10,29 +10,33 @@ from torch import Tensor
 
 from common.model.batch import SequenceChunk
 from common.runner.graph_runner import GraphRunner
+from common.sampling.sampled import LaunchedTokens
 from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SampledToken
 from kernels import on_device
 
 log = logging.getLogger(__name__)
 
 
-class SampledIds:
-    """Token ids on their way to the host. The thread that launches the step makes it right after."""
+class GraphStep:
+    """A step whose model runs, and whose rows are to be sampled before the next step is launched."""
 
-    def __init__(self, ids: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        on_gpu = ids.device.type == "cuda"
-        self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=on_gpu)
-        self._host.copy_(ids, non_blocking=True)
-        if on_gpu:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+    def __init__(self, runner: GraphRunner, sampler: Sampler, logits: Tensor) -> None:
+        self._runner, self._sampler, self._logits = runner, sampler, logits
+        self._tokens: LaunchedTokens | None = None
 
-    def read(self) -> list[int]:
-        """Waits until the step has ended. Raises RuntimeError when it failed on the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        return [int(token_id) for token_id in self._host.tolist()]
+    def sample(self, rows: Sequence[SamplingRow]) -> None:
+        """Launches the sampling of each row."""
+        with on_device(self._logits.device), torch.inference_mode():
+            self._tokens = self._sampler.launch(self._logits, self._sampler.prepare(rows))
+            self._runner.sampled[: len(rows)].copy_(self._tokens.ids)
+
+    def read(self) -> list[SampledToken]:
+        """Waits until the step has ended. Raises RuntimeError when it failed, or nothing was sampled."""
+        if self._tokens is None:
+            self._runner.wait()  # it still writes to blocks
+            raise RuntimeError("its rows were not sampled")
+        return self._tokens.read()
 
 
 class StepLauncher:
@@ -41,19 +45,13 @@ class StepLauncher:
     def __init__(self, runner: GraphRunner, sampler: Sampler) -> None:
         self._runner, self._sampler = runner, sampler
 
-    def takes(self, chunks: Sequence[SequenceChunk], rows: Sequence[SamplingRow]) -> bool:
-        """Whether `launch` can run these chunks, each of which samples by its row."""
-        return len(rows) == len(chunks) and self._runner.replays(chunks) and self._sampler.can_launch(rows)
+    def takes(self, chunks: Sequence[SequenceChunk]) -> bool:
+        """Whether `launch` can run these chunks, each of which samples."""
+        return self._runner.replays(chunks)
 
-    def launch(
-        self, chunks: Sequence[SequenceChunk], sources: Sequence[int], rows: Sequence[SamplingRow]
-    ) -> SampledIds:
+    def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> GraphStep:
         """Starts a step. Chunk i runs the token that row `sources[i]` of the step before sampled, or its own for -1."""
-        logits = self._runner.launch(chunks, sources)
-        with on_device(logits.device), torch.inference_mode():
-            ids = self._runner.sampled[: len(chunks)]
-            ids.copy_(self._sampler.launch(logits, rows))
-            return SampledIds(ids)
+        return GraphStep(self._runner, self._sampler, self._runner.launch(chunks, sources))
 
     def close(self) -> None:
         """Waits for the launched steps, unless the device has failed."""

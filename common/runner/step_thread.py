@@ -4,7 +4,7 @@
     steps    ... step N │ step N+1                                     │ step N+2
 
 `launch` makes a step's tensors; only its token ids are filled in when it begins. So the engine works on messages while
-the next step already runs.
+the next step already runs. How the rows of a step are sampled may follow while the model computes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from common.model.batch import ForwardBatch, SequenceChunk
 from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler, SamplingRow
+from common.sampling.sampler import PreparedRows, Sampler, SamplingRow
+from common.wire.sampling_params import SampledToken
 
 
-class SampledTokens:
-    """The tokens of a launched step."""
+class ThreadStep:
+    """A step on its way. What is asked of `thread` runs in the order in which it was asked."""
 
-    def __init__(self, future: Future[list[int]]) -> None:
-        self._future = future
+    def __init__(self, thread: StepThread, logits: Future[Tensor]) -> None:
+        self._thread, self._logits = thread, logits
+        self._tokens: Future[list[SampledToken]] | None = None
 
-    def read(self) -> list[int]:
-        """Waits for the step: one token id for each row. Raises the error of the step, or of the one before it."""
-        return self._future.result()
+    def sample(self, rows: Sequence[SamplingRow]) -> None:
+        """Has each row sampled once the model has run. The rows' sequences may go on at once."""
+        self._tokens = self._thread.submit_sampling(self._logits, rows)
+
+    def read(self) -> list[SampledToken]:
+        """Waits for the step. Raises its error, or that of the step before, or RuntimeError if nothing was sampled."""
+        if self._tokens is None:
+            self._logits.result()
+            raise RuntimeError("its rows were not sampled")
+        return self._tokens.result()
 
 
 class StepThread:
@@ -36,46 +46,42 @@ class StepThread:
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner, self._sampler = runner, sampler
         self._steps = ThreadPoolExecutor(1, "steps")
-        self._last: SampledTokens | None = None
+        self._last: ThreadStep | None = None
 
-    def takes(self, chunks: Sequence[SequenceChunk], rows: Sequence[SamplingRow]) -> bool:
-        """Whether `launch` can run these chunks, each of which samples by its row."""
-        single = all(chunk.sample and len(chunk.token_ids) == 1 for chunk in chunks)
-        return single and len(rows) == len(chunks) and self._sampler.can_launch(rows)
+    def takes(self, chunks: Sequence[SequenceChunk]) -> bool:
+        """Whether `launch` can run these chunks: one token each, each of which samples."""
+        return all(chunk.sample and len(chunk.token_ids) == 1 for chunk in chunks)
 
-    def launch(
-        self, chunks: Sequence[SequenceChunk], sources: Sequence[int], rows: Sequence[SamplingRow]
-    ) -> SampledTokens:
+    def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> ThreadStep:
         """Starts a step. Chunk i runs the token that row `sources[i]` of the step before sampled, or its own for -1.
 
         It uses as many threads as torch has at the time of the call. Errors as `ModelRunner.prepare`.
         """
         batch = self._runner.prepare(chunks)
         before = self._last if max(sources) >= 0 else None
-        self._last = SampledTokens(
-            self._steps.submit(self._run, batch, before, tuple(sources), tuple(rows), torch.get_num_threads())
+        self._last = ThreadStep(
+            self, self._steps.submit(self._run, batch, before, tuple(sources), torch.get_num_threads())
         )
         return self._last
+
+    def submit_sampling(self, logits: Future[Tensor], rows: Sequence[SamplingRow]) -> Future[list[SampledToken]]:
+        """Has rows of a step sampled behind it."""
+        return self._steps.submit(self._sample, logits, self._sampler.prepare(rows))
 
     def close(self) -> None:
         """Waits for the launched steps. Afterwards nothing writes to their blocks."""
         self._steps.shutdown()
 
-    def _run(
-        self,
-        batch: ForwardBatch,
-        before: SampledTokens | None,
-        sources: Sequence[int],
-        rows: Sequence[SamplingRow],
-        num_threads: int,
-    ) -> list[int]:
+    def _run(self, batch: ForwardBatch, before: ThreadStep | None, sources: Sequence[int], num_threads: int) -> Tensor:
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
         if before is not None:
-            token_ids, fed = batch.token_ids.numpy(), before.read()
+            token_ids, fed = batch.token_ids.numpy(), [token.token_id for token in before.read()]
             for row, source in enumerate(sources):
                 if source >= 0:
                     # An id that is no token marks logits that are not finite: the engine ends its request later.
                     token_ids[row] = fed[source] if fed[source] < self._sampler.vocab_size else 0
-        logits = self._runner.run(batch)
-        return [sampled.token_id for sampled in self._sampler.sample(logits, rows)]
+        return self._runner.run(batch)
+
+    def _sample(self, logits: Future[Tensor], prepared: PreparedRows) -> list[SampledToken]:
+        return self._sampler.launch(logits.result(), prepared).read()

@@ -14,7 +14,6 @@ from common.runner.runner import ModelRunner
 from common.sampling.logprobs import max_prompt_logprobs, token_logprobs
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from kernels import on_device
 
 TIMED_TOKENS = 16
 """Of the timed step: enough for computation to count beside the reading of the weights."""
@@ -22,8 +21,16 @@ SAMPLED = (
     SamplingParams(max_tokens=1, temperature=0.0),
     SamplingParams(max_tokens=1, temperature=1.0),
     SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5),
+    SamplingParams(
+        max_tokens=1,
+        logit_bias=((0, 1.0),),
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        logprobs=MAX_TOP_LOGPROBS,
+        allowed_token_ids=(0,),
+    ),
 )
-"""One of each kind that sampling is compiled for: greedy, plain, and with a search."""
+"""One of each kind that sampling is compiled for: greedy, plain, and with a search. And one that needs most memory."""
 
 
 def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples: bool = True) -> ModelRunner:
@@ -75,9 +82,8 @@ def run_every_kind(runner: ModelRunner, num_tokens: int, num_rows: int = 1, *, s
     runner.forward([SequenceChunk((0,), longest - 1, table)])  # a lone row: its products are others than many rows'
     logits = runner.forward([SequenceChunk((0,), longest - 1, table)] * num_rows)
     sampler = Sampler(runner.model.config.vocab_size)
-    with on_device(logits.device):
-        for params in SAMPLED:
-            sampler.launch(logits, [SamplingRow(params, longest)] * num_rows)
+    for params in SAMPLED:
+        sampler.sample(logits, [SamplingRow(params, longest, (0,))] * num_rows)
 
 
 def largest_step(num_tokens: int, longest: int, kv: KVCache) -> list[SequenceChunk]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.model.batch import SequenceChunk
-from common.wire.sampling_params import TokenLogprobs
+from common.wire.sampling_params import MAX_TOP_LOGPROBS, TokenLogprobs
+from kernels import to_device, to_host
 
 LOGPROB_FLOOR = -9999.0
 """Stands for minus infinity and NaN, which JSON lacks."""
@@ -22,50 +25,103 @@ def max_prompt_logprobs(vocab_size: int) -> int:
     return min(max(LOGPROB_TOKENS.start, LOGPROB_BYTES // (4 * vocab_size)), LOGPROB_TOKENS.stop - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """Which alternatives a row wants: the `count` best tokens, or `others` instead."""
+
+    count: int
+    others: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedLogprobs:
+    """Log-probabilities of `rows` that want the same, on their way to the host.
+
+    `found` int32 [n, 2 + 2 * alternatives]: the bits of the token's own logprob, its rank, then the bits of the
+    alternatives' logprobs, then their ids.
+    """
+
+    rows: Sequence[int]
+    counts: Sequence[int]
+    by_id: bool
+    found: Tensor
+
+    def read(self) -> list[TokenLogprobs]:
+        """Of each of `rows`, once the device has got there."""
+        whole = self.found.numpy()
+        width = (whole.shape[1] - 2) // 2
+        own, ranks = whole[:, 0].view(np.float32).tolist(), whole[:, 1].tolist()
+        values, ids = whole[:, 2 : 2 + width].view(np.float32).tolist(), whole[:, 2 + width :].tolist()
+        tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+        if self.by_id:
+            tops = [sorted(top, key=lambda item: (-item[1], item[0])) for top in tops]
+        else:
+            tops = [top[:count] for top, count in zip(tops, self.counts, strict=True)]
+        return [TokenLogprobs(*each) for each in zip(own, map(tuple, tops), ranks, strict=True)]
+
+
+def launch_logprobs(logits: Tensor, token_ids: Tensor, wanted: Mapping[int, WantedLogprobs]) -> list[LaunchedLogprobs]:
+    """Of the rows `wanted` of logits float32 [n, vocab_size]: log-softmax at `token_ids[row]`, int64 [n], alternatives.
+
+    The `count` best tokens, best first, ties by lowest id. NaN counts as LOGPROB_FLOOR. A row's result depends on that
+    row alone. The host waits for nothing, and no more logits are worked on at once than prompts may ask for.
+    """
+    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for row, each in wanted.items():
+        more = 0 if each.others or each.count <= MAX_TOP_LOGPROBS else each.count  # few are found with each other
+        groups.setdefault((more, tuple(each.others)), []).append(row)
+    most, launched = max_prompt_logprobs(logits.shape[1]), []
+    for (_, others), all_rows in groups.items():
+        for first in range(0, len(all_rows), most):
+            rows = all_rows[first : first + most]
+            counts = [wanted[row].count for row in rows]
+            chosen, ids = logits, token_ids
+            if len(rows) < len(logits):
+                (index,) = to_device([np.array(rows, dtype=np.int64)], logits.device)
+                chosen, ids = logits.index_select(0, index), token_ids.index_select(0, index)
+            found = _found(chosen, ids, max(counts), others)
+            launched.append(LaunchedLogprobs(rows, counts, bool(others), to_host(found)))
+    return launched
+
+
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], count: int, *, others: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
-    """Row by row of `logits`, float32 [n, vocab_size]: log-softmax at `token_ids[row]`, and the `count` best tokens.
+    """The same of every row of `logits`, once it is there."""
+    (ids,) = to_device([np.array(token_ids, dtype=np.int64)], logits.device)
+    launched = launch_logprobs(logits, ids, dict.fromkeys(range(len(token_ids)), WantedLogprobs(count, others)))
+    if logits.device.type == "cuda":
+        torch.cuda.current_stream(logits.device).synchronize()
+    return [found for each in launched for found in each.read()]
 
-    With `others` the alternatives are these tokens, best first, instead. Ties go by lowest id. NaN counts as
-    LOGPROB_FLOOR. A row's result depends on that row alone.
-    """
+
+def _found(logits: Tensor, token_ids: Tensor, count: int, others: Sequence[int]) -> Tensor:
+    """As `LaunchedLogprobs.found`, with `count` alternatives, or those of `others` that are tokens."""
+    vocab = logits.shape[1]
     logprobs = torch.log_softmax(logits, dim=-1).nan_to_num_(nan=LOGPROB_FLOOR).clamp_(min=LOGPROB_FLOOR)
-    which = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
-    values = logprobs.gather(1, which)
-    own, ranks = values[:, 0].tolist(), _ranks(logprobs, which, values)
+    all_ids = torch.arange(vocab, device=logits.device)
+    which = token_ids.clamp(max=vocab - 1)[:, None]  # an id that is no token gets anything
+    own = logprobs.gather(1, which)
+    ahead = ((logprobs > own) | ((logprobs == own) & (all_ids < which))).sum(-1, keepdim=True)
     if others:
-        top = _of_tokens(logprobs, others)
-    elif count == 0:
-        top = [()] * len(own)
+        known = sorted({token_id for token_id in others if 0 <= token_id < vocab})
+        (ids,) = to_device([np.array(known, dtype=np.int64)], logits.device)
+        ids = ids.expand(len(logits), -1)
     else:
-        top = _best(logprobs, count)
-    return [TokenLogprobs(*found) for found in zip(own, top, ranks, strict=True)]
+        ids = _best(logprobs, all_ids, min(count, vocab))
+    values = logprobs.gather(1, ids)
+    return torch.cat((own.view(torch.int32), 1 + ahead.int(), values.view(torch.int32), ids.int()), dim=1)
 
 
-def _ranks(logprobs: Tensor, which: Tensor, own: Tensor) -> list[int]:
-    """The place of token `which` [n, 1], with log-probability `own` [n, 1], among all of its row; the best is 1."""
-    ids = torch.arange(logprobs.shape[1], device=logprobs.device)
-    ahead: list[int] = ((logprobs > own) | ((logprobs == own) & (ids < which))).sum(-1).tolist()
-    return [1 + count for count in ahead]
+def _best(logprobs: Tensor, all_ids: Tensor, count: int) -> Tensor:
+    """The ids of the `count` best tokens of each row, ties by lowest id: int64 [n, count].
 
-
-def _of_tokens(logprobs: Tensor, token_ids: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
-    known = sorted({token_id for token_id in token_ids if 0 <= token_id < logprobs.shape[1]})
-    rows = logprobs[:, torch.tensor(known, dtype=torch.int64, device=logprobs.device)].tolist()
-    return [tuple(sorted(zip(known, row, strict=True), key=lambda item: (-item[1], item[0]))) for row in rows]
-
-
-def _best(logprobs: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """The `count` best tokens of each row with their log-probabilities."""
-    count = min(count, logprobs.shape[1])
-    values, indices = torch.topk(logprobs, min(count + 1, logprobs.shape[1]), dim=-1)
-    best = [list(zip(*row, strict=True)) for row in zip(indices.tolist(), values.tolist(), strict=True)]
-    for i, row in enumerate(best):
-        if row[-1][1] == row[count - 1][1]:  # several tie for the last place: the lowest ids win
-            index = torch.nonzero(logprobs[i] >= row[-1][1]).flatten()
-            best[i] = list(zip(index.tolist(), logprobs[i][index].tolist(), strict=True))
-    return [tuple(sorted(row, key=lambda item: (-item[1], item[0]))[:count]) for row in best]
+    Log-probabilities are 0 or less, so the bits of their size, and behind these the id, order them as whole numbers.
+    """
+    if not count:
+        return all_ids.new_empty(len(logprobs), 0)
+    keys = (logprobs.view(torch.int32) & 0x7FFFFFFF).long().mul_(1 << 32).add_(all_ids)
+    return torch.topk(keys, count, dim=-1, largest=False).values & 0xFFFFFFFF
 
 
 def separate(logits: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, list[Tensor | None]]:

@@ -8,19 +8,21 @@ cumulative distribution in token id order at one uniform number, which is a coun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.grammar.grammar import Constraint
-from common.sampling.logprobs import token_logprobs
-from common.sampling.penalties import Adjustment, TokenCounts, adjust, needs_counts
+from common.sampling.logprobs import WantedLogprobs, launch_logprobs
+from common.sampling.penalties import Adjustment, LogitChanges, TokenCounts, needs_counts
+from common.sampling.sampled import LaunchedTokens
 from common.sampling.token_limits import FREE, TokenLimits, token_mask
 from common.wire.sampling_params import SampledToken, SamplingParams
-from kernels import Draw, SamplingTensors, on_device, sample
+from kernels import Draw, SamplingTensors, on_device, sample, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,20 @@ class SamplingRow:
     draft: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """All that a step's rows are sampled by, on the host: it reads no sequence any more, which may go on meanwhile.
+
+    The rows with bias, penalties or bans are `adjusted`, by `changes`. `allowed` are masks of 32 tokens an int32.
+    """
+
+    rows: Sequence[SamplingRow]
+    adjusted: Sequence[int]
+    changes: LogitChanges | None
+    allowed: Sequence[Tensor | None]
+    logprobs: Mapping[int, WantedLogprobs]
+
+
 class Sampler:
     """Stateless but for the vocabulary's size."""
 
@@ -57,42 +73,32 @@ class Sampler:
         """
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {list(logits.shape)}, expected [{len(rows)}, {self.vocab_size}]")
-        if not rows:
-            return []
-        with on_device(logits.device), torch.inference_mode():
-            logits = logits.float()
-            token_ids = self._draw(logits, rows).tolist()
-            return [self._finish(logits[i], row, token_ids[i]) for i, row in enumerate(rows)]
+        return self.launch(logits, self.prepare(rows)).read() if rows else []
 
     def draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         """The token ids that `sample` would give, without their log-probabilities."""
+        prepared = replace(self.prepare(rows), logprobs={})
+        return [token.token_id for token in self.launch(logits, prepared).read()]
+
+    def prepare(self, rows: Sequence[SamplingRow]) -> PreparedRows:
+        """What the host does for a step's rows, whose sequences' tokens must all be known where rows depend on them."""
+        adjusted = [i for i, row in enumerate(rows) if _adjusts(row)]
+        return PreparedRows(
+            rows,
+            adjusted,
+            LogitChanges.of([_adjustment(rows[i]) for i in adjusted], self.vocab_size) if adjusted else None,
+            [_allowed(row, self.vocab_size) for row in rows],
+            {i: _wanted(row.params) for i, row in enumerate(rows) if row.params.logprobs >= 0},
+        )
+
+    def launch(self, logits: Tensor, prepared: PreparedRows) -> LaunchedTokens:
+        """The tokens that `sample` would give. On a GPU the host waits for nothing before it reads them."""
         with on_device(logits.device), torch.inference_mode():
-            ids: list[int] = self._draw(logits.float(), rows).tolist()
-            return ids
-
-    def can_launch(self, rows: Sequence[SamplingRow]) -> bool:
-        """Whether `launch` serves these rows: nothing about them needs their earlier tokens or log-probabilities."""
-        return all(row.params.logprobs < 0 and not _adjusts(row) and not _is_held(row) for row in rows)
-
-    def launch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """The tokens that `sample` would give, int64 [n] on the logits' device, without waiting for them.
-
-        Only for rows that it `can_launch`.
-        """
-        with torch.inference_mode():
-            return self._draw(logits.float(), rows)
-
-    def _draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-        """Draws all rows at once, from copies of those that it adjusts."""
-        whole = _adjusted(logits, rows)
-        allowed = [_allowed(row, self.vocab_size) if _is_held(row) else None for row in rows]
-        return sample(whole, SamplingTensors.pack([_draw_of(row) for row in rows], logits.device), allowed)
-
-    def _finish(self, logits: Tensor, row: SamplingRow, token_id: int) -> SampledToken:
-        if row.params.logprobs < 0 or token_id >= self.vocab_size:  # a row without finite logits has none
-            return SampledToken(token_id)
-        count, others = row.params.logprobs, row.params.logprob_token_ids
-        return SampledToken(token_id, token_logprobs(logits[None], [token_id], count, others=others)[0])
+            logits = logits.float()
+            draws = SamplingTensors.pack([_draw_of(row) for row in prepared.rows], logits.device)
+            ids = sample(_adjusted(logits, prepared), draws, prepared.allowed)
+            logprobs = launch_logprobs(logits, ids, prepared.logprobs) if prepared.logprobs else ()
+            return LaunchedTokens(ids, logprobs, self.vocab_size)
 
 
 def _draw_of(row: SamplingRow) -> Draw:
@@ -101,17 +107,16 @@ def _draw_of(row: SamplingRow) -> Draw:
     return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, row.position)
 
 
+def _wanted(params: SamplingParams) -> WantedLogprobs:
+    return WantedLogprobs(params.logprobs, params.logprob_token_ids)
+
+
 def _adjusts(row: SamplingRow) -> bool:
     return bool(row.limits.banned or row.params.logit_bias or needs_counts(row.params))
 
 
-def _is_held(row: SamplingRow) -> bool:
-    """Whether only some tokens may come, or which they are depends on tokens that may still be in flight."""
-    return bool(row.constraint is not None or row.params.allowed_token_ids or row.limits.by_output)
-
-
 def _allowed(row: SamplingRow, vocab_size: int) -> Tensor | None:
-    """The tokens that the grammar, the request's own list and a forced token allow together, as bits."""
+    """The tokens that the grammar, the request's own list and a forced token allow together, as bits; None: any."""
     masks: list[Tensor] = []
     if row.constraint is not None:
         masks.append(row.constraint.allowed(row.output_token_ids))
@@ -122,22 +127,24 @@ def _allowed(row: SamplingRow, vocab_size: int) -> Tensor | None:
     return reduce(torch.bitwise_and, masks) if masks else None
 
 
-def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | list[Tensor]:
+def _adjusted(logits: Tensor, prepared: PreparedRows) -> Tensor | list[Tensor]:
     """`logits` [n, vocab], or its rows, of which those with bias, penalties or bans are adjusted copies."""
-    chosen = [i for i, row in enumerate(rows) if _adjusts(row)]
-    if not chosen:
+    changes, chosen = prepared.changes, prepared.adjusted
+    if changes is None:
         return logits
     if logits.device.type == "cpu":
         copies = torch.from_numpy(logits.numpy()[chosen])  # numpy copies with one thread, which is enough
-    else:
-        copies = logits[torch.tensor(chosen, device=logits.device)]
-    adjust(copies, [_adjustment(rows[i]) for i in chosen])
-    if len(chosen) == len(rows):
-        return copies
-    whole = list(logits)
-    for place, i in enumerate(chosen):
-        whole[i] = copies[place]
-    return whole
+        changes.apply(copies)
+        if len(chosen) == len(logits):
+            return copies
+        whole = list(logits)
+        for place, i in enumerate(chosen):
+            whole[i] = copies[place]
+        return whole
+    (index,) = to_device([np.array(chosen, dtype=np.int64)], logits.device)
+    copies = logits.index_select(0, index)
+    changes.apply(copies)
+    return logits.index_copy(0, index, copies)
 
 
 def _adjustment(row: SamplingRow) -> Adjustment:

@@ -20,13 +20,11 @@ KEPT_MASKS = 64
 class TokenLimits:
     """What must not be sampled at one place of an answer.
 
-    `banned` tokens must not, and of `forced`, unless it is None, nothing else may. With `by_output` they depend on the
-    last tokens of the answer, and not on their number alone.
+    `banned` tokens must not, and of `forced`, unless it is None, nothing else may.
     """
 
     banned: tuple[int, ...] = ()
     forced: int | None = None
-    by_output: bool = False
 
 
 FREE = TokenLimits()
@@ -52,7 +50,7 @@ def token_limits(
     if not params.bad_words and not ends_thought:
         return TokenLimits(banned) if banned else FREE
     forced = _next_of_end(budget, output_end) if budget is not None and ends_thought else None
-    return TokenLimits(banned + _ends_of_bad_words(params.bad_words, output_end), forced, by_output=True)
+    return TokenLimits(banned + _ends_of_bad_words(params.bad_words, output_end), forced)
 
 
 def _ends_of_bad_words(bad_words: Sequence[Sequence[int]], output_end: Sequence[int]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,3 +138,11 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     else:
         curve = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     return (curve * up).to(gate_up.dtype)
+
+
+def bits_allowed(mask: Tensor | None, vocab: int) -> Tensor:
+    """bool [vocab] of the bits in int32 [ceil(vocab / 32)]; all True for None."""
+    if mask is None:
+        return torch.ones(vocab, dtype=torch.bool)
+    bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little", count=vocab)
+    return torch.from_numpy(bits).view(torch.bool)

@@ -100,7 +100,8 @@ def test_a_stream_goes_on_while_a_grammar_is_compiled(make_engine: Callable[...,
     assert rig.tokens("quick") == rig.oracle(prompt(31), 30, grammar=DATE)
     assert not rig.deltas("endless") and not rig.failures("endless")
     sequence = rig.engine.scheduler.find("endless")
-    assert sequence.blocks == [] and not rig.engine.has_work and rig.engine.status.num_waiting == 1
+    rig.until(lambda: not rig.engine.has_work)  # a step was launched before the last answer's end was known
+    assert sequence.blocks == [] and rig.engine.status.num_waiting == 1
     compiler.go_on()
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures("endless")

@@ -172,20 +172,67 @@ def test_a_transfer_gets_no_block_that_a_step_in_flight_writes_to(ahead: Callabl
     assert engine.tokens("b") == engine.oracle(tokens, 5)
 
 
-def test_sequences_that_need_the_host_share_the_batch(ahead: Callable[..., Rig]) -> None:
-    """Penalties and log-probabilities want every token on the host: such steps wait for the one before."""
-    engine = ahead()
-    penalty: dict[str, object] = {"presence_penalty": 1.5, "temperature": 0.7, "seed": 1}
-    engine.ask(prompt(20), max_tokens=40)
-    engine.turn(4)
-    engine.ask(prompt(21, 1), "b", max_tokens=8, **penalty)
-    engine.ask(prompt(22, 2), "c", max_tokens=6, logprobs=1)
+KINDS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "penalties": {"presence_penalty": 1.5, "repetition_penalty": 1.2, "temperature": 0.7, "seed": 1},
+    "logprobs": {"logprobs": 2},
+    "bias": {"logit_bias": ((65, 4.0), (66, -9.0)), "min_tokens": 30, "temperature": 1.0, "seed": 5},
+    "grammar": {"grammar": "start: /[a-z]{26}[0-9]{9}/", "temperature": 1.0, "seed": 7},
+    "bad_words": {"bad_words": ((66,), (67, 68)), "temperature": 1.5, "seed": 3},
+}
+
+
+def test_rows_of_every_kind_are_launched_ahead(ahead: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only prompts wait for the step in flight. A row that depends on that step's token is sampled when it is known."""
+    engine = ahead(grammars=True, num_blocks=64)
+    computed: list[int] = []
+    compute = engine.engine._compute
+    monkeypatch.setattr(
+        engine.engine,
+        "_compute",
+        lambda chunks, now: (computed.append(max((c.num_tokens for c in chunks), default=2)), compute(chunks, now)),
+    )
+    for number, (name, params) in enumerate(KINDS.items()):
+        engine.ask(prompt(20 + number, number), name, max_tokens=30, **params)
+        engine.turn(3)
     engine.until(lambda: engine.is_clean)
-    assert engine.tokens() == engine.oracle(prompt(20), 40)
-    assert engine.tokens("b") == engine.oracle(prompt(21, 1), 8, **penalty)
-    assert engine.tokens("c") == engine.oracle(prompt(22, 2), 6)
-    assert all(entry.logprobs for entry in engine.deltas("c"))
-    assert engine.device.num_fed > 15
+    for number, (name, params) in enumerate(KINDS.items()):
+        assert engine.tokens(name) == engine.oracle(prompt(20 + number, number), 30, **params), name
+    assert all(len(entry.logprobs) == len(entry.token_ids) for entry in engine.deltas("logprobs"))
+    assert min(computed) > 1 and len(computed) < 12
+    assert engine.device.num_late > 20 and engine.device.num_fed > 100
+
+
+def test_rows_that_depend_on_no_token_are_not_kept_waiting(ahead: Callable[..., Rig]) -> None:
+    engine = ahead()
+    for number, name in enumerate(("plain", "logprobs", "bias")):
+        engine.ask(prompt(20 + number, number), name, max_tokens=20, **KINDS[name])
+    engine.until(lambda: engine.is_clean)
+    assert engine.device.num_fed > 30 and not engine.device.num_late
+
+
+def test_a_step_that_fails_before_the_next_one_is_sampled_ends_both(ahead: Callable[..., Rig]) -> None:
+    engine = ahead()
+    engine.ask(prompt(20), max_tokens=50, **KINDS["penalties"])
+    engine.ask(prompt(30, 1), "b", max_tokens=50)
+    engine.until(lambda: len(engine.tokens()) > 4)
+    engine.device.fail_at = engine.device.num_run + 1
+    engine.until(lambda: engine.is_clean)
+    assert [len(engine.failures(name)) for name in "ab"] == [1, 1]
+    engine.ask(prompt(20), "c", **KINDS["penalties"])
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens("c") == engine.oracle(prompt(20), **KINDS["penalties"])
+
+
+def test_a_stop_token_ends_a_row_of_the_step_that_is_not_sampled_yet(ahead: Callable[..., Rig]) -> None:
+    engine = ahead()
+    params = KINDS["penalties"]
+    full = engine.oracle(prompt(20), 20, **params)
+    engine.ask(prompt(20), max_tokens=20, stop_token_ids=(full[6],), **params)
+    engine.ask(prompt(33, 1), "b", max_tokens=20, **params)
+    engine.until(lambda: engine.is_clean)
+    assert engine.tokens() == full[: full.index(full[6]) + 1]
+    assert engine.tokens("b") == engine.oracle(prompt(33, 1), 20, **params)
 
 
 def test_a_new_attempt_hears_every_token_again(ahead: Callable[..., Rig]) -> None:

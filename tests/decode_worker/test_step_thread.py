@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from common.machine.core_share import CoreShare
 from common.model.batch import ForwardBatch
@@ -34,12 +35,12 @@ class Steps(StepThread):
         self.may_run = threading.Event()
         self.may_run.set()
 
-    def launch(self, chunks: Any, sources: Any, rows: Any) -> Any:
+    def launch(self, chunks: Any, sources: Any) -> Any:
         self.num_launched += 1
         self.num_fed += sum(source >= 0 for source in sources)
-        return super().launch(chunks, sources, rows)
+        return super().launch(chunks, sources)
 
-    def _run(self, batch: ForwardBatch, *options: Any) -> list[int]:
+    def _run(self, batch: ForwardBatch, *options: Any) -> Tensor:
         assert self.may_run.wait(30)
         self.num_run += 1
         if self.num_run == self.fail_at:

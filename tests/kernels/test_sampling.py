@@ -8,8 +8,9 @@ import torch
 
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
-from kernels import Draw, SamplingTensors, bits_allowed, sample
+from kernels import Draw, SamplingTensors, sample
 from kernels import sampling as sampling_module
+from kernels.plain.reference import bits_allowed
 from kernels.sampling import sample_by_sorting, uniform
 
 CPU = torch.device("cpu")

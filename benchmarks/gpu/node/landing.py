@@ -25,7 +25,7 @@ from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
 from common.model.batch import SequenceChunk
 from common.runner.graph_runner import FROM_HOST, GraphRunner
 from common.runner.runner import ModelRunner
-from common.runner.step_launcher import SampledIds, StepLauncher
+from common.runner.step_launcher import GraphStep, StepLauncher
 from common.sampling.sampler import Sampler, SamplingRow
 from common.transfer.receiver import KVReceiver
 from common.wire.sampling_params import SamplingParams
@@ -137,16 +137,17 @@ class _Generations:
         self._plain.forward(prompts)
         rows = [SamplingRow(GREEDY, self._start)] * self._count
         sources: Sequence[int] = [FROM_HOST] * self._count
-        before: SampledIds | None = None
+        before: GraphStep | None = None
         tokens: list[int] = []
         for step in range(self.num_steps):
             chunks = [SequenceChunk((i % 7,), self._start + step, (2 * i, 2 * i + 1)) for i in range(self._count)]
-            launched = self._launcher.launch(chunks, sources, rows)
+            launched = self._launcher.launch(chunks, sources)
+            launched.sample(rows)
             if before is not None:
-                tokens += before.read()
+                tokens += [token.token_id for token in before.read()]
             before, sources = launched, range(self._count)
         assert before is not None  # there is at least one step
-        return [*tokens, *before.read()]
+        return [*tokens, *(token.token_id for token in before.read())]
 
 
 def of_landing(row: dict[str, Any]) -> Verdict:

@@ -67,13 +67,13 @@ def test_others_on_the_gpu_leave_less(tiny: Any) -> None:
 
 def test_steps_are_tried_with_as_many_rows_as_may_be_sampled(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
-    launch = Sampler.launch
+    sample = Sampler.sample
 
-    def counted(sampler: Sampler, logits: torch.Tensor, rows: Any) -> torch.Tensor:
+    def counted(sampler: Sampler, logits: torch.Tensor, rows: Any) -> Any:
         drawn.append(len(rows))
-        return launch(sampler, logits, rows)
+        return sample(sampler, logits, rows)
 
-    monkeypatch.setattr(Sampler, "launch", counted)
+    monkeypatch.setattr(Sampler, "sample", counted)
     found(tiny, DecodeWorkerConfig(**SMALL, local_prefill_chunk=20))
     assert set(drawn) == {3}
 

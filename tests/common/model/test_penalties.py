@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.sampling import penalties
-from common.sampling.penalties import BANNED, Adjustment, TokenCounts, adjust
+from common.sampling.penalties import BANNED, Adjustment, GrowingArray, LogitChanges, TokenCounts
 from common.wire.sampling_params import SamplingParams
 
 VOCAB = 97
@@ -64,7 +63,8 @@ def test_a_batch_that_grows_is_adjusted_as_each_row_anew(seed: int, device: str)
             plain(logits[i], params[i], prompts[i], outputs[i] + drafts[i], banned[i]) for i in range(len(params))
         ]
         found = logits.to(device)
-        adjust(found, [Adjustment(*row) for row in zip(params, counts, drafts, banned, strict=True)])
+        rows = [Adjustment(*row) for row in zip(params, counts, drafts, banned, strict=True)]
+        LogitChanges.of(rows, VOCAB).apply(found)
         assert torch.equal(found.cpu(), torch.stack(expected))
         for i, draft in enumerate(drafts):
             new = [*draft[: rng.randrange(len(draft) + 1)], rng.randrange(VOCAB)] if rng.random() < 0.9 else []
@@ -76,18 +76,19 @@ def test_a_batch_that_grows_is_adjusted_as_each_row_anew(seed: int, device: str)
 def test_a_step_looks_at_new_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the sequence is: else a token of a long one costs as much as its prompt."""
     sizes: list[int] = []
-    tensor = torch.tensor
+    append = GrowingArray.append
     counts = TokenCounts(i % VOCAB for i in range(100_000))
     row = Adjustment(SamplingParams(max_tokens=1, repetition_penalty=1.1, presence_penalty=1.0), counts, (), ())
     counts.push([i % 50 for i in range(10_000)])
-    adjust(torch.randn(1, VOCAB), [row])
+    before = LogitChanges.of([row], VOCAB)
 
-    def noted(data: Any, **options: Any) -> Tensor:
-        made = tensor(data, **options)
-        sizes.append(made.numel())
-        return made
+    def noted(array: GrowingArray, numbers: Sequence[int]) -> None:
+        sizes.append(len(numbers))
+        append(array, numbers)
 
-    monkeypatch.setattr(penalties.torch, "tensor", noted)
+    monkeypatch.setattr(GrowingArray, "append", noted)
     counts.push([1, 2])
-    adjust(torch.randn(1, VOCAB), [row])
-    assert sizes and max(sizes) <= 4
+    after = LogitChanges.of([row], VOCAB)
+    assert sizes and max(sizes) <= 2
+    assert len(before.repeated) == len(after.repeated) == VOCAB
+    assert len(before.output) == len(after.output) == 50

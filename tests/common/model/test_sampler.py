@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -204,10 +205,10 @@ def test_launched_rows_get_the_same_tokens(logits: torch.Tensor) -> None:
     rows = [row(i, seed=i % 5, **filters[i % len(filters)]) for i in range(200)]
     sampler = Sampler(VOCAB)
     many = logits + torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(4))
-    assert sampler.can_launch(rows)
-    assert sampler.launch(many, rows).tolist() == [token.token_id for token in sampler.sample(many, rows)]
-    greedy = [row(temperature=0.0)] * 3
-    assert sampler.launch(many[:3], greedy).tolist() == many[:3].argmax(-1).tolist()
+    launched = sampler.launch(many, sampler.prepare(rows))
+    assert launched.ids.tolist() == [token.token_id for token in sampler.sample(many, rows)]
+    greedy = sampler.prepare([row(temperature=0.0)] * 3)
+    assert sampler.launch(many[:3], greedy).ids.tolist() == many[:3].argmax(-1).tolist()
 
 
 class OnGPU(torch.Tensor):
@@ -225,18 +226,12 @@ def test_a_greedy_batch_on_a_gpu_is_drawn_where_a_nan_is_seen(monkeypatch: pytes
         return torch.full((len(logits),), VOCAB)
 
     monkeypatch.setattr("common.sampling.sampler.sample", draw_all)
+    monkeypatch.setattr("common.sampling.sampler.on_device", lambda device: nullcontext())
     monkeypatch.setattr("common.sampling.sampler.SamplingTensors.pack", lambda draws, device: draws)
     logits = torch.full((3, VOCAB), math.nan).as_subclass(OnGPU)
-    assert Sampler(VOCAB).launch(logits, [row(temperature=0.0)] * 3).tolist() == [VOCAB] * 3
+    sampler = Sampler(VOCAB)
+    assert [token.token_id for token in sampler.sample(logits, [row(temperature=0.0)] * 3)] == [VOCAB] * 3
     assert drawn == [3]
-
-
-@pytest.mark.parametrize(
-    "fields", [{"logprobs": 0}, {"presence_penalty": 0.1}, {"logit_bias": ((1, 1.0),)}, {"banned": (3,)}]
-)
-def test_what_needs_the_host_is_not_launched(fields: dict[str, Any]) -> None:
-    assert Sampler(VOCAB).can_launch([row()])
-    assert not Sampler(VOCAB).can_launch([row(), row(**fields)])
 
 
 def test_logits_that_are_no_numbers_give_no_token_and_spoil_no_other() -> None:

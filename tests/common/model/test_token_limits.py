@@ -58,7 +58,6 @@ def test_bad_words_ban_exactly_what_would_complete_one(words: list[tuple[int, ..
     found = limits(output, bad_words=tuple(words))
     complete = {token for token in range(4) for word in words if (*output, token)[-len(word) :] == word}
     assert set(found.banned) == complete
-    assert found.by_output == bool(words)
 
 
 def test_only_allowed_tokens_come(logits: torch.Tensor) -> None:
@@ -97,12 +96,3 @@ def test_an_answer_without_a_thought_is_left_alone() -> None:
     budget = ThinkingBudget(4, (20,), (10, 11))
     assert limits([10, 11, 5, 5], thinking=budget).forced == 20
     assert limits([5, 5, 5, 5], thinking=budget).forced is None
-
-
-def test_rows_that_depend_on_tokens_in_flight_are_not_launched() -> None:
-    sampler = Sampler(VOCAB)
-    for fields in ({"bad_words": ((1, 2),)}, {"thinking": ThinkingBudget(0, (20,))}, {"allowed_token_ids": (3,)}):
-        params = SamplingParams(max_tokens=9, **fields)  # type: ignore[arg-type]
-        assert not sampler.can_launch([SamplingRow(params, 5, limits=token_limits(params, (EOS,), 0, ()))])
-    later = SamplingParams(max_tokens=9, thinking=ThinkingBudget(5, (20,)))
-    assert sampler.can_launch([SamplingRow(later, 5, limits=token_limits(later, (EOS,), 3, (1, 2, 3)))])

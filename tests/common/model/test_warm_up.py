@@ -11,7 +11,7 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.errors import ConfigError
 from common.kv.cache import KVCache
 from common.runner.runner import ModelRunner
-from common.runner.warm_up import largest_step, run_every_kind, step_tokens, warmed_up
+from common.runner.warm_up import SAMPLED, largest_step, run_every_kind, step_tokens, warmed_up
 from common.sampling.sampler import Sampler
 
 
@@ -40,15 +40,16 @@ def test_the_largest_step(
 def test_every_kind_of_step_is_run(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rows are drawn, in each way, as a step may have."""
     drawn: list[int] = []
-    launch = Sampler.launch
+    sample = Sampler.sample
 
-    def counted(sampler: Sampler, logits: torch.Tensor, rows: Any) -> torch.Tensor:
+    def counted(sampler: Sampler, logits: torch.Tensor, rows: Any) -> Any:
         drawn.append(len(rows))
-        return launch(sampler, logits, rows)
+        return sample(sampler, logits, rows)
 
-    monkeypatch.setattr(Sampler, "launch", counted)
+    monkeypatch.setattr(Sampler, "sample", counted)
     run_every_kind(runner, 100, 7)
-    assert drawn == [7, 7, 7] and runner.profile.num_tokens == 7  # the rows at the longest sequence's end came last
+    assert drawn == [7] * len(SAMPLED)
+    assert runner.profile.num_tokens == 7  # the rows at the longest sequence's end came last
     written = runner.kv.tensor.flatten(1).any(1)
     assert written[:7].all() and written[9] and not written[7:9].any()  # blocks of 100 tokens, and of token 159
 

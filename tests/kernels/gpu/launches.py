@@ -61,7 +61,7 @@ def steps(runner: ModelRunner, sampler: Sampler) -> None:
             runner.forward([*rows, SequenceChunk((0, 0, 0), 0, table, sample=False)])
             for options in ({}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.1, "seed": 7}):
                 params = SamplingParams(max_tokens=1, **cast(dict[str, Any], options))
-                sampler.launch(logits, [SamplingRow(params, start + i) for i in range(count)])
+                sampler.sample(logits, [SamplingRow(params, start + i) for i in range(count)])
 
 
 def main(architecture: Literal["llama", "gemma3"], folder: Path) -> None:

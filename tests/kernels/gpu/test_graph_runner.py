@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,9 @@ from common.model_files.tiny import make_tiny_model
 from common.runner.graph_capture import GraphRecorder, PlainRecorder, nothing_collected
 from common.runner.graph_runner import FROM_HOST, GraphRunner
 from common.runner.runner import ModelRunner
-from common.runner.step_launcher import StepLauncher
+from common.runner.step_launcher import GraphStep, StepLauncher
 from common.sampling.sampler import Sampler, SamplingRow
-from common.wire.sampling_params import SamplingParams
+from common.wire.sampling_params import SampledToken, SamplingParams
 from kernels.gpu import backend as triton_backend
 from kernels.gpu.device_plan import GPUPlan
 
@@ -43,6 +43,23 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.lora.triton_backend", lambda kind: triton_backend)
 
 
+class CountingRecorder:
+    """Counts the replays of what it records."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+        self._recorder = GraphRecorder(DEVICE) if ON_GPU else PlainRecorder()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        replay = self._recorder.record(run)
+
+        def counted() -> None:
+            self.num_replays += 1
+            replay()
+
+        return counted
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Decoder:
     """Gemma, whose layers see the past through windows of two sizes: a plan has work lists for both."""
@@ -58,6 +75,18 @@ def runner(model: Decoder) -> Iterator[GraphRunner]:
     yield GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64)
 
 
+def launch(
+    launcher: StepLauncher, chunks: Sequence[SequenceChunk], sources: Sequence[int], rows: Sequence[SamplingRow]
+) -> GraphStep:
+    step = launcher.launch(chunks, sources)
+    step.sample(rows)
+    return step
+
+
+def ids(step: GraphStep) -> list[int]:
+    return [token.token_id for token in step.read()]
+
+
 def test_steps_fed_by_each_other_give_the_oracles_tokens(runner: GraphRunner, model: Decoder) -> None:
     """Three sequences in a step of four, one of which crosses into its next block; the host is told no token."""
     prompts = [prompt(count, seed=count) for count in (3, 15, 20)]
@@ -70,11 +99,11 @@ def test_steps_fed_by_each_other_give_the_oracles_tokens(runner: GraphRunner, mo
     found, sources, flights = [[token] for token in first], [FROM_HOST] * 3, []
     for step in range(2):
         chunks = [SequenceChunk((first[i] if step == 0 else 0,), len(prompts[i]) + step, tables[i]) for i in range(3)]
-        assert launcher.takes(chunks, [row] * 3)
-        flights.append(launcher.launch(chunks, sources, [row] * 3))
+        assert launcher.takes(chunks)
+        flights.append(launch(launcher, chunks, sources, [row] * 3))
         sources = [0, 1, 2]
     for flight in flights:
-        for tokens, token_id in zip(found, flight.read(), strict=True):
+        for tokens, token_id in zip(found, ids(flight), strict=True):
             tokens.append(token_id)
     if not ON_GPU:
         assert found == [generate(model, tokens, GREEDY) for tokens in prompts]
@@ -92,12 +121,91 @@ def test_rows_of_one_sequence_are_those_of_steps_of_its_own(runner: GraphRunner,
     found = []
     for place in range(3):
         chunk = SequenceChunk((tokens[13] if not found else found[-1],), 13 + place, (5, 7))
-        found += launcher.launch([chunk], [FROM_HOST], [row]).read()
+        found += ids(launch(launcher, [chunk], [FROM_HOST], [row]))
     runner.kv.tensor[7] = float("nan")
     drafts = [tokens[13], found[0], (found[1] + 1) % 250, 9]
     chunks = [SequenceChunk((token,), 13 + place, (5, 7)) for place, token in enumerate(drafts)]
-    assert launcher.launch(chunks, [FROM_HOST] * 4, [row] * 4).read()[:2] == found[:2]
-    assert launcher.launch([SequenceChunk((found[1],), 15, (5, 7))], [FROM_HOST], [row]).read() == found[2:]
+    assert ids(launch(launcher, chunks, [FROM_HOST] * 4, [row] * 4))[:2] == found[:2]
+    last = [SequenceChunk((found[1],), 15, (5, 7))]
+    assert ids(launch(launcher, last, [FROM_HOST], [row])) == found[2:]
+
+
+KINDS: list[dict[str, object]] = [
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.4, "presence_penalty": 0.6},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(5, 90, 3))},
+    {"temperature": 1.0, "seed": 9, "top_p": 0.7},
+]
+
+
+def test_a_mixed_batch_replays_what_was_recorded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities, penalties and a mask beside a plain row: the model's part of each step is the recording."""
+    monkeypatch.setattr("kernels.sampling.native_backend", lambda: None)
+    monkeypatch.setattr("kernels.sampling.triton_backend", lambda kind: triton_backend)
+    kv = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE)
+    recorder = CountingRecorder()
+    runner = GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64)
+    params = [SamplingParams(max_tokens=5, ignore_eos=True, **kind) for kind in KINDS]  # type: ignore[arg-type]
+    prompts, tables = [prompt(5 + i, seed=i) for i in range(4)], [(i, 4 + i) for i in range(4)]
+    launcher = StepLauncher(runner, Sampler(model.config.vocab_size))
+    ModelRunner(model, kv).forward([SequenceChunk(tokens[:-1], 0, tables[i]) for i, tokens in enumerate(prompts)])
+    found: list[list[SampledToken]] = [[] for _ in prompts]
+    recorder.num_replays = 0
+    step: GraphStep | None = None
+    for number in range(5):
+        places = [len(prompts[i]) - 1 + number for i in range(4)]
+        chunks = [SequenceChunk((0,) if number else (prompts[i][-1],), places[i], tables[i]) for i in range(4)]
+        assert launcher.takes(chunks)
+        launched = launcher.launch(chunks, [FROM_HOST] * 4 if step is None else range(4))
+        if step is not None:
+            for tokens, token in zip(found, step.read(), strict=True):
+                tokens.append(token)
+        launched.sample(
+            [
+                SamplingRow(params[i], places[i] + 1, [token.token_id for token in found[i]], prompts[i])
+                for i in range(4)
+            ]
+        )
+        step = launched
+    assert step is not None and recorder.num_replays == 5
+    for tokens, token in zip(found, step.read(), strict=True):
+        tokens.append(token)
+    if not ON_GPU:
+        for i in range(4):
+            assert [token.token_id for token in found[i]] == generate(model, prompts[i], params[i])
+    assert all(token.logprobs and len(token.logprobs.top) == 3 for token in found[0])
+    assert all(token.logprobs is None for tokens in found[1:] for token in tokens)
+
+
+def test_rows_beside_prompts_are_replayed(runner: GraphRunner, model: Decoder) -> None:
+    """Whatever the order of the chunks; the rows' logits are those of the recording, bit for bit."""
+    plain = ModelRunner(model, runner.kv)
+    plain.forward([SequenceChunk(prompt(9, seed=i), 0, (i,)) for i in range(2)])
+    rows = [SequenceChunk((7 + i,), 9, (i,)) for i in range(2)]
+    alone = runner.forward(rows).clone()
+    long = SequenceChunk(prompt(20, seed=5), 0, (4, 5))
+    whole = SequenceChunk(prompt(6, seed=6), 0, (6,), all_logits=True)
+    silent = SequenceChunk(prompt(4, seed=7), 0, (7,), sample=False)
+    expected = plain.forward([long, whole, silent]).clone()
+    for chunks, order in (
+        ([*rows, long, whole, silent], [0, 1, 2, *range(3, 9)]),
+        ([long, rows[0], whole, silent, rows[1]], [2, 0, *range(3, 9), 1]),
+    ):
+        found = runner.forward(chunks)
+        both = torch.cat((alone, expected))[order]
+        assert found.shape == both.shape
+        torch.testing.assert_close(found, both)
+        assert torch.equal(found[[order.index(0), order.index(1)]], alone)
+        assert runner.profile.num_tokens == 32 and runner.profile.num_sequences == 5
+
+
+def test_a_bad_prompt_beside_rows_is_refused_before_anything_runs(runner: GraphRunner) -> None:
+    runner.kv.tensor.zero_()
+    with pytest.raises(BlockError):
+        runner.forward([SequenceChunk((1,), 3, (0, 1)), SequenceChunk((1, 2), 0, (NUM_BLOCKS,))])
+    with pytest.raises(BlockError):
+        runner.forward([SequenceChunk((1,), 3, (NUM_BLOCKS,)), SequenceChunk((1, 2), 0, (2,))])
+    assert not runner.kv.tensor.any()
 
 
 def test_a_cache_of_8_bits(model: Decoder) -> None:
