@@ -1,8 +1,8 @@
 """A rank's part of a model's files: the assembler asks for tensors by name, and gets the rank's slices of them.
 
-    rows       q, k, v (whole heads), gate and up, and the vocabulary     the rank computes some outputs
-    columns    o and down                                                 the rank adds some inputs to all outputs
-    whole      norms, routers                                             every rank computes the same
+rows       q, k, v (whole heads), gate and up, and the vocabulary     the rank computes some outputs
+columns    o and down                                                 the rank adds some inputs to all outputs
+whole      norms, routers                                             every rank computes the same
 """
 
 from __future__ import annotations

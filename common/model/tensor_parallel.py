@@ -1,4 +1,4 @@
-"""What the ranks of a tensor parallel worker do together in a forward pass: sums, and logits of the whole vocabulary."""
+"""What the ranks of a worker do together in a forward pass: sums, and logits of the whole vocabulary."""
 
 from __future__ import annotations
 

@@ -1,0 +1,56 @@
+"""What rank 1, 2, ... of a worker does: loads its shard, lends its KV memory to rank 0, runs the steps that come."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import numpy as np
+import torch
+
+from common.errors import DiptychError
+from common.kv.cache import KVCache
+from common.model.load_shard import load_shard
+from common.model_files.shard import Shard
+from common.ranks.channel import Channel
+from common.ranks.group import RankGroup
+from common.ranks.processes import SEND_S, RankPlan, RankReport
+from common.ranks.step_message import unpack_step
+from common.runner.kernel_check import check_model_kernels
+from common.runner.loaded import compute_exactly
+from common.runner.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+
+def follow(plan: RankPlan, channel: Channel) -> None:
+    """Returns never; raises RankLost when rank 0 or a collective is gone, and the error of a step."""
+    torch.set_num_threads(plan.threads)
+    compute_exactly()
+    try:
+        runner = prepare(plan)
+    except (DiptychError, OSError) as error:
+        channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
+        raise
+    kv = runner.kv
+    if kv.shared is None:
+        channel.send(msgspec.json.encode(RankReport("this system has no memory to share with rank 0")), SEND_S)
+        return
+    channel.send(msgspec.json.encode(RankReport()), SEND_S)
+    channel.send_descriptor(kv.shared.offer.fd, SEND_S)
+    while True:
+        message = np.frombuffer(channel.receive(None), dtype=np.int32)
+        runner.forward(unpack_step(message))
+
+
+def prepare(plan: RankPlan) -> ModelRunner:
+    """Loads the shard and allocates its KV cache. Raises ModelError, ConfigError or RankLost."""
+    shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
+    group = RankGroup(shard, plan.meeting_file, device)
+    model = load_shard(plan.files, shard, group, dtype=plan.dtype, device=plan.device)
+    shape = model.config
+    kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=True)
+    if plan.kernel_check:
+        check_model_kernels(model, kv)
+    log.info("has its shard: %d KV heads, %d blocks, %d threads", shape.num_kv_heads, plan.num_blocks, plan.threads)
+    return ModelRunner(model, kv)
