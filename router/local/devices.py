@@ -74,6 +74,6 @@ def _too_few(workers: Sequence[WorkerConfig], num_gpus: int, num_named: int) -> 
     of_each = f" of {' or '.join(map(str, each))} GPUs each" if each != [1] else ""
     seen = f"this machine has {num_gpus}" + f", of which other workers name {num_named}" * bool(num_named)
     return (
-        f"{needed} GPUs for {len(workers)} workers{of_each}, and {seen}: start fewer workers, or name the GPUs that they "
-        "are to share, as in --prefill-device cuda:0 --decode-device cuda:0"
+        f"more GPUs: {len(workers)} workers{of_each} need {needed}, and {seen}; start fewer workers, or name the GPUs "
+        "that they are to share, as in --prefill-device cuda:0 --decode-device cuda:0"
     )

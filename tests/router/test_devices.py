@@ -45,8 +45,8 @@ def test_too_few_are_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as refused:
         plan_of("--device", "cuda", "--prefill", "2", "--decode", "2", num_gpus=3)
     assert str(refused.value) == (
-        "device='cuda' is refused: 4 GPUs for 4 workers, and this machine has 3: start fewer workers, or name the GPUs "
-        "that they are to share, as in --prefill-device cuda:0 --decode-device cuda:0"
+        "device='cuda' is refused: more GPUs: 4 workers need 4, and this machine has 3; start fewer workers, or name the "
+        "GPUs that they are to share, as in --prefill-device cuda:0 --decode-device cuda:0"
     )
     with pytest.raises(
         ConfigError, match="1 GPUs for 1 workers, and this machine has 2, of which other workers name 2"
