@@ -289,8 +289,9 @@ class WorkerConfig(CommonConfig, PodSettings):
     def _check_ranks(self) -> None:
         """What several ranks do not do."""
         with_ranks = f"with --tensor-parallel-size {self.tensor_parallel_size}"
-        if self.device != "cpu":
-            raise ConfigError("tensor_parallel_size", self.tensor_parallel_size, f"1 on {self.device}")
+        if self.on_gpu and not self.kv_memory_gib and not self.num_blocks:
+            allowed = f"above 0, or --num-blocks, on {self.device} {with_ranks}: each rank has so much KV"
+            raise ConfigError("kv_memory_gib", self.kv_memory_gib, allowed)
         if self.quantization not in ("none", "auto"):
             raise ConfigError("quantization", self.quantization, f"none or auto {with_ranks}")
         if self.kv_transport == "shm":

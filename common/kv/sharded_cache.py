@@ -9,7 +9,6 @@ On the wire and in checksums there are blocks of the worker alone, so another wo
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,21 +26,33 @@ class ShardedCache(KVCache):
     """Rank 0's own cache, which its steps use, and the memory of the others'. Blocks are for `gather` and `scatter`."""
 
     def __init__(
-        self, whole: ModelConfig, num_ranks: int, num_blocks: int, block_size: int, dtype: torch.dtype | str
+        self,
+        whole: ModelConfig,
+        num_ranks: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype | str,
+        device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(Shard(0, num_ranks).of(whole), num_blocks, block_size, dtype)
+        super().__init__(Shard(0, num_ranks).of(whole), num_blocks, block_size, dtype, device)
         self._num_heads, self._size = whole.num_kv_heads, num_ranks
         self._parts: list[Tensor] = [self.tensor]
 
-    def attach(self, descriptors: Sequence[int]) -> None:
-        """Maps the memory files of ranks 1, 2, ... Raises ModelError for one that is too small, OSError."""
-        num_bytes = self.tensor.numel() * self.dtype.itemsize  # of each rank: all have as many heads
-        for rank, descriptor in enumerate(descriptors, 1):
-            try:
-                pages = mmap.mmap(descriptor, num_bytes)
-            except ValueError as error:
-                raise ModelError(f"the KV memory of rank {rank} is smaller than {num_bytes} bytes") from error
-            self._parts.append(torch.frombuffer(memoryview(pages), dtype=self.dtype).view(self.tensor.shape))
+    def attach(self, part: Tensor) -> None:
+        """The cache of the next rank, in memory that this process reaches. Raises ModelError if it is another's."""
+        if part.shape != self.tensor.shape or part.dtype != self.dtype:  # all ranks have as many heads
+            found, wanted = (f"{list(each.shape)} of {each.dtype}" for each in (part, self.tensor))
+            raise ModelError(f"the KV cache of rank {len(self._parts)} is {found}, that of rank 0 {wanted}")
+        self._parts.append(part)
+
+    def attach_file(self, descriptor: int) -> None:
+        """Maps the memory file of the next rank. Raises ModelError for one that is too small, or OSError."""
+        num_bytes = self.tensor.numel() * self.dtype.itemsize
+        try:
+            pages = mmap.mmap(descriptor, num_bytes)
+        except ValueError as error:
+            raise ModelError(f"the KV memory of rank {len(self._parts)} is below {num_bytes} bytes") from error
+        self.attach(torch.frombuffer(memoryview(pages), dtype=self.dtype).view(self.tensor.shape))
 
     def block(self, index: int) -> memoryview:
         raise BlockError("a block of several ranks lies in several places: gather it")
@@ -55,7 +66,10 @@ class ShardedCache(KVCache):
         return self.block_bytes // self.config.num_kv_heads * self._num_heads
 
     def gather(self, index: int, block: Tensor) -> None:
-        """Copies a block of all ranks into `block`, uint8 [wire_bytes] in host memory. BlockError out of range."""
+        """Copies a block of all ranks into `block`, uint8 [wire_bytes] in host memory, and waits for that.
+
+        BlockError out of range.
+        """
         self._check(index)
         whole = self._heads_of(block)
         for rank, owned in enumerate(kv_owners(self._num_heads, self._size)):

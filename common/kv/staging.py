@@ -145,7 +145,7 @@ class GatheredOutgoing(StagedOutgoing):
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
     def _fill(self, buffer: Tensor, index: int) -> None:
-        self._sharded.gather(index, buffer)
+        self._stream.wait_for(lambda: self._sharded.gather(index, buffer))
 
 
 class ScatteredIncoming(StagedIncoming):
@@ -156,8 +156,11 @@ class ScatteredIncoming(StagedIncoming):
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
     def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
-        for index, buffer in received:
-            self._sharded.scatter(buffer, index)
+        def scatter() -> None:
+            for index, buffer in received:
+                self._sharded.scatter(buffer, index)
+
+        self._stream.wait_for(scatter)
 
 
 def outgoing_blocks(kv: KVCache) -> OutgoingBlocks:

@@ -14,6 +14,7 @@ from common.model.load_shard import load_shard
 from common.model_files.shard import Shard
 from common.ranks.channel import Channel
 from common.ranks.group import RankGroup
+from common.ranks.kv_memory import lend
 from common.ranks.processes import SEND_S, RankPlan, RankReport
 from common.ranks.step_message import unpack_step
 from common.runner.kernel_check import check_model_kernels
@@ -32,12 +33,8 @@ def follow(plan: RankPlan, channel: Channel) -> None:
     except (DiptychError, OSError) as error:
         channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
         raise
-    kv = runner.kv
-    if kv.shared is None:
-        channel.send(msgspec.json.encode(RankReport("this system has no memory to share with rank 0")), SEND_S)
-        return
     channel.send(msgspec.json.encode(RankReport()), SEND_S)
-    channel.send_descriptor(kv.shared.offer.fd, SEND_S)
+    lend(runner.kv, channel)
     while True:
         message = np.frombuffer(channel.receive(None), dtype=np.int32)
         runner.forward(unpack_step(message))

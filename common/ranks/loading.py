@@ -16,6 +16,7 @@ from common.model_files.files import ModelFiles
 from common.model_files.shard import Shard
 from common.model_files.task import served_task
 from common.ranks.group import RankGroup
+from common.ranks.kv_memory import borrow
 from common.ranks.processes import RankPlan, RankProcesses
 from common.ranks.runner import RankedRunner
 from common.runner.kernel_check import check_model_kernels
@@ -81,7 +82,7 @@ def plans(files: ModelFiles, config: WorkerConfig, dtype: str, kv_dtype: str, me
             files=files,
             dtype=dtype,
             kv_dtype=kv_dtype,
-            device=config.device,
+            device=device_of(config.device, rank),
             num_blocks=config.num_blocks,
             block_size=config.block_tokens,
             threads=config.threads,
@@ -94,6 +95,13 @@ def plans(files: ModelFiles, config: WorkerConfig, dtype: str, kv_dtype: str, me
     ]
 
 
+def device_of(device: str, rank: int) -> str:
+    """Ranks have neighbouring GPUs, from the one that the settings name on."""
+    if device == "cpu":
+        return device
+    return f"cuda:{int(device.partition(':')[2] or 0) + rank}"
+
+
 def _load(
     files: ModelFiles, config: WorkerConfig, whole: ModelConfig, ranks: Ranks, dtype: str, kv_dtype: str
 ) -> LoadedModel:
@@ -103,17 +111,13 @@ def _load(
     model = load_shard(files, Shard(0, size), ranks.group, dtype=dtype, device=config.device)
 
     def joined(kv: ShardedCache) -> RankedRunner:
-        descriptors = others.wait_ready()
-        try:
-            kv.attach(descriptors)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        for channel in others.wait_ready():
+            borrow(kv, channel)
         if config.kernel_check:
             check_model_kernels(model, kv)
         return RankedRunner(model, kv, others)
 
-    cache = ShardedCache(whole, size, config.num_blocks, config.block_tokens, kv_dtype)
+    cache = ShardedCache(whole, size, config.num_blocks, config.block_tokens, kv_dtype, config.device)
     return LoadedModel.of(
         lambda: model, files, config, make_runner=lambda kv: joined(cache), make_cache=lambda count: cache
     )

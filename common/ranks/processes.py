@@ -92,10 +92,10 @@ class RankProcesses:
         """Until each is about to meet the others. Raises RankLost or ModelError."""
         self._wait_for_reports(START_S)
 
-    def wait_ready(self) -> list[int]:
-        """Until each has loaded its shard: descriptors of their KV memory, which the caller closes. Errors as above."""
+    def wait_ready(self) -> Sequence[Channel]:
+        """Until each has loaded its shard and lends its KV memory over its channel. Errors as above."""
         self._wait_for_reports(LOAD_S)
-        return [channel.receive_descriptor(SEND_S) for channel in self._channels]
+        return self._channels
 
     def forget_meeting(self) -> None:
         """They have met: nothing is left in the file system, however this process ends."""

@@ -37,9 +37,7 @@ def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int) -> list[WorkerConfig
         return _sharing(workers)
     named = {index for worker in workers if worker.device.startswith("cuda:") for index in gpus_of(worker)}
     free, given = set(range(num_gpus)) - named, list(workers)
-    for i in sorted(
-        choosing, key=lambda i: -workers[i].tensor_parallel_size
-    ):  # those that need neighbours choose first
+    for i in sorted(choosing, key=lambda i: -workers[i].tensor_parallel_size):  # first those that need neighbours
         size = workers[i].tensor_parallel_size
         first = next((index for index in sorted(free) if free.issuperset(range(index, index + size))), None)
         if first is None:

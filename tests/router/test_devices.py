@@ -11,6 +11,7 @@ from router.local.devices import count_gpus
 from router.local.processes import ServePlan, read_plan
 
 NOTHING = Path("/nonexistent")
+RANKS = ("--device", "cuda", "--kv-memory-gib", "4")
 
 
 def plan_of(*argv: str, num_gpus: int) -> ServePlan:
@@ -45,13 +46,23 @@ def test_too_few_are_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as refused:
         plan_of("--device", "cuda", "--prefill", "2", "--decode", "2", num_gpus=3)
     assert str(refused.value) == (
-        "device='cuda' is refused: more GPUs: 4 workers need 4, and this machine has 3; start fewer workers, or name the "
-        "GPUs that they are to share, as in --prefill-device cuda:0 --decode-device cuda:0"
+        "device='cuda' is refused: more GPUs: 4 workers need 4, and this machine has 3; start fewer workers, or name "
+        "the GPUs that they are to share, as in --prefill-device cuda:0 --decode-device cuda:0"
     )
-    with pytest.raises(
-        ConfigError, match="1 GPUs for 1 workers, and this machine has 2, of which other workers name 2"
-    ):
-        plan_of("--prefill-device", "cuda:1", "--decode-device", "cuda", "--prefill", "1", num_gpus=2)
+    with pytest.raises(ConfigError, match="2 workers need 2, and this machine has 2, of which other workers name 1;"):
+        plan_of("--prefill-device", "cuda:1", "--decode-device", "cuda", "--decode", "2", num_gpus=2)
+
+
+def test_workers_of_several_ranks_get_neighbours() -> None:
+    """The larger ones choose first."""
+    plan = plan_of(*RANKS, "--prefill", "2", "--decode", "1", "--decode-tensor-parallel-size", "2", num_gpus=4)
+    assert devices(plan) == ["cuda:2", "cuda:3", "cuda:0"]
+    pairs = plan_of(*RANKS, "--tensor-parallel-size", "2", "--prefill", "2", "--decode", "2", num_gpus=8)
+    assert devices(pairs) == ["cuda:0", "cuda:2", "cuda:4", "cuda:6"]
+    with pytest.raises(ConfigError, match="2 workers of 2 GPUs each need 4, and this machine has 3;"):
+        plan_of(*RANKS, "--tensor-parallel-size", "2", num_gpus=3)
+    with pytest.raises(ConfigError, match="2 workers of 2 GPUs each need 4, and this machine has 1;"):
+        plan_of(*RANKS, "--tensor-parallel-size", "2", num_gpus=1)
 
 
 def test_named_gpus_stay_and_the_rest_is_chosen() -> None:

@@ -38,7 +38,9 @@ class RankCaches:
             self.kv = KVCache(config, BLOCKS, BLOCK_SIZE, kv_dtype)
             return
         self.kv = ShardedCache(config, size, BLOCKS, BLOCK_SIZE, kv_dtype)
-        self.kv.attach([other.shared.offer.fd for other in self.others if other.shared is not None])
+        for other in self.others:
+            assert other.shared is not None
+            self.kv.attach_file(other.shared.offer.fd)
 
     def write(self, index: int, whole: torch.Tensor) -> None:
         """As the steps of the ranks do: each its own heads. `whole` is uint8 [layers, KV heads, bytes]."""
@@ -104,5 +106,8 @@ def test_blocks_are_not_read_in_place(config: ModelConfig) -> None:
 def test_a_memory_that_is_too_small_is_refused(config: ModelConfig) -> None:
     small = KVCache(Shard(1, 2).of(config), BLOCKS - 1, BLOCK_SIZE, "float32", share=True)
     assert small.shared is not None
-    with pytest.raises(ModelError, match="the KV memory of rank 1 is smaller than"):
-        ShardedCache(config, 2, BLOCKS, BLOCK_SIZE, "float32").attach([small.shared.offer.fd])
+    kv = ShardedCache(config, 2, BLOCKS, BLOCK_SIZE, "float32")
+    with pytest.raises(ModelError, match="the KV memory of rank 1 is below 196608 bytes"):
+        kv.attach_file(small.shared.offer.fd)
+    with pytest.raises(ModelError, match=r"the KV cache of rank 1 is \[5, 4, 2, .* that of rank 0 \[6, 4, 2, "):
+        kv.attach(small.tensor)
