@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -10,10 +11,12 @@ import threading
 
 import msgspec
 
-from common.errors import RankLost
+from common.errors import DiptychError
 from common.observe.logging import setup_logging
 from common.ranks.channel import Channel
 from common.ranks.processes import SEND_S, START_S, RankPlan, RankReport
+
+log = logging.getLogger("common.ranks")
 
 
 def watch(channel: Channel) -> None:
@@ -23,7 +26,7 @@ def watch(channel: Channel) -> None:
 
 
 def main(descriptor: int) -> int:
-    """Run the steps of rank 0 until it is gone; 0 then, 1 after an error of this rank."""
+    """Run the steps of rank 0 until it is gone, which ends this process with status 0; 1 after an error."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they reach rank 0 as well, which drains and then ends this process
     channel = Channel(socket.socket(fileno=descriptor), "rank 0")
@@ -36,9 +39,11 @@ def main(descriptor: int) -> int:
     channel.send(msgspec.json.encode(RankReport()), SEND_S)
     try:
         follow(plan, channel)
-    except RankLost:
-        return 1
-    return 0
+    except DiptychError as error:
+        log.error("ends: %s", error)
+    except Exception:
+        log.exception("ends")
+    return 1
 
 
 if __name__ == "__main__":

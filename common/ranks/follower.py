@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 import torch
 
-from common.errors import DiptychError
+from common.errors import DiptychError, ModelError
 from common.kv.cache import KVCache
 from common.model.load_shard import load_shard
 from common.model_files.shard import Shard
@@ -24,8 +25,8 @@ from common.runner.runner import ModelRunner
 log = logging.getLogger(__name__)
 
 
-def follow(plan: RankPlan, channel: Channel) -> None:
-    """Returns never; raises RankLost when rank 0 or a collective is gone, and the error of a step."""
+def follow(plan: RankPlan, channel: Channel) -> NoReturn:
+    """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Also raises the error of a load or a step."""
     torch.set_num_threads(plan.threads)
     compute_exactly()
     try:
@@ -46,7 +47,9 @@ def prepare(plan: RankPlan) -> ModelRunner:
     group = RankGroup(shard, plan.meeting_file, device)
     model = load_shard(plan.files, shard, group, dtype=plan.dtype, device=plan.device)
     shape = model.config
-    kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=True)
+    kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=device.type == "cpu")
+    if kv.shared is None and device.type == "cpu":
+        raise ModelError("this system has no memory that processes can share: take tensor_parallel_size 1")
     if plan.kernel_check:
         check_model_kernels(model, kv)
     log.info("has its shard: %d KV heads, %d blocks, %d threads", shape.num_kv_heads, plan.num_blocks, plan.threads)

@@ -28,7 +28,8 @@ class RankGroup:
     def __init__(self, shard: Shard, meeting_file: str, device: torch.device) -> None:
         """Waits for all ranks, each of which names the same file. Raises RankLost."""
         self._shard = shard
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # ranks are processes of one host
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, LOOPBACK)  # ranks are processes of one host
         backend = "nccl" if device.type == "cuda" else "gloo"
         store = FileStore(meeting_file, shard.size)
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import torch
 
-from common.errors import ModelError
 from common.kv.cache import KVCache
 from common.kv.sharded_cache import ShardedCache
 from common.ranks.channel import Channel
@@ -17,13 +16,11 @@ TIMEOUT_S = 30.0
 
 
 def lend(kv: KVCache, channel: Channel) -> None:
-    """Gives rank 0 the memory of `kv`, which must stay. Raises ModelError or RankLost."""
-    if kv.device.type == "cuda":
-        channel.send(msgspec.msgpack.encode(kv.tensor.untyped_storage()._share_cuda_()), TIMEOUT_S)
-    elif kv.shared is not None:
+    """Gives rank 0 the memory of `kv`, which must stay. Raises RankLost."""
+    if kv.shared is not None:
         channel.send_descriptor(kv.shared.offer.fd, TIMEOUT_S)
     else:
-        raise ModelError("this system has no memory that ranks can share: take tensor_parallel_size 1")
+        channel.send(msgspec.msgpack.encode(kv.tensor.untyped_storage()._share_cuda_()), TIMEOUT_S)
 
 
 def borrow(kv: ShardedCache, channel: Channel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,8 @@ from common.ranks.processes import RankPlan, RankProcesses
 from common.ranks.runner import RankedRunner
 from common.runner.kernel_check import check_model_kernels
 from common.runner.loaded import LoadedModel, blocks_within, compute_exactly, native_dtype
+
+log = logging.getLogger(__name__)
 
 
 def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
@@ -50,6 +53,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     try:
         loaded = _load(files, config, whole, ranks, dtype, kv_dtype)
         others.forget_meeting()
+        log.info("%d ranks, each with %d threads and %d blocks", size, num_threads, num_blocks)
     except BaseException:
         ranks.close()
         raise
