@@ -40,6 +40,8 @@ def main(descriptor: int) -> int:
     try:
         follow(plan, channel)
     except DiptychError as error:
+        if channel.is_cut():
+            return 0
         log.error("ends: %s", error)
     except Exception:
         log.exception("ends")

@@ -19,8 +19,6 @@ class Channel:
     def __init__(self, end: socket.socket, peer: str) -> None:
         """`peer`: the other process, in words."""
         self._end, self._peer = end, peer
-        self._hang_up = select.poll()
-        self._hang_up.register(end, 0)  # only what is reported unasked: that the other end is closed
 
     @staticmethod
     def pair() -> tuple[socket.socket, socket.socket]:
@@ -62,8 +60,10 @@ class Channel:
         return descriptors[0]
 
     def is_cut(self, wait_s: float | None = 0.0) -> bool:
-        """Whether the other process is gone; waits for that for so long, None without end."""
-        return bool(self._hang_up.poll(None if wait_s is None else wait_s * 1000))
+        """Whether the other process is gone; waits for that for so long, None without end. For any thread."""
+        hang_up = select.poll()
+        hang_up.register(self._end, 0)  # only what is reported unasked: that the other end is closed
+        return bool(hang_up.poll(None if wait_s is None else wait_s * 1000))
 
     def close(self) -> None:
         self._end.close()
