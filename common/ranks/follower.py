@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def follow(plan: RankPlan, channel: Channel) -> NoReturn:
-    """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Raises errors of loading and of steps too."""
+    """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Raises errors of loading and of steps."""
     torch.set_num_threads(plan.threads)
     compute_exactly()
     try:
