@@ -20,15 +20,16 @@ def lend(kv: KVCache, channel: Channel) -> None:
     if kv.shared is not None:
         channel.send_descriptor(kv.shared.offer.fd, TIMEOUT_S)
     else:
-        channel.send(msgspec.msgpack.encode(kv.tensor.untyped_storage()._share_cuda_()), TIMEOUT_S)
+        handle = kv.tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        channel.send(msgspec.msgpack.encode(handle), TIMEOUT_S)
 
 
 def borrow(kv: ShardedCache, channel: Channel) -> None:
     """Rank 0's side, for the next rank of `kv`. Raises ModelError, OSError or RankLost."""
     if kv.device.type == "cuda":
         handle: list[Any] = msgspec.msgpack.decode(channel.receive(TIMEOUT_S))  # the device's number comes first
-        storage = torch.UntypedStorage._new_shared_cuda(*handle)  # type: ignore[attr-defined]
-        part = torch.empty(0, dtype=kv.dtype, device=f"cuda:{handle[0]}").set_(storage)  # type: ignore[call-overload]
+        storage = torch.UntypedStorage._new_shared_cuda(*handle)
+        part = torch.empty(0, dtype=kv.dtype, device=f"cuda:{handle[0]}").set_(storage)
         kv.attach(part.view(kv.tensor.shape))
         return
     descriptor = channel.receive_descriptor(TIMEOUT_S)
