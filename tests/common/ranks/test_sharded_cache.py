@@ -107,7 +107,7 @@ def test_a_memory_that_is_too_small_is_refused(config: ModelConfig) -> None:
     small = KVCache(Shard(1, 2).of(config), BLOCKS - 1, BLOCK_SIZE, "float32", share=True)
     assert small.shared is not None
     kv = ShardedCache(config, 2, BLOCKS, BLOCK_SIZE, "float32")
-    with pytest.raises(ModelError, match="the KV memory of rank 1 is below 196608 bytes"):
+    with pytest.raises(ModelError, match="the KV memory of rank 1 is below 98304 bytes"):
         kv.attach_file(small.shared.offer.fd)
     with pytest.raises(ModelError, match=r"the KV cache of rank 1 is \[5, 4, 2, .* that of rank 0 \[6, 4, 2, "):
         kv.attach(small.tensor)
