@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.errors import BlockError, ModelError
 from common.kv.cache import KVCache
-from common.model_files.shard import Shard, kv_owners
+from common.model_config.shard import Shard, kv_owners
 
 if TYPE_CHECKING:
     from common.model_files.config import ModelConfig

@@ -14,8 +14,8 @@ from common.model.safetensors_weights import SafetensorsWeights
 from common.model.sharded_source import ShardedSource
 from common.model.tensor_parallel import Collectives, TensorParallel
 from common.model.weights import Assembler
+from common.model_config.shard import Shard, check_size
 from common.model_files.config import ModelConfig
-from common.model_files.shard import Shard, check_size
 
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles

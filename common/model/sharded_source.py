@@ -15,8 +15,8 @@ from torch import Tensor
 
 from common.errors import ModelError
 from common.model.safetensors_weights import SafetensorsWeights
+from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
-from common.model_files.shard import Shard
 from kernels import QuantisedWeight
 
 GATES, DOWNS = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.model_files.shard import Shard
+from common.model_config.shard import Shard
 from kernels import Embedding
 
 

@@ -12,7 +12,7 @@ import torch
 from common.errors import DiptychError, ModelError
 from common.kv.cache import KVCache
 from common.model.load_shard import load_shard
-from common.model_files.shard import Shard
+from common.model_config.shard import Shard
 from common.ranks.channel import Channel
 from common.ranks.group import RankGroup
 from common.ranks.kv_memory import lend

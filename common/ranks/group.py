@@ -15,7 +15,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from common.errors import RankLost
 from common.model.tensor_parallel import padded
-from common.model_files.shard import Shard
+from common.model_config.shard import Shard
 
 COLLECTIVE_S = 60.0
 """How long a rank waits in a collective. All ranks come to it within a fraction of a step."""

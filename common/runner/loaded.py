@@ -163,19 +163,6 @@ class LoadedModel:
             lambda count: KVCache(shape, count, block_size, kv_dtype, config.device, share=config.shares_kv)
         )
         kv = make_cache(num_blocks)
-        fingerprint = layout_fingerprint(
-            files.model_id,
-            files.weights_hash,
-            num_layers=shape.num_layers,
-            num_kv_heads=kv.wire_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            quantization=model.quantization,
-            block_size=block_size,
-            protocol_version=PROTOCOL_VERSION,
-            latent_dim=shape.latent_dim,
-        )
         if config.kernel_check and make_runner is None:
             check_model_kernels(model, kv, samples=task.generates)
         make = make_runner or (lambda kv: runner_of(config)(model, kv))
@@ -188,13 +175,31 @@ class LoadedModel:
             dtype,
             kv_dtype,
             model.quantization,
-            fingerprint,
+            fingerprint_of(files, model, kv, dtype, kv_dtype),
             weights_fingerprint(files.model_id, files.weights_hash, model.quantization),
             config.max_model_len or longest,
             num_threads,
             task,
             adapters,
         )
+
+
+def fingerprint_of(files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: str, kv_dtype: str) -> str:
+    """Of the blocks that `kv` ships and receives, whatever the number of ranks that they lie in."""
+    shape = model.config
+    return layout_fingerprint(
+        files.model_id,
+        files.weights_hash,
+        num_layers=shape.num_layers,
+        num_kv_heads=kv.wire_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=model.quantization,
+        block_size=kv.block_size,
+        protocol_version=PROTOCOL_VERSION,
+        latent_dim=shape.latent_dim,
+    )
 
 
 def num_kv_blocks(

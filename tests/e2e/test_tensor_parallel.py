@@ -25,7 +25,7 @@ ALL_REMOTE = ("--local-prefill-threshold", "0", "--drain-timeout-s", "60")
 LENGTHS = (1, 15, 16, 17, 40, 64, 100, 200, 333, 600)
 NUM_TOKENS = 12
 PATIENCE_S = 120.0
-GONE_S = 20.0
+GONE_S = 60.0
 LONG = 400
 
 
@@ -57,7 +57,7 @@ def test_the_same_answers(
     system = system_of(
         router_flags=ALL_REMOTE,
         prefill_flags=(*prefill, "--max-num-batched-tokens", "64"),
-        decode_flags=(*decode, "--num-blocks", "96", "--watermark", "0"),
+        decode_flags=(*decode, "--num-blocks", "48", "--watermark", "0"),
     )
     prompts = random_prompts(LENGTHS, vocab_size=256, seed=1)
     answers = [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts]
@@ -66,10 +66,11 @@ def test_the_same_answers(
     assert system.metric("diptych_kv_blocks_skipped", "decode") > 0
     turns = [prompt + answer + [10, 11, 12] for prompt, answer in zip(prompts[:6], answers, strict=False)]
     assert system.generate(turns, max_tokens=NUM_TOKENS) == [tiny_oracle.greedy(turn, NUM_TOKENS) for turn in turns]
-    crowd = random_prompts((40,) * 20, vocab_size=256, seed=6)
+    crowd = random_prompts((40,) * 10, vocab_size=256, seed=6)
     assert system.generate(crowd, max_tokens=80) == [tiny_oracle.greedy(prompt, 80) for prompt in crowd]
     assert system.metric("vllm:num_preemptions", "decode") > 0
-    assert system.transfers("shm") == (0 if prefill else system.transfers("shm"))
+    assert system.transfers("tcp" if prefill else "shm") > 0
+    assert system.transfers("shm" if prefill else "tcp") == 0  # several ranks offer no memory, and read that of others
 
 
 @pytest.fixture(scope="module")

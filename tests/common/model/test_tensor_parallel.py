@@ -17,9 +17,9 @@ from common.model.load import open_model
 from common.model.load_shard import load_shard, open_for_ranks
 from common.model.safetensors_weights import SafetensorsWeights
 from common.model.sharded_source import ShardedSource
+from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.model_files.resolve import resolve_model
-from common.model_files.shard import Shard
 
 from ...families import CASES
 from .generation import Pool, files_of, prompt, random_checkpoint, transformers_greedy, transformers_model

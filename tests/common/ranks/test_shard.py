@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
+from common.model_config.shard import Shard, allowed_sizes, check_size, kv_owners
 from common.model_files.config import ModelConfig, from_hf
-from common.model_files.shard import Shard, allowed_sizes, check_size, kv_owners
 from common.model_files.tiny import make_tiny_model
 
 

@@ -12,8 +12,8 @@ from common.errors import BlockError, ModelError
 from common.kv.cache import KVCache
 from common.kv.sharded_cache import ShardedCache
 from common.kv.staging import incoming_blocks, outgoing_blocks
+from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig, from_hf
-from common.model_files.shard import Shard
 from common.model_files.tiny import make_tiny_model
 from common.tiers.copies import copied_incoming, copied_outgoing
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
-from common.model_files.config import ModelConfig
+
+if TYPE_CHECKING:
+    from common.model_files.config import ModelConfig
 
 MOST_RANKS = 64
 
