@@ -161,8 +161,8 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     kv_memory_gib: float = setting(
         0.0,
-        f"GiB of memory for KV blocks; 0: {CPU_KV_GIB:g}, on a GPU what --gpu-memory-utilization leaves beside weights "
-        "and steps",
+        f"GiB of memory for KV blocks, of each rank; 0: {CPU_KV_GIB:g}, on a GPU what --gpu-memory-utilization leaves "
+        "beside weights and steps",
         group="KV cache",
         ge=0,
         le=4096,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from common.kv.cache import KVCache
@@ -31,7 +32,7 @@ class RankedRunner(ModelRunner):
         self._others = others
 
     def prepare(self, chunks: Sequence[SequenceChunk]) -> ForwardBatch:
-        with on_device(self.kv.device):
+        with on_device(self.kv.device), torch.inference_mode():
             batch = RankedBatch.build(chunks, self.model.config, self.kv)
             assert isinstance(batch, RankedBatch)  # mypy takes a class method for its base's
             return replace(batch, message=pack_step(chunks, self.kv.block_size))
