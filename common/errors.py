@@ -5,6 +5,7 @@ DiptychError
 ├── ModelError           a model file is missing, damaged, unsupported or of the wrong dtype: refuses to start
 ├── WireError            a frame is not one of our messages, or exceeds a bound: counted and dropped
 ├── BlockError           a block was used against its ownership: a bug, never user input
+├── RankLost             a rank of a tensor parallel worker is gone or out of step: the worker ends
 └── RequestError         a request cannot be served; carries the HTTP status and the OpenAI error type
     ├── InvalidRequest       400  the request itself is wrong: never retried
     │   ├── ContextLengthExceeded
@@ -41,6 +42,10 @@ class WireError(DiptychError):
 
 class BlockError(DiptychError):
     """A KV block was used against its ownership."""
+
+
+class RankLost(DiptychError):
+    """A rank of this worker died, froze, or computed something else: no further step can run."""
 
 
 class RequestError(DiptychError):

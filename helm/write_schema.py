@@ -40,6 +40,7 @@ CHART_SETS = frozenset(
             "models_file",
             "served_model_name",
             "device",
+            "tensor_parallel_size",
             "drain_timeout_s",
             "config",
             "core_share",
@@ -133,6 +134,7 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
                 "device": TEXT,
             }
         ),
+        "tensorParallelSize": whole(1, 64),
         "drainSeconds": whole(0, 86400),
         "preStopSeconds": whole(0, 3600),
         "startupSeconds": whole(1, 86400),

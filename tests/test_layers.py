@@ -68,7 +68,7 @@ ROOMS = {
     "common": (
         "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_config", "model_files",
         "kv", "tiers", "transfer",
-        "grammar", "weight_formats", "model", "adapters", "sampling", "runner", "worker", "requests",
+        "grammar", "weight_formats", "model", "adapters", "sampling", "runner", "ranks", "worker", "requests",
     ),
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",

@@ -122,6 +122,14 @@ class WorkerConfig(CommonConfig, PodSettings):
         expects="cpu, cuda or cuda:N",
         metavar="DEVICE",
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "processes that one worker is made of, each with a part of every layer. Workers with different numbers of them "
+        "exchange KV",
+        group="Device",
+        ge=1,
+        le=64,
+    )
     kernel_check: bool = setting(
         True,
         "compare every kernel with plain torch at the model's own shapes before this worker is ready, and refuse to "
@@ -153,8 +161,8 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     kv_memory_gib: float = setting(
         0.0,
-        f"GiB of memory for KV blocks; 0: {CPU_KV_GIB:g}, on a GPU what --gpu-memory-utilization leaves beside weights "
-        "and steps",
+        f"GiB of memory for KV blocks, of each rank; 0: {CPU_KV_GIB:g}, on a GPU what --gpu-memory-utilization leaves "
+        "beside weights and steps",
         group="KV cache",
         ge=0,
         le=4096,
@@ -257,6 +265,8 @@ class WorkerConfig(CommonConfig, PodSettings):
         parse_cores(self.cores)
         self._check_tiers()
         self._check_adapters()
+        if self.tensor_parallel_size > 1:
+            self._check_ranks()
 
     def _check_tiers(self) -> None:
         if self.kv_host_gib and self.device == "cpu":
@@ -275,6 +285,19 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("lora", twice[0], "each name once")
         if self.max_loras and len(names) > self.max_loras:
             raise ConfigError("max_loras", self.max_loras, f"0, or at least the {len(names)} of --lora")
+
+    def _check_ranks(self) -> None:
+        """What several ranks do not do."""
+        with_ranks = f"with --tensor-parallel-size {self.tensor_parallel_size}"
+        if self.on_gpu and not self.kv_memory_gib and not self.num_blocks:
+            allowed = f"above 0, or --num-blocks, on {self.device} {with_ranks}: each rank has so much KV"
+            raise ConfigError("kv_memory_gib", self.kv_memory_gib, allowed)
+        if self.quantization not in ("none", "auto"):
+            raise ConfigError("quantization", self.quantization, f"none or auto {with_ranks}")
+        if self.kv_transport == "shm":
+            raise ConfigError("kv_transport", "shm", f"auto or tcp {with_ranks}: a block lies in several memories")
+        if self.lora_places:
+            raise ConfigError("max_loras", self.lora_places, f"0, and no --lora, {with_ranks}")
 
     @property
     def lora_places(self) -> int:

@@ -99,6 +99,16 @@ class KVCache:
             ) from error
 
     @property
+    def wire_heads(self) -> int:
+        """KV heads of a block as it is shipped."""
+        return self.config.num_kv_heads
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of a block as it is shipped."""
+        return self.block_bytes
+
+    @property
     def layout(self) -> KVLayout:
         """What attention must know of the tensor."""
         config = self.config

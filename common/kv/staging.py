@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from common.kv.cache import KVCache
+from common.kv.sharded_cache import ShardedCache
 
 
 class OutgoingBlocks(Protocol):
@@ -136,11 +137,41 @@ class StagedIncoming:
         self._stream.run([(block_bytes_of(self._kv, index), buffer) for index, buffer in received])
 
 
+class GatheredOutgoing(StagedOutgoing):
+    """`view` gathers a block from the caches of all ranks."""
+
+    def __init__(self, kv: ShardedCache, stream: CopyStream) -> None:
+        super().__init__(kv, stream)
+        self._sharded, self.block_bytes = kv, kv.wire_bytes
+
+    def _fill(self, buffer: Tensor, index: int) -> None:
+        self._stream.wait_for(lambda: self._sharded.gather(index, buffer))
+
+
+class ScatteredIncoming(StagedIncoming):
+    """Blocks arrive in buffers; `commit` scatters them over the caches of all ranks."""
+
+    def __init__(self, kv: ShardedCache, stream: CopyStream) -> None:
+        super().__init__(kv, stream)
+        self._sharded, self.block_bytes = kv, kv.wire_bytes
+
+    def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
+        def scatter() -> None:
+            for index, buffer in received:
+                self._sharded.scatter(buffer, index)
+
+        self._stream.wait_for(scatter)
+
+
 def outgoing_blocks(kv: KVCache) -> OutgoingBlocks:
+    if isinstance(kv, ShardedCache):
+        return GatheredOutgoing(kv, CopyStream(kv.device))
     return BlocksInPlace(kv) if kv.device.type == "cpu" else StagedOutgoing(kv, CopyStream(kv.device))
 
 
 def incoming_blocks(kv: KVCache) -> IncomingBlocks:
+    if isinstance(kv, ShardedCache):
+        return ScatteredIncoming(kv, CopyStream(kv.device))
     return BlocksInPlace(kv) if kv.device.type == "cpu" else StagedIncoming(kv, CopyStream(kv.device))
 
 

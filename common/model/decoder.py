@@ -15,6 +15,7 @@ from common.model.batch import ForwardBatch
 from common.model.lora import LayerSites, StepChanges, layer_sites
 from common.model.mlp import MLP
 from common.model.rope import RopeTable
+from common.model.tensor_parallel import TensorParallel
 from common.model.weights import LayerWeights, ModelWeights
 from common.model_config.rope import RopeConfig
 from common.model_files.config import ModelConfig
@@ -61,6 +62,7 @@ class Decoder(ABC):
         self._program: Program | Literal[False] | None = None
         self._adapted: Program | Literal[False] | None = None  # the same with what adapters add
         self._sites: tuple[LayerSites, ...] = ()
+        self._ranks: TensorParallel | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Writes the KV of the batch's tokens into their slots; returns logits float32 [num sampled, vocab_size].
@@ -75,7 +77,7 @@ class Decoder(ABC):
             return self._finished(program.run(*index, kv.tensor, batch.plan, batch.adapters))
         ropes = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         step = Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes, self._changes(batch))
-        hidden = self.weights.embedding(batch.token_ids)
+        hidden = self._embedded(batch.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         return self._finished(self._headed(self.layers(hidden, step)))
@@ -93,6 +95,11 @@ class Decoder(ABC):
     def run_by_operation(self) -> None:
         """Makes later steps run operation by operation, as on devices without programs."""
         self._program = self._adapted = False
+
+    def join_ranks(self, ranks: TensorParallel) -> None:
+        """Makes this one rank's part of a model, whose other parts compute the same steps at the same time."""
+        self._ranks = ranks
+        self.run_by_operation()  # a program is one call, without room for sums over ranks
 
     def add_sites(self, max_loras: int, max_rank: int) -> tuple[LayerSites, ...]:
         """Makes places for `max_loras` adapters: what is put into these sites is added for rows that name a place."""
@@ -155,12 +162,13 @@ class Decoder(ABC):
             softcap=config.attention_softcap,
             sinks=weights.sinks,
         )
-        return weights.output(self.wanted(index, mixed.flatten(1), step), change=self._change(step, index, "output"))
+        rows = self.wanted(index, mixed.flatten(1), step)
+        return self._summed(weights.output(rows, change=self._change(step, index, "output")))
 
     def mlp(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """Gated MLP of normed rows, or experts."""
         if step.changes is None or not isinstance(weights.mlp, MLP):
-            return weights.mlp(normed, self.config.activation)
+            return self._summed(weights.mlp(normed, self.config.activation))
         changes = (self._change(step, index, site) for site in ("gate_up", "down"))
         return weights.mlp(normed, self.config.activation, *changes)
 
@@ -179,7 +187,18 @@ class Decoder(ABC):
 
     def _headed(self, hidden: Tensor) -> Tensor:
         head = self.weights.lm_head
-        return hidden if head is None else head(hidden, wide=True)
+        if head is None:
+            return hidden
+        logits = head(hidden, wide=True)
+        return logits if self._ranks is None else self._ranks.joined(logits)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        embedding = self.weights.embedding
+        return embedding(token_ids) if self._ranks is None else self._ranks.embedded(embedding, token_ids)
+
+    def _summed(self, rows: Tensor) -> Tensor:
+        """The sum of all ranks' parts of `rows`."""
+        return rows if self._ranks is None else self._ranks.summed(rows)
 
     def _finished(self, rows: Tensor) -> Tensor:
         cap = self.config.final_softcap

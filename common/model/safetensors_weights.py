@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -75,6 +76,18 @@ class SafetensorsWeights:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{self.label}: tensor {name} cannot be read ({error}): fetch the model again") from error
         return tensor
+
+    def read_ranges(self, name: str, dim: int, ranges: Sequence[range]) -> Tensor:
+        """These rows (`dim` 0) or columns (1) of a tensor, one range behind the other. Reads no others."""
+        file, stored = self._place(name)
+        try:
+            view = file.get_slice(stored)
+            parts: list[Tensor] = [
+                view[part.start : part.stop] if dim == 0 else view[:, part.start : part.stop] for part in ranges
+            ]
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self.label}: tensor {name} cannot be read ({error}): fetch the model again") from error
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def _place(self, name: str) -> tuple[Any, str]:
         """The file that holds a tensor, and its name there."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -18,6 +19,7 @@ from common.kv.window import Window
 from common.machine.core_share import CoreShare
 from common.model.decoder import Decoder
 from common.model.load import load_model, load_score, open_model
+from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 from common.model_files.task import GENERATES, ServedTask, served_task
@@ -31,6 +33,17 @@ from kernels import share_cores
 from kernels.device import triton_backend
 
 GIB = 2**30
+
+
+class OtherRanks(Protocol):
+    """The processes beside this one that run the steps of the same worker."""
+
+    @property
+    def failure(self) -> str:
+        """Why no further step can run, "" while there is no reason. Callable from any thread."""
+
+    def close(self) -> None:
+        """End them. No step may run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,7 @@ class LoadedModel:
     """The head of a model that scores, float32 [labels, hidden_size]."""
     draft: DraftModel | None = None
     """What a decode worker drafts with. Nothing of it leaves the worker, so the fingerprint does not cover it."""
+    others: OtherRanks | None = None
 
     @property
     def precision(self) -> str:
@@ -126,11 +140,12 @@ class LoadedModel:
         make_runner: Callable[[KVCache], ModelRunner] | None = None,
         task: ServedTask = GENERATES,
         draft: DraftPlan | None = None,
+        make_cache: Callable[[int], KVCache] | None = None,
     ) -> LoadedModel:
         """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
 
-        A `make_runner` makes what runs it, in place of the runner of this device. A `draft` model has as many KV
-        blocks, in the same memory.
+        A `make_runner` makes what runs it, in place of the runner of this device, and a `make_cache` a cache of so many
+        blocks. A `draft` model has as many KV blocks, in the same memory.
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
@@ -144,20 +159,10 @@ class LoadedModel:
         longest = Window(shape.window, block_size).longest(num_blocks, shape.max_model_len)
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
-        kv = KVCache(shape, num_blocks, block_size, kv_dtype, config.device, share=config.shares_kv)
-        fingerprint = layout_fingerprint(
-            files.model_id,
-            files.weights_hash,
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            quantization=model.quantization,
-            block_size=block_size,
-            protocol_version=PROTOCOL_VERSION,
-            latent_dim=shape.latent_dim,
+        make_cache = make_cache or (
+            lambda count: KVCache(shape, count, block_size, kv_dtype, config.device, share=config.shares_kv)
         )
+        kv = make_cache(num_blocks)
         if config.kernel_check and make_runner is None:
             check_model_kernels(model, kv, samples=task.generates)
         make = make_runner or (lambda kv: runner_of(config)(model, kv))
@@ -170,13 +175,31 @@ class LoadedModel:
             dtype,
             kv_dtype,
             model.quantization,
-            fingerprint,
+            fingerprint_of(files, model, kv, dtype, kv_dtype),
             weights_fingerprint(files.model_id, files.weights_hash, model.quantization),
             config.max_model_len or longest,
             num_threads,
             task,
             adapters,
         )
+
+
+def fingerprint_of(files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: str, kv_dtype: str) -> str:
+    """Of the blocks that `kv` ships and receives, whatever the number of ranks that they lie in."""
+    shape = model.config
+    return layout_fingerprint(
+        files.model_id,
+        files.weights_hash,
+        num_layers=shape.num_layers,
+        num_kv_heads=kv.wire_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=model.quantization,
+        block_size=kv.block_size,
+        protocol_version=PROTOCOL_VERSION,
+        latent_dim=shape.latent_dim,
+    )
 
 
 def num_kv_blocks(
@@ -188,8 +211,12 @@ def num_kv_blocks(
     if not config.kv_gib:
         memory = CUDAMemory(torch.device(config.device))
         return blocks_left(model, config, kv_dtype, memory, draft, samples=samples)
-    per_block = block_bytes(model.config, config.block_tokens, kv_dtype)
-    per_block += draft.block_bytes if draft is not None else 0
+    return blocks_within(model.config, config, kv_dtype, draft.block_bytes if draft is not None else 0)
+
+
+def blocks_within(shape: ModelConfig, config: WorkerConfig, kv_dtype: str, draft_bytes: int = 0) -> int:
+    """As many blocks as the settings give memory for; each takes `draft_bytes` beside its own."""
+    per_block = block_bytes(shape, config.block_tokens, kv_dtype) + draft_bytes
     num_blocks = int(config.kv_gib * GIB / per_block)
     if num_blocks < 2:
         raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least {2 * per_block / GIB:.4f} GiB")

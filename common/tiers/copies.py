@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from common.kv.cache import KVCache
-from common.kv.staging import CopyStream, IncomingBlocks, OutgoingBlocks, StagedIncoming, StagedOutgoing
+from common.kv.sharded_cache import ShardedCache
+from common.kv.staging import (
+    CopyStream,
+    IncomingBlocks,
+    OutgoingBlocks,
+    StagedIncoming,
+    StagedOutgoing,
+    incoming_blocks,
+    outgoing_blocks,
+)
 
 
 class CopiedOutgoing:
@@ -37,8 +46,12 @@ class CopiedIncoming:
 
 
 def copied_outgoing(kv: KVCache) -> OutgoingBlocks:
+    if isinstance(kv, ShardedCache):
+        return outgoing_blocks(kv)  # copies already
     return CopiedOutgoing(kv) if kv.device.type == "cpu" else StagedOutgoing(kv, CopyStream(kv.device))
 
 
 def copied_incoming(kv: KVCache) -> IncomingBlocks:
+    if isinstance(kv, ShardedCache):
+        return incoming_blocks(kv)
     return CopiedIncoming(kv) if kv.device.type == "cpu" else StagedIncoming(kv, CopyStream(kv.device))

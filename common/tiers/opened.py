@@ -49,24 +49,24 @@ def open_tiers(
 
 
 def _host(config: WorkerConfig, kv: KVCache) -> BlockTier:
-    num_slots = int(config.kv_host_gib * GIB) // kv.block_bytes
+    num_slots = int(config.kv_host_gib * GIB) // kv.wire_bytes
     if not num_slots:
-        raise ConfigError("kv_host_gib", config.kv_host_gib, f"room for a block of {kv.block_bytes} bytes at least")
+        raise ConfigError("kv_host_gib", config.kv_host_gib, f"room for a block of {kv.wire_bytes} bytes at least")
     try:
-        return BlockTier("host", HostSlots(kv.block_bytes, num_slots))
+        return BlockTier("host", HostSlots(kv.wire_bytes, num_slots))
     except OSError as error:
         raise ConfigError("kv_host_gib", config.kv_host_gib, f"what this machine has memory for ({error})") from error
 
 
 def _disk(config: WorkerConfig, kv: KVCache, fingerprint: str) -> BlockTier:
-    num_slots = slots_within(int(config.kv_disk_gib * GIB), kv.block_bytes)
+    num_slots = slots_within(int(config.kv_disk_gib * GIB), kv.wire_bytes)
     if not num_slots:
-        raise ConfigError("kv_disk_gib", config.kv_disk_gib, f"room for a block of {kv.block_bytes} bytes at least")
+        raise ConfigError("kv_disk_gib", config.kv_disk_gib, f"room for a block of {kv.wire_bytes} bytes at least")
     try:
-        return BlockTier("disk", BlockFile(Path(config.kv_disk_path), fingerprint, kv.block_bytes, num_slots))
+        return BlockTier("disk", BlockFile(Path(config.kv_disk_path), fingerprint, kv.wire_bytes, num_slots))
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        tier = BlockTier("disk", NoSlots(kv.block_bytes))
+        tier = BlockTier("disk", NoSlots(kv.wire_bytes))
         tier.fail("written", error)
         return tier

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from common.config import WorkerConfig
+from common.errors import RankLost
 from common.kv.block_log import BlockLog
 from common.latency.step_fit import StepFit
 from common.machine.core_share import CoreShare
@@ -123,6 +124,8 @@ class Duties:
             has_ended = self.engine.stop()
         elif self._has_unused_socket:
             self._duty.close_kv()
+        if self.loaded is not None and self.loaded.others is not None:
+            self.loaded.others.close()
         if self._grammars is not None:
             self._grammars.close()
         return has_ended
@@ -135,7 +138,10 @@ class Duties:
             self.check()
 
     def check(self) -> None:
-        """Raises the error of a change that left the worker without an engine."""
+        """Raises the error of a change that left the worker without an engine, or RankLost."""
+        others = self.loaded.others if self.loaded is not None else None
+        if others is not None and (why := others.failure):
+            raise RankLost(why)
         if self._change is not None and self._change.done():
             change, self._change = self._change, None
             change.result()

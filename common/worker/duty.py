@@ -135,7 +135,7 @@ class Duty(ABC):
         puller = self._puller = KVPuller(
             self.parts.context,
             loaded.fingerprint,
-            kv.block_bytes,
+            kv.wire_bytes,
             copied_incoming(kv),
             notify,
             share=config.kv_transport != "tcp" and config.device == "cpu",
@@ -146,7 +146,7 @@ class Duty(ABC):
             LenderIdentity(
                 identity.worker_id, identity.epoch, loaded.fingerprint, kv.shared.offer if kv.shared else None
             ),
-            Lendable(pool, outgoing_blocks(kv), kv.block_bytes, self._tiers),
+            Lendable(pool, outgoing_blocks(kv), kv.wire_bytes, self._tiers),
         )
         puller.start()
         return PeerCaches(lender, puller)
@@ -159,7 +159,7 @@ class Duty(ABC):
         return KVSender(
             self.parts.context,
             outgoing_blocks(loaded.kv).view,
-            loaded.kv.block_bytes,
+            loaded.kv.wire_bytes,
             (identity.worker_id, identity.epoch, loaded.fingerprint),
             on_ended,
             memory=loaded.kv.shared.offer if loaded.kv.shared else None,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
-from common.errors import BlockError
+from common.errors import BlockError, RankLost
 from common.kv.block_pool import BlockCounts
 from common.latency.link_model import Links
 from common.latency.step_fit import StepFit
@@ -269,8 +269,8 @@ class Engine(ABC):
             try:
                 self._step(now)
                 self._failed_steps, self._has_stepped = 0, True
-            except BlockError:
-                raise  # ownership is broken: further steps could mix up requests
+            except (BlockError, RankLost):
+                raise  # ownership is broken: further steps could mix up requests; or no further step can run
             except Exception as error:
                 self._failed_steps += 1
                 log.exception("step failed (%d in a row)", self._failed_steps)

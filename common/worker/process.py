@@ -184,7 +184,7 @@ class WorkerProcess:
             loaded.precision,
             loaded.kv.num_blocks,
             self.config.block_tokens,
-            loaded.kv.num_blocks * loaded.kv.block_bytes / 2**30,
+            loaded.kv.num_blocks * loaded.kv.wire_bytes / 2**30,
             loaded.num_threads,
             time.monotonic() - began,
         )
@@ -196,6 +196,10 @@ class WorkerProcess:
         from common.runner.loaded import LoadedModel
 
         files = resolve_model(self.config.model, progress=False)
+        if self.config.tensor_parallel_size > 1:
+            from common.ranks.loading import load_ranked
+
+            return files, load_ranked(files, self.config)
         return files, LoadedModel.load(files, self.config)
 
     async def _watch_engine(self) -> None:

@@ -158,7 +158,7 @@ asked for at a hundred places is made once and kept at the root.
 {{/* Refuses more devices than a worker uses: (pool, for). */}}
 {{- define "diptych.checkDevices" -}}
 {{- if gt (int .pool.accelerator.count) 1 }}
-{{- fail (printf "%s: accelerator.count is %d, but a worker computes on one device and the others would stand idle: take count 1 and replicas %d" .for (int .pool.accelerator.count) (mul (int .pool.accelerator.count) (int .pool.replicas))) }}
+{{- fail (printf "%s: accelerator.count is %d, but each rank of a worker computes on one device and the others would stand idle: take count 1, and replicas %d or tensorParallelSize %d" .for (int .pool.accelerator.count) (mul (int .pool.accelerator.count) (int .pool.replicas)) (int .pool.accelerator.count)) }}
 {{- end }}
 {{- end }}
 

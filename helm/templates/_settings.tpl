@@ -65,6 +65,9 @@ allow_remote: true
 {{- $_ := set $settings "kv_port" 7002 }}
 {{- with $model.slo }}{{ if .tpotMs }}{{ $_ := set $settings "slo_tpot_ms" .tpotMs }}{{ end }}{{ end }}
 {{- end }}
+{{- if gt (int .pool.tensorParallelSize) 1 }}
+{{- $_ := set $settings "tensor_parallel_size" (int .pool.tensorParallelSize) }}
+{{- end }}
 {{- if .pool.kvDisk.enabled }}
 {{- $_ := set $settings "kv_disk_path" "/var/lib/diptych/kv/blocks" }}
 {{- $_ := set $settings "kv_disk_gib" (int .pool.kvDisk.gib) }}
@@ -78,7 +81,7 @@ allow_remote: true
 {{/* The TOML section of the role that a pool's workers may change to, as the defaults of that role say: (root, role, pool). */}}
 {{- define "diptych.otherRole" -}}
 {{- $other := ternary "decode" "prefill" (eq .role "prefill") }}
-{{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model "kvDisk" .pool.kvDisk) }}
+{{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model "kvDisk" .pool.kvDisk "tensorParallelSize" .pool.tensorParallelSize) }}
 {{- $settings := include "diptych.workerSettings" (dict "root" .root "role" $other "pool" $pool) | fromYaml }}
 {{- include "diptych.toml" (dict "section" (printf "%s_worker" $other) "settings" $settings) }}
 {{- end }}

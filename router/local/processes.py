@@ -17,6 +17,7 @@ from common.config.field import Config, Field, fields_of
 from common.config.sources import FlagParser, Sources
 from common.errors import ConfigError
 from common.wire.message_fields import Role
+from router.local.devices import count_gpus, on_gpus
 from router.models.models_file import table_of
 
 C = TypeVar("C", bound=Config)
@@ -93,10 +94,13 @@ def build_parser() -> FlagParser:
     return parser
 
 
-def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num_cores: int = 0) -> ServePlan:
+def read_plan(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, num_cores: int = 0, num_gpus: int | None = None
+) -> ServePlan:
     """Merge all sources. Raises ConfigError.
 
     A worker without a `threads` setting may use `num_cores` (0: those of this process), in turns with the others.
+    Workers with `--device cuda` are spread over `num_gpus` (None: those that the driver shows).
     """
     environ = os.environ if environ is None else environ
     flags = build_parser().flags(argv)
@@ -127,18 +131,22 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] | None = None, num
         allowed = "left out with several models; else a `diptych serve` for each, on a port of its own"
         raise ConfigError("autoscale", True, allowed)
 
-    same = prefill.device == decode.device
-    prefill = _divided(prefill, len(models) * (serve.prefill + serve.decode * same))
-    decode = _divided(decode, len(models) * (serve.decode + serve.prefill * same))
+    if serve.autoscale:  # workers come and go, so those of one name share one GPU
+        same = prefill.device == decode.device
+        prefill = _divided(prefill, len(models) * (serve.prefill + serve.decode * same))
+        decode = _divided(decode, len(models) * (serve.decode + serve.prefill * same))
 
     def workers(config: W, role: Role, num: int) -> tuple[W, ...]:
         ours = [dataclasses.replace(config, model=model) for model in models for _ in range(num)]
         return tuple(_worker(own, f"{role}-{i}", cores, drain_s) for i, own in enumerate(ours))
 
+    every: list[WorkerConfig] = [*workers(prefill, "prefill", serve.prefill), *workers(decode, "decode", serve.decode)]
+    if not serve.autoscale:
+        every = on_gpus(every, count_gpus(environ) if num_gpus is None else num_gpus)
     return ServePlan(
         router=_planning(router, serve, cores) if serve.autoscale else router,
-        prefill=workers(prefill, "prefill", serve.prefill),
-        decode=workers(decode, "decode", serve.decode),
+        prefill=tuple(one for one in every if isinstance(one, PrefillWorkerConfig)),
+        decode=tuple(one for one in every if isinstance(one, DecodeWorkerConfig)),
         start_timeout_s=serve.start_timeout_s,
         liveness_s=serve.liveness_s,
         autoscale=serve.autoscale,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .chart import Object, Refused, Rendered, containers, render
+from .chart import Object, Refused, Rendered, containers, render, settings_of
 from .test_render import check_schemas
 
 pytestmark = pytest.mark.helm
@@ -154,11 +154,20 @@ def test_places_are_typed(helm4: Path) -> None:
 def test_a_worker_asks_for_one_device_or_none(helm4: Path) -> None:
     """Eight GPUs for a worker that computes on one would leave seven idle."""
     eight = {"replicas": 2, "accelerator": {"vendor": "nvidia", "count": 8}}
-    with pytest.raises(Refused, match="decode pool default: accelerator.count is 8, .* take count 1 and replicas 16"):
+    with pytest.raises(Refused, match="count is 8, .* take count 1, and replicas 16 or tensorParallelSize 8"):
         render(helm4, over={"decode": {"pools": {"default": eight}}})
     claimed = {"accelerator": {"vendor": "nvidia", "count": 0}}
     rendered = render(helm4, over={"decode": {"pools": {"default": claimed}}})
     assert "nvidia.com/gpu" not in spec_of(rendered, DECODE)["containers"][0]["resources"]["limits"]
+
+
+def test_a_worker_of_several_ranks_asks_for_as_many_devices(helm4: Path) -> None:
+    ranks = {"tensorParallelSize": 4, "accelerator": {"vendor": "nvidia"}}
+    rendered = render(helm4, over={"decode": {"pools": {"default": ranks}}})
+    assert spec_of(rendered, DECODE)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+    decode, prefill = (settings_of(rendered, rendered.named("Deployment", name)) for name in (DECODE, PREFILL))
+    assert decode["tensor_parallel_size"] == 4
+    assert "tensor_parallel_size" not in prefill
 
 
 @pytest.mark.parametrize(

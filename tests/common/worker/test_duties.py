@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.errors import RankLost
 from common.kv.block_pool import BlockCounts
 from common.model_files.task import ServedTask
 from common.wire.messages import ChangeRole
@@ -285,6 +286,27 @@ async def test_a_worker_whose_model_generates_no_text_refuses(
 ) -> None:
     rig = make()
     assert rig.duties.may_change
-    rig.duties.loaded = SimpleNamespace(task=ServedTask("embed", "last", 4))  # type: ignore[assignment]
+    rig.duties.loaded = SimpleNamespace(task=ServedTask("embed", "last", 4), others=None)  # type: ignore[assignment]
     rig.order("prefill")
     assert "its model generates no text" in caplog.text and not rig.duties.may_change and rig.control.draining == []
+
+
+class OneRank:
+    """Another rank of the worker, as its process sees it."""
+
+    def __init__(self) -> None:
+        self.failure, self.is_closed = "", False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_lost_rank_is_the_end_of_all_duties(make: Callable[..., Rig]) -> None:
+    rig, rank = make(), OneRank()
+    rig.duties.loaded = SimpleNamespace(others=rank)  # type: ignore[assignment]
+    rig.duties.check()
+    rank.failure = "rank 1 is gone"
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        rig.duties.check()
+    assert rig.duties.stop() and rank.is_closed
+    rig.duties.loaded = None

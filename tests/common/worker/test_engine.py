@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from common.errors import RankLost
 from common.kv.block_pool import BlockCounts
 from common.latency.step_model import StepShape
 from common.worker.engine import INBOX_BOUND, Engine, EngineStatus
@@ -126,3 +127,24 @@ def test_progress_is_told_once_a_while_and_whether_anything_was_computed(engine:
     wait(lambda: engine.num_done == 1)
     wait(lambda: len(engine.told) >= 2)
     assert engine.told[1:2] == [True]
+
+
+class LostEngine(SleepyEngine):
+    """A rank of its worker dies in the first step. To fail the step's requests would be to answer for the worker."""
+
+    def step(self, now: float) -> None:
+        self.num_done += 1
+        raise RankLost("rank 1 is gone")
+
+    def fail_step(self, error: Exception) -> None:
+        self.told.append(True)
+
+
+def test_a_lost_rank_ends_the_engine_at_once() -> None:
+    engine = LostEngine()
+    engine.submit("work")
+    engine.start()
+    wait(lambda: not engine.alive)
+    assert isinstance(engine.failure, RankLost)
+    assert (engine.num_done, engine.told) == (1, [])
+    assert engine.stop()

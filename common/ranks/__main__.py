@@ -1,0 +1,55 @@
+"""`python -m common.ranks FD`: rank 1, 2, ... of a worker, started by rank 0 with its end of a socket pair."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+import msgspec
+
+from common.errors import DiptychError
+from common.observe.logging import setup_logging
+from common.ranks.channel import Channel
+from common.ranks.processes import SEND_S, START_S, RankPlan, RankReport
+
+log = logging.getLogger("common.ranks")
+
+
+def watch(channel: Channel) -> None:
+    """End this process at once when rank 0 is gone, whatever it does: it owns nothing that outlives it."""
+    channel.is_cut(None)
+    os._exit(0)
+
+
+def main(descriptor: int) -> int:
+    """Run the steps of rank 0 until it is gone, which ends this process with status 0; 1 after an error."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they reach rank 0 as well, which drains and then ends this process
+    channel = Channel(socket.socket(fileno=descriptor), "rank 0")
+    threading.Thread(target=watch, args=(channel,), name="rank-0-watch", daemon=True).start()
+    plan = msgspec.json.decode(channel.receive(START_S), type=RankPlan, dec_hook=lambda kind, value: kind(value))
+    setup_logging(plan.name, plan.log_level, json=plan.log_json)
+    # Imported here: torch takes a second or more, and rank 0 may be gone by then.
+    from common.ranks.follower import follow
+
+    channel.send(msgspec.json.encode(RankReport()), SEND_S)
+    try:
+        follow(plan, channel)
+    except DiptychError as error:
+        if channel.is_cut():
+            return 0
+        log.error("ends: %s", error)
+    except Exception:
+        log.exception("ends")
+    return 1
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

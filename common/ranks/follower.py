@@ -1,0 +1,56 @@
+"""What rank 1, 2, ... of a worker does: loads its shard, lends its KV memory to rank 0, runs the steps that come."""
+
+from __future__ import annotations
+
+import logging
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+import torch
+
+from common.errors import DiptychError, ModelError
+from common.kv.cache import KVCache
+from common.model.load_shard import load_shard
+from common.model_config.shard import Shard
+from common.ranks.channel import Channel
+from common.ranks.group import RankGroup
+from common.ranks.kv_memory import lend
+from common.ranks.processes import SEND_S, RankPlan, RankReport
+from common.ranks.step_message import unpack_step
+from common.runner.kernel_check import check_model_kernels
+from common.runner.loaded import compute_exactly
+from common.runner.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+
+def follow(plan: RankPlan, channel: Channel) -> NoReturn:
+    """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Raises errors of loading and of steps."""
+    torch.set_num_threads(plan.threads)
+    compute_exactly()
+    try:
+        runner = prepare(plan)
+    except (DiptychError, OSError) as error:
+        channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
+        raise
+    channel.send(msgspec.json.encode(RankReport()), SEND_S)
+    lend(runner.kv, channel)
+    while True:
+        message = np.frombuffer(channel.receive(None), dtype=np.int32)
+        runner.forward(unpack_step(message))
+
+
+def prepare(plan: RankPlan) -> ModelRunner:
+    """Loads the shard and allocates its KV cache. Raises ModelError, ConfigError or RankLost."""
+    shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
+    group = RankGroup(shard, plan.meeting_file, device)
+    model = load_shard(plan.files, shard, group, dtype=plan.dtype, device=plan.device)
+    shape = model.config
+    kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=device.type == "cpu")
+    if kv.shared is None and device.type == "cpu":
+        raise ModelError("this system has no memory that processes can share: take tensor_parallel_size 1")
+    if plan.kernel_check:
+        check_model_kernels(model, kv)
+    log.info("has its shard: %d KV heads, %d blocks, %d threads", shape.num_kv_heads, plan.num_blocks, plan.threads)
+    return ModelRunner(model, kv)

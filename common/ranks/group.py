@@ -1,0 +1,75 @@
+"""Sums over the ranks of a worker, through torch.distributed: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from common.errors import RankLost
+from common.model.tensor_parallel import padded
+from common.model_config.shard import Shard
+
+COLLECTIVE_S = 60.0
+"""How long a rank waits in a collective. All ranks come to it within a fraction of a step."""
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+class RankGroup:
+    """Implements `Collectives`. A process is in one group, and one thread at a time calls it."""
+
+    def __init__(self, shard: Shard, meeting_file: str, device: torch.device) -> None:
+        """Waits for all ranks, each of which names the same file. Raises RankLost."""
+        self._shard = shard
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, LOOPBACK)  # ranks are processes of one host
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store = FileStore(meeting_file, shard.size)
+        options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        deadline = timedelta(seconds=COLLECTIVE_S)
+        self._run(
+            lambda: dist.init_process_group(
+                backend, store=store, rank=shard.rank, world_size=shard.size, timeout=deadline, **options
+            )
+        )
+
+    def add_up(self, part: Tensor) -> Tensor:
+        if self._shard.size == 2:  # two numbers have one sum, in whatever order
+            self._run(lambda: dist.all_reduce(part))
+            return part
+        parts = [torch.empty_like(part) for _ in range(self._shard.size)]
+        self._run(lambda: dist.all_gather(parts, part))
+        total = parts[0].float()
+        for other in parts[1:]:
+            total += other
+        return total.to(part.dtype)
+
+    def join(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        if not part.numel():
+            self._run(dist.barrier)
+            return part.new_empty(0, sum(widths))
+        own = padded(part, max(widths)).contiguous()
+        if self._shard.rank:
+            self._run(lambda: dist.gather(own, dst=0))
+            return part
+        parts = [torch.empty_like(own) for _ in widths]
+        self._run(lambda: dist.gather(own, parts))
+        return torch.cat([one[:, :width] for one, width in zip(parts, widths, strict=True)], dim=1)
+
+    def close(self) -> None:
+        """Leave. No collective may run."""
+        dist.destroy_process_group()
+
+    @staticmethod
+    def _run(collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise RankLost(f"a collective failed: {str(error).splitlines()[0]}") from error

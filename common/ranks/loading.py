@@ -1,0 +1,127 @@
+"""Loads the model of a worker of several ranks: this process's shard, and the others beside it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from common.config import WorkerConfig
+from common.errors import ConfigError
+from common.kv.sharded_cache import ShardedCache
+from common.model.load_shard import load_shard, open_for_ranks
+from common.model_config.shard import Shard
+from common.model_files.config import ModelConfig
+from common.model_files.files import ModelFiles
+from common.model_files.task import served_task
+from common.ranks.group import RankGroup
+from common.ranks.kv_memory import borrow
+from common.ranks.processes import RankPlan, RankProcesses
+from common.ranks.runner import RankedRunner
+from common.runner.kernel_check import check_model_kernels
+from common.runner.loaded import LoadedModel, blocks_within, compute_exactly, native_dtype
+
+log = logging.getLogger(__name__)
+
+
+def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+    """Starts the other ranks, loads a shard in each process, and runs the first steps.
+
+    Raises ConfigError or ModelError for what cannot be served so, RankLost when a rank dies. No process is left then.
+    """
+    size = config.tensor_parallel_size
+    task = served_task(files, config.task)
+    if not task.generates:
+        raise ConfigError("tensor_parallel_size", size, f"1 for a model that is served to {task.name}")
+    whole, _ = open_for_ranks(files, size)
+    dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    num_blocks = config.num_blocks or blocks_within(Shard(0, size).of(whole), config, kv_dtype)
+    num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // size)
+    config = replace(config, threads=num_threads, num_blocks=num_blocks)
+    others = RankProcesses(size)
+    try:
+        others.start(plans(files, config, dtype, kv_dtype, others.meeting_file))
+        others.wait_started()
+        group = RankGroup(Shard(0, size), others.meeting_file, torch.device(config.device))
+    except BaseException:
+        others.close()
+        raise
+    ranks = Ranks(others, group)
+    try:
+        loaded = _load(files, config, whole, ranks, dtype, kv_dtype)
+        others.forget_meeting()
+        log.info("%d ranks, each with %d threads and %d blocks", size, num_threads, num_blocks)
+    except BaseException:
+        ranks.close()
+        raise
+    return replace(loaded, others=ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Implements `OtherRanks`: the processes, and this one's place among them."""
+
+    processes: RankProcesses
+    group: RankGroup
+
+    @property
+    def failure(self) -> str:
+        return self.processes.failure
+
+    def close(self) -> None:
+        self.processes.close()
+        self.group.close()
+
+
+def plans(files: ModelFiles, config: WorkerConfig, dtype: str, kv_dtype: str, meeting_file: str) -> list[RankPlan]:
+    """What the ranks behind the first one are told."""
+    return [
+        RankPlan(
+            rank=rank,
+            size=config.tensor_parallel_size,
+            name=f"{config.worker_id or 'worker'}/rank-{rank}",
+            files=files,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=device_of(config.device, rank),
+            num_blocks=config.num_blocks,
+            block_size=config.block_tokens,
+            threads=config.threads,
+            kernel_check=config.kernel_check,
+            meeting_file=meeting_file,
+            log_level=config.log_level,
+            log_json=config.log_json,
+        )
+        for rank in range(1, config.tensor_parallel_size)
+    ]
+
+
+def device_of(device: str, rank: int) -> str:
+    """Ranks have neighbouring GPUs, from the one that the settings name on."""
+    if device == "cpu":
+        return device
+    return f"cuda:{int(device.partition(':')[2] or 0) + rank}"
+
+
+def _load(
+    files: ModelFiles, config: WorkerConfig, whole: ModelConfig, ranks: Ranks, dtype: str, kv_dtype: str
+) -> LoadedModel:
+    others, size = ranks.processes, config.tensor_parallel_size
+    torch.set_num_threads(config.threads)
+    compute_exactly()
+    model = load_shard(files, Shard(0, size), ranks.group, dtype=dtype, device=config.device)
+
+    def joined(kv: ShardedCache) -> RankedRunner:
+        for channel in others.wait_ready():
+            borrow(kv, channel)
+        if config.kernel_check:
+            check_model_kernels(model, kv)
+        return RankedRunner(model, kv, others)
+
+    cache = ShardedCache(whole, size, config.num_blocks, config.block_tokens, kv_dtype, config.device)
+    return LoadedModel.of(
+        lambda: model, files, config, make_runner=lambda kv: joined(cache), make_cache=lambda count: cache
+    )

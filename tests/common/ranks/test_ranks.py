@@ -1,0 +1,201 @@
+"""Workers of several ranks as real processes: this one is rank 0, without engine and router around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+
+from common.config import DecodeWorkerConfig
+from common.errors import BlockError, ConfigError, ModelError, RankLost
+from common.kv.staging import incoming_blocks, outgoing_blocks
+from common.model.batch import SequenceChunk
+from common.model_files.resolve import resolve_model
+from common.model_files.tiny import FFN, make_tiny_model
+from common.ranks import group, loading
+from common.ranks.loading import Ranks, load_ranked, plans
+from common.ranks.processes import RankPlan
+from common.runner.loaded import LoadedModel
+
+from ..model.generation import prompt, transformers_greedy, transformers_model
+
+pytestmark = pytest.mark.e2e
+
+WIDE = 131_072
+MEBI = 2**20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("ranks") / "tiny")
+
+
+@contextmanager
+def worker(folder: Path, size: int, **settings: object) -> Iterator[LoadedModel]:
+    given = {"model": str(folder), "dtype": "float32", "quantization": "none", "num_blocks": 32, **settings}
+    config = DecodeWorkerConfig(**given, tensor_parallel_size=size)
+    files = resolve_model(str(folder))
+    loaded = load_ranked(files, config) if size > 1 else LoadedModel.load(files, config)
+    try:
+        yield loaded
+    finally:
+        if loaded.others is not None:
+            loaded.others.close()
+
+
+def run(loaded: LoadedModel, tokens: Sequence[int], start: int, table: Sequence[int], chunk: int = 16) -> int:
+    """Computes `tokens`, which follow `start` others, in chunks; returns the next token."""
+    for first in range(0, len(tokens), chunk):
+        part = tokens[first : first + chunk]
+        last = first + len(part) == len(tokens)
+        logits = loaded.runner.forward([SequenceChunk(part, start + first, table, last)])
+    return int(logits[0].argmax())
+
+
+def go_on(loaded: LoadedModel, known: Sequence[int], count: int, table: Sequence[int]) -> list[int]:
+    """`count` more tokens; the KV of all but the last of `known` is there."""
+    tokens = list(known)
+    for _ in range(count):
+        tokens.append(run(loaded, tokens[-1:], len(tokens) - 1, table))
+    return tokens[len(known) :]
+
+
+def copy_blocks(source: LoadedModel, blocks: Sequence[int], target: LoadedModel, places: Sequence[int]) -> None:
+    outgoing, incoming = outgoing_blocks(source.kv), incoming_blocks(target.kv)
+    for block, place in zip(blocks, places, strict=True):
+        incoming.view(place)[:] = outgoing.view(block)
+        incoming.commit([place])
+
+
+def test_a_worker_of_two_ranks_and_one_of_one_answer_as_one(folder: Path) -> None:
+    """P2 -> D1 -> P2: the prompt on two ranks, tokens on one, further tokens on two."""
+    tokens = prompt(41)
+    expected, _ = transformers_greedy(transformers_model(folder), tokens, 24)
+    with worker(folder, 2) as two, worker(folder, 1) as one:
+        assert two.fingerprint == one.fingerprint
+        here, there, back = (7, 2, 30, 11, 4), (1, 20, 9, 3, 5), (8, 9, 10, 12, 13)
+        first = run(two, tokens, 0, here)
+        copy_blocks(two, here[:3], one, there[:3])
+        on_one = go_on(one, [*tokens, first], 11, there)
+        copy_blocks(one, there[:4], two, back[:4])
+        on_two = go_on(two, [*tokens, first, *on_one], 12, back)
+        assert [first, *on_one, *on_two] == expected
+        assert two.others is not None
+        assert not two.others.failure
+
+
+def rank_of(loaded: LoadedModel) -> int:
+    """The process of its one other rank."""
+    assert isinstance(loaded.others, Ranks)
+    (child,) = loaded.others.processes._children
+    return child.pid
+
+
+def test_a_killed_rank_ends_the_worker(folder: Path) -> None:
+    with worker(folder, 2) as loaded:
+        assert loaded.others is not None
+        os.kill(rank_of(loaded), signal.SIGKILL)
+        deadline = time.monotonic() + 5.0
+        while not loaded.others.failure:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert "rank 1 is gone" in loaded.others.failure
+        began = time.monotonic()
+        with pytest.raises(RankLost):
+            run(loaded, [1, 2, 3], 0, [0])
+        with pytest.raises(RankLost, match="an earlier step failed"):  # the ranks may have written different things
+            run(loaded, [1, 2, 3], 0, [0])
+        assert time.monotonic() - began < 5.0
+
+
+def test_a_frozen_rank_ends_the_worker_at_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "COLLECTIVE_S", 2.0)
+    with worker(folder, 2) as loaded:
+        os.kill(rank_of(loaded), signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RankLost, match="a collective failed"):
+            run(loaded, [1, 2, 3], 0, [0])
+        assert 1.0 < time.monotonic() - began < 30.0
+
+
+def test_an_error_of_a_step_is_the_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker(folder, 2) as loaded:
+        with pytest.raises(BlockError):  # before anything was sent: nothing is lost
+            run(loaded, [1, 2, 3], 0, [999])
+        assert run(loaded, [1, 2, 3], 0, [0]) >= 0
+        monkeypatch.setattr(loaded.runner.model, "forward", broken)
+        with pytest.raises(RankLost, match="a step failed on rank 0: out of memory"):
+            run(loaded, [1, 2, 3], 0, [0])
+        assert loaded.others is not None
+        assert "out of memory" in loaded.others.failure
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_what_a_rank_cannot_load_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*arguments: Any) -> list[RankPlan]:
+        return [replace(plan, kv_dtype="float64") for plan in plans(*arguments)]
+
+    monkeypatch.setattr(loading, "plans", damaged)
+    with pytest.raises(ModelError, match="rank 1: dtype 'float64' is not supported"), worker(folder, 2):
+        pytest.fail("it has started")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "embed"}, "tensor_parallel_size=2 is refused: 1 for a model that is served to embed"),
+        ({"kv_memory_gib": 1e-6}, "kv_memory_gib=1e-06 is refused: at least"),
+    ],
+)
+def test_what_ranks_do_not_do_is_refused(folder: Path, settings: dict[str, object], message: str) -> None:
+    config = DecodeWorkerConfig(model=str(folder), dtype="float32", tensor_parallel_size=2, **settings)
+    with pytest.raises(ConfigError) as refused:
+        load_ranked(resolve_model(str(folder)), config)
+    assert str(refused.value).startswith(message)
+
+
+def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
+    """Anonymous memory of the other rank, before and after it loaded 96 MiB of weights that it has half of."""
+    folder = make_wide_model(tmp_path / "wide")
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert total > 90 * MEBI
+    with worker(make_tiny_model(tmp_path / "tiny"), 2, num_blocks=4, kernel_check=False) as small:
+        without = anonymous_bytes(rank_of(small))
+    with worker(folder, 2, num_blocks=4, kernel_check=False) as loaded:
+        taken = anonymous_bytes(rank_of(loaded)) - without
+    assert 0.4 * total < taken < 0.75 * total, f"{taken / MEBI:.0f} of {total / MEBI:.0f} MiB"
+
+
+def make_wide_model(folder: Path) -> Path:
+    """A tiny model of one layer, whose matrices are so large that freed ones go back to the system at once."""
+    make_tiny_model(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": WIDE, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(load_file(folder / "model.safetensors"))
+    for name in list(weights):
+        if "layers." in name and "layers.0." not in name:
+            del weights[name]
+        elif "mlp" in name:
+            weights[name] = torch.randn([WIDE if size == FFN else size for size in weights[name].shape]) * 0.01
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that no file backs: mapped weights files do not count, copies of their tensors do."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (kib,) = (int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+    return kib * 1024

@@ -1,0 +1,47 @@
+"""Settings that do not go with several ranks are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
+from common.errors import ConfigError
+from common.ranks.loading import device_of
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (DecodeWorkerConfig, {"quantization": "int8"}, "quantization='int8' is refused: none or auto"),
+        (DecodeWorkerConfig, {"kv_transport": "shm"}, "kv_transport='shm' is refused: auto or tcp"),
+        (PrefillWorkerConfig, {"lora": ("a=/b",)}, "max_loras=1 is refused: 0, and no --lora,"),
+        (DecodeWorkerConfig, {"draft_model": "tiny-random"}, "draft_model='tiny-random' is refused: empty"),
+        (PrefillWorkerConfig, {"kv_wire_dtype": "fp8"}, "kv_wire_dtype='fp8' is refused: native"),
+        (
+            PrefillWorkerConfig,
+            {"device": "cuda"},
+            "kv_memory_gib=0.0 is refused: above 0, or --num-blocks, on cuda with",
+        ),
+    ],
+)
+def test_what_several_ranks_do_not_do(kind: type[WorkerConfig], settings: dict[str, Any], message: str) -> None:
+    kind(**settings)
+    with pytest.raises(ConfigError) as refused:
+        kind(**settings, tensor_parallel_size=2)
+    assert str(refused.value).startswith(f"{message} with --tensor-parallel-size 2")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_cache_dtype": "int8"}, {"role_change": True}, {"device": "cuda", "kv_memory_gib": 1.0}],
+)
+def test_what_they_do(settings: dict[str, Any]) -> None:
+    assert DecodeWorkerConfig(**settings, tensor_parallel_size=2).tensor_parallel_size == 2
+
+
+def test_ranks_have_neighbouring_devices() -> None:
+    assert [device_of("cuda:4", rank) for rank in range(3)] == ["cuda:4", "cuda:5", "cuda:6"]
+    assert [device_of("cuda", rank) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert [device_of("cpu", rank) for rank in range(2)] == ["cpu", "cpu"]
