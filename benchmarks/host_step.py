@@ -12,7 +12,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import zmq
@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     torch.set_num_threads(1)
     ids = torch.full((options.sequences,), 7)
-    sampler_module.sample = cast(Any, lambda logits, *_: ids[: len(logits)].clone())
+    vars(sampler_module)["sample"] = lambda logits, *_: ids[: len(logits)].clone()
     found = {kind: round(measure(options, kind), 3) for kind in options.kinds}
     title = f"the host's part of a step of {options.sequences} sequences of {options.context:,} tokens"
     print_table(open_console(), title, ("kind", "ms"), [(kind, f"{ms:.2f}") for kind, ms in found.items()])

@@ -11,11 +11,11 @@ import torch
 
 from common.errors import DiptychError, ModelError
 from common.kv.cache import KVCache
-from common.model.load_shard import load_shard
 from common.model_config.shard import Shard
 from common.ranks.channel import Channel
 from common.ranks.group import RankGroup
 from common.ranks.kv_memory import lend
+from common.ranks.load_shard import load_shard
 from common.ranks.processes import SEND_S, RankPlan, RankReport
 from common.ranks.step_message import unpack_step
 from common.runner.kernel_check import check_model_kernels

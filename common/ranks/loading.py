@@ -11,13 +11,13 @@ import torch
 from common.config import WorkerConfig
 from common.errors import ConfigError
 from common.kv.sharded_cache import ShardedCache
-from common.model.load_shard import load_shard, open_for_ranks
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
 from common.model_files.task import served_task
 from common.ranks.group import RankGroup
 from common.ranks.kv_memory import borrow
+from common.ranks.load_shard import load_shard, open_for_ranks
 from common.ranks.processes import RankPlan, RankProcesses
 from common.ranks.runner import RankedRunner
 from common.runner.kernel_check import check_model_kernels

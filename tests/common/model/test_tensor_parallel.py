@@ -14,12 +14,12 @@ from torch import Tensor
 
 from common.errors import ConfigError, ModelError
 from common.model.load import open_model
-from common.model.load_shard import load_shard, open_for_ranks
 from common.model.safetensors_weights import SafetensorsWeights
-from common.model.sharded_source import ShardedSource
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.model_files.resolve import resolve_model
+from common.ranks.load_shard import load_shard, open_for_ranks
+from common.ranks.sharded_source import ShardedSource
 
 from ...families import CASES
 from .generation import Pool, files_of, prompt, random_checkpoint, transformers_greedy, transformers_model

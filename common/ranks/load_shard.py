@@ -11,11 +11,11 @@ from common.model.decoder import Decoder
 from common.model.load import FAMILIES, open_model, torch_device
 from common.model.quantised_safetensors import QuantisedSafetensors
 from common.model.safetensors_weights import SafetensorsWeights
-from common.model.sharded_source import ShardedSource
 from common.model.tensor_parallel import Collectives, TensorParallel
 from common.model.weights import Assembler
 from common.model_config.shard import Shard, check_size
 from common.model_files.config import ModelConfig
+from common.ranks.sharded_source import ShardedSource
 
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
