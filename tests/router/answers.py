@@ -8,7 +8,7 @@ from common.grammar.checks import GrammarChecks
 from common.grammar.grammars import Grammars
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import EOS, VOCAB_SIZE
-from kernels import bits_allowed
+from kernels.plain.reference import bits_allowed
 from router.text.answer.grammar import bounded, without_place
 
 
