@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from common.ranks.step_message import Numbers  # which imports torch, as a rank has not at its start
 
 log = logging.getLogger(__name__)
-START_S = 300.0
+START_S = 900.0
 """How long the process of a rank may take to start."""
 LOAD_S = 1800.0
 """How long it may take to load its shard."""
