@@ -40,6 +40,9 @@ help:
 	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
 	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/configuration.md and helm/"
 	@echo "make wheel      wheel and sdist into dist/, with CPU kernels for KERNELS=all instruction sets or those named"
+	@echo "make images     router, and workers for cpu, cuda and rocm (REGISTRY=ghcr.io/acme PUSH=yes IMAGES=router,worker-cpu)"
+	@echo "make release    wheel, sdist, bills of materials, images, chart, signatures into dist/ (REGISTRY=...; IMAGES=none)"
+	@echo "make lock       hashes of what the images install, from images/constraints.txt"
 	@echo "make clean      remove what was built, the virtual environment included"
 
 # ------------------------------------------------------------------ environment: made on demand, remade when NEWER changes
@@ -133,6 +136,31 @@ soak: $(VENV)/.dev
 KERNELS ?= all
 wheel: $(VENV)/.dev
 	@DIPTYCH_KERNELS=$(KERNELS) $(BIN)/python -P -m build --no-isolation --outdir dist .
+
+# REGISTRY has no default: nobody else's is yours.
+REGISTRY ?=
+IMAGES ?=
+ENGINE ?=
+PUSH ?= no
+PYTHON_IMAGE ?=
+TORCH_INDEX ?=
+CUDA_VERSION ?=
+PIP_CONF ?=
+IMAGE_FLAGS = --registry "$(REGISTRY)" --images "$(IMAGES)" --engine "$(ENGINE)" --push "$(PUSH)" \
+  --python-image "$(PYTHON_IMAGE)" --torch-index "$(TORCH_INDEX)" --cuda-version "$(CUDA_VERSION)" --pip-conf "$(PIP_CONF)"
+images:
+	@$(PYTHON) -m images.build $(IMAGE_FLAGS)
+
+$(VENV)/.release: $(NEWER) | $(BIN)/python
+	@$(PIP) -c constraints.txt -e ".[release]" "setuptools>=77"
+	@touch $@
+
+release: $(VENV)/.release
+	@$(BIN)/python -m images.release $(IMAGE_FLAGS) --kernels "$(KERNELS)"
+
+# Hashes of what the images install, after a change of images/constraints.txt.
+lock: $(VENV)/.release
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python images/write_requirements.py
 
 clean:
 	rm -rf build dist .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
