@@ -1,16 +1,29 @@
 # syntax=docker/dockerfile:1
-# Two images from one recipe:
+# Two images from one recipe; `make images` builds all of them:
 #   docker build --target router -t diptych-router .
-#   docker build --target worker -t diptych-worker .
-# A release names the base by digest (PYTHON_IMAGE=...@sha256:...) and sets SOURCE_DATE_EPOCH to its commit's time; what is
-# installed is held by image-constraints.txt. pip's own settings (another index, a CPU build of torch) come in as the build
-# secret `pip`, a pip.conf: docker build --secret id=pip,src=pip.conf ...
+#   docker build --target worker --build-arg ACCELERATOR=cpu --build-arg TORCH_INDEX=... -t diptych-worker .
+# A release names the base by digest (PYTHON_IMAGE=...@sha256:...) and sets SOURCE_DATE_EPOCH to its commit's time. What is
+# installed is pinned: by hash in images/router.txt and images/worker.txt, torch by version, in the build that TORCH_INDEX
+# has. pip's own settings (another index) come in as the build secret `pip`, a pip.conf: --secret id=pip,src=pip.conf
 
+# cpu, cuda (NVIDIA) or rocm (AMD): what the worker computes on. PyPI's torch for Linux on x86-64 is the build for cuda.
+ARG ACCELERATOR=cuda
+# Address of a package index with torch for the accelerator, beside pip's own; empty: the build that pip's own index has.
+ARG TORCH_INDEX=
+# The CUDA version that the node's driver must support at least, for ACCELERATOR=cuda: that of torch's build.
+ARG CUDA_VERSION=13.0
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 # ------------------------------------------------------------------ wheel: Diptych itself, the same bytes for the same tree
 FROM ${PYTHON_IMAGE} AS wheel
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 ARG SOURCE_DATE_EPOCH=0
+# The CPU's kernels are compiled here for every instruction set, and chosen where they run.
+ARG KERNELS=all
+ENV DIPTYCH_KERNELS=${KERNELS}
 ENV SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /source
 COPY . .
@@ -33,14 +46,15 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 RUN groupadd --gid 10001 diptych \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/cache/diptych --shell /usr/sbin/nologin diptych \
     && install -d -o 10001 -g 10001 /var/cache/diptych
-COPY image-constraints.txt /etc/diptych/constraints.txt
+COPY images/*.txt /etc/diptych/
 
 # ------------------------------------------------------------------ router: no torch
 FROM base AS router
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
-    WHEEL="$(echo /wheels/diptych-*.whl)" \
-    && python -m pip install --compile -c /etc/diptych/constraints.txt "diptych[router,tracing,hub] @ file://${WHEEL}"
+    python -m pip install --compile --require-hashes -r /etc/diptych/router.txt \
+    && python -m pip install --compile --no-deps --no-index /wheels/diptych-*.whl \
+    && python -m pip check
 USER 10001:10001
 WORKDIR /var/cache/diptych
 VOLUME /var/cache/diptych
@@ -50,17 +64,42 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=6 \
 ENTRYPOINT ["diptych"]
 CMD ["router", "--help"]
 
-# ------------------------------------------------------------------ worker: torch, and a compiler for this machine's kernels
-FROM base AS worker
-# Triton and the CPU kernels are compiled where they run, once, into the cache.
+# ------------------------------------------------------------------ what a worker needs of its system, by accelerator
+FROM base AS system-cpu
+
+# Triton compiles what launches its kernels, once, into the cache: GPU images carry a C compiler, the others none.
+FROM base AS system-cuda
+ARG CUDA_VERSION
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
+# NVIDIA's container runtime mounts the driver's libraries, and refuses to start on a driver that is too old.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility NVIDIA_REQUIRE_CUDA="cuda>=${CUDA_VERSION}"
+
+# ROCm's libraries come with torch; the node brings the kernel driver, and the pod the devices.
+FROM base AS system-rocm
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
+# ------------------------------------------------------------------ worker: torch
+# hadolint ignore=DL3006
+FROM system-${ACCELERATOR} AS worker
+ARG ACCELERATOR
+ARG TORCH_INDEX
+LABEL diptych.accelerator="${ACCELERATOR}"
+# The linter does not see PIP_NO_CACHE_DIR of the stage `base`.
+# hadolint ignore=DL3042
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
-    WHEEL="$(echo /wheels/diptych-*.whl)" \
-    && python -m pip install --compile -c /etc/diptych/constraints.txt "diptych[worker,hub] @ file://${WHEEL}"
+    python -m pip install --compile --require-hashes -r /etc/diptych/worker.txt \
+    && python -m pip install --compile ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c /etc/diptych/constraints.txt torch \
+    && python -c "import sys, torch; build = 'rocm' if torch.version.hip else 'cuda' if torch.version.cuda else 'cpu'; \
+build == '${ACCELERATOR}' or sys.exit(f'torch is built for {build}, not for ${ACCELERATOR}: set TORCH_INDEX to an index with that')" \
+    && python -m pip install --compile --no-deps --no-index /wheels/diptych-*.whl \
+    && python -m pip check
 ENV TRITON_CACHE_DIR=/var/cache/diptych/triton
 USER 10001:10001
 WORKDIR /var/cache/diptych

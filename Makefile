@@ -1,4 +1,4 @@
-# make serve | sla | gpu | check | test | test-all | lint | format | fetch | clean. `make` alone says what each does.
+# make serve | sla | gpu | check | test | test-all | lint | format | fetch | wheel | images | release | clean. `make` alone says what each does.
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERM
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare sla gpu check test test-touched test-all clients chaos soak lint format docs clean
+.PHONY: help serve fetch bench compare sla gpu check test test-touched test-all clients chaos soak lint format docs wheel images release lock clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
@@ -39,6 +39,10 @@ help:
 	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
 	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
 	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/configuration.md and helm/"
+	@echo "make wheel      wheel and sdist into dist/, with CPU kernels for KERNELS=all instruction sets or those named"
+	@echo "make images     router, and workers for cpu, cuda and rocm (REGISTRY=ghcr.io/acme PUSH=yes IMAGES=router,worker-cpu)"
+	@echo "make release    wheel, sdist, bills of materials, images, chart, signatures into dist/ (REGISTRY=...; IMAGES=none)"
+	@echo "make lock       hashes of what the images install, from images/constraints.txt"
 	@echo "make clean      remove what was built, the virtual environment included"
 
 # ------------------------------------------------------------------ environment: made on demand, remade when NEWER changes
@@ -126,6 +130,37 @@ chaos: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	SOAK_SECONDS=$(or $(DURATION),1800) SOAK_PLOT=$(or $(PLOT),build/soak.png) $(BIN)/pytest -s tests/chaos/test_soak.py
+
+# ------------------------------------------------------------------ release
+
+KERNELS ?= all
+wheel: $(VENV)/.dev
+	@DIPTYCH_KERNELS=$(KERNELS) $(BIN)/python -P -m build --no-isolation --outdir dist .
+
+# REGISTRY has no default: nobody else's is yours.
+REGISTRY ?=
+IMAGES ?=
+ENGINE ?=
+PUSH ?= no
+PYTHON_IMAGE ?=
+TORCH_INDEX ?=
+CUDA_VERSION ?=
+PIP_CONF ?=
+IMAGE_FLAGS = --registry "$(REGISTRY)" --images "$(IMAGES)" --engine "$(ENGINE)" --push "$(PUSH)" \
+  --python-image "$(PYTHON_IMAGE)" --torch-index "$(TORCH_INDEX)" --cuda-version "$(CUDA_VERSION)" --pip-conf "$(PIP_CONF)"
+images:
+	@$(PYTHON) -m images.build $(IMAGE_FLAGS)
+
+$(VENV)/.release: $(NEWER) | $(BIN)/python
+	@$(PIP) -c constraints.txt -e ".[release]" "setuptools>=77"
+	@touch $@
+
+release: $(VENV)/.release
+	@$(BIN)/python -m images.release $(IMAGE_FLAGS) --kernels "$(KERNELS)"
+
+# Hashes of what the images install, after a change of images/constraints.txt.
+lock: $(VENV)/.release
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python images/write_requirements.py
 
 clean:
 	rm -rf build dist .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

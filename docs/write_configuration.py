@@ -34,7 +34,8 @@ off: a Service whose name begins with `diptych` would otherwise inject variables
 
 `DIPTYCH_CACHE` is the folder of fetched models (default `~/.cache/diptych`). `DIPTYCH_MARCH` is the kind of CPU that
 kernels are compiled for, as compilers name it (default `native`, this machine's): `x86-64-v3`, for example, is an older
-one.
+one. A wheel that was built with `DIPTYCH_KERNELS=all` (`make wheel`) brings them for every instruction set, and calls a
+compiler only where this is set.
 
 `diptych serve` takes every setting of the router and of the workers except those it sets itself (worker sockets and
 addresses), and passes them on. `--prefill-NAME` and `--decode-NAME` set a worker's setting for one pool alone, such as

@@ -17,9 +17,8 @@ A Helm chart for routers, prefill pools and decode pools that scale independentl
 `values.yaml`. [docs/kubernetes.md](../docs/kubernetes.md) explains how to install, scale and upgrade,
 [docs/operations.md](../docs/operations.md) what to do when an alert fires.
 
-    docker build --target router -t REGISTRY/diptych-router:0.1.0 .
-    docker build --target worker -t REGISTRY/diptych-worker:0.1.0 .
-    helm install demo helm --set images.registry=REGISTRY --set models.smollm2-135m.source.id=smollm2-135m
+    make images REGISTRY=ghcr.io/acme PUSH=yes
+    helm install demo helm --set images.registry=ghcr.io/acme --set models.smollm2-135m.source.id=smollm2-135m
     helm test demo --logs
 
 The chart needs Kubernetes 1.27; everything else is optional. Example values are in [examples/](examples).

@@ -53,6 +53,9 @@ CHART_SETS = frozenset(
     )
 )
 
+QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
+DIGEST = text(pattern="^(sha256:[0-9a-f]{64})?$")
+
 
 def settings(cls: type[Config]) -> Schema:
     fields = [field for field in fields_of(cls) if field.name not in CHART_SETS and field.rule.in_file]
@@ -147,34 +150,35 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
     return closed({"model": NAME, "enabled": FLAG, **properties} if of_its_own else properties)
 
 
-def model() -> Schema:
+def sources(**of_hub: Schema) -> Schema:
+    """Where a model comes from; `of_hub` are further keys of one from the hub."""
     cache = {"cacheClaim": TEXT, "cacheSize": TEXT}
     secret = closed({"name": TEXT, "key": TEXT}, ("name", "key"))
-    sources = [
-        closed(
-            {"type": {"const": "hub"}, "id": text(pattern=".+"), "tokenSecret": secret, **cache},
-            ("id",),
-        ),
-        closed({"type": {"const": "pvc"}, "claimName": text(pattern=".+"), "path": TEXT, **cache}, ("claimName",)),
-        closed(
-            {
-                "type": {"const": "image"},
-                "reference": text(pattern=".+"),
-                "pullPolicy": text("Always", "IfNotPresent", "Never"),
-                "path": TEXT,
-                **cache,
-            },
-            ("reference",),
-        ),
-    ]
+    hub = {"type": {"const": "hub"}, "id": text(pattern=".+"), "tokenSecret": secret, **of_hub, **cache}
+    volume = {"type": {"const": "pvc"}, "claimName": text(pattern=".+"), "path": TEXT, **cache}
+    image = {
+        "type": {"const": "image"},
+        "reference": text(pattern=".+"),
+        "pullPolicy": text("Always", "IfNotPresent", "Never"),
+        "path": TEXT,
+        **cache,
+    }
+    return {"oneOf": [closed(hub, ("id",)), closed(volume, ("claimName",)), closed(image, ("reference",))]}
+
+
+def model() -> Schema:
+    modes = text("ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod")
+    volume = closed(
+        {"size": text(pattern=QUANTITY), "storageClass": TEXT, "accessMode": modes, "keep": FLAG}, ("size",)
+    )
     goal = {"type": "number", "minimum": 0}
     names = many(SERVED)
     fields = {field.name: field for field in fields_of(RouterConfig)}
     return closed(
         {
             "servedName": TEXT,
-            "source": {"oneOf": sources},
-            "tokenizer": {"oneOf": sources},
+            "source": sources(cacheVolume=volume, prefetch=FLAG),
+            "tokenizer": sources(),
             "slo": closed({"ttftMs": goal, "tpotMs": goal}),
             "router": ref("router"),
             "aliases": names | {"maxItems": MAX_NAMES},
@@ -260,13 +264,14 @@ def monitoring() -> Schema:
     )
 
 
-def image() -> Schema:
+def image(**further: Schema) -> Schema:
     return closed(
         {
             "repository": text(pattern=".+"),
             "tag": TEXT,
-            "digest": text(pattern="^(sha256:[0-9a-f]{64})?$"),
+            "digest": DIGEST,
             "pullPolicy": text("Always", "IfNotPresent", "Never"),
+            **further,
         }
     )
 
@@ -321,6 +326,7 @@ def definitions() -> Schema:
 
 def values() -> Schema:
     """The values of the chart, without what they refer to."""
+    digests = closed(dict.fromkeys(("cpu", "cuda", "rocm"), DIGEST))
     account = closed({"create": FLAG, "name": TEXT, "annotations": MAP})
     endpoint_picker = closed({"name": TEXT, "port": whole(1, 65535)})
     return closed(
@@ -333,7 +339,7 @@ def values() -> Schema:
             "clusterDomain": text(pattern=r"^[a-z0-9.-]+$"),
             "trustedCA": closed({"configMap": TEXT, "key": text(pattern=".+")}),
             "extraObjects": many({"type": ["object", "string"]}),
-            "images": closed({"registry": TEXT, "router": image(), "worker": image()}),
+            "images": closed({"registry": TEXT, "router": image(), "worker": image(digests=digests)}),
             "models": named(model(), MAX_MODELS),
             "router": ref("router"),
             "sharedRouter": shared_router(),

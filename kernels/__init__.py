@@ -20,7 +20,7 @@ where they hold latents.
 
     interface   the operations with their shapes, and the data that they take
     plain       every device: torch, where there is nothing faster; `reference`, slow and obvious, for tests
-    cpu         C++ that reads blocks in place, compiled at first use from `native`
+    cpu         C++ that reads blocks in place, from `native`: a wheel's for this CPU, or compiled at first use
     gpu         Triton kernels for CUDA devices
     agreement   every kernel of a device beside plain torch, at the shapes of one model; nothing else imports it
 

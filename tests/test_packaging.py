@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,6 +15,8 @@ import pytest
 
 from common import __version__
 from common.packages import PACKAGES
+from kernels.cpu.build import load_native
+from kernels.cpu.instruction_sets import features_here, of_machine, that_run
 
 TRANSFORMERS = """
 import sys
@@ -26,8 +30,12 @@ print(kernels.__file__, tuple(model(torch.tensor([[1, 2, 3]])).logits.shape))
 """
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+LOADED = "from kernels.cpu.build import load_native; print(load_native()._name)"
+
+
+def run(*command: str, timeout_s: float = 110, **environment: str) -> str:
+    settings = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=settings)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -37,15 +45,31 @@ def project(pytestconfig: pytest.Config) -> dict[str, Any]:
     return tomllib.loads((pytestconfig.rootpath / "pyproject.toml").read_text())
 
 
+def build(root: Path, source: Path, out: Path, timeout_s: float = 110, **environment: str) -> Path:
+    """The wheel, built from a copy of what belongs in it, so that the build leaves nothing in the tree."""
+    for name in (*PACKAGES, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        (source / name).symlink_to(root / name)
+    command = (sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source))
+    run(*command, timeout_s=timeout_s, **environment)
+    return next(out.glob("*.whl"))
+
+
 @pytest.fixture(scope="module")
 def wheel(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of what belongs in it, so that the build leaves nothing in the tree."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
-        if (pytestconfig.rootpath / name).exists():
-            (source / name).symlink_to(pytestconfig.rootpath / name)
-    run(sys.executable, "-P", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source))
-    return next(out.glob("*.whl"))
+    folders = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    return build(pytestconfig.rootpath, *folders, DIPTYCH_KERNELS="")
+
+
+@pytest.fixture(scope="module")
+def wheel_with_kernels(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel with all libraries, from a compiler that takes no time: it copies the one that this machine has."""
+    loaded = load_native() or pytest.skip("no C++ compiler here")
+    compiler = tmp_path_factory.mktemp("compiler") / "g++"
+    linked = f'for last; do :; done; case "$1" in -shared) cp {loaded._name} "$last";; esac'
+    compiler.write_text(f"#!/bin/sh\n{linked}\n")
+    compiler.chmod(0o755)
+    folders = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    return build(pytestconfig.rootpath, *folders, DIPTYCH_KERNELS="all", CXX=str(compiler))
 
 
 def test_the_list_of_packages_is_the_tree(project: dict[str, Any]) -> None:
@@ -94,6 +118,62 @@ def test_the_installed_wheel_runs_without_its_dependencies(wheel: Path, tmp_path
     pip = (sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--python", str(tmp_path / "venv"))
     run(*pip, "install", "--no-deps", "--no-index", str(wheel))
     assert run(str(tmp_path / "venv" / "bin" / "diptych"), "--version") == f"diptych {__version__}\n"
+
+
+def test_a_wheel_with_kernels_is_for_one_kind_of_machine(wheel: Path, wheel_with_kernels: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert re.search(rf"-py3-none-manylinux_2_\d+_{platform.machine()}\.whl$", wheel_with_kernels.name)
+    with zipfile.ZipFile(wheel_with_kernels) as archive:
+        held = {name for name in archive.namelist() if name.endswith(".so")}
+    assert held == {f"kernels/native/built/{each.name}.so" for each in of_machine(platform.machine())}
+
+
+def test_an_installed_wheel_with_kernels_calls_no_compiler(wheel_with_kernels: Path, tmp_path: Path) -> None:
+    """Neither what is on the path, where nothing is, nor what CXX names."""
+    best, *_ = that_run(platform.machine(), features_here()) or pytest.skip("a CPU for which no wheel has a library")
+    called = tmp_path / "called"
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\n: > {called}\n")
+    compiler.chmod(0o755)
+    with zipfile.ZipFile(wheel_with_kernels) as archive:
+        archive.extractall(tmp_path / "site")
+    places = {"PYTHONPATH": str(tmp_path / "site"), "DIPTYCH_CACHE": str(tmp_path / "cache")}
+    loaded = run(sys.executable, "-P", "-c", LOADED, PATH="", CXX=str(compiler), DIPTYCH_MARCH="", **places)
+    assert loaded == f"{tmp_path / 'site' / 'kernels' / 'native' / 'built' / best.name}.so\n"
+    assert not called.exists() and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_kernels_of_a_real_wheel_pass_their_tests(repository: Path, tmp_path: Path) -> None:
+    """Compiled for others, each library that this CPU runs computes what the plain loops do."""
+    sets = that_run(platform.machine(), features_here()) or pytest.skip("a CPU for which no wheel has a library")
+    (tmp_path / "source").mkdir()
+    names = ",".join(each.name for each in sets)
+    built = build(repository, tmp_path / "source", tmp_path / "wheel", 2000, DIPTYCH_KERNELS=names)
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(tmp_path / "site")
+    (site := tmp_path / "site" / "tests").symlink_to(repository / "tests")
+    (tmp_path / "site" / "pyproject.toml").symlink_to(repository / "pyproject.toml")
+    tests = [str(site / "kernels" / f"test_{name}.py") for name in ("attention", "linear", "nibbles", "program")]
+    command = (sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PATH": "", "DIPTYCH_CACHE": str(tmp_path)}
+    environment.pop("CXX", None)
+    for each in sets:  # the best is chosen, then taken away
+        done = subprocess.run(
+            (*command, *tests), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800
+        )
+        assert done.returncode == 0, each.name + done.stdout[-4000:] + done.stderr[-2000:]
+        assert "no C++ compiler" not in done.stdout
+        (tmp_path / "site" / "kernels" / "native" / "built" / f"{each.name}.so").unlink()
+    assert not (tmp_path / "native").exists()
+
+
+def test_a_wheel_refuses_instruction_sets_that_it_does_not_know(repository: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"DIPTYCH_KERNELS": "sse9"}
+    command = (sys.executable, "-P", str(repository / "setup.py"), "build_py", "--build-lib", str(tmp_path))
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=110, env=environment)
+    assert done.returncode != 0 and "DIPTYCH_KERNELS: no 'sse9'" in done.stderr
 
 
 def test_transformers_is_undisturbed_by_our_kernels(repository: Path, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ asked for at a hundred places is made once and kept at the root.
 {{- range $name, $model := .root.Values.models }}
 {{- if $model }}
 {{- $source := merge (dict "type" (include "diptych.sourceType" (dict "source" $model.source))) $model.source }}
+{{- include "diptych.checkCache" (dict "source" $source "name" $name) }}
+{{- if $source.cacheVolume }}{{ $_ := set $source "cacheClaim" (include "diptych.objectName" (dict "root" $.root "role" "model" "name" $name)) }}{{ end }}
 {{- $entry := merge (dict "name" (toString $name) "source" $source) $model }}
 {{- with $model.tokenizer }}
 {{- $_ := set $entry "tokenizer" (merge (dict "type" (include "diptych.sourceType" (dict "source" .))) .) }}
@@ -46,6 +48,16 @@ asked for at a hundred places is made once and kept at the root.
 {{- fail "models is empty: name a model, for example --set models.smollm2-135m.source.id=smollm2-135m" }}
 {{- end }}
 {{- toYaml (dict "models" $models) }}
+{{- end }}
+
+{{/* Refuses a cache that is said twice, and a Job that would fetch into a volume of its own: (source, name). */}}
+{{- define "diptych.checkCache" -}}
+{{- if and .source.cacheVolume .source.cacheClaim }}
+{{- fail (printf "models.%s.source has cacheClaim %s, which is there already, and cacheVolume, which the chart makes: take one" .name .source.cacheClaim) }}
+{{- end }}
+{{- if and .source.prefetch (not (or .source.cacheVolume .source.cacheClaim)) }}
+{{- fail (printf "models.%s.source.prefetch needs a volume for all pods: cacheVolume.size, or cacheClaim" .name) }}
+{{- end }}
 {{- end }}
 
 {{/* The entry of `models` that a pool belongs to, as YAML: (root, name, for). */}}

@@ -74,15 +74,32 @@ overridden. On pods (`pod`) none that changes with the chart alone: a new chart 
 {{- if and (contains "/" .) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}true{{ end }}
 {{- end }}
 
-{{/* Everything that is said of an image, as YAML: (root, kind), for a pool also `image`, its own. */}}
+{{/* Which of the worker's images a pool has, by its accelerator: cpu, cuda or rocm; none for intel: (vendor). */}}
+{{- define "diptych.imageVariant" -}}
+{{- get (dict "none" "cpu" "nvidia" "cuda" "amd" "rocm") (.vendor | default "none") }}
+{{- end }}
+
+{{/*
+Everything that is said of an image, as YAML: (root, kind), for a worker also `vendor`, its accelerator's, and for a pool
+`image`, its own.
+*/}}
 {{- define "diptych.imageValues" -}}
 {{- $image := mustMergeOverwrite (dict) (mustDeepCopy (index .root.Values.images .kind)) (mustDeepCopy (.image | default dict)) }}
-{{- /* A tag or repository of the pool's own is not what the digest of all workers stands for. */}}
-{{- if and .image (or .image.tag .image.repository) (not .image.digest) }}{{ $_ := set $image "digest" "" }}{{ end }}
+{{- $variant := ternary (include "diptych.imageVariant" .) "" (eq .kind "worker") }}
+{{- /* A tag or repository of the pool's own is not what the digests of all workers stand for. */}}
+{{- if and .image (or .image.tag .image.repository) (not .image.digest) }}{{ $_ := set $image "digest" "" }}
+{{- else if not $image.digest }}{{ $_ := set $image "digest" (get ($image.digests | default dict) $variant) }}
+{{- end }}
+{{- if not $image.tag }}
+{{- if and (eq .kind "worker") (not $variant) (not $image.digest) }}
+{{- fail (printf "no worker image is built for accelerator.vendor %s: set image.repository and image.tag of its pool to your own" .vendor) }}
+{{- end }}
+{{- $_ := set $image "tag" (ternary (printf "%s-%s" .root.Chart.AppVersion $variant) .root.Chart.AppVersion (ne $variant "")) }}
+{{- end }}
 {{- if not (include "diptych.hasHost" $image.repository) }}
 {{- $whole := printf "%s/%s" (trimSuffix "/" .root.Values.images.registry) $image.repository }}
 {{- if not (include "diptych.hasHost" $whole) }}
-{{- fail (printf "no image is published, and %q names no host: build the Dockerfile's targets router and worker, push them, and set images.registry, for example --set images.registry=ghcr.io/acme (images loaded into kind or minikube: docker.io/library)" (trimPrefix "/" $whole)) }}
+{{- fail (printf "no image is published, and %q names no host: build and push your own (make images REGISTRY=...), and set images.registry, for example --set images.registry=ghcr.io/acme (images loaded into kind or minikube: docker.io/library)" (trimPrefix "/" $whole)) }}
 {{- end }}
 {{- $_ := set $image "repository" $whole }}
 {{- end }}
@@ -95,7 +112,7 @@ overridden. On pods (`pod`) none that changes with the chart alone: a new chart 
 {{- if $image.digest }}
 {{- printf "%s@%s" $image.repository $image.digest }}
 {{- else }}
-{{- printf "%s:%s" $image.repository ($image.tag | default .root.Chart.AppVersion) }}
+{{- printf "%s:%s" $image.repository $image.tag }}
 {{- end }}
 {{- end }}
 

@@ -121,7 +121,7 @@ lifecycle:
   persistentVolumeClaim: {claimName: {{ .source.claimName | quote }}, readOnly: true}
 {{- else if eq .source.type "image" }}
 - name: {{ ternary (printf "model-%s" .name) "model" $each }}
-  image: {reference: {{ .source.reference | quote }}, pullPolicy: {{ .source.pullPolicy | default "IfNotPresent" }}}
+  image: {reference: {{ trimPrefix "oci://" .source.reference | quote }}, pullPolicy: {{ .source.pullPolicy | default "IfNotPresent" }}}
 {{- end }}
 {{- end }}
 {{- with .root.Values.curve.existingSecret }}
@@ -140,12 +140,15 @@ lifecycle:
 {{- end }}
 {{- end }}
 
-{{/* Fetches a hub model before the process starts; its log shows the progress: (root, kind, model, spec, container). */}}
+{{/*
+Fetches a hub model, its log shows the progress: (root, kind, model, spec, container). A router's fetches no weights unless
+told (weights).
+*/}}
 {{- define "diptych.fetchContainer" -}}
 - name: {{ .container | default "fetch-model" }}
-  {{- include "diptych.imageOf" (dict "root" .root "kind" .kind "image" .spec.image) | nindent 2 }}
+  {{- include "diptych.imageOf" (dict "root" .root "kind" .kind "image" .spec.image "vendor" (.spec.accelerator | default dict).vendor) | nindent 2 }}
   command: [diptych, fetch]
-  args: [{{ .model.source.id | quote }}{{ if eq .kind "router" }}, --no-weights{{ end }}]
+  args: [{{ .model.source.id | quote }}{{ if and (eq .kind "router") (not .weights) }}, --no-weights{{ end }}]
   env:
     {{- include "diptych.environment" (dict "root" .root) | nindent 4 }}
     - {name: TQDM_MININTERVAL, value: "10"}

@@ -1,1 +1,1 @@
-"""The CPU: C++ kernels from `kernels/native`, built at first use and called through ctypes."""
+"""The CPU: C++ kernels of `kernels/native`, called through ctypes; a wheel's for this CPU, or compiled at first use."""

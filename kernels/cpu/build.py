@@ -1,4 +1,7 @@
-"""Compiles `native/` for this machine, once, and loads it. Without a C++ compiler plain torch serves instead."""
+"""Loads the kernels of `native/`: those that the wheel brings for this CPU, or else compiled for this machine, once.
+
+Without either plain torch serves instead.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,30 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch  # loads the OpenMP runtime whose threads the library shares
 
+from kernels.cpu.compiler import COMPILE_TIMEOUT_S, COMPILERS, FLAGS, SOURCES, compile_here, find_compiler
+from kernels.cpu.instruction_sets import features_here, that_run
+
 log = logging.getLogger("kernels")
 
-SOURCES = Path(__file__).parents[1] / "native"
-FLAGS = (
-    *("-O3", "-std=c++17", "-fPIC", "-fno-semantic-interposition"),
-    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),  # never -ffast-math: infinities are used
-)
-COMPILERS = ("c++", "g++", "clang++")
-COMPILE_TIMEOUT_S = 120.0
-"""Also how long a process waits for another one that compiles the same library."""
+SHIPPED = SOURCES / "built"
+"""Where an installed wheel has libraries for several kinds of CPU (setup.py); a source checkout has none."""
 
 
 @functools.cache
 def load_native() -> ctypes.CDLL | None:
-    """The library, compiled at a machine's first call and kept in the cache; None, and a warning, without one."""
+    """The library, chosen or compiled at a machine's first call; None, and a warning, without one."""
+    if (shipped := _shipped()) is not None:
+        return shipped
     try:
         library = _load(_cache_folder())
     except (OSError, subprocess.SubprocessError) as error:
@@ -44,12 +45,24 @@ def load_native() -> ctypes.CDLL | None:
     return library
 
 
+def _shipped() -> ctypes.CDLL | None:
+    """The wheel's best library that this CPU runs. None where there is none, or DIPTYCH_MARCH names a kind of CPU."""
+    if os.environ.get("DIPTYCH_MARCH") or not SHIPPED.is_dir():
+        return None
+    for each in that_run(platform.machine(), features_here()):
+        if (library := _built(SHIPPED / f"{each.name}.so", "trying the next")) is not None:
+            log.info("CPU kernels: built for %s, %d threads", each.name, torch.get_num_threads())
+            return library
+    log.warning("none of the kernels in %s runs on this CPU: compiling them for it", SHIPPED)
+    return None
+
+
 def _cache_folder() -> Path:
     return Path(os.environ.get("DIPTYCH_CACHE") or Path.home() / ".cache" / "diptych") / "native"
 
 
 def _load(folder: Path) -> ctypes.CDLL:
-    compiler = os.environ.get("CXX") or next((found for name in COMPILERS if (found := shutil.which(name))), "")
+    compiler = find_compiler()
     target = folder / f"kernels-{_key(compiler)}.so"
     if (library := _built(target)) is not None:
         return library
@@ -57,17 +70,21 @@ def _load(folder: Path) -> ctypes.CDLL:
         raise OSError("no C++ compiler among " + ", ".join(COMPILERS))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _turn(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        return _built(target) or _build(compiler, Path(scratch), target)
+        if (library := _built(target)) is not None:
+            return library
+        log.info("compiling CPU kernels for this machine, about 20 s, once")
+        compile_here(compiler, (_kind(),), Path(scratch)).replace(target)
+        return ctypes.CDLL(str(target))
 
 
-def _built(target: Path) -> ctypes.CDLL | None:
+def _built(target: Path, otherwise: str = "building it again") -> ctypes.CDLL | None:
     """The library that was built before, if it is there and loads."""
     if not target.exists():
         return None
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
-        log.warning("%s does not load (%s): building it again", target, error)
+        log.warning("%s does not load (%s): %s", target, error, otherwise)
         return None
 
 
@@ -88,37 +105,6 @@ def _turn(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(held)
-
-
-def _attempts() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Flags to compile and to link with, best first: torch's own OpenMP runtime, the compiler's, or a single thread."""
-    if sys.platform == "darwin":  # its compiler hides OpenMP, and its linker refuses undefined symbols unless asked
-        yield ("-Xpreprocessor", "-fopenmp"), ("-undefined", "dynamic_lookup")
-    yield ("-fopenmp",), ()
-    yield ("-fopenmp",), ("-fopenmp",)
-    yield (), ()
-
-
-def _build(compiler: str, scratch: Path, target: Path) -> ctypes.CDLL:
-    log.info("compiling CPU kernels for this machine, about 20 s, once")
-    failure: OSError | subprocess.SubprocessError = OSError("no attempt was made")
-    for compile_flags, link_flags in _attempts():
-        objects, library = scratch / "kernels.o", scratch / "kernels.so"
-        try:
-            flags = (_kind(), *FLAGS, *compile_flags)
-            _run(compiler, *flags, "-c", str(SOURCES / "native.cpp"), "-o", str(objects))
-            _run(compiler, "-shared", *link_flags, str(objects), "-o", str(library))
-            ctypes.CDLL(str(library))  # unresolved symbols show here, before other processes see the file
-        except (OSError, subprocess.SubprocessError) as error:
-            failure = error
-            continue
-        library.replace(target)
-        return ctypes.CDLL(str(target))
-    raise failure
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S, text=True)
 
 
 def _key(compiler: str) -> str:

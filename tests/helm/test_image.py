@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -35,9 +36,10 @@ def stages(pytestconfig: pytest.Config) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def pins(repository: Path) -> dict[str, Version]:
-    lines = (repository / "image-constraints.txt").read_text(encoding="utf-8").splitlines()
-    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+def pins(repository: Path, name: str = "constraints") -> dict[str, Version]:
+    """Package -> version of a file of images/."""
+    text = (repository / "images" / f"{name}.txt").read_text(encoding="utf-8")
+    pairs = re.findall(r"(?m)^([\w-]+)==([\w.]+)", text)
     return {name.lower().replace("_", "-"): Version(version) for name, version in pairs}
 
 
@@ -52,7 +54,7 @@ def test_the_linter_finds_nothing(repository: Path) -> None:
 def test_both_images_run_as_nobody_in_particular(stages: dict[str, list[tuple[str, str]]]) -> None:
     for target in ("router", "worker"):
         instructions = dict(stages[target])
-        assert instructions["FROM"].startswith("base")
+        assert instructions["FROM"].startswith({"router": "base", "worker": "system-"}[target])
         assert instructions["USER"] == "10001:10001"
         assert instructions["ENTRYPOINT"] == '["diptych"]'
         assert "/health" in instructions["HEALTHCHECK"]
@@ -63,14 +65,27 @@ def test_both_images_run_as_nobody_in_particular(stages: dict[str, list[tuple[st
     for label in ("title", "version", "revision", "licenses"):
         assert f"org.opencontainers.image.{label}=" in labels
     bases = {rest for name in stages for instruction, rest in stages[name] if instruction == "FROM"}
-    assert {base.partition(" ")[0] for base in bases} == {"${PYTHON_IMAGE}", "base"}
+    assert {base.partition(" ")[0] for base in bases} == {"${PYTHON_IMAGE}", "base", "system-${ACCELERATOR}"}
+    assert {f"system-{variant}" for variant in ("cpu", "cuda", "rocm")} <= stages.keys()
+
+
+def test_only_where_triton_compiles_is_a_compiler(stages: dict[str, list[tuple[str, str]]]) -> None:
+    installs = {name: " ".join(rest for each, rest in stages[name] if each == "RUN") for name in stages}
+    assert {name for name, text in installs.items() if "gcc" in text} == {"system-cuda", "system-rocm"}
+    assert {name for name, text in installs.items() if "g++" in text} == {"wheel"}
+    assert ("ENV", "DIPTYCH_KERNELS=${KERNELS}") in stages["wheel"] and ("ARG", "KERNELS=all") in stages["wheel"]
+
+
+def test_a_driver_that_is_too_old_is_refused(stages: dict[str, list[tuple[str, str]]]) -> None:
+    (line,) = [rest for instruction, rest in stages["system-cuda"] if instruction == "ENV"]
+    assert 'NVIDIA_REQUIRE_CUDA="cuda>=${CUDA_VERSION}"' in line
 
 
 def test_the_build_sees_all_code_and_nothing_else(repository: Path) -> None:
     lines = (repository / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in lines
     allowed = {line[1:] for line in lines if line.startswith("!")}
-    assert allowed == {*PACKAGES, "pyproject.toml", "image-constraints.txt", "README.md", "LICENSE"}
+    assert allowed == {*PACKAGES, "pyproject.toml", "setup.py", "images/*.txt", "README.md", "LICENSE"}
 
 
 def test_every_dependency_is_pinned_within_its_range(repository: Path) -> None:
@@ -82,10 +97,25 @@ def test_every_dependency_is_pinned_within_its_range(repository: Path) -> None:
     for line in (*project["dependencies"], *extras):
         requirement = Requirement(line)
         name = requirement.name.lower().replace("_", "-")
-        assert name in held, f"{name} is not in image-constraints.txt"
+        assert name in held, f"{name} is not in images/constraints.txt"
         assert requirement.specifier.contains(held[name]), f"{line} does not allow {held[name]}"
     tested = (repository / "constraints.txt").read_text(encoding="utf-8")
     assert f"torch=={held['torch']}" in tested
+
+
+@pytest.mark.parametrize("image", ("router", "worker"))
+def test_what_an_image_installs_is_pinned_by_hash(repository: Path, image: str) -> None:
+    """Every file of the versions in constraints.txt, and of no others; `make lock` writes them."""
+    held, known = pins(repository, image), pins(repository)
+    assert held and held == {name: known[name] for name in held}
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"][image]]
+    wanted = {Requirement(line).name.lower().replace("_", "-") for line in lines} - {"torch"}
+    assert wanted <= held.keys()
+    entries = re.split(r"\n(?=\w)", (repository / "images" / f"{image}.txt").read_text(encoding="utf-8"))[1:]
+    assert len(entries) == len(held)
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+    assert "://" not in "".join(entries)  # no index is named
 
 
 def pip_command(stages: dict[str, list[tuple[str, str]]], target: str) -> str:
@@ -96,15 +126,24 @@ def pip_command(stages: dict[str, list[tuple[str, str]]], target: str) -> str:
 
 def build(command: str, environment: Path, source: Path, wheels: Path) -> None:
     """Run a stage's command with this environment's python, and its paths turned into ours."""
+    python = str(environment / "bin" / "python")
     places = {
         "/wheels": str(wheels),
-        "/etc/diptych/constraints.txt": str(source / "image-constraints.txt"),
-        "python -m pip": f"{environment / 'bin' / 'python'} -m pip --disable-pip-version-check --quiet",
+        "/etc/diptych/": f"{source / 'images'}/",
+        "python -m pip": f"{python} -m pip --disable-pip-version-check --quiet",
+        "python -c": f"{python} -c",
     }
     for place, here in places.items():
         command = command.replace(place, here)
+    settings = os.environ | {"ACCELERATOR": "cpu", "TORCH_INDEX": "", "DIPTYCH_KERNELS": ""}
     done = subprocess.run(
-        ["sh", "-ec", command], cwd=source, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+        ["sh", "-ec", command],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_TIMEOUT_S,
+        check=False,
+        env=settings,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -119,9 +158,11 @@ def test_the_pip_steps_bring_exactly_the_pinned_versions(
     source.mkdir()
     for line in (repository / ".dockerignore").read_text(encoding="utf-8").splitlines():
         if line.startswith("!"):
-            here = repository / line[1:]
-            copy = shutil.copytree if here.is_dir() else shutil.copy
-            copy(here, source / line[1:])
+            for here in repository.glob(line[1:]):
+                target = source / here.relative_to(repository)
+                target.parent.mkdir(exist_ok=True)
+                copy = shutil.copytree if here.is_dir() else shutil.copy
+                copy(here, target)
     venv.create(environment, with_pip=True)
     build(pip_command(stages, "wheel"), environment, source, wheels)
     build(pip_command(stages, target), environment, source, wheels)

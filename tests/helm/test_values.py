@@ -15,7 +15,7 @@ import yaml
 
 from common.config import RouterConfig
 
-from .chart import CHART, Refused, render
+from .chart import CHART, Refused, Rendered, render
 
 pytestmark = pytest.mark.helm
 
@@ -253,7 +253,7 @@ def test_a_model_and_a_pool_are_set_from_the_command_line(either_helm: Path) -> 
     replicas = {item["metadata"]["name"]: item["spec"]["replicas"] for item in objects}
     assert replicas == {"demo-diptych-router-qwen": 1, "demo-diptych-decode-default": 3}
     images = [each["image"] for item in objects for each in item["spec"]["template"]["spec"]["containers"]]
-    assert sorted(images) == ["ghcr.io/acme/diptych-router:0.1.0", "ghcr.io/acme/diptych-worker:0.1.0"]
+    assert sorted(images) == ["ghcr.io/acme/diptych-router:0.1.0", "ghcr.io/acme/diptych-worker:0.1.0-cpu"]
 
 
 def test_an_overlay_takes_entries_away_and_a_pool_belongs_to_the_model_of_its_name(helm4: Path, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_an_overlay_takes_entries_away_and_a_pool_belongs_to_the_model_of_its_na
 @pytest.mark.parametrize(
     ("images", "name"),
     (
-        ({"registry": "ghcr.io/acme/"}, "ghcr.io/acme/diptych-worker:0.1.0"),
+        ({"registry": "ghcr.io/acme/"}, "ghcr.io/acme/diptych-worker:0.1.0-cpu"),
         (
             {"registry": "", "worker": {"repository": "localhost/w"}, "router": {"repository": "h:5000/r"}},
             "localhost/w",
@@ -283,7 +283,7 @@ def test_images_have_whole_names(helm4: Path, images: dict[str, Any], name: str)
 
 def test_without_a_host_an_image_is_refused(either_helm: Path) -> None:
     for images in ({"registry": ""}, {"registry": "acme"}):
-        with pytest.raises(Refused, match=r"names no host: build the .* --set images\.registry=ghcr\.io/acme"):
+        with pytest.raises(Refused, match=r"names no host: build and push .* --set images\.registry=ghcr\.io/acme"):
             render(either_helm, over={"images": images})
 
 
@@ -298,6 +298,35 @@ def test_a_pool_may_have_an_image_of_its_own(helm4: Path) -> None:
         assert {each["image"] for each in (*spec["initContainers"], *spec["containers"])} == {
             "registry.example.com/diptych-worker" + end
         }
+
+
+def image_of(rendered: Rendered, pool: str) -> str:
+    spec = rendered.named("Deployment", f"demo-diptych-decode-{pool}")["spec"]["template"]["spec"]
+    (image,) = {each["image"] for each in (*spec["initContainers"], *spec["containers"])}
+    return str(image).partition("diptych-worker")[2]
+
+
+def test_a_pool_s_image_is_that_of_its_accelerator(helm4: Path) -> None:
+    pools = {vendor: {"accelerator": {"vendor": vendor}} for vendor in ("none", "nvidia", "amd")}
+    over: dict[str, Any] = {"decode": {"pools": pools}}
+    ends = {pool: image_of(render(helm4, over=over), pool) for pool in pools}
+    assert ends == {"none": ":0.1.0-cpu", "nvidia": ":0.1.0-cuda", "amd": ":0.1.0-rocm"}
+
+    digests = {"cpu": "sha256:" + "c" * 64, "cuda": "sha256:" + "d" * 64}
+    over["images"] = {"worker": {"digests": digests}}
+    ends = {pool: image_of(render(helm4, over=over), pool) for pool in pools}
+    assert ends == {"none": f"@{digests['cpu']}", "nvidia": f"@{digests['cuda']}", "amd": ":0.1.0-rocm"}
+
+    over["decode"] = {"pools": {"none": {"image": {"tag": "mine"}}}}
+    assert image_of(render(helm4, over=over), "none") == ":mine"
+
+
+def test_an_accelerator_without_an_image_needs_one(helm4: Path) -> None:
+    pool: dict[str, Any] = {"accelerator": {"vendor": "intel", "device": "xpu"}}
+    with pytest.raises(Refused, match=r"no worker image is built for accelerator\.vendor intel: set image\.repository"):
+        render(helm4, over={"decode": {"pools": {"default": pool}}})
+    pool["image"] = {"tag": "xpu"}
+    assert image_of(render(helm4, over={"decode": {"pools": {"default": pool}}}), "default") == ":xpu"
 
 
 def test_notes_say_that_the_test_has_no_key(helm4: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu import build as native_build
+from kernels.cpu.instruction_sets import features_here, of_machine, that_run
 
 pytestmark = pytest.mark.timeout(400)  # of compilers, on any machine
 
@@ -103,3 +105,53 @@ def test_processes_that_start_together_compile_once(calls: Path) -> None:
     started = [subprocess.Popen([sys.executable, "-P", "-c", program]) for _ in range(2)]
     assert [process.wait(350) for process in started] == [0, 0]
     assert len(set(calls.read_text().split())) == 1, "both of them compiled"
+
+
+@pytest.fixture
+def shipped(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel's folder with a library for each kind of CPU, all of them this machine's, and no compiler."""
+    folder = tmp_path / "built"
+    folder.mkdir()
+    for each in of_machine(platform.machine()):
+        (folder / f"{each.name}.so").write_bytes(library.read_bytes())
+    monkeypatch.setattr(native_build, "SHIPPED", folder)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("DIPTYCH_MARCH", raising=False)
+    return folder
+
+
+def test_a_wheel_s_library_is_chosen_and_nothing_is_compiled(shipped: Path, tmp_path: Path) -> None:
+    best, *_ = that_run(platform.machine(), features_here()) or pytest.skip("a CPU for which no wheel has a library")
+    loaded = native_build.load_native.__wrapped__()
+    assert loaded is not None and loaded._name == str(shipped / f"{best.name}.so")
+    assert not (tmp_path / "native").exists()
+
+
+def test_a_library_that_does_not_load_makes_room_for_the_next(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    best, second, *_ = of_machine(platform.machine())
+    monkeypatch.setattr(native_build, "features_here", lambda: best.needs | second.needs)
+    damaged = shipped / "damaged"
+    damaged.write_bytes(b"not a library")
+    damaged.replace(shipped / f"{best.name}.so")
+    loaded = native_build.load_native.__wrapped__()
+    assert loaded is not None and loaded._name == str(shipped / f"{second.name}.so")
+    assert "trying the next" in caplog.text
+
+
+def test_a_cpu_that_no_library_fits_compiles(
+    shipped: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # of the compiler, a script
+    monkeypatch.setattr(native_build, "features_here", frozenset)
+    assert native_build.load_native.__wrapped__() is not None
+    assert calls.exists() and "compiling them for it" in caplog.text
+
+
+def test_a_kind_that_is_named_is_compiled(shipped: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("DIPTYCH_MARCH", "x86-64-v3")
+    assert native_build.load_native.__wrapped__() is not None
+    assert calls.exists()

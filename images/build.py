@@ -1,0 +1,191 @@
+"""Builds the images by docker, podman or buildah, and where told pushes them and notes their digests: `make images`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINES = ("docker", "podman", "buildah")
+HOST = re.compile(r"^([\w-]+\.[\w.-]+|[\w.-]+:\d+|localhost)(/[\w./-]+)?$")
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "common" / "__init__.py").read_text())[1]  # type: ignore[index]
+
+
+class ReleaseError(Exception):
+    """Something that whoever calls must set, install or repair."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image: a target of the Dockerfile, for a worker with what it computes on."""
+
+    target: str
+    accelerator: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.target}-{self.accelerator}" if self.accelerator else self.target
+
+    def reference(self, registry: str, version: str) -> str:
+        tag = f"{version}-{self.accelerator}" if self.accelerator else version
+        return f"{registry}/diptych-{self.target}:{tag}"
+
+
+IMAGES = (Image("router"), *(Image("worker", accelerator) for accelerator in ("cpu", "cuda", "rocm")))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where images go, and of what they are made."""
+
+    registry: str
+    engine: str
+    push: bool = False
+    python_image: str = ""
+    torch_index: tuple[tuple[str, str], ...] = ()
+    """(accelerator, address of an index)"""
+    cuda_version: str = ""
+    pip_conf: str = ""
+
+
+def checked_registry(registry: str) -> str:
+    """A host, and what follows it. Raises ReleaseError."""
+    found = registry.strip().removesuffix("/")
+    if not HOST.match(found):
+        given = f"{found!r} names no host" if found else "it is not set"
+        raise ReleaseError(
+            f"REGISTRY: {given}. Set the host and path that images are pushed to, for example REGISTRY=ghcr.io/acme; "
+            "nodes would turn a short name into somebody else's image."
+        )
+    return found
+
+
+def chosen_images(names: str) -> tuple[Image, ...]:
+    """All of them, or those named between commas. Raises ReleaseError."""
+    known = {image.name: image for image in IMAGES}
+    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(known)
+    if unknown := [name for name in wanted if name not in known]:
+        raise ReleaseError(f"IMAGES: no {unknown[0]!r}; they are {', '.join(known)}")
+    return tuple(known[name] for name in wanted)
+
+
+def chosen_engine(name: str) -> str:
+    """The program that builds. Raises ReleaseError."""
+    if found := next((each for each in ([name] if name else ENGINES) if shutil.which(each)), ""):
+        return found
+    raise ReleaseError(f"ENGINE: {name or 'none of ' + ', '.join(ENGINES)} is not installed here")
+
+
+def build_command(image: Image, options: Options, *, revision: str, epoch: str, version: str = VERSION) -> list[str]:
+    """The command that builds an image."""
+    arguments = {"VERSION": version, "REVISION": revision, "SOURCE_DATE_EPOCH": epoch}
+    if options.python_image:
+        arguments["PYTHON_IMAGE"] = options.python_image
+    if image.accelerator:
+        arguments["ACCELERATOR"] = image.accelerator
+        if index := dict(options.torch_index).get(image.accelerator):
+            arguments["TORCH_INDEX"] = index
+    if image.accelerator == "cuda" and options.cuda_version:
+        arguments["CUDA_VERSION"] = options.cuda_version
+    command = [options.engine, "build", "--target", image.target, "--tag", image.reference(options.registry, version)]
+    command += [part for key, value in arguments.items() for part in ("--build-arg", f"{key}={value}")]
+    if options.pip_conf:
+        command += ["--secret", f"id=pip,src={options.pip_conf}"]
+    return [*command, str(ROOT)]
+
+
+def run(*command: str) -> str:
+    """What a program printed. Raises ReleaseError with the end of what it said."""
+    print("+", " ".join(command), flush=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise ReleaseError(f"{command[0]} {command[1]} ended with {done.returncode}: {done.stdout[-2000:].strip()}")
+    return done.stdout
+
+
+def push(engine: str, reference: str) -> str:
+    """Push an image: its digest in the registry. Raises ReleaseError."""
+    if engine == "docker":
+        run(engine, "push", reference)
+        repository = reference.rpartition(":")[0]
+        names = json.loads(run(engine, "image", "inspect", "--format", "{{json .RepoDigests}}", reference))
+        found = next((name.partition("@")[2] for name in names if name.startswith(f"{repository}@")), "")
+    else:
+        with tempfile.NamedTemporaryFile("r") as file:
+            run(engine, "push", "--digestfile", file.name, reference)
+            found = file.read().strip()
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", found):
+        raise ReleaseError(f"{engine} names no digest of {reference} after the push")
+    return found
+
+
+def revision_and_epoch() -> tuple[str, str]:
+    """The commit, and when it was made. ("unknown", "0") outside a repository."""
+    command = ("git", "log", "-1", "--format=%H %ct")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    revision, _, epoch = done.stdout.strip().partition(" ")
+    return (revision, epoch) if done.returncode == 0 else ("unknown", "0")
+
+
+def build(images: Sequence[Image], options: Options) -> dict[str, str]:
+    """Image's name -> its digest, "" where nothing is pushed."""
+    revision, epoch = revision_and_epoch()
+    digests = {}
+    for image in images:
+        run(*build_command(image, options, revision=revision, epoch=epoch))
+    for image in images:  # nothing is published unless all could be built
+        digests[image.name] = push(options.engine, image.reference(options.registry, VERSION)) if options.push else ""
+    return digests
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--registry", default="", help="host and path of the images")
+    parser.add_argument("--images", default="", help="those to build, between commas; all")
+    parser.add_argument("--engine", default="", help=f"{', '.join(ENGINES)}; the first that is installed")
+    parser.add_argument("--push", default="", choices=("", "yes", "no"), help="yes: push what was built")
+    parser.add_argument("--python-image", default="", help="base image, in a release with its digest")
+    parser.add_argument("--torch-index", default="", help="ACCELERATOR=ADDRESS,...: indexes with builds of torch")
+    parser.add_argument("--cuda-version", default="", help="what the node's driver must support")
+    parser.add_argument("--pip-conf", default="", help="pip's settings during the build")
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    """Raises ReleaseError."""
+    pairs = [pair.partition("=") for pair in arguments.torch_index.split(",") if pair]
+    variants = {image.accelerator for image in IMAGES} - {""}
+    if wrong := next((key for key, _, address in pairs if key not in variants or not address), ""):
+        raise ReleaseError(f"TORCH_INDEX: {wrong!r}: write ACCELERATOR=ADDRESS, of {', '.join(sorted(variants))}")
+    return Options(
+        checked_registry(arguments.registry),
+        chosen_engine(arguments.engine),
+        arguments.push == "yes",
+        arguments.python_image,
+        tuple((key, address) for key, _, address in pairs),
+        arguments.cuda_version,
+        arguments.pip_conf,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    images = chosen_images(arguments.images)
+    options = options_of(arguments)
+    for name, digest in build(images, options).items():
+        print(name, digest or "(not pushed)")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ReleaseError as error:
+        sys.exit(f"make images: {error}")

@@ -1,0 +1,46 @@
+"""Writes router.txt and worker.txt, what the images install, with the hashes of all files: `make lock`.
+
+Versions are those of constraints.txt. torch is not among them: which build it is depends on the accelerator, so the
+Dockerfile installs it by version, and what a build brings along (CUDA's libraries, Triton) it pins itself.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+EXTRAS = {"router": ("router", "tracing", "hub"), "worker": ("worker", "hub")}
+OF_TORCH = re.compile(r"^(torch|triton|nvidia-|cuda-)")
+HEADER = "# What the image {name} installs beside Diptych and torch. `make lock` writes it from constraints.txt.\n"
+
+
+def entries(text: str) -> Iterator[tuple[str, str]]:
+    """(name, lines) of each package of a requirements file."""
+    for entry in re.split(r"\n(?=\S)", text.strip()):
+        if not entry.startswith("#"):
+            yield re.split(r"[=\s;\[]", entry, maxsplit=1)[0], entry
+
+
+def without_torch(text: str) -> str:
+    return "".join(f"{lines}\n" for name, lines in entries(text) if not OF_TORCH.match(name))
+
+
+def resolve(name: str) -> str:
+    """The packages of an image on Linux, as uv finds them on the index that its environment names."""
+    uv = shutil.which("uv") or sys.exit("write_requirements needs uv: pip install uv")
+    extras = [flag for extra in EXTRAS[name] for flag in ("--extra", extra)]
+    command = [uv, "pip", "compile", "--quiet", str(FOLDER.parent / "pyproject.toml"), *extras, "--generate-hashes"]
+    command += ["-c", str(FOLDER / "constraints.txt"), "--python-version", "3.11", "--python-platform", "linux"]
+    command += ["--no-header", "--no-annotate", "--no-emit-index-url"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    return done.stdout if done.returncode == 0 else sys.exit(done.stderr)
+
+
+if __name__ == "__main__":
+    for image in EXTRAS:
+        (FOLDER / f"{image}.txt").write_text(HEADER.format(name=image) + without_torch(resolve(image)))

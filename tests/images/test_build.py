@@ -1,0 +1,112 @@
+"""`make images`: what it tells the engine, what it refuses, and the digests that it brings back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from images.build import (
+    IMAGES,
+    VERSION,
+    Options,
+    ReleaseError,
+    build,
+    build_command,
+    checked_registry,
+    chosen_engine,
+    chosen_images,
+)
+
+DIGEST = "sha256:" + "d" * 64
+ENGINE = """#!/bin/sh
+echo "$(basename "$0") $*" >> {calls}
+case "$1 $2" in
+  "image inspect") printf '["registry.example.com/other@sha256:{other}", "registry.example.com/llm/%s@{digest}"]' \
+    "$(expr "$5" : '.*/\\(.*\\):')";;
+  "push --digestfile") printf '{digest}' > "$3";;
+esac
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which three engines, alone on the path besides the system's programs, note how they are called."""
+    calls = tmp_path / "calls"
+    for name in ("docker", "podman", "buildah"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(ENGINE.format(calls=calls, digest=DIGEST, other="0" * 64))
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    return calls
+
+
+@pytest.mark.parametrize("given", ("ghcr.io/acme", "registry.example.com:5000/a/b/", "localhost", "10.0.0.7:5000"))
+def test_a_registry_begins_with_a_host(given: str) -> None:
+    assert checked_registry(given) == given.removesuffix("/")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    (("", "REGISTRY: it is not set"), ("acme", "'acme' names no host"), ("acme/llm", "'acme/llm' names no host")),
+)
+def test_without_a_host_nothing_is_built(given: str, said: str) -> None:
+    with pytest.raises(ReleaseError, match=rf"{said}.*for example REGISTRY=ghcr\.io/acme"):
+        checked_registry(given)
+
+
+def test_a_name_that_is_no_image_is_refused() -> None:
+    assert chosen_images("") == IMAGES
+    assert [image.name for image in chosen_images("worker-cpu, router")] == ["worker-cpu", "router"]
+    with pytest.raises(ReleaseError, match="no 'worker'; they are router, worker-cpu, worker-cuda, worker-rocm"):
+        chosen_images("worker")
+
+
+def test_an_engine_that_is_there_is_taken(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen_engine("") == "docker" and chosen_engine("buildah") == "buildah"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ReleaseError, match="ENGINE: none of docker, podman, buildah is not installed"):
+        chosen_engine("")
+
+
+def test_each_worker_has_the_torch_of_its_accelerator() -> None:
+    options = Options("ghcr.io/acme", "podman", torch_index=(("rocm", "https://index/rocm"),), cuda_version="12.8")
+    commands = {image.name: build_command(image, options, revision="abc", epoch="7", version="1.2") for image in IMAGES}
+    tags = {name: command[command.index("--tag") + 1] for name, command in commands.items()}
+    assert tags == {
+        "router": "ghcr.io/acme/diptych-router:1.2",
+        "worker-cpu": "ghcr.io/acme/diptych-worker:1.2-cpu",
+        "worker-cuda": "ghcr.io/acme/diptych-worker:1.2-cuda",
+        "worker-rocm": "ghcr.io/acme/diptych-worker:1.2-rocm",
+    }
+    assert "TORCH_INDEX=https://index/rocm" in commands["worker-rocm"]
+    assert not any("TORCH_INDEX" in part for part in commands["worker-cuda"])
+    assert [name for name, command in commands.items() if "CUDA_VERSION=12.8" in command] == ["worker-cuda"]
+    assert all({"REVISION=abc", "SOURCE_DATE_EPOCH=7", "VERSION=1.2"} <= set(command) for command in commands.values())
+
+
+@pytest.mark.parametrize("engine", ("docker", "podman", "buildah"))
+def test_what_is_pushed_is_known_by_its_digest(engine: str, calls: Path) -> None:
+    images = chosen_images("router,worker-cpu")
+    options = Options("registry.example.com/llm", engine, push=True)
+    assert build(images, options) == {"router": DIGEST, "worker-cpu": DIGEST}
+    done = [line.split()[1] for line in calls.read_text().splitlines() if "inspect" not in line]
+    assert done == ["build", "build", "push", "push"], "something was published before all could be built"
+
+
+def test_nothing_is_pushed_unless_told(calls: Path) -> None:
+    assert build(chosen_images("router"), Options("registry.example.com", "docker")) == {"router": ""}
+    assert "push" not in calls.read_text()
+
+
+def test_an_engine_that_fails_stops_it(calls: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin" / "docker").write_text("#!/bin/sh\necho no room on the disk; exit 3\n")
+    with pytest.raises(ReleaseError, match="docker build ended with 3: no room on the disk"):
+        build(chosen_images("router"), Options("registry.example.com", "docker"))
+
+
+def test_the_version_is_the_package_s() -> None:
+    from common import __version__
+
+    assert __version__ == VERSION

@@ -1,0 +1,57 @@
+"""The workflow of a release: linted, and it calls only what the Makefile has."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+
+@pytest.fixture
+def workflow(repository: Path) -> dict[str, Any]:
+    text = (repository / ".github" / "workflows" / "release.yaml").read_text(encoding="utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def test_the_linter_finds_nothing(repository: Path) -> None:
+    actionlint = Path(sys.executable).with_name("actionlint")
+    if not actionlint.exists():
+        pytest.skip("actionlint is not installed")
+    command = (str(actionlint), "-shellcheck=", ".github/workflows/release.yaml")
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_target_is_one_of_the_makefile(repository: Path, workflow: dict[str, Any]) -> None:
+    lines = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    called = set(re.findall(r"\bmake (\w+)", "\n".join(lines)))
+    makefile = (repository / "Makefile").read_text(encoding="utf-8")
+    assert called == {"release", "wheel"}
+    assert all(re.search(rf"(?m)^{target}:", makefile) for target in called)
+    given = {name for job in workflow["jobs"].values() for step in job["steps"] for name in step.get("env", ())}
+    for name in given & {"TORCH_INDEX", "IMAGES", "PYTHON_IMAGE", "REGISTRY"}:
+        assert re.search(rf"(?m)^{name} \?=", makefile), f"make takes no {name} from the environment"
+
+
+def test_every_job_says_what_it_may(workflow: dict[str, Any]) -> None:
+    """The token's rights are none by default, and nothing that an event brings is pasted into a script."""
+    assert workflow["permissions"] == {}
+    for job in workflow["jobs"].values():
+        assert job["permissions"] and job["timeout-minutes"]
+        assert not [step for step in job["steps"] if "${{" in step.get("run", "")]
+
+
+@pytest.mark.parametrize(
+    ("registry", "said"),
+    (("", "REGISTRY: it is not set"), ("acme", "REGISTRY: 'acme' names no host")),
+)
+def test_make_says_what_has_to_be_set(registry: str, said: str, repository: Path) -> None:
+    command = ("make", "--no-print-directory", "images", f"PYTHON={sys.executable}", f"REGISTRY={registry}")
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"make images: {said}" in done.stderr
