@@ -9,10 +9,12 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from common import __version__
 from common.errors import ConfigError
 from common.wire.curve_keys import KeyPair, write_key_pair
+from common.wire.message_fields import Role
 from router.units import compose, systemd
 from router.units.lab import ACCELERATORS, Lab, Unit
 
@@ -35,9 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("form", choices=FORMS, help="what keeps the processes running")
     parser.add_argument("--model", required=True, help="built-in name, Hugging Face id, or a path on the machines")
     parser.add_argument("--router", required=True, metavar="HOST", help="machine of the router")
-    place = {"action": "append", "default": [], "metavar": "HOST[*N]"}
-    parser.add_argument("--prefill", help="machine of a prefill worker, or of N of them; may be repeated", **place)
-    parser.add_argument("--decode", help="machine of a decode worker, or of N of them; may be repeated", **place)
+    for role in get_args(Role):
+        wanted = f"machine of a {role} worker, or of N of them; may be repeated"
+        parser.add_argument(f"--{role}", help=wanted, action="append", default=[], metavar="HOST[*N]")
     parser.add_argument("--accelerator", choices=ACCELERATORS, default="cpu", help="what workers compute on")
     parser.add_argument("--router-port", type=int, default=8000, metavar="PORT", help="port of the router")
     parser.add_argument(
