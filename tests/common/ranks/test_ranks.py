@@ -119,13 +119,13 @@ def test_a_killed_rank_ends_the_worker(folder: Path) -> None:
 
 
 def test_a_frozen_rank_ends_the_worker_at_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "COLLECTIVE_S", 2.0)
+    monkeypatch.setattr(group, "COLLECTIVE_S", 10.0)
     with worker(folder, 2) as loaded:
         os.kill(rank_of(loaded), signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(RankLost, match="a collective failed"):
             run(loaded, [1, 2, 3], 0, [0])
-        assert 1.0 < time.monotonic() - began < 30.0
+        assert 5.0 < time.monotonic() - began < 60.0
 
 
 def test_an_error_of_a_step_is_the_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +167,9 @@ def test_what_ranks_do_not_do_is_refused(folder: Path, settings: dict[str, objec
     assert str(refused.value).startswith(message)
 
 
-def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
-    """Anonymous memory of the other rank, before and after it loaded 96 MiB of weights that it has half of."""
+def test_no_rank_holds_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anonymous memory of the other rank, beside that of a tiny model: half of 96 MiB of weights."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MEBI))  # freed buffers go back to the system at once
     folder = make_wide_model(tmp_path / "wide")
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert total > 90 * MEBI
@@ -180,7 +181,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
 
 
 def make_wide_model(folder: Path) -> Path:
-    """A tiny model of one layer, whose matrices are so large that freed ones go back to the system at once."""
+    """A tiny model of one layer with an MLP of 131,072."""
     make_tiny_model(folder)
     config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": WIDE, "num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
