@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from common import __version__
 from common.errors import ConfigError
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("form", choices=FORMS, help="what keeps the processes running")
     parser.add_argument("--model", required=True, help="built-in name, Hugging Face id, or a path on the machines")
     parser.add_argument("--router", required=True, metavar="HOST", help="machine of the router")
-    place = {"action": "append", "default": [], "metavar": "HOST[*N]"}
+    place: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST[*N]"}
     parser.add_argument("--prefill", help="machine of a prefill worker, or of N of them; may be repeated", **place)
     parser.add_argument("--decode", help="machine of a decode worker, or of N of them; may be repeated", **place)
     parser.add_argument("--accelerator", choices=ACCELERATORS, default="cpu", help="what workers compute on")
