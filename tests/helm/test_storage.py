@@ -17,9 +17,11 @@ CLAIM = f"demo-diptych-model-{MODEL}"
 
 
 def filled(helm: Path, source: Object | None = None, **over: Any) -> Rendered:
-    """A model from the hub in a volume of the chart's, fetched ahead."""
+    """A model from the hub in a volume of the chart's, fetched ahead; None in `source` leaves a key out."""
     hub = {"id": "Qwen/Qwen3-8B", "tokenSecret": {"name": "hub", "key": "token"}, "cacheVolume": {"size": "50Gi"}}
-    models = {"smollm2-135m": None, MODEL: {"source": {**hub, "prefetch": True, **(source or {})}}}
+    given = {**hub, "prefetch": True, **(source or {})}
+    kept = {key: value for key, value in given.items() if value is not None}
+    models = {"smollm2-135m": None, MODEL: {"source": kept}}
     return render(helm, over={"models": models, **over})
 
 

@@ -22,7 +22,7 @@ from common.ranks.loading import device_of
         (
             PrefillWorkerConfig,
             {"device": "cuda"},
-            "kv_memory_gib=0.0 is refused: above 0, or --num-blocks, on cuda with",
+            "kv_memory_gib=0.0 is refused: above 0, or --num-blocks, on cuda",
         ),
     ],
 )
