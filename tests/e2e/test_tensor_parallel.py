@@ -15,7 +15,7 @@ import pytest
 from benchmarks.stack import Stack, StackProcess
 
 from .asking import wait_until
-from .conftest import READY_S, System
+from .conftest import READY_S, System, samples
 from .test_handover import come_back, handovers, leave, wait_for_streams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -63,6 +63,8 @@ def test_the_same_answers(
     answers = [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts]
     for _ in range(2):
         assert system.generate(prompts, max_tokens=NUM_TOKENS) == answers
+    for _ in range(2):  # alone, it finds its own blocks on the decode worker
+        assert system.generate(prompts[-1:], max_tokens=NUM_TOKENS) == answers[-1:]
     assert system.metric("diptych_kv_blocks_skipped", "decode") > 0
     turns = [prompt + answer + [10, 11, 12] for prompt, answer in zip(prompts[:6], answers, strict=False)]
     assert system.generate(turns, max_tokens=NUM_TOKENS) == [tiny_oracle.greedy(turn, NUM_TOKENS) for turn in turns]
@@ -130,19 +132,26 @@ def test_ranks_end_with_their_worker(mixed: System) -> None:
     come_back(mixed, victim)
 
 
-@pytest.mark.parametrize("leaving", [0, 1], ids=["D2-D1", "D1-D2"])
-def test_a_worker_that_ends_hands_its_streams_over(mixed: System, random_prompts: Any, leaving: int) -> None:
+@pytest.mark.parametrize(("leaving", "num_tokens"), [(0, 1000), (1, 3000)], ids=["D2-D1", "D1-D2"])
+def test_a_worker_that_ends_hands_its_streams_over(
+    mixed: System, random_prompts: Any, leaving: int, num_tokens: int
+) -> None:
+    """The other one is started while they run, so that all of them are there. Two ranks take 7 s to start."""
     prompts = random_prompts((30, 100, 200, 350), vocab_size=256, seed=4)
-    expected = mixed.generate(prompts, max_tokens=1000)
-    victim, before, results = mixed.stack.workers("decode")[leaving], handovers(mixed), list[Any]()
+    expected = mixed.generate(prompts, max_tokens=num_tokens)
+    workers, results = mixed.stack.workers("decode"), list[Any]()
+    victim, other = workers[leaving], workers[1 - leaving]
+    other.kill()
     ranks = ranks_of(victim)
-    asking = threading.Thread(target=lambda: results.append(mixed.generate(prompts, max_tokens=1000)))
+    asking = threading.Thread(target=lambda: results.append(mixed.generate(prompts, max_tokens=num_tokens)))
     asking.start()
-    wait_for_streams(mixed, len(prompts))
+    wait_until(lambda: sum(samples(victim, "vllm:num_requests_running")) == len(prompts), "all streams", PATIENCE_S)
+    come_back(mixed, other)
+    before = handovers(mixed)
     leave(victim)
     asking.join(PATIENCE_S)
     assert results == [expected]
-    assert handovers(mixed) > before
-    assert not any(is_running(rank) for rank in ranks)
+    wait_until(lambda: not any(is_running(rank) for rank in ranks), "the ranks end", GONE_S)
     come_back(mixed, victim)
+    assert handovers(mixed) > before
     mixed.settle()
