@@ -137,7 +137,7 @@ KERNELS ?= all
 wheel: $(VENV)/.dev
 	@DIPTYCH_KERNELS=$(KERNELS) $(BIN)/python -P -m build --no-isolation --outdir dist .
 
-# REGISTRY has no default: nobody else's is yours.
+# REGISTRY has no default: images are pushed to a registry of your own.
 REGISTRY ?=
 IMAGES ?=
 ENGINE ?=

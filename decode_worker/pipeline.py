@@ -27,7 +27,7 @@ from decode_worker.step import DecodeChunk
 
 Sampled = TypeVar("Sampled")
 DROPPED = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
-"""Samples a row whose token nobody wants."""
+"""Samples the row of a sequence that has ended: its token is dropped."""
 
 
 class LaunchedStep(Protocol):

@@ -20,7 +20,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "common" / "__init__.py").r
 
 
 class ReleaseError(Exception):
-    """Something that whoever calls must set, install or repair."""
+    """A setting, a program or a file that is missing or wrong, with what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def checked_registry(registry: str) -> str:
         given = f"{found!r} names no host" if found else "it is not set"
         raise ReleaseError(
             f"REGISTRY: {given}. Set the host and path that images are pushed to, for example REGISTRY=ghcr.io/acme; "
-            "nodes would turn a short name into somebody else's image."
+            "nodes complete a short name by a registry of their own choice."
         )
     return found
 

@@ -74,7 +74,7 @@ def pinned(values: str, registry: str, digests: Mapping[str, str]) -> str:
 
 
 def make_chart(registry: str, digests: Mapping[str, str], dist: Path) -> Path:
-    """The chart's archive, which needs no registry of whoever installs it."""
+    """The chart's archive. It names the registry, so an installation need not."""
     with tempfile.TemporaryDirectory() as scratch:
         chart = Path(scratch) / "diptych"
         shutil.copytree(ROOT / "helm", chart, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
@@ -141,8 +141,8 @@ def main() -> None:
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of what is made; emptied first")
     arguments = parser.parse_args()
     registry = checked_registry(arguments.registry)
-    if missing := [name for name in ("helm",) if not shutil.which(name)]:
-        raise ReleaseError(f"{missing[0]} is not installed here")
+    if not shutil.which("helm"):
+        raise ReleaseError("helm is not installed here")
     images = () if arguments.images == "none" else chosen_images(arguments.images)
     release(images, options_of(arguments) if images else None, registry, arguments.kernels, arguments.dist)
 

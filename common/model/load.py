@@ -59,8 +59,8 @@ def load_model(
             "%s: layers %d to %d of the file, if it has them, predict further tokens (MTP) and are not read",
             *(files.model_id, first, first + config.extra_layers - 1),
         )
-    assembler = Assembler(config, source, kind, place, wanted, with_head=with_head)
-    weights = assembler.assemble()
+    assembler = Assembler(config, source, kind, place, wanted)
+    weights = assembler.assemble(with_head=with_head)
     if source.has_quantised:
         treated = ", ".join(f"{count} are {how}" for how, count in sorted(assembler.treated.items()))
         log.info("%s holds quantised weights; of its matrices %s", files.model_id, treated)

@@ -11,8 +11,7 @@ from common.model.experts_reader import ExpertsReader
 from common.model.latent_reader import LatentReader, LatentWeights
 from common.model.mlp import FeedForward
 from common.model.rope import rotation_order
-from common.model.tensor_reader import TensorReader, WeightSource
-from common.model_files.config import ModelConfig
+from common.model.tensor_reader import TensorReader
 from common.model_files.quantization import Quantization
 from kernels import Embedding, Linear
 
@@ -53,37 +52,22 @@ class ModelWeights:
 
 
 class Assembler(TensorReader):
-    """Reads a source into `ModelWeights`, checking every shape, and quantises the matrices if asked to.
+    """Reads a source into `ModelWeights`, checking every shape, and quantises the matrices if asked to."""
 
-    Without `with_head` it leaves out what makes logits of hidden states.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        source: WeightSource,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantization: Quantization = Quantization.NONE,
-        *,
-        with_head: bool = True,
-    ) -> None:
-        super().__init__(config, source, dtype, device, quantization)
-        self.with_head = with_head
-
-    def assemble(self) -> ModelWeights:
+    def assemble(self, *, with_head: bool = True) -> ModelWeights:
+        """Without `with_head` it leaves out what makes logits of hidden states."""
         config = self.config
-        embedding, head = self.embedding()
+        embedding, head = self.embedding(with_head)
         norm = self.norm("model.norm.weight", config.hidden_size)
         layers = tuple(self.layer(i) for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
         return ModelWeights(embedding, layers, norm, head, factors, self.quantization)
 
-    def embedding(self) -> tuple[Embedding, Linear | None]:
+    def embedding(self, with_head: bool) -> tuple[Embedding, Linear | None]:
         """The first matrix, and the last one: in a tied model the same."""
         config = self.config
         table = self.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        if not self.with_head:
+        if not with_head:
             return Embedding(table), None
         if self.quantization is Quantization.NONE and config.tie_embeddings:
             head = Linear(table)

@@ -1,4 +1,4 @@
-"""What rank 1, 2, ... of a worker does: loads its shard, lends its KV memory to rank 0, runs the steps that come."""
+"""A rank other than 0: it loads its shard, lends its KV memory to rank 0, and runs the steps that rank 0 sends."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Ranks:
 
 
 def plans(files: ModelFiles, config: WorkerConfig, dtype: str, kv_dtype: str, meeting_file: str) -> list[RankPlan]:
-    """What the ranks behind the first one are told."""
+    """What rank 0 tells each of the other ranks to load."""
     return [
         RankPlan(
             rank=rank,

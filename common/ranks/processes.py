@@ -89,11 +89,11 @@ class RankProcesses:
             channel.send(msgspec.json.encode(plan, enc_hook=str), SEND_S)
 
     def wait_started(self) -> None:
-        """Until each is about to meet the others. Raises RankLost or ModelError."""
+        """Wait until each rank is about to meet the others. Raises RankLost or ModelError."""
         self._wait_for_reports(START_S)
 
     def wait_ready(self) -> Sequence[Channel]:
-        """Until each has loaded its shard and lends its KV memory over its channel. Errors as above."""
+        """Wait until each rank has loaded its shard and lends its KV memory. Raises RankLost or ModelError."""
         self._wait_for_reports(LOAD_S)
         return self._channels
 

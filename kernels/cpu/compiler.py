@@ -19,7 +19,7 @@ COMPILERS = ("c++", "g++", "clang++")
 COMPILE_TIMEOUT_S = 120.0
 """At a process's start: also how long it waits for another one that compiles the same library."""
 BUILD_TIMEOUT_S = 1800.0
-"""For a wheel, which a busy machine may build and for which nobody waits."""
+"""For a wheel, which a busy machine may build: no request waits for it."""
 
 
 def find_compiler() -> str:

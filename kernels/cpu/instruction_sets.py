@@ -10,7 +10,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """One library: what the compiler is told, and what a CPU must have to run it, in the words of /proc/cpuinfo."""
+    """One library: the compiler's flags for it, and what a CPU must have to run it, in the words of /proc/cpuinfo."""
 
     name: str
     machine: str
@@ -57,7 +57,7 @@ def that_run(machine: str, features: frozenset[str]) -> tuple[InstructionSet, ..
 
 
 def chosen(names: str, machine: str) -> tuple[InstructionSet, ...]:
-    """What a build is told to bring: "all" of a machine, or names between commas. Raises ValueError."""
+    """The sets that a build compiles: "all" of a machine, or names between commas. Raises ValueError."""
     known = {each.name: each for each in of_machine(machine)}
     if names == "all" and known:
         return tuple(known.values())
