@@ -22,6 +22,9 @@ from ..interpreter import ask_for_interpreter
 ask_for_interpreter()
 
 
+END_S = 30.0
+
+
 class ScriptedServer:
     """Remembers the bodies it was sent. Models: good, slow, late, turns (one at a time), busy, breaks, cut, silent."""
 
@@ -39,7 +42,9 @@ class ScriptedServer:
                 Route("/diptych/metrics", self.metrics),
             ]
         )
-        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", loop="asyncio"))
+        # Models that are late or silent do not keep it: a client may be gone without its connection's end having come.
+        options = {"log_level": "error", "loop": "asyncio", "timeout_graceful_shutdown": 1}
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, **options))
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         while not self._server.started:
@@ -49,7 +54,8 @@ class ScriptedServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join()
+        self._thread.join(END_S)
+        assert not self._thread.is_alive()
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": "good", "max_model_len": 2048}]})
