@@ -70,7 +70,7 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
         watch = KnobWatch({worker.name: worker.http_url for worker in stack.workers()})
         profile = RateProfile.steps(",".join(f"{rate:g}x{settings.real_s / len(RATES):g}" for rate in RATES))
         tell(f"{settings.real_s:g} s of load")
-        records = served(stack, profile, LENGTHS, seed=settings.seed, beside=watch.run)
+        records = served(stack, lambda: profile, LENGTHS, seed=settings.seed, beside=watch.run)
     num_good = sum(record.meets(TTFT_MS, TPOT_MS) for record in records)
     return {
         "rates": RATES,

@@ -1,9 +1,11 @@
 """Predicted against measured TTFT and TPOT of single requests, on paced clusters and on a small real model.
 
 The router logs what it predicted for a request when it placed it, so all predictions are made ahead of what they
-predict. Workers go on fitting their models meanwhile; requests of the first part of the load are left out. Beside the
-errors of one paced prefill worker stands their floor: the same arrivals at a virtual worker (`foresight.py`). Beside
-those of a real one stand the errors of a virtual worker with its model that knew all arrivals.
+predict. Workers go on fitting their models meanwhile; requests of the first part of the load are left out. Real workers
+get loads in proportion to their own rate, so that the same share of it is used on every machine: near the whole of it,
+queues grow without bound and what is measured is chance. Beside the errors of one paced prefill worker stands their
+floor: the same arrivals at a virtual worker (`foresight.py`). Beside those of a real one stand the errors of a virtual
+worker with its model that knew all arrivals.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +28,7 @@ from benchmarks.load.arrivals import RateProfile
 from benchmarks.load.plot import save, sparse_numbers
 from benchmarks.load.report import print_table
 from benchmarks.load.summary import RequestRecord
+from benchmarks.load.workload import LengthRange
 from benchmarks.paced.model import Coefficients
 from benchmarks.paced.stack import EXAMPLE, PacedStack
 from benchmarks.prompt_order import VirtualPrompt, serve
@@ -49,25 +53,33 @@ LEARNING: Final = 0.3
 ROUTER_FLAGS: Final = ("--log-json",)
 MARKS: Final = {"TTFT": (0.10, 0.25), "TPOT": (0.08, None)}
 NUM_SMALL_MS: Final = 0.01
+REAL_LOADS: Final = (0.2, 0.35, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a load is served: so many paced workers of each role, or 0: a real model on 1P1D.
 
-    `rates` are requests a second, for equal parts of the time; `own_cores`: a core for each worker.
+    `loads`, for equal parts of the time: requests a second at paced workers; at a real one, shares of the time that it
+    would need for the prompts alone. `own_cores`: a core for each worker.
     """
 
     name: str
     num_paced: int
-    rates: tuple[float, ...]
+    loads: tuple[float, ...]
     own_cores: bool = False
     drafts: bool = True
 
     @property
     def lengths(self) -> tuple[str, str]:
         """Of prompts and answers."""
-        return ("200-1500", "20-80") if self.num_paced else ("64-512", "16-48")
+        return ("200-1500", "20-80") if self.num_paced else ("32-256", "16-48")
+
+    def profile(self, stack: Stack, seconds: float) -> RateProfile:
+        """The rates over so many seconds, for workers that are warm."""
+        unit = 1.0 if self.num_paced else prompts_per_s(*prefill_worker(stack), LengthRange.parse(self.lengths[0]))
+        each_s = seconds / len(self.loads)
+        return RateProfile.steps(",".join(f"{unit * load:.4f}x{each_s:g}" for load in self.loads))
 
     def stack(self, model: str, log_dir: Path) -> Stack:
         if self.num_paced:
@@ -88,9 +100,9 @@ class Place:
 PLACES: Final = (
     Place(PACED, 1, (4.0, 10.0, 16.0)),
     Place(POOLS, 3, (12.0, 24.0, 36.0)),
-    Place(SHARED, 0, (0.5, 1.0, 1.5)),
-    Place(OWN, 0, (0.5, 1.0, 1.5), own_cores=True),
-    Place(OWN_PLAIN, 0, (0.5, 1.0, 1.5), own_cores=True, drafts=False),
+    Place(SHARED, 0, REAL_LOADS),
+    Place(OWN, 0, REAL_LOADS, own_cores=True),
+    Place(OWN_PLAIN, 0, REAL_LOADS, own_cores=True, drafts=False),
 )
 
 
@@ -103,9 +115,8 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
             name = place.name
             tell(f"{name}: starts")
             with place.stack(settings.model, Path(folder) / name.replace(" ", "-")) as stack:
-                seconds = settings.real_s / len(place.rates)
                 tell(f"{name}: {settings.real_s:g} s of load")
-                profile = RateProfile.steps(",".join(f"{rate:g}x{seconds:g}" for rate in place.rates))
+                profile = partial(place.profile, stack, settings.real_s)
                 records = served(stack, profile, place.lengths, seed=settings.seed)
                 num_ok = sum(record.ok for record in records)
                 lines = requests_logged(stack.router.log, num_ok)
@@ -125,6 +136,12 @@ def prefill_worker(stack: Stack) -> tuple[StepModel, int]:
     workers = answer.raise_for_status().json()["workers"]
     worker = next(worker for worker in workers if worker["role"] == "prefill")
     return StepModel(**worker["step_model"]), int(worker["step_tokens"])
+
+
+def prompts_per_s(model: StepModel, step_tokens: int, lengths: LengthRange) -> float:
+    """What a prefill worker computes of such prompts at most."""
+    each = (lengths.low + lengths.high) / 2
+    return model.tokens_per_s(step_tokens) / each
 
 
 def foreseen_ms(records: Sequence[RequestRecord], step_tokens: int) -> list[tuple[float, float]]:

@@ -25,11 +25,17 @@ Beside = Callable[[], Awaitable[None]]
 
 
 def served(
-    stack: Stack, profile: RateProfile, lengths: tuple[str, str], *, seed: int, beside: Beside | None = None
+    stack: Stack,
+    profile: Callable[[], RateProfile],
+    lengths: tuple[str, str],
+    *,
+    seed: int,
+    beside: Beside | None = None,
 ) -> list[RequestRecord]:
     """Send a load with prompts and answers of these lengths to the first router of a running stack.
 
-    `beside` runs from the first request to the last, and is cancelled then. A few requests before warm the stack up.
+    A few requests before warm the stack up; then `profile` is asked for the rates, which may depend on what the workers
+    know of themselves by now. `beside` runs from the first request to the last, and is cancelled then.
     """
     with httpx.Client(base_url=stack.url, timeout=ANSWER_S, trust_env=False) as asking:
         server = ask_server(asking, "")
@@ -43,7 +49,7 @@ def served(
     async def drive() -> None:
         await warm.closed_loop(2)
         watching = asyncio.ensure_future(beside()) if beside else None
-        await load.open_loop(profile.arrivals(seed))
+        await load.open_loop(profile().arrivals(seed))
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from benchmarks.load.arrivals import RateProfile
 from benchmarks.load.summary import OK, RequestRecord
+from benchmarks.load.workload import LengthRange
 from benchmarks.prompt_order import VirtualPrompt
 from benchmarks.sla import __main__ as sla
 from benchmarks.sla import knobs, prediction, reality
@@ -56,6 +57,13 @@ def test_predictions_are_compared_with_what_happened(tmp_path: Path) -> None:
     assert "17.5%" in said
 
 
+def test_a_real_workers_load_is_in_proportion_to_its_rate() -> None:
+    slow, fast = (StepModel(token_s=each, num_steps=1) for each in (4e-3, 1e-3))
+    lengths = LengthRange(100, 300)
+    assert prediction.prompts_per_s(slow, 512, lengths) == pytest.approx(1.25)
+    assert prediction.prompts_per_s(fast, 512, lengths) == pytest.approx(5.0)
+
+
 def test_a_known_worker_is_foreseen_but_for_shorter_prompts_that_pass() -> None:
     model = StepModel(token_s=1e-3, num_steps=1)
     lonely = [VirtualPrompt(0.0, 100, math.inf), VirtualPrompt(5.0, 200, math.inf)]
@@ -79,7 +87,7 @@ def test_a_load_is_sent_to_a_stack_while_something_looks_on(server: ScriptedServ
 
     stack: Any = SimpleNamespace(url=server.url)
     profile = RateProfile.steps("40x0.5")
-    records = served(stack, profile, ("5-9", "2"), seed=4, beside=look)
+    records = served(stack, lambda: profile, ("5-9", "2"), seed=4, beside=look)
     assert len(records) == len(list(profile.arrivals(4))) and all(record.ok for record in records)
     assert looks and looks[0] <= records[0].token_times[-1]
 
