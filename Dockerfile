@@ -3,7 +3,7 @@
 #   docker build --target router -t diptych-router .
 #   docker build --target worker --build-arg ACCELERATOR=cpu --build-arg TORCH_INDEX=... -t diptych-worker .
 # A release names the base by digest (PYTHON_IMAGE=...@sha256:...) and sets SOURCE_DATE_EPOCH to its commit's time. What is
-# installed is pinned: by hash in images/router.txt and images/worker.txt, torch by version, in the build that TORCH_INDEX
+# installed is pinned: by hash in helm/images/router.txt and worker.txt there, torch by version, in the build that TORCH_INDEX
 # has. pip's own settings (another index) come in as the build secret `pip`, a pip.conf: --secret id=pip,src=pip.conf
 
 # cpu, cuda (NVIDIA) or rocm (AMD): what the worker computes on. PyPI's torch for Linux on x86-64 is the build for cuda.
@@ -46,7 +46,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 RUN groupadd --gid 10001 diptych \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/cache/diptych --shell /usr/sbin/nologin diptych \
     && install -d -o 10001 -g 10001 /var/cache/diptych
-COPY images/*.txt /etc/diptych/
+COPY helm/images/*.txt /etc/diptych/
 
 # ------------------------------------------------------------------ router: no torch
 FROM base AS router

@@ -42,7 +42,7 @@ help:
 	@echo "make wheel      wheel and sdist into dist/, with CPU kernels for KERNELS=all instruction sets or those named"
 	@echo "make images     router, and workers for cpu, cuda and rocm (REGISTRY=ghcr.io/acme PUSH=yes IMAGES=router,worker-cpu)"
 	@echo "make release    wheel, sdist, bills of materials, images, chart, signatures into dist/ (REGISTRY=...; IMAGES=none)"
-	@echo "make lock       hashes of what the images install, from images/constraints.txt"
+	@echo "make lock       hashes of what the images install, from helm/images/constraints.txt"
 	@echo "make clean      remove what was built, the virtual environment included"
 
 # ------------------------------------------------------------------ environment: made on demand, remade when NEWER changes
@@ -149,18 +149,18 @@ PIP_CONF ?=
 IMAGE_FLAGS = --registry "$(REGISTRY)" --images "$(IMAGES)" --engine "$(ENGINE)" --push "$(PUSH)" \
   --python-image "$(PYTHON_IMAGE)" --torch-index "$(TORCH_INDEX)" --cuda-version "$(CUDA_VERSION)" --pip-conf "$(PIP_CONF)"
 images:
-	@$(PYTHON) -m images.build $(IMAGE_FLAGS)
+	@$(PYTHON) -m helm.images.build $(IMAGE_FLAGS)
 
 $(VENV)/.release: $(NEWER) | $(BIN)/python
 	@$(PIP) -c constraints.txt -e ".[release]" "setuptools>=77"
 	@touch $@
 
 release: $(VENV)/.release
-	@$(BIN)/python -m images.release $(IMAGE_FLAGS) --kernels "$(KERNELS)"
+	@$(BIN)/python -m helm.images.release $(IMAGE_FLAGS) --kernels "$(KERNELS)"
 
-# Hashes of what the images install, after a change of images/constraints.txt.
+# Hashes of what the images install, after a change of helm/images/constraints.txt.
 lock: $(VENV)/.release
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python images/write_requirements.py
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python helm/images/write_requirements.py
 
 clean:
 	rm -rf build dist .venv *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,8 +37,8 @@ def stages(pytestconfig: pytest.Config) -> dict[str, list[tuple[str, str]]]:
 
 
 def pins(repository: Path, name: str = "constraints") -> dict[str, Version]:
-    """Package -> version of a file of images/."""
-    text = (repository / "images" / f"{name}.txt").read_text(encoding="utf-8")
+    """Package -> version of a file of helm/images/."""
+    text = (repository / "helm" / "images" / f"{name}.txt").read_text(encoding="utf-8")
     pairs = re.findall(r"(?m)^([\w-]+)==([\w.]+)", text)
     return {name.lower().replace("_", "-"): Version(version) for name, version in pairs}
 
@@ -85,7 +85,7 @@ def test_the_build_sees_all_code_and_nothing_else(repository: Path) -> None:
     lines = (repository / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in lines
     allowed = {line[1:] for line in lines if line.startswith("!")}
-    assert allowed == {*PACKAGES, "pyproject.toml", "setup.py", "images/*.txt", "README.md", "LICENSE"}
+    assert allowed == {*PACKAGES, "pyproject.toml", "setup.py", "helm/images/*.txt", "README.md", "LICENSE"}
 
 
 def test_every_dependency_is_pinned_within_its_range(repository: Path) -> None:
@@ -97,7 +97,7 @@ def test_every_dependency_is_pinned_within_its_range(repository: Path) -> None:
     for line in (*project["dependencies"], *extras):
         requirement = Requirement(line)
         name = requirement.name.lower().replace("_", "-")
-        assert name in held, f"{name} is not in images/constraints.txt"
+        assert name in held, f"{name} is not in helm/images/constraints.txt"
         assert requirement.specifier.contains(held[name]), f"{line} does not allow {held[name]}"
     tested = (repository / "constraints.txt").read_text(encoding="utf-8")
     assert f"torch=={held['torch']}" in tested
@@ -112,7 +112,7 @@ def test_what_an_image_installs_is_pinned_by_hash(repository: Path, image: str) 
     lines = [*project["dependencies"], *project["optional-dependencies"][image]]
     wanted = {Requirement(line).name.lower().replace("_", "-") for line in lines} - {"torch"}
     assert wanted <= held.keys()
-    entries = re.split(r"\n(?=\w)", (repository / "images" / f"{image}.txt").read_text(encoding="utf-8"))[1:]
+    entries = re.split(r"\n(?=\w)", (repository / "helm" / "images" / f"{image}.txt").read_text(encoding="utf-8"))[1:]
     assert len(entries) == len(held)
     assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
     assert "://" not in "".join(entries)  # no index is named
@@ -129,7 +129,7 @@ def build(command: str, environment: Path, source: Path, wheels: Path) -> None:
     python = str(environment / "bin" / "python")
     places = {
         "/wheels": str(wheels),
-        "/etc/diptych/": f"{source / 'images'}/",
+        "/etc/diptych/": f"{source / 'helm' / 'images'}/",
         "python -m pip": f"{python} -m pip --disable-pip-version-check --quiet",
         "python -c": f"{python} -c",
     }

@@ -1,4 +1,4 @@
-"""kustomize/base is what the chart renders, less what an overlay decides; kustomize/example is such an overlay."""
+"""The Kustomize base is what the chart renders, less what an overlay decides; the example is such an overlay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .chart import CHART, Object, UniqueKeys
 
 pytestmark = pytest.mark.helm
 
-FOLDER = CHART.parent / "kustomize"
+FOLDER = CHART / "kustomize"
 BASE = FOLDER / "base" / "diptych.yaml"
 HEADER = "# Rendered from the chart and values.yaml: UPDATE_GOLDEN=1 pytest tests/helm/test_kustomize.py\n"
 SETTINGS = ("ConfigMap", "diptych-decode-default")

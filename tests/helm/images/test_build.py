@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from images.build import (
+from helm.images.build import (
     IMAGES,
     VERSION,
     Options,

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from images.build import (
+from helm.images.build import (
     ROOT,
     VERSION,
     Image,
@@ -45,7 +45,8 @@ def make_bill(image: str, dist: Path) -> Path:
     target = dist / f"diptych-{image}-{VERSION}.cdx.json"
     with tempfile.TemporaryDirectory() as scratch:
         held = Path(scratch) / "requirements.txt"
-        held.write_text((ROOT / "images" / f"{image}.txt").read_text() + (torch_pin() if image == "worker" else ""))
+        packages = (Path(__file__).parent / f"{image}.txt").read_text()
+        held.write_text(packages + (torch_pin() if image == "worker" else ""))
         command = (sys.executable, "-P", "-m", "cyclonedx_py", "requirements", str(held))
         options = ("--pyproject", str(ROOT / "pyproject.toml"), "--output-reproducible", "--output-format", "JSON")
         run(*command, *options, "--output-file", str(target))
@@ -54,7 +55,7 @@ def make_bill(image: str, dist: Path) -> Path:
 
 def torch_pin() -> str:
     """The requirement of torch, which the image installs by itself."""
-    lines = (ROOT / "images" / "constraints.txt").read_text().splitlines()
+    lines = (Path(__file__).parent / "constraints.txt").read_text().splitlines()
     return next(f"{line}\n" for line in lines if line.startswith("torch=="))
 
 
@@ -69,7 +70,7 @@ def pinned(values: str, registry: str, digests: Mapping[str, str]) -> str:
     for pattern, replacement in changes:
         values, count = re.subn(pattern, replacement, values, count=1)
         if count != 1:
-            raise ReleaseError(f"helm/values.yaml has no {pattern}: images/release.py no longer knows its form")
+            raise ReleaseError(f"helm/values.yaml has no {pattern}: helm/images/release.py no longer knows its form")
     return values
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("docker", "podman", "buildah")
 HOST = re.compile(r"^([\w-]+\.[\w.-]+|[\w.-]+:\d+|localhost)(/[\w./-]+)?$")
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "common" / "__init__.py").read_text())[1]  # type: ignore[index]

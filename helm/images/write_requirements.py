@@ -34,7 +34,7 @@ def resolve(name: str) -> str:
     """The packages of an image on Linux, as uv finds them on the index that its environment names."""
     uv = shutil.which("uv") or sys.exit("write_requirements needs uv: pip install uv")
     extras = [flag for extra in EXTRAS[name] for flag in ("--extra", extra)]
-    command = [uv, "pip", "compile", "--quiet", str(FOLDER.parent / "pyproject.toml"), *extras, "--generate-hashes"]
+    command = [uv, "pip", "compile", "--quiet", str(FOLDER.parents[1] / "pyproject.toml"), *extras, "--generate-hashes"]
     command += ["-c", str(FOLDER / "constraints.txt"), "--python-version", "3.11", "--python-platform", "linux"]
     command += ["--no-header", "--no-annotate", "--no-emit-index-url"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

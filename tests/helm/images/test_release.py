@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from images import release as module
-from images.build import IMAGES, VERSION, Options, ReleaseError
-from images.release import make_bill, make_chart, pinned, references, release
+from helm.images import release as module
+from helm.images.build import IMAGES, VERSION, Options, ReleaseError
+from helm.images.release import make_bill, make_chart, pinned, references, release
 
-from ..helm.chart import CHART
-from ..helm.programs import NotAvailable, helm
+from ..chart import CHART
+from ..programs import NotAvailable, helm
 
 DIGESTS = {image.name: "sha256:" + letter * 64 for image, letter in zip(IMAGES, "abcd", strict=True)}
 REGISTRY = "registry.example.com/llm"
@@ -141,7 +141,9 @@ def test_a_bill_of_materials_names_every_package_with_its_hashes(image: str, tmp
     assert ("torch" in found) == (image == "worker")
 
 
-@pytest.mark.parametrize(("name", "said"), (("images.build", "make images: "), ("images.release", "make release: ")))
+@pytest.mark.parametrize(
+    ("name", "said"), (("helm.images.build", "make images: "), ("helm.images.release", "make release: "))
+)
 def test_the_commands_say_what_is_missing(name: str, said: str, repository: Path) -> None:
     command = (sys.executable, "-m", name, "--registry", "acme")
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
