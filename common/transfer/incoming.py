@@ -16,8 +16,8 @@ class IncomingTransfer:
     A block is received once its frame arrived, or it was copied from `memory`, and its checksum matched. A second frame
     for it is ignored. `memory` is the prefill worker's, if this worker can read it. In a hand-over `blocks` has room
     for more blocks than come in the end, as `done` says. Frames must carry the secret `token`. They hold 8-bit numbers
-    if the transfer is `quantised`. `num_bytes` arrived or were copied; `arrivals` has when each message was read, and
-    its bytes. Times are engine clock, in seconds.
+    if the transfer is `quantised`. Once it is `released` no further block is written. `num_bytes` arrived or were
+    copied; `arrivals` has when each message was read, and its bytes. Times are engine clock, in seconds.
     """
 
     request_id: str
@@ -35,6 +35,7 @@ class IncomingTransfer:
     memory: PeerMemory | None = None
     token: int = 0
     quantised: bool = False
+    released: bool = False
     num_bytes: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
@@ -69,4 +70,5 @@ class IncomingTransfer:
 
     def wants(self, index: int) -> bool:
         """Whether a frame for block `index` may be written."""
-        return self.first_block <= index < len(self.blocks) and index not in self.received
+        is_lent = self.first_block <= index < len(self.blocks) and not self.released
+        return is_lent and index not in self.received

@@ -1,9 +1,11 @@
 """Receives KV blocks into the decode worker's memory from a thread of its own, while the engine generates.
 
 The engine owns the blocks and lends them with `expect`; once `release` has returned, this thread writes to none of
-them. It reads frames that match no transfer (unknown request, old attempt, token of another grant, block received
-before) off the socket and drops them, so a late or forged frame does no harm. It copies the blocks of a prefill worker
-whose memory it can read from there. Frames of 8-bit numbers arrive in buffers, from which they are dequantised.
+them. It holds no lock while it reads, verifies and copies: only a `release` of the transfer whose block it writes at
+that moment waits, until that block is written. It reads frames that match no transfer (unknown request, old attempt,
+token of another grant, block received before) off the socket and drops them, so a late or forged frame does no harm. It
+copies the blocks of a prefill worker whose memory it can read from there. Frames of 8-bit numbers arrive in buffers,
+from which they are dequantised.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from common.errors import WireError
+from common.errors import BlockError, WireError
 from common.kv.shared_memory import PeerMemory
 from common.transfer.frames import MAX_FRAME_BYTES, copy_blocks, discard_rest, receive_blocks
 from common.transfer.incoming import IncomingTransfer
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 RECEIVE_HWM = 64
 """Messages of one sender that ZeroMQ keeps until they are read; the sender queues `SEND_HWM` more at most."""
+WRITE_S = 30.0
+"""How long a block that has come may take to be written: it is a copy of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,8 @@ class KVReceiver:
         self._block_view, self._on_event, self._commit = block_view, on_event, commit
         self._quantised: IncomingBlocks | None = None
         self._transfers: dict[tuple[str, int], IncomingTransfer] = {}
-        self._lock = threading.Lock()
+        self._writing: IncomingTransfer | None = None
+        self._lock = threading.Condition()  # of `_transfers` and `_writing`
         self._memories = PeerMemories(share)
         self._outbox: Mailbox[tuple[bytes, Message] | None] = Mailbox(context)
         self.num_bytes = 0
@@ -148,9 +153,17 @@ class KVReceiver:
             self._transfers[transfer.key] = transfer
 
     def release(self, request_id: str, attempt: int) -> IncomingTransfer | None:
-        """Take the blocks back: no frame is written to them once this has returned."""
+        """Take the blocks back: no frame is written to them once this has returned.
+
+        Raises BlockError if the receiver's thread does not leave them.
+        """
         with self._lock:
-            return self._transfers.pop((request_id, attempt), None)
+            if (transfer := self._transfers.pop((request_id, attempt), None)) is None:
+                return None
+            transfer.released = True
+            if not self._lock.wait_for(lambda: self._writing is not transfer, WRITE_S):
+                raise BlockError(f"transfer {request_id}/{attempt}: a block is being written for {WRITE_S:g} s")
+            return transfer
 
     def touch(self, request_id: str, attempt: int, now: float) -> None:
         """The prefill worker is alive: its silence counts from `now`."""
@@ -226,27 +239,31 @@ class KVReceiver:
                 self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
 
     def _receive_blocks(self, header: KVBlocks) -> None:
-        began = time.monotonic()
         with self._lock:
-            transfer = self._transfer_of(header)
-            if transfer is not None:
-                num_before = transfer.num_bytes
-                received, problem = self._write_blocks(transfer, header)
-                transfer.last_progress = now = time.monotonic()
-                transfer.busy_s += now - began
-                if received:
-                    transfer.last_block_at = now
-                    transfer.arrivals.append((now, transfer.num_bytes - num_before))
+            self._writing = transfer = self._transfer_of(header)
         if transfer is None:
             discard_rest(self._socket)
             self._drop_late(f"{len(header.checksums)} blocks", header)
-        elif problem:
+            return
+        began = time.monotonic()
+        try:
+            num_bytes, problem = self._write_blocks(transfer, header)
+            transfer.last_progress = now = time.monotonic()
+            transfer.busy_s += now - began
+            if num_bytes:
+                transfer.last_block_at = now
+                transfer.arrivals.append((now, num_bytes))
+        finally:
+            with self._lock:
+                self._writing = None
+                self._lock.notify_all()
+        if problem:
             self._fail(transfer, problem)
         elif transfer.complete:
             self._complete(transfer)
 
-    def _write_blocks(self, transfer: IncomingTransfer, header: KVBlocks) -> tuple[list[int], str]:
-        """Write the blocks of a message into the cache: the indices of those that are intact, and what was wrong."""
+    def _write_blocks(self, transfer: IncomingTransfer, header: KVBlocks) -> tuple[int, str]:
+        """Write the blocks of a message into the cache: the bytes of those that are intact, and what was wrong."""
         view, commit = self._places_of(transfer)
 
         def destination(index: int) -> memoryview | None:
@@ -266,7 +283,7 @@ class KVReceiver:
         transfer.received.update(received)
         transfer.num_bytes += num_bytes
         self.num_bytes += num_bytes
-        return received, problem
+        return num_bytes, problem
 
     def _places_of(
         self, transfer: IncomingTransfer

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import zmq
 from msgspec import structs
 
+from common.errors import BlockError
+from common.transfer import receiver
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVWait
+
+from ..engine_rig import WAIT_S, wait
 
 Rig = Any  # ReceiverRig and Peer of conftest, which test modules cannot import
 Peer = Any
@@ -311,6 +319,68 @@ def test_an_offer_that_does_not_hold_means_frames(rig: Rig, peer: Peer) -> None:
     peer.ship(0, 4)
     peer.done()
     assert isinstance(rig.event(), TransferCompleted)
+
+
+@pytest.fixture
+def slow_write(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """(begun, may go on): of the write of each block. Blocks are known by where they are written."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def view(index: int) -> memoryview:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return memoryview(rig.memory[index])
+
+    monkeypatch.setattr(rig.receiver, "_block_view", view)
+    yield begun, go_on
+    go_on.set()
+
+
+def test_the_engine_does_not_wait_while_a_block_is_written(rig: Rig, peer: Peer, slow_write: Any) -> None:
+    begun, go_on = slow_write
+    rig.expect(peer, range(8), "b")
+    transfer = rig.expect(peer, range(8, 12))
+    peer.ship(0, 4)
+    assert begun.wait(WAIT_S)
+    rig.receiver.touch("a", 0, time.monotonic())
+    assert rig.receiver.stalled(0.0) == []
+    assert rig.receiver.release("b", 0) is not None  # of another transfer
+    assert not go_on.is_set()
+    go_on.set()
+    peer.done()
+    assert rig.event() == TransferCompleted(transfer)
+    assert received_exactly(rig, peer, range(8, 12))
+
+
+def test_a_release_waits_for_the_block_that_is_written_and_no_other_follows(
+    rig: Rig, peer: Peer, slow_write: Any
+) -> None:
+    begun, go_on = slow_write
+    transfer = rig.expect(peer, range(8, 12))
+    peer.ship(0, 4)
+    assert begun.wait(WAIT_S)
+    with ThreadPoolExecutor(1) as engine:
+        released = engine.submit(rig.receiver.release, "a", 0)
+        wait(lambda: transfer.released)
+        assert not released.done(), "the block is still being written"
+        go_on.set()
+        assert released.result(WAIT_S) is transfer
+    after = rig.memory.copy()
+    rig.sync()
+    assert (rig.memory == after).all() and not rig.memory[9:].any()
+    assert len(transfer.received) <= 1 and rig.events == []
+
+
+def test_a_block_that_is_never_written_is_not_given_back(
+    rig: Rig, peer: Peer, slow_write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "WRITE_S", 0.05)
+    begun, _ = slow_write
+    rig.expect(peer)
+    peer.ship(0, 1)
+    assert begun.wait(WAIT_S)
+    with pytest.raises(BlockError, match=r"transfer a/0: a block is being written for 0\.05 s"):
+        rig.receiver.release("a", 0)
 
 
 def test_a_receiver_that_never_started_can_be_closed() -> None:
