@@ -52,7 +52,7 @@ from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.host_copies import to_device, to_host
 from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, LatentNorm
-from kernels.interface.quantised import QuantisedWeight, quantise, unified
+from kernels.interface.quantised import QuantisedWeight, quantise, rounding_group, unified
 from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
 from kernels.lora import MAX_RANK, NO_ADAPTER, LoraChange, LoraPart, LoraRows, LoraSite
@@ -95,6 +95,7 @@ __all__ = [
     "paged_attention",
     "plan_attention",
     "quantise",
+    "rounding_group",
     "record",
     "rms_norm",
     "rotate_and_write",

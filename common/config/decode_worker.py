@@ -107,13 +107,6 @@ class DecodeWorkerConfig(WorkerConfig):
         if self.device != "cpu" and self.draft_quantization in ("int8", "int4"):
             raise ConfigError("draft_quantization", self.draft_quantization, f"auto or none on {self.device}")
 
-    def _check_ranks(self) -> None:
-        super()._check_ranks()
-        if self.draft_model:
-            raise ConfigError(
-                "draft_model", self.draft_model, f"empty with --tensor-parallel-size {self.tensor_parallel_size}"
-            )
-
     @property
     def places(self) -> int:
         return self.max_num_seqs or (MOST_SEQS if self.slo_tpot_ms else USUAL_SEQS)

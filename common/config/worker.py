@@ -292,8 +292,6 @@ class WorkerConfig(CommonConfig, PodSettings):
         if self.on_gpu and not self.kv_memory_gib and not self.num_blocks:
             allowed = f"above 0, or --num-blocks, on {self.device} {with_ranks}: each rank has so much KV"
             raise ConfigError("kv_memory_gib", self.kv_memory_gib, allowed)
-        if self.quantization not in ("none", "auto"):
-            raise ConfigError("quantization", self.quantization, f"none or auto {with_ranks}")
         if self.kv_transport == "shm":
             raise ConfigError("kv_transport", "shm", f"auto or tcp {with_ranks}: a block lies in several memories")
         if self.lora_places:

@@ -42,4 +42,4 @@ class DeepSeek(Llama):
         summed = paged_attention(
             queries, step.kv, index, step.plan, scale=config.attention_scale, latent_dim=config.latent_dim
         )
-        return weights.output(latent.expand(self.wanted(index, summed.flatten(1), step)))
+        return self._summed(weights.output(latent.expand(self.wanted(index, summed.flatten(1), step))))

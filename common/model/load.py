@@ -49,10 +49,7 @@ def load_model(
     """
     kind, place = torch_dtype(dtype), torch_device(device)
     config, source = open_model(files)
-    on_cpu = place.type == "cpu"
-    wanted = Quantization(quantization).effective(on_cpu=on_cpu, quantised_file=source.has_quantised)
-    if not on_cpu and wanted is not Quantization.NONE:
-        raise ModelError(f"quantization {quantization!r} runs on the CPU only: use auto or none on {device}")
+    wanted = effective_quantization(quantization, source, place)
     if config.extra_layers:
         first = config.num_layers
         log.info(
@@ -61,10 +58,24 @@ def load_model(
         )
     assembler = Assembler(config, source, kind, place, wanted)
     weights = assembler.assemble(with_head=with_head)
-    if source.has_quantised:
+    log_treated(files, assembler)
+    return FAMILIES[config.family](config, weights)
+
+
+def log_treated(files: ModelFiles, assembler: Assembler) -> None:
+    """Says what has become of quantised weights."""
+    if assembler.source.has_quantised:
         treated = ", ".join(f"{count} are {how}" for how, count in sorted(assembler.treated.items()))
         log.info("%s holds quantised weights; of its matrices %s", files.model_id, treated)
-    return FAMILIES[config.family](config, weights)
+
+
+def effective_quantization(quantization: str, source: WeightSource, place: torch.device) -> Quantization:
+    """What it means there. ModelError where it cannot be had."""
+    on_cpu = place.type == "cpu"
+    wanted = Quantization(quantization).effective(on_cpu=on_cpu, quantised_file=source.has_quantised)
+    if not on_cpu and wanted is not Quantization.NONE:
+        raise ModelError(f"quantization {quantization!r} runs on the CPU only: use auto or none on {place}")
+    return wanted
 
 
 def load_score(files: ModelFiles, answers: tuple[int, int] | None = None, device: str = "cpu") -> Tensor:

@@ -78,13 +78,12 @@ class SafetensorsWeights:
         return tensor
 
     def read_ranges(self, name: str, dim: int, ranges: Sequence[range]) -> Tensor:
-        """These rows (`dim` 0) or columns (1) of a tensor, one range behind the other. Reads no others."""
+        """These rows (`dim` 0), columns (1), ... of a tensor, one range behind the other. Reads no others."""
         file, stored = self._place(name)
         try:
             view = file.get_slice(stored)
-            parts: list[Tensor] = [
-                view[part.start : part.stop] if dim == 0 else view[:, part.start : part.stop] for part in ranges
-            ]
+            before = (slice(None),) * dim
+            parts: list[Tensor] = [view[*before, part.start : part.stop] for part in ranges]
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{self.label}: tensor {name} cannot be read ({error}): fetch the model again") from error
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

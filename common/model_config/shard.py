@@ -68,10 +68,6 @@ def allowed_sizes(config: ModelConfig) -> list[int]:
 
 def check_size(config: ModelConfig, size: int) -> None:
     """Raises ConfigError for a size that the model cannot be split over."""
-    if config.latent is not None:
-        raise ConfigError("tensor_parallel_size", size, "1 for a model with latent attention")
-    if config.model_type == "gpt_oss":
-        raise ConfigError("tensor_parallel_size", size, "1 for gpt-oss, whose experts lie in one tensor")
     sizes = allowed_sizes(config)
     if size not in sizes:
         allowed = (

@@ -45,7 +45,7 @@ def prepare(plan: RankPlan) -> ModelRunner:
     """Loads the shard and allocates its KV cache. Raises ModelError, ConfigError or RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
     group = RankGroup(shard, plan.meeting_file, device)
-    model = load_shard(plan.files, shard, group, dtype=plan.dtype, device=plan.device)
+    model = load_shard(plan.files, shard, group, dtype=plan.dtype, device=plan.device, quantization=plan.quantization)
     shape = model.config
     kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=device.type == "cpu")
     if kv.shared is None and device.type == "cpu":

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.config import WorkerConfig
+from common.config import DecodeWorkerConfig, WorkerConfig
 from common.errors import ConfigError
+from common.kv.cache import KVCache
 from common.kv.sharded_cache import ShardedCache
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
@@ -20,8 +21,9 @@ from common.ranks.kv_memory import borrow
 from common.ranks.load_shard import load_shard, open_for_ranks
 from common.ranks.processes import RankPlan, RankProcesses
 from common.ranks.runner import RankedRunner
+from common.runner.draft_model import DraftPlan
 from common.runner.kernel_check import check_model_kernels
-from common.runner.loaded import LoadedModel, blocks_within, compute_exactly, native_dtype
+from common.runner.loaded import LoadedModel, blocks_within, compute_exactly, native_dtype, runner_of
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,11 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     whole, _ = open_for_ranks(files, size)
     dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    num_blocks = config.num_blocks or blocks_within(Shard(0, size).of(whole), config, kv_dtype)
+    draft = None
+    if isinstance(config, DecodeWorkerConfig) and config.draft_model:
+        draft = DraftPlan.of(files, config, dtype)
+    draft_bytes = draft.block_bytes if draft is not None else 0
+    num_blocks = config.num_blocks or blocks_within(Shard(0, size).of(whole), config, kv_dtype, draft_bytes)
     num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // size)
     config = replace(config, threads=num_threads, num_blocks=num_blocks)
     others = RankProcesses(size)
@@ -53,6 +59,8 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     try:
         loaded = _load(files, config, whole, ranks, dtype, kv_dtype)
         others.forget_meeting()
+        if draft is not None and isinstance(config, DecodeWorkerConfig):  # it is small: rank 0 alone runs it
+            loaded = replace(loaded, draft=draft.load(config, num_blocks, runner_of(config)))
         log.info("%d ranks, each with %d threads and %d blocks", size, num_threads, num_blocks)
     except BaseException:
         ranks.close()
@@ -86,6 +94,7 @@ def plans(files: ModelFiles, config: WorkerConfig, dtype: str, kv_dtype: str, me
             files=files,
             dtype=dtype,
             kv_dtype=kv_dtype,
+            quantization=config.quantization,
             device=device_of(config.device, rank),
             num_blocks=config.num_blocks,
             block_size=config.block_tokens,
@@ -112,16 +121,19 @@ def _load(
     others, size = ranks.processes, config.tensor_parallel_size
     torch.set_num_threads(config.threads)
     compute_exactly()
-    model = load_shard(files, Shard(0, size), ranks.group, dtype=dtype, device=config.device)
+    model = load_shard(
+        files, Shard(0, size), ranks.group, dtype=dtype, device=config.device, quantization=config.quantization
+    )
 
-    def joined(kv: ShardedCache) -> RankedRunner:
+    def cache(count: int) -> KVCache:
+        return ShardedCache(whole, size, count, config.block_tokens, kv_dtype, config.device)
+
+    def joined(kv: KVCache) -> RankedRunner:
+        assert isinstance(kv, ShardedCache)  # made above
         for channel in others.wait_ready():
             borrow(kv, channel)
         if config.kernel_check:
             check_model_kernels(model, kv)
         return RankedRunner(model, kv, others)
 
-    cache = ShardedCache(whole, size, config.num_blocks, config.block_tokens, kv_dtype, config.device)
-    return LoadedModel.of(
-        lambda: model, files, config, make_runner=lambda kv: joined(cache), make_cache=lambda count: cache
-    )
+    return LoadedModel.of(lambda: model, files, config, make_runner=joined, make_cache=cache)

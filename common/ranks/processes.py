@@ -44,6 +44,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     files: ModelFiles
     dtype: str
     kv_dtype: str
+    quantization: str
     device: str
     num_blocks: int
     block_size: int

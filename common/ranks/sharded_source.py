@@ -2,7 +2,7 @@
 
 rows       q, k, v (whole heads), gate and up, and the vocabulary     the rank computes some outputs
 columns    o and down                                                 the rank adds some inputs to all outputs
-whole      norms, routers                                             every rank computes the same
+whole      norms, routers, what makes latents                         every rank computes the same
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 from common.model.safetensors_weights import SafetensorsWeights
+from common.model.tensor_reader import WeightSource
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
-from kernels import QuantisedWeight
+from common.model_files.quantization import Quantization
+from kernels import QuantisedWeight, rounding_group
 
 GATES, DOWNS = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
 VOCABULARY = ("embed_tokens", "lm_head")
@@ -26,11 +28,15 @@ ROWS, COLUMNS = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The `ranges` of a tensor along dimension `dim`, one behind the other. `total`: how long that dimension is."""
+    """The `ranges` of a tensor along dimension `dim`, one behind the other. `total`: how long that dimension is.
+
+    `of_inputs`: whether it is that of a matrix's inputs, so that products are added up.
+    """
 
     dim: int
     ranges: tuple[range, ...]
     total: int
+    of_inputs: bool = False
 
 
 class CutRules:
@@ -40,23 +46,27 @@ class CutRules:
         """`config` is that of the whole model."""
         self._config, self._shard = config, shard
 
-    def of(self, name: str, shape: Sequence[int]) -> Cut | None:
+    def of(self, name: str, shape: Sequence[int], *, quantised: bool = False) -> Cut | None:
         """The rank's part of the tensor of that name and shape; None: all of it."""
         config, shard = self._config, self._shard
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
+        if last == "experts":
+            return self._of_all_experts(kind, shape, quantised)
         if kind == "sinks":
             return self._stacked(config.num_heads, unit=1)
         match last:
-            case "q_proj":
-                return self._stacked(config.num_heads)
+            case "q_proj" | "q_b_proj":
+                return self._stacked(config.num_heads, unit=config.latent.query_dim if config.latent else 0)
+            case "kv_b_proj" if config.latent is not None:
+                return self._stacked(config.num_heads, unit=config.latent.nope_dim + config.latent.value_dim)
             case "k_proj" | "v_proj":
                 return self._stacked(0, config.num_kv_heads)
             case "qkv_proj":
                 return self._stacked(config.num_heads, config.num_kv_heads, config.num_kv_heads)
             case "o_proj" if kind == "weight":
-                cut = self._stacked(config.num_heads)
-                return Cut(COLUMNS, cut.ranges, cut.total)
+                cut = self._stacked(config.num_heads, unit=config.value_dim)
+                return Cut(COLUMNS, cut.ranges, cut.total, of_inputs=True)
             case "gate_up_proj":
                 half = shape[0] // 2
                 part = shard.part(half)
@@ -64,12 +74,25 @@ class CutRules:
         if last in GATES or last in VOCABULARY:
             return Cut(ROWS, (shard.part(shape[0]),), shape[0])
         if last in DOWNS and kind == "weight":
-            return Cut(COLUMNS, (shard.part(shape[1]),), shape[1])
+            return Cut(COLUMNS, (shard.part(shape[1]),), shape[1], of_inputs=True)
         return None
 
     def is_added_once(self, name: str) -> bool:
         """Whether a tensor belongs to rank 0 alone: the bias of a sum over all ranks."""
-        return name.endswith(tuple(f".{last}.bias" for last in ("o_proj", *DOWNS)))
+        biases = tuple(f".{last}.bias" for last in ("o_proj", *DOWNS))
+        return name.endswith((*biases, ".experts.down_proj_bias"))
+
+    def _of_all_experts(self, kind: str, shape: Sequence[int], quantised: bool) -> Cut | None:
+        """gpt-oss: [experts, ...], a gate and an up after each other; floats are held as [experts, in, out]."""
+        match kind:
+            case "gate_up_proj" | "gate_up_proj_bias":
+                dim = 1 if quantised or kind.endswith("bias") else 2
+                part = self._shard.part(shape[dim] // 2)
+                return Cut(dim, (range(2 * part.start, 2 * part.stop),), shape[dim])
+            case "down_proj":
+                dim = 2 if quantised else 1
+                return Cut(dim, (self._shard.part(shape[dim]),), shape[dim], of_inputs=True)
+        return None
 
     def _stacked(self, heads: int, *kv_heads: int, unit: int = 0) -> Cut:
         """Query heads, and below them KV heads once or twice, of `unit` rows each (0: head_dim)."""
@@ -83,46 +106,84 @@ class CutRules:
 
 
 class ShardedSource:
-    """A `WeightSource` of one rank's slices; nothing else is read. `num_bytes` were read so far."""
+    """A `WeightSource` of one rank's slices; of safetensors of floats it reads nothing else. `num_bytes` were kept.
 
-    def __init__(self, files: SafetensorsWeights, config: ModelConfig, shard: Shard) -> None:
-        self._files, self._rules, self._shard = files, CutRules(config, shard), shard
+    Of a tensor that stands for more than itself (quantised, or of a GGUF file) all is read, one tensor at a time.
+    """
+
+    def __init__(self, source: WeightSource, config: ModelConfig, shard: Shard, quantization: Quantization) -> None:
+        """Where `quantization` keeps or makes integers, a rank's inputs are whole groups of them."""
+        self._source, self._rules, self._shard = source, CutRules(config, shard), shard
+        self._quantization = quantization
         self.num_bytes = 0
 
     @property
     def label(self) -> str:
-        return self._files.label
+        return self._source.label
 
     @property
     def norm_offset(self) -> float:
-        return self._files.norm_offset
+        return self._source.norm_offset
 
     @property
     def has_quantised(self) -> bool:
-        return False
+        return self._source.has_quantised
 
     def has(self, name: str) -> bool:
-        return self._files.has(name)
+        return self._source.has(name)
 
     def is_quantised(self, name: str) -> bool:
-        return False
+        return self._source.is_quantised(name)
 
     def read_quantised(self, name: str) -> QuantisedWeight | None:
-        return None
+        held = self._source.read_quantised(name)
+        if held is None or (cut := self._cut(name, held.shape)) is None:
+            return held
+        if cut.of_inputs:
+            self._check_groups(name, cut, held.whole_inputs)
+            found = held.columns(cut.ranges[0])
+        else:
+            found = held.rows(_indices(cut))
+        self.num_bytes += found.numbers.nbytes
+        return found
 
     def read(self, name: str) -> Tensor:
         """The rank's part. ModelError where the file's tensor has another size than the configuration wants."""
-        shape = self._files.head(name).shape
-        cut = self._rules.of(name, shape)
-        if cut is None:
-            tensor = self._files.read(name)
-            found = torch.zeros_like(tensor) if self._shard.rank and self._rules.is_added_once(name) else tensor
+        source = self._source
+        if isinstance(source, SafetensorsWeights) and not source.is_quantised(name):
+            cut = self._cut(name, source.head(name).shape)
+            found = source.read(name) if cut is None else source.read_ranges(name, cut.dim, cut.ranges)
         else:
-            if len(shape) <= cut.dim or shape[cut.dim] != cut.total:
-                raise ModelError(
-                    f"{self.label}: tensor {name} is {list(shape)}, the configuration wants {cut.total} in dimension "
-                    f"{cut.dim}: configuration and weights are not of one model, fetch both again"
-                )
-            found = self._files.read_ranges(name, cut.dim, cut.ranges)
+            found = source.read(name)
+            cut = self._cut(name, found.shape)
+            found = found if cut is None else found.index_select(cut.dim, _indices(cut))
+        if cut is not None and cut.of_inputs and (bits := self._quantization.bits(source.is_quantised(name))):
+            self._check_groups(name, cut, rounding_group(bits, cut.total) or 1)
+        if cut is None and self._shard.rank and self._rules.is_added_once(name):
+            found = torch.zeros_like(found)
         self.num_bytes += found.nbytes
         return found
+
+    def _cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        cut = self._rules.of(name, shape, quantised=self._source.is_quantised(name))
+        if cut is not None and (len(shape) <= cut.dim or shape[cut.dim] != cut.total):
+            raise ModelError(
+                f"{self.label}: tensor {name} is {list(shape)}, the configuration wants {cut.total} in dimension "
+                f"{cut.dim}: configuration and weights are not of one model, fetch both again"
+            )
+        return cut
+
+    def _check_groups(self, name: str, cut: Cut, group: int) -> None:
+        """ConfigError where the rank's inputs are not whole groups: its integers would not be those of one rank."""
+        (part,) = cut.ranges
+        if part.start % group or part.stop % group:
+            allowed = (
+                f"a number of ranks by which the {cut.total} inputs of {name} fall into whole groups of {group}; "
+                "or --quantization none"
+            )
+            raise ConfigError("tensor_parallel_size", self._shard.size, allowed)
+
+
+def _indices(cut: Cut) -> Tensor:
+    """int64, of all ranges."""
+    return torch.cat([torch.arange(part.start, part.stop) for part in cut.ranges])

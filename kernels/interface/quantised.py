@@ -69,6 +69,21 @@ class QuantisedWeight:
         """The same with its rows in another order, int64 [out]."""
         return self.map(lambda part: part[order])
 
+    @property
+    def whole_inputs(self) -> int:
+        """Inputs that cannot be parted: those of a group, or of a block with steps."""
+        return self.group if self.steps is None else BLOCK
+
+    def columns(self, part: range) -> QuantisedWeight:
+        """These inputs of it alone, which are whole groups."""
+        width = self.shape[1]
+
+        def cut(tensor: Tensor) -> Tensor:
+            each = width // tensor.shape[1]
+            return tensor[:, part.start // each : part.stop // each].contiguous()
+
+        return self.map(cut)
+
     def matches(self, other: QuantisedWeight) -> bool:
         """Whether both can be stacked."""
         return self._form == other._form
@@ -128,10 +143,15 @@ def _centred(weight: QuantisedWeight) -> QuantisedWeight | None:
     return QuantisedWeight(8, weight.group, weight.numbers - middle, weight.scale, None)
 
 
+def rounding_group(bits: int, num_inputs: int) -> int:
+    """Inputs that share a scale when a matrix is rounded; 0 where it cannot be."""
+    sizes = (INT4_GROUP,) if bits == 4 else (INT8_GROUP, INT4_GROUP)
+    return next((size for size in sizes if num_inputs % size == 0), 0)
+
+
 def quantise(weight: Tensor, bits: int) -> QuantisedWeight | None:
     """W [out, in] in 8 or 4 bits; None where its columns do not fall into whole groups."""
-    group = INT4_GROUP if bits == 4 else INT8_GROUP if weight.shape[1] % INT8_GROUP == 0 else INT4_GROUP
-    if weight.shape[1] % group:
+    if not (group := rounding_group(bits, weight.shape[1])):
         return None
     parts = weight.float().view(weight.shape[0], -1, group)
     offset: Tensor | None = None

@@ -84,15 +84,26 @@ def answers(system: Any, prompts: list[list[int]], params: Mapping[str, Any]) ->
     return found
 
 
-@pytest.mark.parametrize("is_right", [True, False], ids=["always right", "never right"])
+@pytest.mark.parametrize(
+    ("is_right", "flags"),
+    [(True, ()), (False, ()), (True, ("--tensor-parallel-size", "2"))],
+    ids=["always right", "never right", "two ranks"],
+)
 def test_tokens_are_those_without_a_draft_model(
-    system_of: Any, random_prompts: Any, tiny_oracle: Any, slow_model: str, other_model: str, is_right: bool
+    *,
+    system_of: Any,
+    random_prompts: Any,
+    tiny_oracle: Any,
+    slow_model: str,
+    other_model: str,
+    is_right: bool,
+    flags: tuple[str, ...],
 ) -> None:
-    prompts = random_prompts(LENGTHS, vocab_size=256, seed=1)
+    prompts = random_prompts(LENGTHS, vocab_size=256, seed=5)  # no two tokens of one place are nearly equally likely
     plain = system_of(router_flags=ALL_REMOTE, decode_flags=("--max-draft-tokens", "0"))
     expected = [answers(plain, prompts[3:6], params) for params in KINDS]
     draft = "tiny-random" if is_right else other_model
-    system = system_of(model=slow_model, router_flags=ALL_REMOTE, decode_flags=drafting(draft))
+    system = system_of(model=slow_model, router_flags=ALL_REMOTE, decode_flags=drafting(draft, *flags))
     greedy = [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts]
     for at_once in (1, 8, 2):  # the second and third time prompts are cached
         assert system.generate(prompts, max_tokens=NUM_TOKENS, at_once=at_once) == greedy

@@ -134,11 +134,12 @@ class World:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": num_output, "ignore_eos": True, "stream": True}
         url, began, arrivals, lines = f"{self.url}/v1/completions", time.monotonic(), [], []
         with httpx.stream("POST", url, json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False) as reply:
+            refusal = "" if reply.is_success else reply.read().decode()
             for line in reply.iter_lines():
                 if line.startswith("data: "):
                     arrivals.append(time.monotonic())
                     lines.append(line)
-        assert reply.status_code == 200 and lines[-1] == "data: [DONE]", lines[-3:]
+        assert reply.status_code == 200 and lines[-1] == "data: [DONE]", refusal or lines[-3:]
         assert not any('"error"' in line for line in lines), lines[-3:]
         spread = (arrivals[-1] - arrivals[0]) / (num_output - 1) if num_output > 1 else 0.0
         self.answers.append(Answer(began, arrivals[0] - began, spread, arrivals[-1]))

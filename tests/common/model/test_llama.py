@@ -66,6 +66,7 @@ def test_chunks_and_blocks(tiny_folder: Path, chunk: int, block_size: int) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # two implementations in float32, beside other tests
 def test_smollm2_equals_transformers(smollm2_files: ModelFiles) -> None:
     tokenizer, (path,) = Tokenizer.from_file(smollm2_files.tokenizer), smollm2_files.weights
     model, other = load_model(smollm2_files, dtype="float32"), transformers_model(path.parent, path.name)

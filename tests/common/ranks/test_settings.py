@@ -14,10 +14,8 @@ from common.ranks.loading import device_of
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (DecodeWorkerConfig, {"quantization": "int8"}, "quantization='int8' is refused: none or auto"),
         (DecodeWorkerConfig, {"kv_transport": "shm"}, "kv_transport='shm' is refused: auto or tcp"),
         (PrefillWorkerConfig, {"lora": ("a=/b",)}, "max_loras=1 is refused: 0, and no --lora,"),
-        (DecodeWorkerConfig, {"draft_model": "tiny-random"}, "draft_model='tiny-random' is refused: empty"),
         (PrefillWorkerConfig, {"kv_wire_dtype": "fp8"}, "kv_wire_dtype='fp8' is refused: native"),
         (
             PrefillWorkerConfig,
@@ -35,7 +33,13 @@ def test_what_several_ranks_do_not_do(kind: type[WorkerConfig], settings: dict[s
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"kv_cache_dtype": "int8"}, {"role_change": True}, {"device": "cuda", "kv_memory_gib": 1.0}],
+    [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"quantization": "int8"},
+        {"role_change": True},
+        {"device": "cuda", "kv_memory_gib": 1.0},
+    ],
 )
 def test_what_they_do(settings: dict[str, Any]) -> None:
     assert DecodeWorkerConfig(**settings, tensor_parallel_size=2).tensor_parallel_size == 2
