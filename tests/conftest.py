@@ -22,8 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 BEGAN = pytest.StashKey[float]()
 FORGES = pytest.StashKey[SharedForges]()
-REAL_PROCESSES_S = 360
-"""A deadline is against what hangs: real processes start at the pace of the machine, and of what else it does."""
+LONG_S = 360
+"""A deadline is against what hangs: real processes start, and state machines run, at the pace of the machine."""
+STATE_MACHINE = "runTest"
+"""Hypothesis' name of a test that runs one."""
 
 
 SLOW = ROOT / "tests" / "slow.txt"
@@ -64,8 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         absent["gpu"] = "no CUDA device"
     for item in items:
-        if item.get_closest_marker("e2e") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(REAL_PROCESSES_S))
+        is_long = item.get_closest_marker("e2e") or item.name == STATE_MACHINE
+        if is_long and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_S))
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

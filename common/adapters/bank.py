@@ -7,28 +7,15 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
-from common.adapters.peft_file import AdapterWeights, read_adapter
+from common.adapters.places import AdapterPlaces
 from common.errors import ModelError
-from common.model.lora import LayerSites
-from common.model_files.config import ModelConfig
 from kernels import NO_ADAPTER
 
 log = logging.getLogger(__name__)
 PLACE_WAIT_S = 20.0
 """How long a load waits for requests of an unloaded adapter, whose place it needs."""
 POLL_S = 0.02
-
-
-class AdaptedModel(Protocol):
-    """A model whose layers adapters may change."""
-
-    config: ModelConfig
-
-    def add_sites(self, max_loras: int, max_rank: int) -> tuple[LayerSites, ...]:
-        """Make the sites of its layers; later steps add what they hold to rows that name an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +36,14 @@ class AdapterBank:
     An adapter that was retired and is loaded again before it is freed stays.
     """
 
-    def __init__(self, model: AdaptedModel, *, max_loras: int, max_rank: int) -> None:
-        self.max_loras, self.max_rank = max_loras, max_rank
-        self._config = model.config
-        self._layers = model.add_sites(max_loras, max_rank)
+    def __init__(self, places: AdapterPlaces) -> None:
+        self.max_loras = places.max_loras
+        self._places = places
         self._lock = threading.Lock()  # of the tables below; `_loading` alone writes to places
         self._loading = threading.Lock()
         self._held: dict[str, HeldAdapter] = {}
         self._retired: set[str] = set()
-        self._free = list(range(max_loras))
+        self._free = list(range(self.max_loras))
 
     @property
     def held(self) -> tuple[HeldAdapter, ...]:
@@ -102,14 +88,15 @@ class AdapterBank:
 
     def _load(self, name: str, path: str) -> HeldAdapter:
         began = time.monotonic()
-        adapter = read_adapter(Path(path), self._config, self.max_rank)
+        adapter = self._places.read(path)
         with self._lock:
             if (known := self._held.get(adapter.digest)) is not None:
                 self._retired.discard(adapter.digest)
                 return known
         place = self._take_place(began + PLACE_WAIT_S)
         try:
-            held = HeldAdapter(adapter.digest, name, place, adapter.rank, self._fill(place, adapter))
+            num_bytes = self._places.fill(place, adapter, path)
+            held = HeldAdapter(adapter.digest, name, place, adapter.rank, num_bytes)
         except BaseException:  # such as for lack of memory: the next adapter overwrites all of the place
             with self._lock:
                 self._free.append(place)
@@ -133,14 +120,3 @@ class AdapterBank:
                 why = "requests still use one that was unloaded" if waits else "unload one first, or give more"
                 raise ModelError(f"all {self.max_loras} places for adapters are taken (--max-loras): {why}")
             time.sleep(POLL_S)
-
-    def _fill(self, place: int, adapter: AdapterWeights) -> int:
-        """Write an adapter to all sites; how many bytes it takes."""
-        num_bytes = 0
-        for index, sites in enumerate(self._layers):
-            changes = adapter.layers.get(index, {})
-            for name in ("qkv", "output", "gate_up", "down"):
-                site = getattr(sites, name)
-                if site is not None:
-                    num_bytes += site.set(place, changes.get(name, ()))
-        return num_bytes

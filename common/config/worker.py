@@ -294,8 +294,6 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("kv_memory_gib", self.kv_memory_gib, allowed)
         if self.kv_transport == "shm":
             raise ConfigError("kv_transport", "shm", f"auto or tcp {with_ranks}: a block lies in several memories")
-        if self.lora_places:
-            raise ConfigError("max_loras", self.lora_places, f"0, and no --lora, {with_ranks}")
 
     @property
     def lora_places(self) -> int:

@@ -170,7 +170,7 @@ class Decoder(ABC):
         if step.changes is None or not isinstance(weights.mlp, MLP):
             return self._summed(weights.mlp(normed, self.config.activation))
         changes = (self._change(step, index, site) for site in ("gate_up", "down"))
-        return weights.mlp(normed, self.config.activation, *changes)
+        return self._summed(weights.mlp(normed, self.config.activation, *changes))
 
     def _change(self, step: Step, index: int, name: Literal["qkv", "output", "gate_up", "down"]) -> LoraChange | None:
         """What adapters change at one matrix in this step."""

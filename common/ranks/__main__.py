@@ -1,4 +1,4 @@
-"""`python -m common.ranks FD`: rank 1, 2, ... of a worker, started by rank 0 with its end of a socket pair."""
+"""`python -m common.ranks FD FD`: rank 1, 2, ... of a worker, started by rank 0 with its ends of two socket pairs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def watch(channel: Channel) -> None:
     os._exit(0)
 
 
-def main(descriptor: int) -> int:
+def main(descriptor: int, adapters: int) -> int:
     """Run the steps of rank 0 until it is gone, which ends this process with status 0; 1 after an error."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they reach rank 0 as well, which drains and then ends this process
-    channel = Channel(socket.socket(fileno=descriptor), "rank 0")
+    channel, orders = (Channel(socket.socket(fileno=each), "rank 0") for each in (descriptor, adapters))
     threading.Thread(target=watch, args=(channel,), name="rank-0-watch", daemon=True).start()
     plan = msgspec.json.decode(channel.receive(START_S), type=RankPlan, dec_hook=lambda kind, value: kind(value))
     setup_logging(plan.name, plan.log_level, json=plan.log_json)
@@ -38,7 +38,7 @@ def main(descriptor: int) -> int:
 
     channel.send(msgspec.json.encode(RankReport()), SEND_S)
     try:
-        follow(plan, channel)
+        follow(plan, channel, orders)
     except DiptychError as error:
         if channel.is_cut():
             return 0
@@ -49,7 +49,7 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]))
+    status = main(*map(int, sys.argv[1:3]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

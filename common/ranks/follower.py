@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from typing import NoReturn
 
 import msgspec
 import numpy as np
 import torch
 
-from common.errors import DiptychError, ModelError
+from common.errors import DiptychError, ModelError, RankLost
 from common.kv.cache import KVCache
 from common.model_config.shard import Shard
+from common.ranks.adapters import RankPlaces, take_adapters
 from common.ranks.channel import Channel
 from common.ranks.group import RankGroup
 from common.ranks.kv_memory import lend
-from common.ranks.load_shard import load_shard
+from common.ranks.load_shard import load_shard, open_for_ranks
 from common.ranks.processes import SEND_S, RankPlan, RankReport
 from common.ranks.step_message import unpack_step
 from common.runner.kernel_check import check_model_kernels
@@ -25,15 +28,20 @@ from common.runner.runner import ModelRunner
 log = logging.getLogger(__name__)
 
 
-def follow(plan: RankPlan, channel: Channel) -> NoReturn:
-    """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Raises errors of loading and of steps."""
+def follow(plan: RankPlan, channel: Channel, orders: Channel) -> NoReturn:
+    """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Raises errors of loading and of steps.
+
+    Beside that a thread loads the adapters that `orders` name.
+    """
     torch.set_num_threads(plan.threads)
     compute_exactly()
     try:
-        runner = prepare(plan)
+        runner, places = prepare(plan)
     except (DiptychError, OSError) as error:
         channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
         raise
+    if places is not None:
+        threading.Thread(target=_take_adapters, args=(orders, places), name="adapters", daemon=True).start()
     channel.send(msgspec.json.encode(RankReport()), SEND_S)
     lend(runner.kv, channel)
     while True:
@@ -41,8 +49,13 @@ def follow(plan: RankPlan, channel: Channel) -> NoReturn:
         runner.forward(unpack_step(message))
 
 
-def prepare(plan: RankPlan) -> ModelRunner:
-    """Loads the shard and allocates its KV cache. Raises ModelError, ConfigError or RankLost."""
+def _take_adapters(orders: Channel, places: RankPlaces) -> None:
+    with contextlib.suppress(RankLost):  # then this process ends: see `watch`
+        take_adapters(orders, places)
+
+
+def prepare(plan: RankPlan) -> tuple[ModelRunner, RankPlaces | None]:
+    """Loads the shard, and allocates its KV cache and places for adapters. Raises ModelError, ConfigError, RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
     group = RankGroup(shard, plan.meeting_file, device)
     model = load_shard(plan.files, shard, group, dtype=plan.dtype, device=plan.device, quantization=plan.quantization)
@@ -53,4 +66,8 @@ def prepare(plan: RankPlan) -> ModelRunner:
     if plan.kernel_check:
         check_model_kernels(model, kv)
     log.info("has its shard: %d KV heads, %d blocks, %d threads", shape.num_kv_heads, plan.num_blocks, plan.threads)
-    return ModelRunner(model, kv)
+    places = None
+    if plan.max_loras:
+        whole, _ = open_for_ranks(plan.files, plan.size)
+        places = RankPlaces(model, whole, shard, max_loras=plan.max_loras, max_rank=plan.max_lora_rank)
+    return ModelRunner(model, kv), places

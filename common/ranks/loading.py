@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from common.adapters.places import AdapterPlaces
 from common.config import DecodeWorkerConfig, WorkerConfig
 from common.errors import ConfigError
 from common.kv.cache import KVCache
@@ -16,6 +17,7 @@ from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
 from common.model_files.task import served_task
+from common.ranks.adapters import AllPlaces
 from common.ranks.group import RankGroup
 from common.ranks.kv_memory import borrow
 from common.ranks.load_shard import load_shard, open_for_ranks
@@ -100,6 +102,8 @@ def plans(files: ModelFiles, config: WorkerConfig, dtype: str, kv_dtype: str, me
             block_size=config.block_tokens,
             threads=config.threads,
             kernel_check=config.kernel_check,
+            max_loras=config.lora_places,
+            max_lora_rank=config.max_lora_rank,
             meeting_file=meeting_file,
             log_level=config.log_level,
             log_json=config.log_json,
@@ -136,4 +140,7 @@ def _load(
             check_model_kernels(model, kv)
         return RankedRunner(model, kv, others)
 
-    return LoadedModel.of(lambda: model, files, config, make_runner=joined, make_cache=cache)
+    def places(max_loras: int, max_rank: int) -> AdapterPlaces:
+        return AllPlaces(model, whole, others.adapter_channels, max_loras=max_loras, max_rank=max_rank)
+
+    return LoadedModel.of(lambda: model, files, config, make_runner=joined, make_cache=cache, make_places=places)

@@ -50,6 +50,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     threads: int
     kernel_check: bool
+    max_loras: int
+    max_lora_rank: int
     meeting_file: str
     log_level: str
     log_json: bool
@@ -62,13 +64,17 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class RankProcesses:
-    """`start`, `wait_started`, `wait_ready`, then steps, then `close`. One thread at a time calls `send_step`."""
+    """`start`, `wait_started`, `wait_ready`, then steps, then `close`. One thread at a time calls `send_step`.
+
+    `adapter_channels` lead to the same ranks, for a thread that loads adapters.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-")
         self._children: list[ChildProcess] = []
         self._channels: list[Channel] = []
+        self.adapter_channels: list[Channel] = []
         self._broken: BaseException | None = None
 
     @property
@@ -79,13 +85,14 @@ class RankProcesses:
     def start(self, plans: Sequence[RankPlan]) -> None:
         """Start all of them, which takes a moment each. Raises OSError or RankLost."""
         for plan in plans:
-            ours, theirs = Channel.pair()
+            (ours, theirs), (our_orders, their_orders) = Channel.pair(), Channel.pair()
             child = ChildProcess(f"rank {plan.rank}")
-            with theirs:
-                command = [sys.executable, "-P", "-m", "common.ranks", str(theirs.fileno())]
-                child.launch(command, pass_fds=(theirs.fileno(),))
+            with theirs, their_orders:
+                given = (theirs.fileno(), their_orders.fileno())
+                child.launch([sys.executable, "-P", "-m", "common.ranks", *map(str, given)], pass_fds=given)
             self._children.append(child)
             self._channels.append(Channel(ours, child.name))
+            self.adapter_channels.append(Channel(our_orders, child.name))
         for plan, channel in zip(plans, self._channels, strict=True):
             channel.send(msgspec.json.encode(plan, enc_hook=str), SEND_S)
 
@@ -131,13 +138,14 @@ class RankProcesses:
 
     def close(self) -> None:
         """End them, by force if need be, and leave nothing behind. No step may run."""
-        for channel in self._channels:
+        for channel in (*self._channels, *self.adapter_channels):
             channel.close()
         deadline = time.monotonic() + END_S
         for child in self._children:
             child.wait(deadline)
         self._children.clear()
         self._channels.clear()
+        self.adapter_channels.clear()
         self._folder.cleanup()
 
     def _wait_for_reports(self, timeout_s: float) -> None:

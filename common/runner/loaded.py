@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from common.adapters.bank import AdapterBank
+from common.adapters.places import AdapterPlaces
 from common.config import DecodeWorkerConfig, WorkerConfig
 from common.errors import ConfigError, ModelError
 from common.kv.cache import KVCache, block_bytes
@@ -141,17 +142,19 @@ class LoadedModel:
         task: ServedTask = GENERATES,
         draft: DraftPlan | None = None,
         make_cache: Callable[[int], KVCache] | None = None,
+        make_places: Callable[[int, int], AdapterPlaces] | None = None,
     ) -> LoadedModel:
         """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
 
-        A `make_runner` makes what runs it, in place of the runner of this device, and a `make_cache` a cache of so many
-        blocks. A `draft` model has as many KV blocks, in the same memory.
+        A `make_runner` makes what runs it, in place of the runner of this device, a `make_cache` a cache of so many
+        blocks, and `make_places` places for so many adapters up to a rank. A `draft` model has as many KV blocks, in
+        the same memory.
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
         compute_exactly()
         model = load()
-        adapters = bank_of(model, config)
+        adapters = bank_of(model, config, make_places)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_size = config.block_tokens
@@ -234,13 +237,17 @@ def compute_exactly() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def bank_of(model: RunnableModel, config: WorkerConfig) -> AdapterBank | None:
+def bank_of(
+    model: RunnableModel, config: WorkerConfig, make_places: Callable[[int, int], AdapterPlaces] | None
+) -> AdapterBank | None:
     """Places for the adapters that the settings allow. Raises ConfigError for a model that takes none."""
     if not config.lora_places:
         return None
     if not isinstance(model, Decoder) or model.config.latent is not None:
         raise ConfigError("max_loras", config.lora_places, "0: this model takes no adapters")
-    return AdapterBank(model, max_loras=config.lora_places, max_rank=config.max_lora_rank)
+    if make_places is not None:
+        return AdapterBank(make_places(config.lora_places, config.max_lora_rank))
+    return AdapterBank(AdapterPlaces(model, max_loras=config.lora_places, max_rank=config.max_lora_rank))
 
 
 def runner_of(config: WorkerConfig) -> Callable[[RunnableModel, KVCache], ModelRunner]:

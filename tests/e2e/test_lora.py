@@ -97,10 +97,11 @@ def models(system: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.parametrize("flags", [(), ("--tensor-parallel-size", "2")], ids=["one rank", "two ranks"])
 def test_base_and_adapters_mixed_with_prefix_hits_and_preemption(
-    lora_system: Any, adapted: Adapted, random_prompts: Any
+    lora_system: Any, adapted: Adapted, random_prompts: Any, flags: tuple[str, ...]
 ) -> None:
-    system = lora_system(1, 1, "--num-blocks", "56", "--max-num-seqs", "9")
+    system = lora_system(1, 1, "--num-blocks", "56", "--max-num-seqs", "9", *flags)
     prompts = random_prompts(LENGTHS, vocab_size=256, seed=5)
     names = ("base", "a", "b")
     expected = {name: adapted.expected(name, prompts) for name in names}

@@ -159,10 +159,10 @@ def test_the_pip_steps_bring_exactly_the_pinned_versions(
     for line in (repository / ".dockerignore").read_text(encoding="utf-8").splitlines():
         if line.startswith("!"):
             for here in repository.glob(line[1:]):
-                target = source / here.relative_to(repository)
-                target.parent.mkdir(exist_ok=True)
+                place = source / here.relative_to(repository)
+                place.parent.mkdir(parents=True, exist_ok=True)
                 copy = shutil.copytree if here.is_dir() else shutil.copy
-                copy(here, target)
+                copy(here, place)
     venv.create(environment, with_pip=True)
     build(pip_command(stages, "wheel"), environment, source, wheels)
     build(pip_command(stages, target), environment, source, wheels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -23,10 +24,13 @@ from common.model.batch import SequenceChunk
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import FFN, make_tiny_model
 from common.ranks import group, loading
+from common.ranks.adapters import AllPlaces
 from common.ranks.loading import Ranks, load_ranked, plans
 from common.ranks.processes import RankPlan
 from common.runner.loaded import LoadedModel
+from kernels import NO_ADAPTER
 
+from ...adapters import make_adapter, merge
 from ..model.generation import prompt, transformers_greedy, transformers_model
 
 pytestmark = pytest.mark.e2e
@@ -53,12 +57,19 @@ def worker(folder: Path, size: int, **settings: object) -> Iterator[LoadedModel]
             loaded.others.close()
 
 
-def run(loaded: LoadedModel, tokens: Sequence[int], start: int, table: Sequence[int], chunk: int = 16) -> int:
+def run(
+    loaded: LoadedModel,
+    tokens: Sequence[int],
+    start: int,
+    table: Sequence[int],
+    chunk: int = 16,
+    adapter: int = NO_ADAPTER,
+) -> int:
     """Computes `tokens`, which follow `start` others, in chunks; returns the next token."""
     for first in range(0, len(tokens), chunk):
         part = tokens[first : first + chunk]
         last = first + len(part) == len(tokens)
-        logits = loaded.runner.forward([SequenceChunk(part, start + first, table, last)])
+        logits = loaded.runner.forward([SequenceChunk(part, start + first, table, last, adapter=adapter)])
     return int(logits[0].argmax())
 
 
@@ -92,6 +103,34 @@ def test_a_worker_of_two_ranks_and_one_of_one_answer_as_one(folder: Path) -> Non
         assert [first, *on_one, *on_two] == expected
         assert two.others is not None
         assert not two.others.failure
+
+
+def test_an_adapter_is_put_into_all_ranks(folder: Path, tmp_path: Path) -> None:
+    paths = [make_adapter(tmp_path / f"{seed}", folder, seed=seed, rank=4) for seed in (1, 2)]
+    merged = [merge(tmp_path / f"merged-{path.name}", folder, path) for path in paths]
+    tokens, table = prompt(41), (7, 2, 30, 11)
+    expected = [transformers_greedy(transformers_model(one), tokens, 12)[0] for one in (*merged, folder)]
+    with worker(folder, 2, max_loras=2) as loaded:
+        assert loaded.adapters is not None
+        places = [loaded.adapters.load(path.name, str(path)).place for path in paths]
+        for place, wanted in zip((*places, NO_ADAPTER), expected, strict=True):
+            found = [run(loaded, tokens, 0, table, adapter=place)]
+            while len(found) < len(wanted):
+                found.append(run(loaded, found[-1:], len(tokens) + len(found) - 1, table, adapter=place))
+            assert found == wanted
+
+
+def test_a_rank_that_reads_another_adapter_is_an_error_and_the_place_stays_free(folder: Path, tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "a", folder, rank=4)
+    with worker(folder, 2, max_loras=1) as loaded:
+        bank = loaded.adapters
+        assert bank is not None and isinstance(bank._places, AllPlaces)
+        read = bank._places.read
+        bank._places.read = lambda path: dataclasses.replace(read(path), digest="other")  # type: ignore[method-assign]
+        with pytest.raises(ModelError, match=r"rank 1: .* is another file now than rank 0 has read: load it again"):
+            bank.load("a", str(path))
+        bank._places.read = read  # type: ignore[method-assign]
+        assert bank.load("a", str(path)).place == 0
 
 
 def rank_of(loaded: LoadedModel) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.adapters.bank import AdapterBank
+from common.adapters.places import AdapterPlaces
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.kv.cache import KVCache
 from common.model.batch import SequenceChunk
@@ -308,7 +309,7 @@ def test_a_recorded_step_serves_rows_with_and_without_adapters(model: Decoder, t
     """The recording holds no adapter: which one a row uses is an input, and what a place holds may change."""
     base = tmp_path / "model"
     kv = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE)
-    bank = AdapterBank(model, max_loras=2, max_rank=16)
+    bank = AdapterBank(AdapterPlaces(model, max_loras=2, max_rank=16))
     recorder = GraphRecorder(DEVICE) if ON_GPU else PlainRecorder()
     runner = GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64, adapts=True)
     places = [bank.load(str(seed), str(make_adapter(tmp_path / str(seed), base, seed=seed))).place for seed in (1, 2)]
