@@ -20,7 +20,9 @@ from kernels.cpu.packed import (
     unpack,
 )
 from kernels.cpu.recorder import Slot
+from kernels.device import triton_backend
 from kernels.dispatch import gated
+from kernels.interface.held_weight import HeldWeight
 from kernels.interface.quantised import QuantisedWeight
 from kernels.lora import LoraChange
 
@@ -32,8 +34,8 @@ class Linear:
     """y = x W^T + b for W [out, in] in the model's dtype, or quantised to 8 to 4 bits.
 
     On a CPU it packs the weights for our own kernels, or for oneDNN where those cannot be built: a row's result is the
-    same in every batch. It keeps only the packed copy, which `weight` unpacks. Where no kernel multiplies quantised
-    weights it dequantises them to `dtype`.
+    same in every batch. It keeps only the packed copy, which `weight` unpacks. On a GPU with kernels quantised weights
+    stay `held`, and are widened as they are read. Where no kernel multiplies them it dequantises them to `dtype`.
     """
 
     def __init__(self, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
@@ -51,7 +53,12 @@ class Linear:
         self.bias = bias
         self._dense: Tensor | None = None
         self._onednn: Any = None
-        if self.native is None:
+        self.held: HeldWeight | None = None
+        if isinstance(weight, QuantisedWeight):
+            self._device_kernels = triton_backend(weight.numbers.device.type)
+            if self._device_kernels is not None:
+                self.held = HeldWeight.of(weight)
+        if self.native is None and self.held is None:
             dense = weight if isinstance(weight, Tensor) else weight.dense(self.dtype)
             self._onednn = _pack(dense)
             self._dense = dense if self._onednn is None else None
@@ -61,7 +68,7 @@ class Linear:
     @property
     def packed(self) -> bool:
         """Whether the weights are packed, so that a row's result is the same in every batch."""
-        return self._dense is None
+        return self._dense is None and self.held is None
 
     @property
     def weight(self) -> Tensor:
@@ -70,6 +77,8 @@ class Linear:
             if self.native.quantised:
                 return unpack(self.native, self.dtype)
             return in_order(native.unpack_rows(self.native, torch.arange(self.out_features), self.dtype), self.native)
+        if self.held is not None:
+            return self.held.dense(self.dtype)
         if self._dense is not None:
             return self._dense
         dense: Tensor = self._onednn.to_dense()
@@ -83,6 +92,11 @@ class Linear:
             return x.recorder.linear(x, self.native, self.out_features, "", wide)
         if self.native is not None and (native := native_backend()) is not None:
             return native.linear(x, self.native, "", wide)
+        return self._multiply(x, wide=wide)
+
+    def _multiply(self, x: Tensor, *, wide: bool = False) -> Tensor:
+        if self.held is not None and self._device_kernels is not None:
+            return self._device_kernels.held_linear(x, self.held, self.bias, wide=wide)
         y = self._multiply_dense(x)
         return y.float() if wide else y
 
@@ -112,7 +126,7 @@ class GatedLinear(Linear):
             return x.recorder.linear(x, self.native, self.out_features // 2, activation, False)
         if self.native is not None and (native := native_backend()) is not None:
             return native.linear(x, self.native, activation, False)
-        return gated(self._multiply_dense(x), activation)
+        return gated(self._multiply(x), activation)
 
     def _changed(self, x: Tensor, activation: str, change: LoraChange) -> Tensor:
         """In two passes: rows that nothing changes keep the bits that one pass gives them."""
@@ -121,7 +135,7 @@ class GatedLinear(Linear):
             return x.recorder.gate_panels(both, activation)
         if self.native is not None and (native := native_backend()) is not None:
             return native.gate_panels(change.add(x, native.linear(x, self.native, "", False)), activation)
-        return gated(change.add(x, self._multiply_dense(x)), activation)
+        return gated(change.add(x, self._multiply(x)), activation)
 
 
 def _native(weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: bool) -> PackedWeight | None:

@@ -85,8 +85,8 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     quantization: str = setting(
         "auto",
-        "how weights are kept in memory on a CPU: none (the dtype), int8, int4, or auto (of a quantised model as its "
-        "file holds them where there are kernels for that, else int8; of others, and on a GPU, none)",
+        "how weights are kept in memory: none (the dtype), on a CPU int8 or int4, or auto (of a quantised model as its "
+        "file holds them where there are kernels for that, else int8 on a CPU; of others none)",
         group="Model",
         choices=("none", "int8", "int4", "auto"),
     )

@@ -71,9 +71,8 @@ def log_treated(files: ModelFiles, assembler: Assembler) -> None:
 
 def effective_quantization(quantization: str, source: WeightSource, place: torch.device) -> Quantization:
     """What it means there. ModelError where it cannot be had."""
-    on_cpu = place.type == "cpu"
-    wanted = Quantization(quantization).effective(on_cpu=on_cpu, quantised_file=source.has_quantised)
-    if not on_cpu and wanted is not Quantization.NONE:
+    wanted = Quantization(quantization).effective(quantised_file=source.has_quantised)
+    if place.type != "cpu" and wanted in (Quantization.INT8, Quantization.INT4):
         raise ModelError(f"quantization {quantization!r} runs on the CPU only: use auto or none on {place}")
     return wanted
 

@@ -13,7 +13,7 @@ from common.model.safetensors_weights import SafetensorsWeights
 from common.model_files.quantization_config import CheckpointLayout, QuantizationConfig
 from common.weight_formats.awq import AWQLayout
 from common.weight_formats.compressed_tensors import CompressedLayout
-from common.weight_formats.float8 import Float8Layout
+from common.weight_formats.float8 import Float8Layout, ScaledFloats
 from common.weight_formats.gptq import GPTQLayout
 from common.weight_formats.grouped_integers import GroupedIntegers
 from common.weight_formats.mxfp4 import MXFP4Layout
@@ -35,8 +35,8 @@ class ModuleLayout(Protocol):
     def check(self, tensors: CheckpointTensors, module: str) -> None:
         """ModelError where they do not fit together. Reads their heads only."""
 
-    def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers | Tensor:
-        """The matrix: integers with their scales, or float32."""
+    def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers | ScaledFloats | Tensor:
+        """The matrix: small numbers with their scales, or float32."""
 
 
 def layout_of(config: QuantizationConfig) -> ModuleLayout:
@@ -88,14 +88,14 @@ class QuantisedSafetensors(SafetensorsWeights):
         if not self.is_quantised(name):
             return super().read(name)
         found = self.layout.read(self.tensors, name.removesuffix(SUFFIX))
-        return found.dense() if isinstance(found, GroupedIntegers) else found
+        return found if isinstance(found, Tensor) else found.dense()
 
-    def read_quantised(self, name: str) -> QuantisedWeight | None:
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
         module = name.removesuffix(SUFFIX)
-        if module not in self._quantised or not self.layout.holds_integers(self.tensors, module):
+        if module not in self._quantised or not (floats or self.layout.holds_integers(self.tensors, module)):
             return None
         found = self.layout.read(self.tensors, module)
-        return found.held() if isinstance(found, GroupedIntegers) else None
+        return None if isinstance(found, Tensor) else found.held()
 
 
 class StoredTensors:

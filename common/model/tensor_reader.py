@@ -26,8 +26,11 @@ class WeightSource(Protocol):
 
     def has(self, name: str) -> bool: ...
 
-    def read_quantised(self, name: str) -> QuantisedWeight | None:
-        """The tensor in the integers that the file stores; None where kernels multiply no such ones."""
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
+        """The tensor in the integers that the file stores; None where kernels multiply no such ones.
+
+        With `floats` also in e4m3 numbers, which kernels of a GPU multiply.
+        """
 
     def is_quantised(self, name: str) -> bool:
         """Whether the file holds the tensor in fewer bits than 16."""
@@ -96,10 +99,10 @@ class TensorReader:
             whole = [part for part in held if part is not None]
             if (together := unified(whole)) is not None:
                 self.treated[f"kept in {together.bits} bits"] += len(parts)
-                return together
+                return together.map(lambda tensor: tensor.to(self.device))
         dense = torch.empty(sum(parts.values()), columns, dtype=self._dense_dtype(quantization), device=self.device)
         self._stack(dense, parts)
-        bits = quantization.bits(all(self.source.is_quantised(name) for name in parts))
+        bits = self._rounds_to(quantization, all(self.source.is_quantised(name) for name in parts))
         rounded = quantise(dense, bits) if bits else None
         how = f"rounded to {bits} bits" if rounded else f"held in {str(self.dtype).removeprefix('torch.')}"
         self.treated[how] += len(parts)
@@ -107,7 +110,7 @@ class TensorReader:
 
     def as_asked(self, dense: Tensor, in_file: bool) -> Weight:
         """A matrix that is part of a tensor, dense or quantised; `in_file`: whether that holds fewer bits than 16."""
-        dense, bits = dense.to(self.device).contiguous(), self.quantization.bits(in_file)
+        dense, bits = dense.to(self.device).contiguous(), self._rounds_to(self.quantization, in_file)
         return (quantise(dense, bits) if bits else None) or dense.to(self.dtype)
 
     def matrix(self, name: str, *shape: int) -> Tensor:
@@ -139,8 +142,12 @@ class TensorReader:
         """The type that matrices are quantised from: wide enough for the file's own values."""
         return self.dtype if quantization is Quantization.NONE else torch.float32
 
+    def _rounds_to(self, quantization: Quantization, in_file: bool) -> int:
+        """Bits that a matrix is rounded to, 0 for none: a GPU keeps what a file holds, and rounds nothing."""
+        return quantization.bits(in_file) if self.device.type == "cpu" else 0
+
     def _held(self, name: str, rows: int, columns: int) -> QuantisedWeight | None:
-        held = self.source.read_quantised(name)
+        held = self.source.read_quantised(name, floats=self.device.type != "cpu")
         return held if held is not None and held.shape == (rows, columns) else None
 
     def _stack(self, out: Tensor, parts: Mapping[str, int]) -> Tensor:

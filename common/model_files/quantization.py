@@ -12,7 +12,8 @@ class Quantization(StrEnum):
     int8   8 bits, in groups of 64 (or as the file holds them)
     int4   4 bits, in groups of 32 (or as the file holds them)
     auto   what a file holds in integers that the kernels multiply stays so, its other quantised tensors, fp8 included,
-           get 8 bits; float weights stay. Without any quantised tensor, and on a GPU, it means none
+           get 8 bits; float weights stay. On a GPU fp8 stays, too, and what no kernel multiplies gets the model's
+           dtype. Without any quantised tensor it means none
     """
 
     NONE = "none"
@@ -20,9 +21,9 @@ class Quantization(StrEnum):
     INT4 = "int4"
     AUTO = "auto"
 
-    def effective(self, *, on_cpu: bool, quantised_file: bool) -> Quantization:
-        """The choice that this one means on a device and for a file."""
-        return Quantization.NONE if self is Quantization.AUTO and not (on_cpu and quantised_file) else self
+    def effective(self, *, quantised_file: bool) -> Quantization:
+        """The choice that this one means for a file."""
+        return Quantization.NONE if self is Quantization.AUTO and not quantised_file else self
 
     @property
     def head(self) -> Quantization:

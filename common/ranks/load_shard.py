@@ -13,6 +13,7 @@ from common.model.tensor_reader import WeightSource
 from common.model.weights import Assembler
 from common.model_config.shard import Shard, check_size
 from common.model_files.config import ModelConfig
+from common.model_files.quantization import Quantization
 from common.ranks.sharded_source import ShardedSource
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def load_shard(
     wanted = effective_quantization(quantization, source, place)
     own = shard.of(config)
     held = replace(own, vocab_size=len(shard.part(config.vocab_size)))
-    sliced = ShardedSource(source, config, shard, wanted)
+    rounded = wanted if place.type == "cpu" else Quantization.NONE
+    sliced = ShardedSource(source, config, shard, rounded)
     assembler = Assembler(held, sliced, torch_dtype(dtype), place, wanted)
     decoder = FAMILIES[config.family](own, assembler.assemble())
     if not shard.rank:

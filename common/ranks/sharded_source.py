@@ -135,13 +135,16 @@ class ShardedSource:
     def is_quantised(self, name: str) -> bool:
         return self._source.is_quantised(name)
 
-    def read_quantised(self, name: str) -> QuantisedWeight | None:
-        held = self._source.read_quantised(name)
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
+        held = self._source.read_quantised(name, floats=floats)
         if held is None or (cut := self._cut(name, held.shape)) is None:
             return held
         if cut.of_inputs:
+            (part,) = cut.ranges
+            if floats and held.cuts(part):
+                return None  # no promise of equal bits on a GPU: floats of this matrix will do
             self._check_groups(name, cut, held.whole_inputs)
-            found = held.columns(cut.ranges[0])
+            found = held.columns(part)
         else:
             found = held.rows(_indices(cut))
         self.num_bytes += found.numbers.nbytes

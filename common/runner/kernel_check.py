@@ -14,12 +14,13 @@ import torch
 
 from common.errors import ModelError
 from common.kv.cache import SMALL_DTYPES, KVCache
-from common.model.mlp import MixtureOfExperts
+from common.model.mlp import MLP, MixtureOfExperts
 from common.model_files.config import ModelConfig
 from common.runner.runner import RunnableModel
 from kernels import AttentionRule
 from kernels.agreement.experts import experts_check
 from kernels.agreement.gate import Check
+from kernels.agreement.held import held_check
 from kernels.agreement.run import SEED, check_kernels
 from kernels.agreement.shape import CheckedShape, LayerRule
 from kernels.device import has_device_kernels
@@ -35,7 +36,8 @@ def check_model_kernels(model: RunnableModel, kv: KVCache, *, samples: bool = Tr
     """
     began = time.perf_counter()
     shape = checked_shape(model, kv, samples=samples)
-    findings = check_kernels(shape, kv.tensor, expert_checks(model, kv.device))
+    more = (*expert_checks(model, kv.device), *held_checks(model, kv.device))
+    findings = check_kernels(shape, kv.tensor, more)
     wrong = [str(one) for one in findings if one.problem]
     if wrong:
         raise ModelError(
@@ -97,3 +99,18 @@ def expert_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]
             sizes = (mlp.routing.per_token, model.config.hidden_size, model.config.activation)
             yield partial(experts_check, mlp.experts, *sizes, device, random)
             return
+
+
+def held_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]:
+    """Of one matrix of each shape and format that stays quantised."""
+    weights = getattr(model, "weights", None)
+    seen: set[tuple[object, ...]] = set()
+    for layer in weights.layers if weights is not None else ():
+        mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else ()
+        for linear in (layer.qkv, layer.output, *mlp):
+            if (held := linear.held) is None:
+                continue
+            form = (*held.shape, held.group, held.packed, held.float8, held.offset is None)
+            if form not in seen:
+                seen.add(form)
+                yield partial(held_check, linear, device, torch.Generator().manual_seed(SEED))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.errors import ModelError
 from common.weight_formats.bit_fields import WORD_BITS, bit_fields, centred
-from common.weight_formats.float8 import Float8Layout
+from common.weight_formats.float8 import Float8Layout, ScaledFloats
 from common.weight_formats.gptq import activation_order
 from common.weight_formats.grouped_integers import GroupedIntegers
 from common.weight_formats.tensors import CheckpointTensors, expect
@@ -65,7 +65,7 @@ class CompressedLayout:
                 expect(tensors, f"{module}.weight_zero_point", ZERO_TYPES, (packed_rows, groups))
         return None
 
-    def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers | Tensor:
+    def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers | ScaledFloats:
         if self.float8.holds(tensors, module):
             return self.float8.read(tensors, module)
         if tensors.has(f"{module}.{PACKED}"):

@@ -6,15 +6,42 @@ scales `weight_scale`. Scales of activations (`input_scale`) are not used: activ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from common.weight_formats.tensors import CheckpointTensors, expect
+from kernels import QuantisedWeight
 
 WEIGHT_TYPE: Final = "F8_E4M3"
 SCALE_TYPES: Final = ("F32", "BF16", "F16", "F8_E8M0")
 SCALES: Final = ("weight_scale_inv", "weight_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFloats:
+    """W [out, in] = scale * numbers. numbers float8_e4m3fn [out, in]; scale float32, as the file has it."""
+
+    numbers: Tensor
+    scale: Tensor
+    block: tuple[int, int] | None
+
+    def dense(self) -> Tensor:
+        """W float32 [out, in]."""
+        rows, columns = self.numbers.shape
+        return self.numbers.float().mul_(spread(self.scale, rows, columns, self.block))
+
+    def held(self) -> QuantisedWeight | None:
+        """The same numbers for the kernels of a GPU; None where the last block of inputs is cut."""
+        rows, columns = self.numbers.shape
+        in_blocks = self.block is not None and tuple(self.scale.shape) == grid(rows, columns, self.block)
+        group = self.block[1] if self.block is not None and in_blocks else columns
+        if columns % group:
+            return None
+        scale = spread(self.scale, rows, columns, self.block).expand(rows, -1)[:, ::group].contiguous()
+        return QuantisedWeight(8, group, self.numbers.view(torch.uint8), scale, None)
 
 
 class Float8Layout:
@@ -37,11 +64,9 @@ class Float8Layout:
             shapes.append(grid(rows, columns, self.block))
         expect(tensors, self._scale(tensors, module), SCALE_TYPES, *shapes, why=f"a matrix of {rows} x {columns}")
 
-    def read(self, tensors: CheckpointTensors, module: str) -> Tensor:
-        """W float32 [out, in]."""
-        weight = tensors.tensor(f"{module}.weight").float()
+    def read(self, tensors: CheckpointTensors, module: str) -> ScaledFloats:
         scale = tensors.tensor(self._scale(tensors, module)).float()
-        return weight.mul_(spread(scale, weight.shape[0], weight.shape[1], self.block))
+        return ScaledFloats(tensors.tensor(f"{module}.weight"), scale, self.block)
 
     @staticmethod
     def _scale(tensors: CheckpointTensors, module: str) -> str:

@@ -6,6 +6,7 @@ from kernels.gpu.activation import gated
 from kernels.gpu.attention import paged_attention, plan_attention
 from kernels.gpu.blocks import gather_blocks, scatter_blocks
 from kernels.gpu.experts import experts
+from kernels.gpu.held_linear import held_linear
 from kernels.gpu.latents import write_latents
 from kernels.gpu.lora import add_lora
 from kernels.gpu.norm import add_rms_norm, rms_norm
@@ -18,6 +19,7 @@ __all__ = [
     "experts",
     "gated",
     "gather_blocks",
+    "held_linear",
     "paged_attention",
     "plan_attention",
     "rms_norm",

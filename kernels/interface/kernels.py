@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import SamplingTensors
+from kernels.interface.held_weight import HeldWeight
 from kernels.interface.lora import GroupedRows, LoraStack
 
 
@@ -137,6 +138,10 @@ class DeviceKernels(Kernels, Protocol):
         activation: str,
     ) -> Tensor:
         """As `kernels.Experts`: gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner], contiguous."""
+        ...
+
+    def held_linear(self, x: Tensor, weight: HeldWeight, bias: Tensor | None, *, wide: bool = False) -> Tensor:
+        """x [T, in] by the transpose of W, plus bias: [T, out], float32 when `wide`. W is rounded to the type of x."""
         ...
 
     def add_lora(self, x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows) -> None:

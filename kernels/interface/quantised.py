@@ -26,7 +26,7 @@ class QuantisedWeight:
     """W [out, in] = scale * numbers + offset, group by group.
 
     numbers int8 [out, in], -128 .. 127 for 8 bits and 0 .. 2^bits - 1 for 4, 5 and 6; scale and, for all but 8 bits,
-    offset float16 [out, in / group].
+    offset float16 [out, in / group]. Or, `float8`, numbers uint8, the bits of e4m3 ones, and scale float32.
 
     With `steps`, as GGUF's K-quants have them, scale and offset are float16 [out, in / BLOCK], and are multiplied by
     their steps, int8 [out, in / group]: the offset by `offset_steps`, or by those of the scale.
@@ -44,10 +44,15 @@ class QuantisedWeight:
     def shape(self) -> tuple[int, int]:
         return self.numbers.shape[0], self.numbers.shape[1]
 
+    @property
+    def float8(self) -> bool:
+        return self.numbers.dtype == torch.uint8
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """W in `dtype`, [out, in]."""
         rows, columns = self.shape
-        weight = self.numbers.view(rows, -1, self.group).float() * self._by_group(self.scale, self.steps)
+        numbers = self.numbers.view(torch.float8_e4m3fn) if self.float8 else self.numbers
+        weight = numbers.view(rows, -1, self.group).float() * self._by_group(self.scale, self.steps)
         if self.offset is not None:
             weight += self._by_group(self.offset, self.steps if self.offset_steps is None else self.offset_steps)
         return weight.view(rows, columns).to(dtype)
@@ -74,6 +79,10 @@ class QuantisedWeight:
         """Inputs that cannot be parted: those of a group, or of a block with steps."""
         return self.group if self.steps is None else BLOCK
 
+    def cuts(self, part: range) -> bool:
+        """Whether these inputs are not whole groups."""
+        return bool(part.start % self.whole_inputs or part.stop % self.whole_inputs)
+
     def columns(self, part: range) -> QuantisedWeight:
         """These inputs of it alone, which are whole groups."""
         width = self.shape[1]
@@ -91,7 +100,7 @@ class QuantisedWeight:
     @property
     def _form(self) -> tuple[object, ...]:
         absent = tuple(part is None for part in (self.offset, self.steps, self.offset_steps))
-        return self.bits, self.group, self.shape[1], absent
+        return self.bits, self.float8, self.group, self.shape[1], absent
 
 
 def stack(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:

@@ -226,12 +226,12 @@ def test_auto_is_none_without_codes_to_keep(gguf_path: Path, expected: str) -> N
     assert packed is None or packed.quantised == (expected == "auto")  # None: no compiler here
 
 
-def test_auto_is_none_for_a_folder_and_on_a_gpu(tiny_folder: Path) -> None:
+def test_auto_is_none_for_a_folder_of_floats(tiny_folder: Path) -> None:
     assert load_model(files_of(tiny_folder), quantization="auto").quantization == "none"
     auto = Quantization.AUTO
-    assert auto.effective(on_cpu=False, quantised_file=True) is Quantization.NONE
-    assert auto.effective(on_cpu=True, quantised_file=True) is auto
-    assert Quantization.INT8.effective(on_cpu=False, quantised_file=False) is Quantization.INT8
+    assert auto.effective(quantised_file=False) is Quantization.NONE
+    assert auto.effective(quantised_file=True) is auto
+    assert Quantization.INT8.effective(quantised_file=False) is Quantization.INT8
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.999])

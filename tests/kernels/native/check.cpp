@@ -225,7 +225,8 @@ template <typename T, typename C> void check_attention(int type, int kv_type, in
     const int64_t size = 16, heads = 6, kv_heads = 2, layers = 2, layer = 1;
     const int64_t spans[] = {0, 1, 69, 0, 1, 21, 40, 5}; // row, rows, start, first entry of the table
     const int32_t tables[] = {7, 2, 9, 4, 0, 5, 1, 8, 3};
-    const int64_t shape[] = {layers, kv_heads, size, dim, heads}, rows = 22;
+    const int64_t shape[] = {layers, kv_heads, size, dim, heads, 0, kv_heads}, rows = 22;
+    static_assert(sizeof shape == sizeof(Shape));
     const int64_t region = size * 2 * (dim + SCALE<C>); // of one block, layer and head
     std::vector<C> kv(10 * layers * kv_heads * region);
     std::vector<T> q(rows * heads * dim), out(rows * heads * dim);

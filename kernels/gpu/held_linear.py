@@ -1,0 +1,178 @@
+"""Products with quantised weights, which programs widen in registers: a step of few rows reads a fraction of the bytes.
+
+    y [rows, out] = x [rows, in] W^T        W = scale * numbers + offset, rounded to the type of x
+
+The inputs are cut into SPLITS parts where there are too few outputs to keep every multiprocessor reading; parts are
+added in order. How often depends on the shape of W alone, so a row's sum has the same terms in every batch. Steps of
+many rows read a weight often: they widen the matrix once, into memory, and leave the product to cuBLAS.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.gpu.key_tile import dequantised, product
+from kernels.gpu.rounding import rounded
+from kernels.interface.held_weight import HeldWeight
+
+MOST_ROWS = 64
+"""Of a step whose product reads the quantised weights. Above, tensor cores and not memory are what it waits for."""
+BLOCK_N, BLOCK_K = 64, 64
+"""Outputs and inputs of a tile. 64 inputs in 4 bits are 32 bytes: of more, an A100 would spill registers."""
+LEAST_ROWS = 16
+"""Of a tile: as few as tensor cores take."""
+PROGRAMS = 512
+"""That there should be at least: a few for each multiprocessor."""
+LEAST_BLOCKS = 8
+"""Of BLOCK_K inputs in a split: below, its start costs more than it gains."""
+WIDE_ROWS, WIDE_COLUMNS = 16, 256
+
+
+@triton.jit
+def widened(numbers, place, mask, HALF: tl.constexpr, FLOAT8: tl.constexpr, PACKED: tl.constexpr):
+    """Stored numbers as float32: of two in a byte the lower or the upper HALF."""
+    b = tl.load(numbers + place, mask=mask, other=0)
+    if PACKED:
+        b = (b >> 4) if HALF else (b & 15)
+    return dequantised(b, tl.float32, FLOAT8)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_held(
+    x, numbers, scale, offset, bias, out, num_rows,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    PACKED: tl.constexpr, FLOAT8: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (columns, rows, split): a tile of the product over the split's inputs.
+
+    out [num_rows, N], or float32 [SPLITS, num_rows, N] of several splits, which `add_splits` adds.
+    """
+    i_col, i_row, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    STORED: tl.constexpr = K // 2 if PACKED else K
+    STEP: tl.constexpr = 2 if PACKED else 1
+    BLOCKS: tl.constexpr = (STORED + BLOCK_K - 1) // BLOCK_K
+    PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    o_n = i_col * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m = i_row * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_n, m_m = o_n < N, o_m < num_rows
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for i in range(PER_SPLIT):
+        o_k = (i_split * PER_SPLIT + i) * BLOCK_K + tl.arange(0, BLOCK_K)
+        m_k = o_k < STORED
+        m_w = m_k[:, None] & m_n[None, :]
+        p_w = o_n.to(tl.int64)[None, :] * STORED + o_k[:, None]
+        p_s = (o_k * STEP // GROUP)[:, None] * N + o_n[None, :]
+        b_scale = tl.load(scale + p_s, mask=m_w, other=0.0).to(tl.float32)
+        if OFFSET:
+            b_offset = tl.load(offset + p_s, mask=m_w, other=0.0).to(tl.float32)
+        for half in tl.static_range(STEP):
+            b_w = widened(numbers, p_w, m_w, half, FLOAT8, PACKED) * b_scale
+            if OFFSET:
+                b_w += b_offset
+            p_x = x + o_m.to(tl.int64)[:, None] * K + (o_k * STEP + half)[None, :]
+            b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
+            acc = product(b_x, rounded(b_w, x.dtype.element_ty), acc)
+    m_out = m_m[:, None] & m_n[None, :]
+    p_out = (i_split * num_rows + o_m).to(tl.int64)[:, None] * N + o_n[None, :]
+    if SPLITS == 1 and BIAS:
+        acc += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + p_out, rounded(acc, out.dtype.element_ty), mask=m_out)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_splits(
+    parts, bias, out, num_rows,
+    N: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row, columns): the sum of parts float32 [SPLITS, num_rows, N], one after the other, and the bias."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m = o_n < N
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in range(SPLITS):
+        acc += tl.load(parts + (i * num_rows + i_row) * N + o_n, mask=m, other=0.0)
+    if BIAS:
+        acc += tl.load(bias + o_n, mask=m, other=0.0).to(tl.float32)
+    tl.store(out + i_row * N + o_n, rounded(acc, out.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def widen(
+    numbers, scale, offset, out,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    PACKED: tl.constexpr, FLOAT8: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (rows, columns): W [N, K] in the type of `out`, with the bits that `multiply_held` gives it."""
+    STORED: tl.constexpr = K // 2 if PACKED else K
+    STEP: tl.constexpr = 2 if PACKED else 1
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    m = (o_n < N)[:, None] & (o_k < STORED)[None, :]
+    p_s = (o_k * STEP // GROUP)[None, :] * N + o_n[:, None]
+    b_scale = tl.load(scale + p_s, mask=m, other=0.0).to(tl.float32)
+    if OFFSET:
+        b_offset = tl.load(offset + p_s, mask=m, other=0.0).to(tl.float32)
+    for half in tl.static_range(STEP):
+        b_w = widened(numbers, o_n.to(tl.int64)[:, None] * STORED + o_k[None, :], m, half, FLOAT8, PACKED) * b_scale
+        if OFFSET:
+            b_w += b_offset
+        p_out = out + o_n.to(tl.int64)[:, None] * K + (o_k * STEP + half)[None, :]
+        tl.store(p_out, rounded(b_w, out.dtype.element_ty), mask=m)
+
+
+def held_linear(x: Tensor, weight: HeldWeight, bias: Tensor | None, *, wide: bool = False) -> Tensor:
+    """As `DeviceKernels.held_linear`."""
+    rows = x.shape[0]
+    if rows > MOST_ROWS:
+        made = functional.linear(x, widened_weight(weight, x.dtype), bias)
+        return made.float() if wide else made
+    outputs, inputs = weight.shape
+    out = torch.empty((rows, outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    if not rows:
+        return out
+    splits = num_splits(outputs, inputs)
+    target = out if splits == 1 else torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
+    block_m = max(LEAST_ROWS, triton.next_power_of_2(rows))
+    multiply_held[(triton.cdiv(outputs, BLOCK_N), triton.cdiv(rows, block_m), splits)](
+        x.contiguous(), weight.numbers, weight.scale, weight.offset, bias, target, rows,
+        N=outputs, K=inputs, GROUP=weight.group, SPLITS=splits,
+        PACKED=weight.packed, FLOAT8=weight.float8, OFFSET=weight.offset is not None, BIAS=bias is not None,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K // (2 if weight.packed else 1),
+        num_warps=4, num_stages=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    if splits > 1:
+        block = 256
+        add_splits[(rows, triton.cdiv(outputs, block))](
+            target, bias, out, rows, N=outputs, SPLITS=splits, BIAS=bias is not None, BLOCK=block, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def widened_weight(weight: HeldWeight, dtype: torch.dtype) -> Tensor:
+    """W [out, in] in `dtype`."""
+    outputs, inputs = weight.shape
+    out = torch.empty((outputs, inputs), dtype=dtype, device=weight.numbers.device)
+    columns = triton.cdiv(weight.numbers.shape[1], WIDE_COLUMNS)
+    widen[(triton.cdiv(outputs, WIDE_ROWS), columns)](
+        weight.numbers, weight.scale, weight.offset, out,
+        N=outputs, K=inputs, GROUP=weight.group,
+        PACKED=weight.packed, FLOAT8=weight.float8, OFFSET=weight.offset is not None,
+        BLOCK_N=WIDE_ROWS, BLOCK_K=WIDE_COLUMNS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def num_splits(outputs: int, inputs: int) -> int:
+    """Into how many parts the inputs are cut: a power of two."""
+    columns, blocks = triton.cdiv(outputs, BLOCK_N), triton.cdiv(inputs, BLOCK_K)
+    splits = 1
+    while splits * columns < PROGRAMS and blocks // (2 * splits) >= LEAST_BLOCKS:
+        splits *= 2
+    return splits

@@ -1,0 +1,170 @@
+"""Products with quantised weights in Triton, beside those with the floats that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.model.load import load_model
+from common.runner.kernel_check import held_checks
+from kernels import QuantisedWeight, quantise
+from kernels.gpu import held_linear as module
+from kernels.gpu.held_linear import LEAST_BLOCKS, MOST_ROWS, held_linear, num_splits, widened_weight
+from kernels.interface.held_weight import HeldWeight
+
+from ...common.model.generation import Pool, files_of, prompt, random_checkpoint
+from ...common.weight_formats.checkpoints import FORMATS, write_checkpoint
+from .compiled import SHARED_BYTES_LIMIT, Job, compile_kernels
+from .conftest import ON_GPU
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+KINDS = ("int8", "int4", "Q4_K", "Q6_K", "fp8 by block", "fp8 by row")
+
+
+def weight_of(kind: str, outputs: int, inputs: int) -> QuantisedWeight:
+    """Random numbers of a kind, in groups of 64, 32, 32, 16, 64 or of all inputs."""
+    generator = torch.Generator().manual_seed(3)
+    if kind in ("int8", "int4"):
+        made = quantise(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, int(kind[3:]))
+        assert made is not None
+        return made
+    if kind.startswith("fp8"):
+        group = 64 if kind.endswith("block") else inputs
+        numbers = torch.randint(0, 127, (outputs, inputs), generator=generator)  # but for NaN
+        numbers += torch.randint(0, 2, (outputs, inputs), generator=generator) * 128
+        scale = (torch.rand(outputs, inputs // group, generator=generator) + 0.5) / 448 / inputs**0.5
+        return QuantisedWeight(8, group, numbers.to(torch.uint8), scale, None)
+    bits, group = (4, 32) if kind == "Q4_K" else (6, 16)
+    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator).to(torch.int8)
+    scale = (torch.rand(outputs, inputs // 256, generator=generator) + 0.5).half() / 500
+    steps = torch.randint(1, 60, (outputs, inputs // group), generator=generator).to(torch.int8)
+    return QuantisedWeight(bits, group, numbers, scale / 30, -scale / 4, steps, steps.roll(1, 1))
+
+
+def held_on(device: torch.device, weight: QuantisedWeight) -> HeldWeight:
+    return HeldWeight.of(weight.map(lambda tensor: tensor.to(device)))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_with_the_floats(device: torch.device, kind: str, dtype: torch.dtype) -> None:
+    """Outputs that fill no tile; rows of one tile, of a wider one, and of a step that widens the matrix first."""
+    weight = weight_of(kind, 100, 256)
+    held, floats = held_on(device, weight), weight.dense(dtype)
+    assert torch.equal(held.dense(dtype).cpu(), floats)
+    bias = torch.randn(100).to(dtype)
+    for rows in (1, 19, 40, MOST_ROWS + 6):
+        x = torch.randn(rows, 256).to(dtype)
+        for given, wide in ((bias, False), (None, True)):
+            found = held_linear(x.to(device), held, None if given is None else given.to(device), wide=wide)
+            assert found.dtype == (torch.float32 if wide else dtype)
+            expected = x.double() @ floats.double().T + (0.0 if given is None else given.double())
+            torch.testing.assert_close(found.double().cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_widened_matrix_has_the_bits_of_the_floats(device: torch.device, kind: str, dtype: torch.dtype) -> None:
+    weight = weight_of(kind, 37, 512)
+    assert torch.equal(widened_weight(held_on(device, weight), dtype).cpu(), weight.dense(dtype))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("kind", ["int4", "fp8 by row"])
+def test_a_row_has_the_same_bits_alone_and_among_others(device: torch.device, kind: str) -> None:
+    """Also where the inputs are cut: how often does not depend on the rows."""
+    inputs = 4 * module.BLOCK_K * LEAST_BLOCKS
+    held = held_on(device, weight_of(kind, 40, inputs))
+    assert num_splits(40, inputs) == 4
+    x = torch.randn(33, inputs).to(device)
+    bias = torch.randn(40).to(device)
+    together = held_linear(x, held, bias)
+    for rows in (1, 7):
+        assert torch.equal(held_linear(x[:rows], held, bias), together[:rows])
+    expected = x.double() @ held.dense(torch.float32).double().T + bias.double()
+    torch.testing.assert_close(together.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_no_rows(device: torch.device) -> None:
+    held = held_on(device, weight_of("int8", 20, 64))
+    assert held_linear(torch.empty(0, 64, device=device), held, None).shape == (0, 20)
+
+
+def test_how_often_inputs_are_cut() -> None:
+    """Llama 3.1 8B's matrices of 8 bits: its q and down, its gate and up, its head; and a small one."""
+    assert [num_splits(*shape) for shape in ((4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096))] == [
+        8,
+        8,
+        2,
+        1,
+    ]
+    assert num_splits(64, 256) == 1
+
+
+def test_memory_is_that_of_the_numbers() -> None:
+    numbers = 256 * 1024
+    sizes = {kind: HeldWeight.of(weight_of(kind, 256, 1024)).num_bytes * 8 / numbers for kind in KINDS}
+    assert sizes == pytest.approx(
+        {"int8": 8.25, "int4": 5.0, "Q4_K": 6.0, "Q6_K": 12.0, "fp8 by block": 8.5, "fp8 by row": 8.03125}
+    )
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
+@pytest.mark.parametrize("name", ["awq", "gptq int8"])
+def test_a_checkpoint_is_held_and_answers_as_its_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plain = random_checkpoint(tmp_path / "plain", "Llama", hidden_size=96, num_hidden_layers=2)
+    dense = write_checkpoint(plain, tmp_path / "held", FORMATS[name])
+    expected = Pool(load_model(files_of(dense))).greedy(prompt(20), 4)
+    counted: list[int] = []
+
+    def counting(x: Tensor, *rest: object, **named: object) -> Tensor:
+        counted.append(x.shape[0])
+        return held_linear(x, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
+    monkeypatch.setattr("kernels.linear.triton_backend", lambda kind: SimpleNamespace(held_linear=counting))
+    model = load_model(files_of(tmp_path / "held"), quantization="auto")
+    assert Pool(model).greedy(prompt(20), 4, chunk=12) == expected
+    assert len(counted) == 4 * 2 * 5  # matrices, layers, steps
+    assert not model.weights.layers[0].qkv.packed
+    checks = [check() for check in held_checks(model, torch.device("cpu"))]
+    assert len(checks) == 4 and not any(finding.problem for finding in checks)
+    monkeypatch.setattr(
+        "kernels.linear.triton_backend",
+        lambda kind: SimpleNamespace(held_linear=lambda *a, **k: held_linear(*a, **k) * 1.1),
+    )
+    broken = load_model(files_of(tmp_path / "held"), quantization="auto")
+    found = [check() for check in held_checks(broken, torch.device("cpu"))]
+    assert len(found) == 4 and all(finding.problem and "quantised product" in str(finding) for finding in found)
+
+
+@pytest.mark.cpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled(capability: int) -> None:
+    """Llama 3.1 8B's gate and up in 4 bits and in fp8: on tensor cores, without spills."""
+    jobs = []
+    for packed, rows in ((True, 16), (True, 64), (False, 16), (False, 64)):
+        factor = "*fp16" if packed else "*fp32"
+        constants = {
+            **{"N": 28672, "K": 4096, "GROUP": 128, "SPLITS": 2, "PACKED": packed, "FLOAT8": not packed},
+            **{"OFFSET": packed, "BIAS": False, "bias": None},
+            **{"BLOCK_M": rows, "BLOCK_N": module.BLOCK_N, "BLOCK_K": module.BLOCK_K // (2 if packed else 1)},
+            **({} if packed else {"offset": None}),
+        }
+        kinds = {"x": "*bf16", "numbers": "*u8", "scale": factor, "offset": factor, "bias": "*bf16", "out": "*fp32"}
+        signature = kinds | {"num_rows": "i32"}
+        jobs.append(Job("kernels.gpu.held_linear:multiply_held", signature, constants, capability, 4, 4))
+    for found in compile_kernels(jobs):
+        assert found.spills == 0
+        assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
+        assert "HMMA" in found.sass or "HGMMA" in found.sass
