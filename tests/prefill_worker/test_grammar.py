@@ -45,8 +45,11 @@ def test_a_grammar_at_fault_fails_its_request_alone(make_engine: Callable[..., A
     assert rig.deltas("good")[0].token_ids == (ord("a"),)
 
 
-def test_prompts_go_on_while_a_grammar_is_compiled(make_engine: Callable[..., Any]) -> None:
+def test_prompts_go_on_while_a_grammar_is_compiled(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that takes longer than anything may: it owns no blocks, and other prompts and grammars do not wait for it."""
+    monkeypatch.setattr("common.requests.awaited_grammars.GRAMMAR_TIMEOUT_S", 120.0)  # of CPU time it may take 15 s
     rig = make_engine(grammars=True)
     compiler = Compiler(rig.grammars)
     rig.ask(prompt(30), "endless", grammar=ENDLESS)
