@@ -84,8 +84,11 @@ def pip_settings(folder: Path) -> list[str]:
     lines = [f"{key} = " + " ".join(value.replace("\\n", " ").split()) for key, value in kept.items()]
     file = folder / "pip.conf"
     file.write_text("\n".join(("[global]", *lines, "")))
-    words = [word.removeprefix("file://") for value in kept.values() for word in value.replace("\\n", " ").split()]
-    folders = sorted({word for word in words if word.startswith("/") and Path(word).is_dir()})
+    words = [word for value in kept.values() for word in value.replace("\\n", " ").split()]
+    # The pages of an index in files name what lies beside them.
+    named = {word for word in words if word.startswith("/")}
+    named |= {str(Path(word.removeprefix("file://")).parent) for word in words if word.startswith("file:///")}
+    folders = sorted(word for word in named if Path(word).is_dir())
     return ["--secret", f"id=pip,src={file}", *(flag for each in folders for flag in ("-v", f"{each}:{each}:ro"))]
 
 
