@@ -5,11 +5,11 @@ from __future__ import annotations
 from kernels.gpu.activation import gated
 from kernels.gpu.attention import paged_attention, plan_attention
 from kernels.gpu.blocks import gather_blocks, scatter_blocks
-from kernels.gpu.experts import experts
-from kernels.gpu.held_linear import held_linear
 from kernels.gpu.latents import write_latents
-from kernels.gpu.lora import add_lora
 from kernels.gpu.norm import add_rms_norm, rms_norm
+from kernels.gpu.products.experts import experts
+from kernels.gpu.products.held_linear import held_linear
+from kernels.gpu.products.lora import add_lora
 from kernels.gpu.rotary import rotate_and_write
 from kernels.gpu.sampling import sample
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.experts import BLOCK_N, FEW_ROWS, MANY_ROWS, experts, rows_of_tile
+from kernels.gpu.products.experts import BLOCK_N, FEW_ROWS, MANY_ROWS, experts, rows_of_tile
 from kernels.plain import reference
 
 from .compiled import SHARED_BYTES_LIMIT, Job, compile_kernels
@@ -74,7 +74,7 @@ def test_compiled(capability: int, rows: int) -> None:
         **{"EXPERTS": 128, "PER_TOKEN": 8, "N": 1536, "K": 2048, "GATHER": True, "BIAS": False, "bias": None},
         **{"BLOCK_E": 128, "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_K": 64},
     }
-    job = Job("kernels.gpu.experts:multiply_grouped", signature, constants, capability, 4, 3)
+    job = Job("kernels.gpu.products.experts:multiply_grouped", signature, constants, capability, 4, 3)
     (found,) = compile_kernels([job])
     assert found.spills == 0
     assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]

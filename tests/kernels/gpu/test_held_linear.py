@@ -12,8 +12,8 @@ from torch import Tensor
 from common.model.load import load_model
 from common.runner.kernel_check import held_checks
 from kernels import QuantisedWeight, quantise
-from kernels.gpu import held_linear as module
-from kernels.gpu.held_linear import LEAST_BLOCKS, MOST_ROWS, held_linear, num_splits, widened_weight
+from kernels.gpu.products import held_linear as module
+from kernels.gpu.products.held_linear import LEAST_BLOCKS, MOST_ROWS, held_linear, num_splits, widened_weight
 from kernels.interface.held_weight import HeldWeight
 
 from ...common.model.generation import Pool, files_of, prompt, random_checkpoint
@@ -163,7 +163,7 @@ def test_compiled(capability: int) -> None:
         }
         kinds = {"x": "*bf16", "numbers": "*u8", "scale": factor, "offset": factor, "bias": "*bf16", "out": "*fp32"}
         signature = kinds | {"num_rows": "i32"}
-        jobs.append(Job("kernels.gpu.held_linear:multiply_held", signature, constants, capability, 4, 4))
+        jobs.append(Job("kernels.gpu.products.held_linear:multiply_held", signature, constants, capability, 4, 4))
     for found in compile_kernels(jobs):
         assert found.spills == 0
         assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]

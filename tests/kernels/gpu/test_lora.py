@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.experts import BLOCK_N, FEW_ROWS, MANY_ROWS
-from kernels.gpu.lora import add_lora, columns_of_tile
+from kernels.gpu.products.experts import BLOCK_N, FEW_ROWS, MANY_ROWS
+from kernels.gpu.products.lora import add_lora, columns_of_tile
 from kernels.interface.lora import GroupedRows, LoraStack
 
 from .compiled import SHARED_BYTES_LIMIT, Job, compile_kernels
@@ -97,7 +97,7 @@ def test_compiled(capability: int, rows: int) -> None:
     """Llama-3.1-8B's q, k and v with eight adapters of rank 64: on tensor cores, without spills."""
     grouped = {"order": "*i32", "ends": "*i32"}
     shrink = Job(
-        "kernels.gpu.experts:multiply_grouped",
+        "kernels.gpu.products.experts:multiply_grouped",
         {**dict.fromkeys(("x", "weights", "bias", "out"), "*bf16"), **grouped, "num_pairs": "i32"},
         {
             **{"EXPERTS": 8, "PER_TOKEN": 1, "N": 192, "K": 4096, "GATHER": True, "BIAS": False, "bias": None},
@@ -106,7 +106,7 @@ def test_compiled(capability: int, rows: int) -> None:
         *(capability, 4, 3),
     )
     expand = Job(
-        "kernels.gpu.lora:expand_grouped",
+        "kernels.gpu.products.lora:expand_grouped",
         {**dict.fromkeys(("low", "weights", "out"), "*bf16"), **grouped, "num_rows": "i32"},
         {
             **{"LORAS": 8, "N": 6144, "RANK": 64, "PARTS": 3, "SECOND": 4096, "THIRD": 5120},

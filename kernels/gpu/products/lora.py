@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.experts import multiply_grouped, rows_of_tile
 from kernels.gpu.key_tile import product
+from kernels.gpu.products.experts import multiply_grouped, rows_of_tile
 from kernels.gpu.rounding import rounded
 from kernels.interface.lora import GroupedRows, LoraStack
 
