@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kernels.gpu.activation import gated
 from kernels.gpu.attention import paged_attention, plan_attention
 from kernels.gpu.blocks import gather_blocks, scatter_blocks
 from kernels.gpu.latents import write_latents
@@ -12,6 +11,7 @@ from kernels.gpu.products.held_linear import held_linear
 from kernels.gpu.products.lora import add_lora
 from kernels.gpu.rotary import rotate_and_write
 from kernels.gpu.sampling import sample
+from kernels.gpu.tiles.activation import gated
 
 __all__ = [
     "add_lora",

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.key_tile import dequantised
-from kernels.gpu.rounding import e4m3_bits, rounded
+from kernels.gpu.tiles.key_tile import dequantised
+from kernels.gpu.tiles.rounding import e4m3_bits, rounded
 from kernels.interface.kv_region import LARGEST_FP8, LEAST_SCALE
 
 WORDS = 2048  # of 4 bytes, that a program copies

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.key_tile import attend_tile, with_sink
-from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import Scores, capability
+from kernels.gpu.tiles.key_tile import attend_tile, with_sink
+from kernels.gpu.tiles.rounding import rounded
 
 MIN_ROWS = 16  # of a matrix product on tensor cores
 REDUCE_CHUNK = 8  # partial results that a program sums in one go

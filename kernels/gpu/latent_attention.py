@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kernels.gpu.decode_attention import MIN_ROWS, REDUCE_CHUNK, reduce_splits
 from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.key_tile import dequantised, product
-from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import Scores, capability
+from kernels.gpu.tiles.key_tile import dequantised, product
+from kernels.gpu.tiles.rounding import rounded
 
 
 class LatentTile(NamedTuple):

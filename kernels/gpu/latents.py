@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.rotary import cache_number
-from kernels.gpu.rounding import rounded
+from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.kernels import LatentNorm
 
 TILE = 4096  # numbers of a token that a program copies: heads are grouped to fill it

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.rounding import rounded
+from kernels.gpu.tiles.rounding import rounded
 
 TILE = 4096  # numbers that a program holds: narrow rows share one
 

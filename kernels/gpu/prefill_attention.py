@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.key_tile import attend_tile, with_sink
-from kernels.gpu.rounding import rounded
 from kernels.gpu.scores import Scores, capability
+from kernels.gpu.tiles.key_tile import attend_tile, with_sink
+from kernels.gpu.tiles.rounding import rounded
 
 
 class PrefillConfig(NamedTuple):

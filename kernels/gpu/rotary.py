@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.rounding import e4m3_bits, rounded
+from kernels.gpu.tiles.rounding import e4m3_bits, rounded
 from kernels.interface.kernels import HeadNorms
 
 TILE = 1024  # numbers of a token that a program rotates: heads are grouped to fill it

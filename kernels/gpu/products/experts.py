@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.activation import gated
-from kernels.gpu.key_tile import product
-from kernels.gpu.rounding import rounded
+from kernels.gpu.tiles.activation import gated
+from kernels.gpu.tiles.key_tile import product
+from kernels.gpu.tiles.rounding import rounded
 
 BLOCK_N, BLOCK_K = 64, 64
 FEW_ROWS, MANY_ROWS = 16, 64

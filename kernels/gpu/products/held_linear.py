@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.key_tile import dequantised, product
-from kernels.gpu.rounding import rounded
+from kernels.gpu.tiles.key_tile import dequantised, product
+from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.held_weight import HeldWeight
 
 MOST_ROWS = 64

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.key_tile import product
 from kernels.gpu.products.experts import multiply_grouped, rows_of_tile
-from kernels.gpu.rounding import rounded
+from kernels.gpu.tiles.key_tile import product
+from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.lora import GroupedRows, LoraStack
 
 BLOCK_N, BLOCK_K = 64, 64

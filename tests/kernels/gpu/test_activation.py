@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.activation import BLOCK, gated
+from kernels.gpu.tiles.activation import BLOCK, gated
 from kernels.plain import reference
 
 pytestmark = pytest.mark.interpret

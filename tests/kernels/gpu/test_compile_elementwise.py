@@ -41,7 +41,7 @@ def rotary_job(heads: int, kv_heads: int, dim: int, normed: bool, fp8: bool) -> 
 def gated_job(gate: int) -> Job:
     signature = {"gate_up": "*bf16", "out": "*bf16", "width": "i32", "stride_row": "i32"}
     constants = {"GATE": gate, "BLOCK": activation.BLOCK}
-    return Job("kernels.gpu.activation:gate_rows", signature, constants, aligned=("width", "stride_row"))
+    return Job("kernels.gpu.tiles.activation:gate_rows", signature, constants, aligned=("width", "stride_row"))
 
 
 def copy_job(to_buffer: bool) -> Job:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.rounding import INTERPRETED, rounded
+from kernels.gpu.tiles.rounding import INTERPRETED, rounded
 
 
 @triton.jit

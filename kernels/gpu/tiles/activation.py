@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.rounding import rounded
+from kernels.gpu.tiles.rounding import rounded
 
 BLOCK = 1024
 GATES = ("silu", "gelu_tanh", "clamped_swiglu")

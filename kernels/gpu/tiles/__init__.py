@@ -1,0 +1,1 @@
+"""What programs of several kernels do with a tile in registers: rounding, products, gates."""
