@@ -307,6 +307,7 @@ class DecodeScheduler(DecodeQueue):
         while (admission := self._next()) is not None:
             prefix, num_new = admission.prefix, admission.num_new
             sequence = self.queue.pop(admission.place)
+            sequence.num_passing_blocks = 0  # should it be preempted, it waits anew, and with other tokens
             for passed in self.queue[: admission.place]:
                 passed.num_passing_blocks += num_new
             self._give_blocks(sequence, prefix, num_new, now)

@@ -157,6 +157,7 @@ def test_younger_requests_pass_one_that_does_not_fit_until_they_have_as_many_blo
     plan.remove(first)
     run(plan)
     assert [s.request_id for s in plan.running] == ["large", "small4", "small5"]
+    assert large.num_passing_blocks == 0, "it waits no longer"
     assert plan.check_integrity().owned == 8 + 2 * 3
 
 
