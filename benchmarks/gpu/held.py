@@ -24,7 +24,7 @@ GROUP = 128
 def held_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
     """Of one row, of a batch that reads the quantised weights, and of a prompt, for which they are widened."""
     for bits in (4, 8):
-        for rows in (1, min(64, max(shape.decode_batches)), max(shape.prefill_lengths)):
+        for rows in (1, max(shape.decode_batches), max(shape.prefill_lengths)):
             yield partial(held_case, backend, shape, rows, bits, device)
 
 

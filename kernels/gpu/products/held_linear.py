@@ -19,12 +19,12 @@ from kernels.gpu.tiles.key_tile import dequantised, product
 from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.held_weight import HeldWeight
 
-MOST_ROWS = 64
-"""Of a step whose product reads the quantised weights. Above, tensor cores and not memory are what it waits for."""
+MOST_ROWS = 256
+"""Of a step whose product reads the quantised weights: as decode steps have. Above, a matrix is worth widening."""
 BLOCK_N, BLOCK_K = 64, 64
 """Outputs and inputs of a tile. 64 inputs in 4 bits are 32 bytes: of more, an A100 would spill registers."""
-LEAST_ROWS = 16
-"""Of a tile: as few as tensor cores take."""
+LEAST_ROWS, MOST_TILE_ROWS = 16, 64
+"""Of a tile: as few as tensor cores take; as many as leave room for the numbers in registers."""
 PROGRAMS = 512
 """That there should be at least: a few for each multiprocessor."""
 LEAST_BLOCKS = 8
@@ -48,11 +48,12 @@ def multiply_held(
     PACKED: tl.constexpr, FLOAT8: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, rows, split): a tile of the product over the split's inputs.
+    """Program (rows, columns, split): a tile of the product over the split's inputs. Those of the same columns follow
+    each other, so what one reads of W the next one finds in the cache.
 
     out [num_rows, N], or float32 [SPLITS, num_rows, N] of several splits, which `add_splits` adds.
     """
-    i_col, i_row, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_row, i_col, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     STORED: tl.constexpr = K // 2 if PACKED else K
     STEP: tl.constexpr = 2 if PACKED else 1
     BLOCKS: tl.constexpr = (STORED + BLOCK_K - 1) // BLOCK_K
@@ -138,8 +139,8 @@ def held_linear(x: Tensor, weight: HeldWeight, bias: Tensor | None, *, wide: boo
         return out
     splits = num_splits(outputs, inputs)
     target = out if splits == 1 else torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
-    block_m = max(LEAST_ROWS, triton.next_power_of_2(rows))
-    multiply_held[(triton.cdiv(outputs, BLOCK_N), triton.cdiv(rows, block_m), splits)](
+    block_m = min(MOST_TILE_ROWS, max(LEAST_ROWS, triton.next_power_of_2(rows)))
+    multiply_held[(triton.cdiv(rows, block_m), triton.cdiv(outputs, BLOCK_N), splits)](
         x.contiguous(), weight.numbers, weight.scale, weight.offset, bias, target, rows,
         N=outputs, K=inputs, GROUP=weight.group, SPLITS=splits,
         PACKED=weight.packed, FLOAT8=weight.float8, OFFSET=weight.offset is not None, BIAS=bias is not None,
