@@ -27,8 +27,9 @@ from kernels.agreement.run import check_kernels
 from kernels.agreement.shape import CheckedShape, LayerRule
 from kernels.experts import Expert
 from kernels.gpu import backend as triton_backend
-from kernels.gpu import blocks, decode_attention, key_tile, prefill_attention, sampling
+from kernels.gpu import blocks, decode_attention, prefill_attention, sampling
 from kernels.gpu.device_plan import GPUPlan
+from kernels.gpu.tiles import key_tile
 
 from ...common.model.generation import files_of
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu import activation, blocks, norm, rotary, sampling
+from kernels.gpu import blocks, norm, rotary, sampling
+from kernels.gpu.tiles import activation
 
 from .compiled import Compiled, Job, compile_kernels
 
