@@ -22,9 +22,12 @@ class AdaptedModel(Protocol):
 class AdapterPlaces:
     """One thread at a time writes to a place, which no step may read meanwhile."""
 
-    def __init__(self, model: AdaptedModel, *, max_loras: int, max_rank: int) -> None:
+    def __init__(
+        self, model: AdaptedModel, *, max_loras: int, max_rank: int, config: ModelConfig | None = None
+    ) -> None:
+        """Adapters must fit `config`, by default the model's own."""
         self.max_loras, self.max_rank = max_loras, max_rank
-        self._config = model.config
+        self._config = config or model.config
         self._layers = model.add_sites(max_loras, max_rank)
 
     def read(self, path: str) -> AdapterWeights:

@@ -90,9 +90,9 @@ class QuantisedSafetensors(SafetensorsWeights):
         found = self.layout.read(self.tensors, name.removesuffix(SUFFIX))
         return found if isinstance(found, Tensor) else found.dense()
 
-    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
+    def read_quantised(self, name: str, *, float8: bool = False) -> QuantisedWeight | None:
         module = name.removesuffix(SUFFIX)
-        if module not in self._quantised or not (floats or self.layout.holds_integers(self.tensors, module)):
+        if module not in self._quantised or not (float8 or self.layout.holds_integers(self.tensors, module)):
             return None
         found = self.layout.read(self.tensors, module)
         return None if isinstance(found, Tensor) else found.held()

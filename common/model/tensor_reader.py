@@ -26,10 +26,10 @@ class WeightSource(Protocol):
 
     def has(self, name: str) -> bool: ...
 
-    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
+    def read_quantised(self, name: str, *, float8: bool = False) -> QuantisedWeight | None:
         """The tensor in the integers that the file stores; None where kernels multiply no such ones.
 
-        With `floats` also in e4m3 numbers, which kernels of a GPU multiply.
+        With `float8` also in e4m3 numbers, which kernels of a GPU multiply.
         """
 
     def is_quantised(self, name: str) -> bool:
@@ -147,7 +147,7 @@ class TensorReader:
         return quantization.bits(in_file) if self.device.type == "cpu" else 0
 
     def _held(self, name: str, rows: int, columns: int) -> QuantisedWeight | None:
-        held = self.source.read_quantised(name, floats=self.device.type != "cpu")
+        held = self.source.read_quantised(name, float8=self.device.type != "cpu")
         return held if held is not None and held.shape == (rows, columns) else None
 
     def _stack(self, out: Tensor, parts: Mapping[str, int]) -> Tensor:

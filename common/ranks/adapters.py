@@ -40,8 +40,8 @@ class RankPlaces(AdapterPlaces):
     """The places of one rank's model; adapters are checked against the whole one."""
 
     def __init__(self, model: AdaptedModel, whole: ModelConfig, shard: Shard, *, max_loras: int, max_rank: int) -> None:
-        super().__init__(model, max_loras=max_loras, max_rank=max_rank)
-        self._config, self._shard = whole, shard
+        super().__init__(model, max_loras=max_loras, max_rank=max_rank, config=whole)
+        self._shard = shard
 
     def read(self, path: str) -> AdapterWeights:
         return shard_of(super().read(path), self._config, self._shard)

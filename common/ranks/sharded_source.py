@@ -112,7 +112,10 @@ class ShardedSource:
     """
 
     def __init__(self, source: WeightSource, config: ModelConfig, shard: Shard, quantization: Quantization) -> None:
-        """Where `quantization` keeps or makes integers, a rank's inputs are whole groups of them."""
+        """Where `quantization` keeps or makes integers, a rank's inputs are whole groups of them.
+
+        With none, as on GPUs, a matrix that is held in groups which the rank would cut is read as floats.
+        """
         self._source, self._rules, self._shard = source, CutRules(config, shard), shard
         self._quantization = quantization
         self.num_bytes = 0
@@ -135,14 +138,14 @@ class ShardedSource:
     def is_quantised(self, name: str) -> bool:
         return self._source.is_quantised(name)
 
-    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
-        held = self._source.read_quantised(name, floats=floats)
+    def read_quantised(self, name: str, *, float8: bool = False) -> QuantisedWeight | None:
+        held = self._source.read_quantised(name, float8=float8)
         if held is None or (cut := self._cut(name, held.shape)) is None:
             return held
         if cut.of_inputs:
             (part,) = cut.ranges
-            if floats and held.cuts(part):
-                return None  # no promise of equal bits on a GPU: floats of this matrix will do
+            if self._quantization is Quantization.NONE and _cuts(part, held.whole_inputs):
+                return None  # floats of this matrix will do
             self._check_groups(name, cut, held.whole_inputs)
             found = held.columns(part)
         else:
@@ -179,12 +182,17 @@ class ShardedSource:
     def _check_groups(self, name: str, cut: Cut, group: int) -> None:
         """ConfigError where the rank's inputs are not whole groups: its integers would not be those of one rank."""
         (part,) = cut.ranges
-        if part.start % group or part.stop % group:
+        if _cuts(part, group):
             allowed = (
                 f"a number of ranks by which the {cut.total} inputs of {name} fall into whole groups of {group}; "
                 "or --quantization none"
             )
             raise ConfigError("tensor_parallel_size", self._shard.size, allowed)
+
+
+def _cuts(part: range, group: int) -> bool:
+    """Whether these inputs are not whole groups."""
+    return bool(part.start % group or part.stop % group)
 
 
 def _indices(cut: Cut) -> Tensor:

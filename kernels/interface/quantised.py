@@ -79,10 +79,6 @@ class QuantisedWeight:
         """Inputs that cannot be parted: those of a group, or of a block with steps."""
         return self.group if self.steps is None else BLOCK
 
-    def cuts(self, part: range) -> bool:
-        """Whether these inputs are not whole groups."""
-        return bool(part.start % self.whole_inputs or part.stop % self.whole_inputs)
-
     def columns(self, part: range) -> QuantisedWeight:
         """These inputs of it alone, which are whole groups."""
         width = self.shape[1]

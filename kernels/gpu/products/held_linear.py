@@ -33,9 +33,8 @@ WIDE_ROWS, WIDE_COLUMNS = 16, 256
 
 
 @triton.jit
-def widened(numbers, place, mask, HALF: tl.constexpr, FLOAT8: tl.constexpr, PACKED: tl.constexpr):
+def widened(b, HALF: tl.constexpr, FLOAT8: tl.constexpr, PACKED: tl.constexpr):
     """Stored numbers as float32: of two in a byte the lower or the upper HALF."""
-    b = tl.load(numbers + place, mask=mask, other=0)
     if PACKED:
         b = (b >> 4) if HALF else (b & 15)
     return dequantised(b, tl.float32, FLOAT8)
@@ -71,8 +70,9 @@ def multiply_held(
         b_scale = tl.load(scale + p_s, mask=m_w, other=0.0).to(tl.float32)
         if OFFSET:
             b_offset = tl.load(offset + p_s, mask=m_w, other=0.0).to(tl.float32)
+        b_stored = tl.load(numbers + p_w, mask=m_w, other=0)
         for half in tl.static_range(STEP):
-            b_w = widened(numbers, p_w, m_w, half, FLOAT8, PACKED) * b_scale
+            b_w = widened(b_stored, half, FLOAT8, PACKED) * b_scale
             if OFFSET:
                 b_w += b_offset
             p_x = x + o_m.to(tl.int64)[:, None] * K + (o_k * STEP + half)[None, :]
@@ -119,8 +119,9 @@ def widen(
     b_scale = tl.load(scale + p_s, mask=m, other=0.0).to(tl.float32)
     if OFFSET:
         b_offset = tl.load(offset + p_s, mask=m, other=0.0).to(tl.float32)
+    b_stored = tl.load(numbers + o_n.to(tl.int64)[:, None] * STORED + o_k[None, :], mask=m, other=0)
     for half in tl.static_range(STEP):
-        b_w = widened(numbers, o_n.to(tl.int64)[:, None] * STORED + o_k[None, :], m, half, FLOAT8, PACKED) * b_scale
+        b_w = widened(b_stored, half, FLOAT8, PACKED) * b_scale
         if OFFSET:
             b_w += b_offset
         p_out = out + o_n.to(tl.int64)[:, None] * K + (o_k * STEP + half)[None, :]
