@@ -14,6 +14,7 @@ import pytest
 from .examples import register_profiles
 from .forge import SharedForges, forged_processes
 from .program import Program
+from .slow_tests import SLOW, read_slow_tests
 from .trust import load_trust_once
 
 register_profiles()
@@ -26,9 +27,6 @@ LONG_S = 360
 """A deadline is against what hangs: real processes start, and state machines run, at the pace of the machine."""
 STATE_MACHINE = "runTest"
 """Hypothesis' name of a test that runs one."""
-
-
-SLOW = ROOT / "tests" / "slow.txt"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,19 +46,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"Make the slowest quicker, or list them in {SLOW.relative_to(ROOT)}.")
 
 
-def slow_tests() -> list[str]:
-    """Beginnings of the ids of tests that only `make test-all` runs."""
-    lines = (line.strip() for line in SLOW.read_text().splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks slow tests, skips what this machine cannot run, gives real processes time. Only GPU tests need torch."""
     if config.getoption("longest_first"):
         items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
-    slow = tuple(slow_tests())
+    slow = read_slow_tests(SLOW.read_text())
     for item in items:
-        if item.nodeid.startswith(slow):
+        if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
     absent = {}
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():

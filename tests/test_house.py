@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,13 +32,22 @@ class Facts(NamedTuple):
     """Names and numbers of lines."""
 
 
+def definitions(node: ast.AST) -> Iterator[ast.stmt]:
+    """Classes and functions, wherever they stand; expressions, most of a tree, are not looked through."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+        if not isinstance(child, ast.expr):
+            yield from definitions(child)
+
+
 @functools.cache
 def modules(repository: Path) -> dict[str, Facts]:
     """The facts of each file, by its path."""
     found = {}
     for file in (file for folder in FOLDERS for file in sorted((repository / folder).rglob("*.py"))):
         text = file.read_text(encoding="utf-8")
-        nodes = list(ast.walk(ast.parse(text)))
+        nodes = list(definitions(ast.parse(text)))
         found[file.relative_to(repository).as_posix()] = Facts(
             len(text.splitlines()),
             [node.name for node in nodes if isinstance(node, ast.ClassDef)],

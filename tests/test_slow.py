@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import slow_tests
+from .slow_tests import SLOW, read_slow_tests
+
+LISTED = read_slow_tests(SLOW.read_text())
+EXAMPLE = """# A comment.
+
+tests/test_a.py
+tests/test_b.py
+    test_matrix[
+    ! test_matrix[small]
+    test_whole
+tests/test_c.py
+    ! test_quick
+"""
 
 
 @functools.cache
@@ -20,12 +32,30 @@ def functions_of(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("line", slow_tests())
-def test_every_line_names_a_test(repository: Path, line: str) -> None:
-    file, _, name = line.partition("::")
-    assert not name or name.partition("[")[0] in functions_of(repository / file)
+@pytest.mark.parametrize("beginning", [*LISTED.slow, *LISTED.quick])
+def test_every_line_names_a_test(repository: Path, beginning: str) -> None:
+    file, _, name = beginning.partition("::")
+    assert (repository / file).is_file()
+    # A state machine is a class, whose one test is Hypothesis' own.
+    assert not name or name.endswith("::runTest") or name.partition("[")[0] in functions_of(repository / file)
 
 
 def test_each_is_listed_once() -> None:
-    lines = slow_tests()
-    assert len(set(lines)) == len(lines)
+    assert len({*LISTED.slow, *LISTED.quick}) == len(LISTED.slow) + len(LISTED.quick)
+
+
+@pytest.mark.parametrize(
+    ("test", "is_slow"),
+    [
+        ("tests/test_a.py::test_any", True),
+        ("tests/test_b.py::test_matrix[large]", True),
+        ("tests/test_b.py::test_matrix[small]", False),
+        ("tests/test_b.py::test_whole", True),
+        ("tests/test_b.py::test_other", False),
+        ("tests/test_c.py::test_other", True),
+        ("tests/test_c.py::test_quick", False),
+        ("tests/test_d.py::test_any", False),
+    ],
+)
+def test_a_list_is_read(test: str, is_slow: bool) -> None:
+    assert (test in read_slow_tests(EXAMPLE)) == is_slow

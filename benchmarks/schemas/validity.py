@@ -6,9 +6,6 @@ import json
 from decimal import Decimal, InvalidOperation, localcontext
 from typing import Any
 
-import jsonschema
-from jsonschema.validators import extend, validator_for
-
 DIGITS = 1_000
 """Of a number over a `multipleOf`, within which the remainder can be found."""
 
@@ -18,8 +15,11 @@ class Validity:
 
     def __init__(self, schema: Any) -> None:
         """Raises ValueError for what is no schema."""
+        from jsonschema import Draft202012Validator  # seconds to import: its formats compile grammars of addresses
+        from jsonschema.validators import extend, validator_for
+
         decimal = json.loads(json.dumps(schema), parse_float=Decimal)
-        cls = validator_for(decimal, default=jsonschema.Draft202012Validator)
+        cls = validator_for(decimal, default=Draft202012Validator)
         try:
             cls.check_schema(schema)
         except Exception as error:  # of a pattern or a reference, too

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 
 from .asking import MODEL
@@ -57,10 +56,12 @@ def calls(system: Any, times: int = 1) -> list[list[tuple[str, dict[str, Any]]]]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_are_valid_and_the_same_wherever_they_are_generated(system_of: Any, form: str) -> None:
+    from jsonschema import validate  # seconds to import
+
     parser = ("--tool-parser", form)
     alone = calls(system_of(0, 1, router_flags=parser))
     for seed, answer in zip(SEEDS, alone, strict=True):
         ((name, arguments),) = answer
-        jsonschema.validate(arguments, SCHEMA)
+        validate(arguments, SCHEMA)
         assert name == "climate" if seed % 2 else name in ("weather", "climate")
     assert calls(system_of(router_flags=(*parser, *ALL_REMOTE))) == alone
