@@ -12,6 +12,8 @@ from kernels.cpu.backend import NativeBackend, native_backend
 from kernels.cpu.native_plan import WIDTH_MULTIPLE
 from kernels.cpu.recorder import Slot
 from kernels.device import triton_backend
+from kernels.interface.held_weight import HeldWeight
+from kernels.interface.quantised import QuantisedWeight
 from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
 
@@ -70,6 +72,7 @@ class Experts:
     """out[t] = sum of shares[t, j] * expert chosen[t, j] of x[t].
 
     On a CPU each expert's matrices are packed as `Linear` packs them, so a row's result is the same in every batch.
+    On a GPU with kernels quantised weights stay so, where those of all experts are alike.
     """
 
     def __init__(self, experts: Sequence[Expert], *, dtype: torch.dtype) -> None:
@@ -78,7 +81,10 @@ class Experts:
         place = first.device if isinstance(first, Tensor) else first.numbers.device
         self._device_kernels = triton_backend(place.type)
         if self._device_kernels is not None:
-            self._stacked = tuple(_stacked(parts, dtype) for parts in zip(*experts, strict=True))
+            self._gate_up = _stacked([expert.gate_up for expert in experts], dtype)
+            self._down = _stacked([expert.down for expert in experts], dtype)
+            self._gate_up_bias = _biases([expert.gate_up_bias for expert in experts])
+            self._down_bias = _biases([expert.down_bias for expert in experts])
             return
         self.gate_up = [GatedLinear(expert.gate_up, expert.gate_up_bias, dtype=dtype) for expert in experts]
         self.down = [Linear(expert.down, expert.down_bias, dtype=dtype) for expert in experts]
@@ -89,9 +95,8 @@ class Experts:
             first, second = ([linear.native for linear in matrices] for matrices in (self.gate_up, self.down))
             return x.recorder.experts(x, chosen, shares, first, second, activation)
         if self._device_kernels is not None:
-            gate_up, down, gate_up_bias, down_bias = self._stacked
-            assert gate_up is not None and down is not None  # biases alone may be missing
-            return self._device_kernels.experts(x, chosen, shares, gate_up, down, gate_up_bias, down_bias, activation)
+            weights = (self._gate_up, self._down, self._gate_up_bias, self._down_bias)
+            return self._device_kernels.experts(x, chosen, shares, *weights, activation)
         return self._by_expert(x, chosen, shares, activation)
 
     @property
@@ -99,10 +104,15 @@ class Experts:
         """Whether the device's own kernels multiply by them."""
         return self._device_kernels is not None
 
+    @property
+    def kind(self) -> str:
+        """How the weights of gate and up are kept, in words, where they are used `by_device`."""
+        return self._gate_up.kind if isinstance(self._gate_up, HeldWeight) else "floats"
+
     def expert(self, index: int) -> Expert:
-        """The weights of one expert, where they are used `by_device`."""
-        gate_up, down, gate_up_bias, down_bias = (None if part is None else part[index] for part in self._stacked)
-        assert gate_up is not None and down is not None
+        """The weights of one expert in the model's dtype, where they are used `by_device`."""
+        gate_up, down = (_one_of(stack, index, self.dtype) for stack in (self._gate_up, self._down))
+        gate_up_bias, down_bias = (None if b is None else b[index] for b in (self._gate_up_bias, self._down_bias))
         return Expert(gate_up, down, gate_up_bias, down_bias)
 
     def _by_expert(self, x: Tensor, chosen: Tensor, shares: Tensor, activation: str) -> Tensor:
@@ -131,10 +141,25 @@ def combined(made: Tensor, places: Tensor, shares: Tensor) -> Tensor:
     return total.to(made.dtype)
 
 
-def _stacked(parts: Sequence[Weight | None], dtype: torch.dtype) -> Tensor | None:
-    """One tensor of the same weights of all experts; None where there are none."""
-    found = [part if isinstance(part, Tensor) else part.dense(dtype) for part in parts if part is not None]
+def _stacked(parts: Sequence[Weight], dtype: torch.dtype) -> Tensor | HeldWeight:
+    """The weights of all experts as one: quantised where all are, and alike."""
+    first = parts[0]
+    if isinstance(first, QuantisedWeight):
+        alike = [part for part in parts if isinstance(part, QuantisedWeight) and part.matches(first)]
+        if len(alike) == len(parts):
+            return HeldWeight.stacked(alike)
+    found = [part if isinstance(part, Tensor) else part.dense(dtype) for part in parts]
+    return torch.stack(found).contiguous()
+
+
+def _biases(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Those of all experts as one; None where there are none."""
+    found = [part for part in parts if part is not None]
     return torch.stack(found).contiguous() if found else None
+
+
+def _one_of(stack: Tensor | HeldWeight, index: int, dtype: torch.dtype) -> Tensor:
+    return stack.part(index).dense(dtype) if isinstance(stack, HeldWeight) else stack[index]
 
 
 def _native(x: Tensor) -> NativeBackend | None:

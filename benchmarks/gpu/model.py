@@ -31,7 +31,7 @@ class RandomWeights:
     def is_quantised(self, name: str) -> bool:
         return False
 
-    def read_quantised(self, name: str, *, float8: bool = False) -> None:
+    def read_quantised(self, name: str, *, floats: bool = False) -> None:
         return None
 
     def read(self, name: str) -> Tensor:

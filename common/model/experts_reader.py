@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from common.model.mlp import MixtureOfExperts, SharedExpert
-from common.model.tensor_reader import TensorReader
+from common.model.tensor_reader import TensorReader, reordered
 from common.model_config.experts import ExpertsConfig
-from kernels import Expert, Experts, Linear, Routing
+from kernels import Expert, Experts, Linear, Routing, Weight
 
 MIXTRAL = ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2")
 QWEN = ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
@@ -62,26 +64,23 @@ class ExpertsReader:
     def _stacked(self) -> list[Expert]:
         """gpt-oss: one tensor of all experts, in which gates and ups alternate."""
         source, name, count = self.reader, f"{self.prefix}{self.place}.", self.config.count
-        gate_up, held = self._matrices(f"{name}gate_up_proj", 2 * self.inner, self.hidden)
-        down, _ = self._matrices(f"{name}down_proj", self.hidden, self.inner)
+        gate_up = self._matrices(f"{name}gate_up_proj", 2 * self.inner, self.hidden)
+        down = self._matrices(f"{name}down_proj", self.hidden, self.inner)
         gate_up_bias = source.matrix(f"{name}gate_up_proj_bias", count, 2 * self.inner)
         down_bias = source.matrix(f"{name}down_proj_bias", count, self.hidden)
-        rows = torch.arange(2 * self.inner).view(self.inner, 2).T.flatten()  # gates, then ups
-        return [
-            Expert(
-                source.as_asked(gate_up[i][rows], held),
-                source.as_asked(down[i], held),
-                gate_up_bias[i][rows.to(gate_up_bias.device)],
-                down_bias[i],
-            )
-            for i in range(count)
-        ]
+        rows = torch.arange(2 * self.inner, device=source.device).view(self.inner, 2).T.flatten()  # gates, then ups
+        return [Expert(reordered(gate_up[i], rows), down[i], gate_up_bias[i][rows], down_bias[i]) for i in range(count)]
 
-    def _matrices(self, name: str, outputs: int, inputs: int) -> tuple[Tensor, bool]:
-        """[experts, out, in] and whether the file quantises them: it holds those so, and floats as [in, out]."""
-        if self.reader.source.is_quantised(name):
-            return self.reader.checked(name, (self.config.count, outputs, inputs)), True
-        return self.reader.checked(name, (self.config.count, inputs, outputs)).transpose(1, 2), False
+    def _matrices(self, name: str, outputs: int, inputs: int) -> Sequence[Weight]:
+        """[out, in] of each expert. A file holds them so where it quantises them, and floats as [in, out]."""
+        reader, count = self.reader, self.config.count
+        if (held := reader.held_stack(name, count, outputs, inputs)) is not None:
+            return held
+        if in_file := reader.source.is_quantised(name):
+            dense = reader.checked(name, (count, outputs, inputs))
+        else:
+            dense = reader.checked(name, (count, inputs, outputs)).transpose(1, 2)
+        return [reader.as_asked(one, in_file) for one in dense]
 
     def _shared(self) -> SharedExpert | None:
         if not self.config.shared_size:

@@ -52,7 +52,7 @@ class GGUFWeights:
         heads = self._interleaved_heads(name)
         return tensor[_from_interleaved(tensor.shape[0], heads)] if heads else tensor
 
-    def read_quantised(self, name: str, *, float8: bool = False) -> QuantisedWeight | None:
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
         blocks = self.file.quantised(self._stored(name))
         if blocks is None:
             return None

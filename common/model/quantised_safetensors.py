@@ -16,7 +16,7 @@ from common.weight_formats.compressed_tensors import CompressedLayout
 from common.weight_formats.float8 import Float8Layout, ScaledFloats
 from common.weight_formats.gptq import GPTQLayout
 from common.weight_formats.grouped_integers import GroupedIntegers
-from common.weight_formats.mxfp4 import MXFP4Layout
+from common.weight_formats.mxfp4 import MicroscaledFloats, MXFP4Layout
 from common.weight_formats.tensors import CheckpointTensors, TensorHead
 from kernels import QuantisedWeight
 
@@ -35,8 +35,8 @@ class ModuleLayout(Protocol):
     def check(self, tensors: CheckpointTensors, module: str) -> None:
         """ModelError where they do not fit together. Reads their heads only."""
 
-    def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers | ScaledFloats | Tensor:
-        """The matrix: small numbers with their scales, or float32."""
+    def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers | ScaledFloats | MicroscaledFloats:
+        """The matrix, or the stack of them: small numbers with their scales."""
 
 
 def layout_of(config: QuantizationConfig) -> ModuleLayout:
@@ -87,15 +87,13 @@ class QuantisedSafetensors(SafetensorsWeights):
     def read(self, name: str) -> Tensor:
         if not self.is_quantised(name):
             return super().read(name)
-        found = self.layout.read(self.tensors, name.removesuffix(SUFFIX))
-        return found if isinstance(found, Tensor) else found.dense()
+        return self.layout.read(self.tensors, name.removesuffix(SUFFIX)).dense()
 
-    def read_quantised(self, name: str, *, float8: bool = False) -> QuantisedWeight | None:
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
         module = name.removesuffix(SUFFIX)
-        if module not in self._quantised or not (float8 or self.layout.holds_integers(self.tensors, module)):
+        if module not in self._quantised or not (floats or self.layout.holds_integers(self.tensors, module)):
             return None
-        found = self.layout.read(self.tensors, module)
-        return None if isinstance(found, Tensor) else found.held()
+        return self.layout.read(self.tensors, module).held()
 
 
 class StoredTensors:

@@ -53,7 +53,7 @@ class SafetensorsWeights:
     def has(self, name: str) -> bool:
         return name in self._files
 
-    def read_quantised(self, name: str, *, float8: bool = False) -> QuantisedWeight | None:
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
         return None  # safetensors files hold floats here
 
     def is_quantised(self, name: str) -> bool:

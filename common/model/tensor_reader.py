@@ -26,10 +26,11 @@ class WeightSource(Protocol):
 
     def has(self, name: str) -> bool: ...
 
-    def read_quantised(self, name: str, *, float8: bool = False) -> QuantisedWeight | None:
-        """The tensor in the integers that the file stores; None where kernels multiply no such ones.
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
+        """The tensor in the integers that the file stores; None where kernels multiply no such ones. A stack of
+        matrices comes as one, each below the other.
 
-        With `float8` also in e4m3 numbers, which kernels of a GPU multiply.
+        With `floats` also in small floats (e4m3, e2m1), which kernels of a GPU multiply.
         """
 
     def is_quantised(self, name: str) -> bool:
@@ -87,8 +88,8 @@ class TensorReader:
         weight = self.weight(names, columns, self.quantization)
         bias = self.bias({f"{prefix}{part}.bias": rows for part, rows in parts.items()}) if biased else None
         if order is not None:
-            order = order.to(weight.numbers.device if isinstance(weight, QuantisedWeight) else weight.device)
-            weight = weight.rows(order) if isinstance(weight, QuantisedWeight) else weight[order]
+            order = order.to(self.device)
+            weight = reordered(weight, order)
             bias = None if bias is None else bias[order]
         return kind(weight, bias, dtype=self.dtype)
 
@@ -107,6 +108,14 @@ class TensorReader:
         how = f"rounded to {bits} bits" if rounded else f"held in {str(self.dtype).removeprefix('torch.')}"
         self.treated[how] += len(parts)
         return rounded or dense.to(self.dtype)
+
+    def held_stack(self, name: str, count: int, rows: int, columns: int) -> list[QuantisedWeight] | None:
+        """The matrices of a stack as the file holds them, each [rows, columns]; None where they are to be floats."""
+        held = self._held(name, count * rows, columns) if self.quantization.keeps_held else None
+        if held is None or not self.quantization.takes(held.bits):
+            return None
+        self.treated[f"kept in {held.bits} bits"] += count
+        return held.map(lambda tensor: tensor.to(self.device)).parted(count)
 
     def as_asked(self, dense: Tensor, in_file: bool) -> Weight:
         """A matrix that is part of a tensor, dense or quantised; `in_file`: whether that holds fewer bits than 16."""
@@ -147,7 +156,7 @@ class TensorReader:
         return quantization.bits(in_file) if self.device.type == "cpu" else 0
 
     def _held(self, name: str, rows: int, columns: int) -> QuantisedWeight | None:
-        held = self.source.read_quantised(name, float8=self.device.type != "cpu")
+        held = self.source.read_quantised(name, floats=self.device.type != "cpu")
         return held if held is not None and held.shape == (rows, columns) else None
 
     def _stack(self, out: Tensor, parts: Mapping[str, int]) -> Tensor:
@@ -157,3 +166,8 @@ class TensorReader:
             out[at : at + count] = self.checked(name, (count, *out.shape[1:]))
             at += count
         return out
+
+
+def reordered(weight: Weight, order: Tensor) -> Weight:
+    """The matrix with its rows in another order, int64 [rows]."""
+    return weight.rows(order) if isinstance(weight, QuantisedWeight) else weight[order]

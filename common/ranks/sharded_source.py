@@ -118,6 +118,7 @@ class ShardedSource:
         """
         self._source, self._rules, self._shard = source, CutRules(config, shard), shard
         self._quantization = quantization
+        self._num_stacked = config.experts.count if config.experts is not None else 1
         self.num_bytes = 0
 
     @property
@@ -138,9 +139,10 @@ class ShardedSource:
     def is_quantised(self, name: str) -> bool:
         return self._source.is_quantised(name)
 
-    def read_quantised(self, name: str, *, float8: bool = False) -> QuantisedWeight | None:
-        held = self._source.read_quantised(name, float8=float8)
-        if held is None or (cut := self._cut(name, held.shape)) is None:
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
+        held = self._source.read_quantised(name, floats=floats)
+        count = self._num_stacked if name.rpartition(".")[0].endswith(".experts") else 1
+        if held is None or (cut := self._cut(name, _stack_shape(held, count))) is None:
             return held
         if cut.of_inputs:
             (part,) = cut.ranges
@@ -149,7 +151,8 @@ class ShardedSource:
             self._check_groups(name, cut, held.whole_inputs)
             found = held.columns(part)
         else:
-            found = held.rows(_indices(cut))
+            each, outputs = _indices(cut), held.shape[0] // count
+            found = held.rows(torch.cat([each + i * outputs for i in range(count)]))
         self.num_bytes += found.numbers.nbytes
         return found
 
@@ -188,6 +191,12 @@ class ShardedSource:
                 "or --quantization none"
             )
             raise ConfigError("tensor_parallel_size", self._shard.size, allowed)
+
+
+def _stack_shape(held: QuantisedWeight, count: int) -> tuple[int, ...]:
+    """Of a stack of `count` matrices, which are held below each other; of one matrix its own."""
+    rows, columns = held.shape
+    return (rows, columns) if count == 1 else (count, rows // count, columns)
 
 
 def _cuts(part: range, group: int) -> bool:

@@ -110,7 +110,7 @@ def held_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]:
         for linear in (layer.qkv, layer.output, *mlp):
             if (held := linear.held) is None:
                 continue
-            form = (*held.shape, held.group, held.packed, held.float8, held.offset is None)
+            form = (*held.shape, held.group, held.packed, held.floats, held.offset is None)
             if form not in seen:
                 seen.add(form)
                 yield partial(held_check, linear, device, torch.Generator().manual_seed(SEED))

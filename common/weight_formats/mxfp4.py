@@ -6,23 +6,45 @@ in / 32], the exponent plus 127 (OCP Microscaling Formats, version 1.0).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from common.weight_formats.tensors import CheckpointTensors, expect
+from kernels import QuantisedWeight
+from kernels.interface.quantised import E2M1
 
-VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 GROUP: Final = 32
 EXPONENT_BIAS: Final = 127
 
 
-def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """float32 [.., out, in] of blocks uint8 [.., out, in / 32, 16] and scales uint8 [.., out, in / 32]."""
-    fields = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [.., out, in / 32, 32]
-    values = torch.tensor(VALUES)[fields.long()]
-    return torch.ldexp(values, (scales.int() - EXPONENT_BIAS).unsqueeze(-1)).flatten(-2)
+@dataclass(frozen=True, slots=True)
+class MicroscaledFloats:
+    """W [.., out, in], as the file has it: blocks uint8 [.., out, in / 32, 16], scales uint8 [.., out, in / 32]."""
+
+    blocks: Tensor
+    scales: Tensor
+
+    def dense(self) -> Tensor:
+        """W float32."""
+        values = torch.tensor(E2M1)[self._codes().int()].view(*self.scales.shape, GROUP)
+        return (values * self._factors().unsqueeze(-1)).flatten(-2)
+
+    def held(self) -> QuantisedWeight:
+        """The same numbers for the kernels of a GPU: the matrices of a stack one below the other."""
+        codes, factors = self._codes(), self._factors()
+        scale = factors.to(torch.bfloat16)  # holds every power of two that a scale can be
+        return QuantisedWeight(4, GROUP, codes.flatten(0, -2), scale.flatten(0, -2), None)
+
+    def _codes(self) -> Tensor:
+        """uint8 [.., out, in]."""
+        return torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)
+
+    def _factors(self) -> Tensor:
+        """float32 [.., out, in / 32]."""
+        return torch.ldexp(torch.ones(self.scales.shape), self.scales.int() - EXPONENT_BIAS)
 
 
 class MXFP4Layout:
@@ -40,5 +62,5 @@ class MXFP4Layout:
         expect(tensors, f"{module}_blocks", ("U8",), (*blocks[:-1], GROUP // 2))
         expect(tensors, f"{module}_scales", ("U8",), blocks[:-1])
 
-    def read(self, tensors: CheckpointTensors, module: str) -> Tensor:
-        return decode_mxfp4(tensors.tensor(f"{module}_blocks"), tensors.tensor(f"{module}_scales"))
+    def read(self, tensors: CheckpointTensors, module: str) -> MicroscaledFloats:
+        return MicroscaledFloats(tensors.tensor(f"{module}_blocks"), tensors.tensor(f"{module}_scales"))

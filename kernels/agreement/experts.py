@@ -27,7 +27,7 @@ def experts_check(
     for row, (ids, parts) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
         for index, part in zip(ids, parts, strict=True):
             expected[row] += part * _mlp(experts.expert(index), x[row : row + 1].float(), activation)[0]
-    words = f"{per_token} of {experts.count}, {hidden_size} wide, {name(experts.dtype)}"
+    words = f"{per_token} of {experts.count} in {experts.kind}, {hidden_size} wide, {name(experts.dtype)}"
     return finding("experts", words, [("output", found, expected, experts.dtype)])
 
 

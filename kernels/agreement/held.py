@@ -24,6 +24,5 @@ def held_check(linear: Linear, device: torch.device, random: torch.Generator) ->
         if linear.bias is not None:
             expected += linear.bias.float()
         pairs.append((f"{rows} rows", linear(x), expected, linear.dtype))
-    kind = "fp8" if linear.held.float8 else "4 bits" if linear.held.packed else "8 bits"
-    words = f"{outputs} x {inputs} in {kind}, groups of {linear.held.group}, {name(linear.dtype)}"
+    words = f"{outputs} x {inputs} in {linear.held.kind}, groups of {linear.held.group}, {name(linear.dtype)}"
     return finding("quantised product", words, pairs)

@@ -5,22 +5,24 @@ Numbers of 4 bits lie two in a byte. Scales lie by group first, so that neighbou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.interface.quantised import BLOCK, QuantisedWeight
+from kernels.interface.quantised import BLOCK, E2M1, QuantisedWeight
 
 NIBBLE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """W [out, in] = scale * numbers + offset, group by group of inputs.
+    """W [out, in] = scale * numbers + offset, group by group of inputs; or a stack of such matrices, [count, out, in].
 
-    numbers [out, in]: int8, or the bits of e4m3 numbers in uint8; `packed` uint8 [out, in / 2], an even input in the
-    lower half. scale, and offset if there is one, [in / group, out]: float16 as files hold them, or float32.
+    numbers [.., out, in]: int8, or the bits of e4m3 numbers in uint8; `packed` uint8 [.., out, in / 2], an even input
+    in the lower half: integers, or codes of `E2M1`. `floats`: they are e4m3 or e2m1 numbers. scale, and offset if there
+    is one, [.., in / group, out]: float16 as files hold them, float32, or bfloat16.
     """
 
     numbers: Tensor
@@ -28,13 +30,13 @@ class HeldWeight:
     offset: Tensor | None
     group: int
     packed: bool
-    float8: bool
+    floats: bool
 
     @classmethod
     def of(cls, weight: QuantisedWeight) -> HeldWeight:
         """The same numbers."""
         numbers = weight.numbers
-        packed, float8 = weight.bits == NIBBLE, weight.float8
+        packed = weight.bits == NIBBLE
         if packed:
             low, high = numbers.view(torch.uint8)[:, 0::2], numbers.view(torch.uint8)[:, 1::2]
             numbers = low | (high << NIBBLE)
@@ -43,12 +45,39 @@ class HeldWeight:
         if offset is not None:
             steps = weight.steps if weight.offset_steps is None else weight.offset_steps
             offset = _by_group(offset, steps, weight.group)
-        return cls(numbers.contiguous(), scale, offset, weight.group, packed, float8)
+        return cls(numbers.contiguous(), scale, offset, weight.group, packed, weight.floats)
+
+    @classmethod
+    def stacked(cls, weights: Sequence[QuantisedWeight]) -> HeldWeight:
+        """All of them, which match, as one."""
+        parts = [cls.of(weight) for weight in weights]
+        first, offsets = parts[0], [part.offset for part in parts if part.offset is not None]
+        return cls(
+            torch.stack([part.numbers for part in parts]),
+            torch.stack([part.scale for part in parts]),
+            torch.stack(offsets) if offsets else None,
+            first.group,
+            first.packed,
+            first.floats,
+        )
+
+    def part(self, index: int) -> HeldWeight:
+        """One matrix of a stack."""
+        offset = None if self.offset is None else self.offset[index]
+        return HeldWeight(self.numbers[index], self.scale[index], offset, self.group, self.packed, self.floats)
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, columns = self.numbers.shape
+        """[out, in] of the matrix, or of each."""
+        rows, columns = self.numbers.shape[-2:]
         return rows, columns * 2 if self.packed else columns
+
+    @property
+    def kind(self) -> str:
+        """The numbers, in words."""
+        if self.packed:
+            return "4-bit floats" if self.floats else "4 bits"
+        return "fp8" if self.floats else "8 bits"
 
     @property
     def num_bytes(self) -> int:
@@ -56,12 +85,13 @@ class HeldWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """W in `dtype`, by plain torch: each number is widened to float32, and rounded once."""
+        """W of one matrix in `dtype`, by plain torch: each number is widened to float32, and rounded once."""
         rows, columns = self.shape
         if self.packed:
-            wide = torch.stack((self.numbers & 15, self.numbers >> NIBBLE), 2).view(rows, columns).float()
+            codes = torch.stack((self.numbers & 15, self.numbers >> NIBBLE), 2).view(rows, columns)
+            wide = torch.tensor(E2M1, device=codes.device)[codes.int()] if self.floats else codes.float()
         else:
-            wide = (self.numbers.view(torch.float8_e4m3fn) if self.float8 else self.numbers).float()
+            wide = (self.numbers.view(torch.float8_e4m3fn) if self.floats else self.numbers).float()
         parts = wide.view(rows, -1, self.group) * self.scale.float().T.unsqueeze(-1)
         if self.offset is not None:
             parts += self.offset.float().T.unsqueeze(-1)

@@ -131,13 +131,14 @@ class DeviceKernels(Kernels, Protocol):
         x: Tensor,
         chosen: Tensor,
         shares: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | HeldWeight,
+        down: Tensor | HeldWeight,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: str,
     ) -> Tensor:
-        """As `kernels.Experts`: gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner], contiguous."""
+        """As `kernels.Experts`: gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner], contiguous,
+        or stacks of quantised matrices, which are rounded to the type of x."""
         ...
 
     def held_linear(self, x: Tensor, weight: HeldWeight, bias: Tensor | None, *, wide: bool = False) -> Tensor:

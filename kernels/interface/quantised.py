@@ -18,6 +18,8 @@ INT4_GROUP: Final = 32
 BLOCK: Final = 256
 """Inputs that share what steps are multiplied by."""
 STEPPED_GROUP: Final = 16
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Floats of 4 bits by their codes (OCP Microscaling Formats, version 1.0)."""
 LEVELS: Final = {8: 127, 4: 15}
 
 
@@ -26,7 +28,8 @@ class QuantisedWeight:
     """W [out, in] = scale * numbers + offset, group by group.
 
     numbers int8 [out, in], -128 .. 127 for 8 bits and 0 .. 2^bits - 1 for 4, 5 and 6; scale and, for all but 8 bits,
-    offset float16 [out, in / group]. Or, `float8`, numbers uint8, the bits of e4m3 ones, and scale float32.
+    offset float16 [out, in / group]. Or, `floats`, numbers uint8 and scale float32 or bfloat16: for 8 bits the bits of
+    e4m3 numbers, for 4 codes of `E2M1`.
 
     With `steps`, as GGUF's K-quants have them, scale and offset are float16 [out, in / BLOCK], and are multiplied by
     their steps, int8 [out, in / group]: the offset by `offset_steps`, or by those of the scale.
@@ -45,17 +48,24 @@ class QuantisedWeight:
         return self.numbers.shape[0], self.numbers.shape[1]
 
     @property
-    def float8(self) -> bool:
+    def floats(self) -> bool:
         return self.numbers.dtype == torch.uint8
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """W in `dtype`, [out, in]."""
         rows, columns = self.shape
-        numbers = self.numbers.view(torch.float8_e4m3fn) if self.float8 else self.numbers
-        weight = numbers.view(rows, -1, self.group).float() * self._by_group(self.scale, self.steps)
+        weight = self._values().view(rows, -1, self.group) * self._by_group(self.scale, self.steps)
         if self.offset is not None:
             weight += self._by_group(self.offset, self.steps if self.offset_steps is None else self.offset_steps)
         return weight.view(rows, columns).to(dtype)
+
+    def _values(self) -> Tensor:
+        """float32 [out, in]."""
+        if not self.floats:
+            return self.numbers.float()
+        if self.bits == 4:
+            return torch.tensor(E2M1, device=self.numbers.device)[self.numbers.int()]
+        return self.numbers.view(torch.float8_e4m3fn).float()
 
     def _by_group(self, factors: Tensor, steps: Tensor | None) -> Tensor:
         """float32 [out, in / group, 1]."""
@@ -73,6 +83,15 @@ class QuantisedWeight:
     def rows(self, order: Tensor) -> QuantisedWeight:
         """The same with its rows in another order, int64 [out]."""
         return self.map(lambda part: part[order])
+
+    def parted(self, count: int) -> list[QuantisedWeight]:
+        """A stack of so many matrices, one below the other, one by one; they share its memory."""
+        rows = self.shape[0] // count
+
+        def part(i: int) -> QuantisedWeight:
+            return self.map(lambda tensor: tensor[i * rows : (i + 1) * rows])
+
+        return [part(i) for i in range(count)]
 
     @property
     def whole_inputs(self) -> int:
@@ -96,7 +115,7 @@ class QuantisedWeight:
     @property
     def _form(self) -> tuple[object, ...]:
         absent = tuple(part is None for part in (self.offset, self.steps, self.offset_steps))
-        return self.bits, self.float8, self.group, self.shape[1], absent
+        return self.bits, self.floats, self.group, self.shape[1], absent
 
 
 def stack(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:

@@ -1,5 +1,7 @@
 """The products of a mixture of experts: rows sorted by expert, tiles of one expert's rows by its weights.
 
+Weights are floats, or quantised ones that programs widen in registers, as `held_linear` does.
+
 Nothing waits for the host: the grid has room for every way in which rows may fall to experts, and programs find their
 expert themselves.
 """
@@ -12,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.tiles.activation import gated
+from kernels.gpu.tiles.held_tile import add_held_product
 from kernels.gpu.tiles.key_tile import product
 from kernels.gpu.tiles.rounding import rounded
+from kernels.interface.held_weight import HeldWeight
 
 BLOCK_N, BLOCK_K = 64, 64
 FEW_ROWS, MANY_ROWS = 16, 64
@@ -21,29 +25,39 @@ FEW_ROWS, MANY_ROWS = 16, 64
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def multiply_grouped(
-    x, weights, bias, out, order, ends, num_pairs,
-    EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    GATHER: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+@triton.jit
+def pairs_of_tile(
+    ends, num_pairs, i_tile, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """Program (tile, columns): up to BLOCK_M pairs of one expert by BLOCK_N rows of its weights [EXPERTS, N, K].
-
-    ends [EXPERTS]: where each expert's pairs end in `order`. GATHER: inputs are the rows of the pairs, and outputs lie
-    in that order; else inputs lie in that order, and outputs as pairs are numbered.
-    """
-    i_tile, i_col = tl.program_id(0), tl.program_id(1)
+    """The expert of a tile, EXPERTS where there is no such tile, and its pairs: the first, and where they end."""
     o_e = tl.arange(0, BLOCK_E)
     b_end = tl.load(ends + o_e, mask=o_e < EXPERTS, other=num_pairs)
     b_begin = tl.load(ends + o_e - 1, mask=(o_e > 0) & (o_e <= EXPERTS), other=0)
     b_tiles = tl.where(o_e < EXPERTS, (b_end - b_begin + BLOCK_M - 1) // BLOCK_M, 0)
     b_until = tl.cumsum(b_tiles, 0)
     i_expert = tl.sum((b_until <= i_tile).to(tl.int32), 0)
+    m_e = o_e == i_expert
+    i_first = tl.sum(tl.where(m_e, b_begin + (i_tile - b_until + b_tiles) * BLOCK_M, 0), 0)
+    return i_expert, i_first, tl.sum(tl.where(m_e, b_end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def multiply_grouped(
+    x, weights, scale, offset, bias, out, order, ends, num_pairs,
+    EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    GATHER: tl.constexpr, BIAS: tl.constexpr,
+    GROUP: tl.constexpr, PACKED: tl.constexpr, FLOATS: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, columns): up to BLOCK_M pairs of one expert by BLOCK_N rows of its weights [EXPERTS, N, K].
+
+    ends [EXPERTS]: where each expert's pairs end in `order`. GATHER: inputs are the rows of the pairs, and outputs lie
+    in that order; else inputs lie in that order, and outputs as pairs are numbered. GROUP > 0: weights are the numbers
+    of a `HeldWeight`.
+    """
+    i_tile, i_col = tl.program_id(0), tl.program_id(1)
+    i_expert, i_first, i_end = pairs_of_tile(ends, num_pairs, i_tile, EXPERTS, BLOCK_E, BLOCK_M)
     if i_expert < EXPERTS:
-        m_e = o_e == i_expert
-        i_first = tl.sum(tl.where(m_e, b_begin + (i_tile - b_until + b_tiles) * BLOCK_M, 0), 0)
-        i_end = tl.sum(tl.where(m_e, b_end, 0), 0)
         o_place = i_first + tl.arange(0, BLOCK_M)
         m_row = o_place < i_end
         o_pair = tl.load(order + o_place, mask=m_row, other=0)
@@ -51,14 +65,24 @@ def multiply_grouped(
         o_out = o_place if GATHER else o_pair
         o_n = i_col * BLOCK_N + tl.arange(0, BLOCK_N)
         o_k = tl.arange(0, BLOCK_K)
-        p_x = x + o_in.to(tl.int64)[:, None] * K + o_k[None, :]
-        p_w = weights + i_expert.to(tl.int64) * N * K + o_n[None, :] * K + o_k[:, None]
+        p_x = x + o_in.to(tl.int64)[:, None] * K
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, K, BLOCK_K):
-            m_k = k + o_k < K
-            b_x = tl.load(p_x + k, mask=m_row[:, None] & m_k[None, :], other=0.0)
-            b_w = tl.load(p_w + k, mask=m_k[:, None] & (o_n < N)[None, :], other=0.0)
-            acc = product(b_x, b_w, acc)
+        if GROUP:
+            STORED: tl.constexpr = K // 2 if PACKED else K
+            numbers = weights + i_expert.to(tl.int64) * N * STORED
+            factors = scale + i_expert.to(tl.int64) * (K // GROUP) * N
+            terms = offset + i_expert.to(tl.int64) * (K // GROUP) * N if OFFSET else offset
+            for k in range(0, STORED, BLOCK_K):
+                acc = add_held_product(
+                    acc, p_x, m_row[:, None], numbers, factors, terms, o_n, k + o_k, N, K, GROUP, PACKED, FLOATS, OFFSET
+                )
+        else:
+            p_w = weights + i_expert.to(tl.int64) * N * K + o_n[None, :] * K + o_k[:, None]
+            for k in range(0, K, BLOCK_K):
+                m_k = k + o_k < K
+                b_x = tl.load(p_x + (k + o_k)[None, :], mask=m_row[:, None] & m_k[None, :], other=0.0)
+                b_w = tl.load(p_w + k, mask=m_k[:, None] & (o_n < N)[None, :], other=0.0)
+                acc = product(b_x, b_w, acc)
         if BIAS:
             b_bias = tl.load(bias + i_expert * N + o_n, mask=o_n < N, other=0.0)
             acc += b_bias.to(tl.float32)[None, :]
@@ -83,14 +107,14 @@ def experts(
     x: Tensor,
     chosen: Tensor,
     shares: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | HeldWeight,
+    down: Tensor | HeldWeight,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
     """As `DeviceKernels.experts`."""
-    num_experts, per_token, width = gate_up.shape[0], chosen.shape[1], down.shape[1]
+    num_experts, per_token, width = len(_numbers(gate_up)), chosen.shape[1], down.shape[-2]
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     if not x.shape[0]:
         return out
@@ -108,21 +132,37 @@ def experts(
 
 
 def _multiply(
-    x: Tensor, weights: Tensor, bias: Tensor | None, order: Tensor, ends: Tensor, per_token: int, *, gather: bool
+    x: Tensor,
+    weights: Tensor | HeldWeight,
+    bias: Tensor | None,
+    order: Tensor,
+    ends: Tensor,
+    per_token: int,
+    *,
+    gather: bool,
 ) -> Tensor:
     """x by the weights [experts, n, k] of its pairs' experts: [pairs, n]; see `multiply_grouped`."""
-    count, n, k = weights.shape
-    pairs = order.shape[0]
+    numbers, (n, k) = _numbers(weights), weights.shape[-2:]
+    held = weights if isinstance(weights, HeldWeight) else None
+    count, pairs = len(numbers), order.shape[0]
     out = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
     block_m = rows_of_tile(pairs, count)
     grid = (min(pairs, count) + pairs // block_m, triton.cdiv(n, BLOCK_N))
     multiply_grouped[grid](
-        x, weights, bias, out, order, ends, pairs,
+        x, numbers, held and held.scale, held and held.offset, bias, out, order, ends, pairs,
         EXPERTS=count, PER_TOKEN=per_token, N=n, K=k, GATHER=gather, BIAS=bias is not None,
-        BLOCK_E=triton.next_power_of_2(count), BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        GROUP=held.group if held else 0, PACKED=held is not None and held.packed,
+        FLOATS=held is not None and held.floats, OFFSET=held is not None and held.offset is not None,
+        BLOCK_E=triton.next_power_of_2(count), BLOCK_M=block_m, BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K // 2 if held and held.packed else BLOCK_K,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def _numbers(weights: Tensor | HeldWeight) -> Tensor:
+    """One of each weight, or of each two: [experts, n, ..]."""
+    return weights.numbers if isinstance(weights, HeldWeight) else weights
 
 
 def rows_of_tile(pairs: int, num_experts: int) -> int:

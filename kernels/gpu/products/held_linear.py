@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.tiles.key_tile import dequantised, product
+from kernels.gpu.tiles.held_tile import add_held_product, widened
 from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.held_weight import HeldWeight
 
@@ -32,19 +32,11 @@ LEAST_BLOCKS = 8
 WIDE_ROWS, WIDE_COLUMNS = 16, 256
 
 
-@triton.jit
-def widened(b, HALF: tl.constexpr, FLOAT8: tl.constexpr, PACKED: tl.constexpr):
-    """Stored numbers as float32: of two in a byte the lower or the upper HALF."""
-    if PACKED:
-        b = (b >> 4) if HALF else (b & 15)
-    return dequantised(b, tl.float32, FLOAT8)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_held(
     x, numbers, scale, offset, bias, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
-    PACKED: tl.constexpr, FLOAT8: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    PACKED: tl.constexpr, FLOATS: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (rows, columns, split): a tile of the product over the split's inputs. Those of the same columns follow
@@ -54,30 +46,18 @@ def multiply_held(
     """
     i_row, i_col, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     STORED: tl.constexpr = K // 2 if PACKED else K
-    STEP: tl.constexpr = 2 if PACKED else 1
     BLOCKS: tl.constexpr = (STORED + BLOCK_K - 1) // BLOCK_K
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     o_n = i_col * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = i_row * BLOCK_M + tl.arange(0, BLOCK_M)
     m_n, m_m = o_n < N, o_m < num_rows
+    p_x = x + o_m.to(tl.int64)[:, None] * K
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for i in range(PER_SPLIT):
         o_k = (i_split * PER_SPLIT + i) * BLOCK_K + tl.arange(0, BLOCK_K)
-        m_k = o_k < STORED
-        m_w = m_k[:, None] & m_n[None, :]
-        p_w = o_n.to(tl.int64)[None, :] * STORED + o_k[:, None]
-        p_s = (o_k * STEP // GROUP)[:, None] * N + o_n[None, :]
-        b_scale = tl.load(scale + p_s, mask=m_w, other=0.0).to(tl.float32)
-        if OFFSET:
-            b_offset = tl.load(offset + p_s, mask=m_w, other=0.0).to(tl.float32)
-        b_stored = tl.load(numbers + p_w, mask=m_w, other=0)
-        for half in tl.static_range(STEP):
-            b_w = widened(b_stored, half, FLOAT8, PACKED) * b_scale
-            if OFFSET:
-                b_w += b_offset
-            p_x = x + o_m.to(tl.int64)[:, None] * K + (o_k * STEP + half)[None, :]
-            b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
-            acc = product(b_x, rounded(b_w, x.dtype.element_ty), acc)
+        acc = add_held_product(
+            acc, p_x, m_m[:, None], numbers, scale, offset, o_n, o_k, N, K, GROUP, PACKED, FLOATS, OFFSET
+        )
     m_out = m_m[:, None] & m_n[None, :]
     p_out = (i_split * num_rows + o_m).to(tl.int64)[:, None] * N + o_n[None, :]
     if SPLITS == 1 and BIAS:
@@ -106,7 +86,7 @@ def add_splits(
 def widen(
     numbers, scale, offset, out,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
-    PACKED: tl.constexpr, FLOAT8: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, FLOATS: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (rows, columns): W [N, K] in the type of `out`, with the bits that `multiply_held` gives it."""
@@ -121,7 +101,7 @@ def widen(
         b_offset = tl.load(offset + p_s, mask=m, other=0.0).to(tl.float32)
     b_stored = tl.load(numbers + o_n.to(tl.int64)[:, None] * STORED + o_k[None, :], mask=m, other=0)
     for half in tl.static_range(STEP):
-        b_w = widened(b_stored, half, FLOAT8, PACKED) * b_scale
+        b_w = widened(b_stored, half, FLOATS, PACKED) * b_scale
         if OFFSET:
             b_w += b_offset
         p_out = out + o_n.to(tl.int64)[:, None] * K + (o_k * STEP + half)[None, :]
@@ -144,7 +124,7 @@ def held_linear(x: Tensor, weight: HeldWeight, bias: Tensor | None, *, wide: boo
     multiply_held[(triton.cdiv(rows, block_m), triton.cdiv(outputs, BLOCK_N), splits)](
         x.contiguous(), weight.numbers, weight.scale, weight.offset, bias, target, rows,
         N=outputs, K=inputs, GROUP=weight.group, SPLITS=splits,
-        PACKED=weight.packed, FLOAT8=weight.float8, OFFSET=weight.offset is not None, BIAS=bias is not None,
+        PACKED=weight.packed, FLOATS=weight.floats, OFFSET=weight.offset is not None, BIAS=bias is not None,
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K // (2 if weight.packed else 1),
         num_warps=4, num_stages=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -165,7 +145,7 @@ def widened_weight(weight: HeldWeight, dtype: torch.dtype) -> Tensor:
     widen[(triton.cdiv(outputs, WIDE_ROWS), columns)](
         weight.numbers, weight.scale, weight.offset, out,
         N=outputs, K=inputs, GROUP=weight.group,
-        PACKED=weight.packed, FLOAT8=weight.float8, OFFSET=weight.offset is not None,
+        PACKED=weight.packed, FLOATS=weight.floats, OFFSET=weight.offset is not None,
         BLOCK_N=WIDE_ROWS, BLOCK_K=WIDE_COLUMNS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

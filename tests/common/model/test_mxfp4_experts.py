@@ -1,39 +1,39 @@
-"""gpt-oss as it is published, with experts of 4-bit floats, beside transformers and the same numbers in float32."""
+"""gpt-oss as it is published, beside transformers and the same numbers in float32."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from common.weight_formats.mxfp4 import decode_mxfp4
+from common.model.load import open_model
+from common.model_config.shard import Shard
+from common.model_files.quantization import Quantization
+from common.ranks.sharded_source import ShardedSource
 
-from ...families import CASES
-from .generation import Pool, load, prompt, random_checkpoint, transformers_greedy, transformers_model
+from .generation import Pool, files_of, load, prompt, transformers_greedy, transformers_model
+from .mxfp4_checkpoint import write_mxfp4
 
 
 def test_tokens_equal_those_of_the_dense_model(tmp_path: Path) -> None:
-    family, options = CASES["gpt-oss"]
-    dense = random_checkpoint(tmp_path / "dense", family, **options)
-    held = shutil.copytree(dense, tmp_path / "held")
-    source, plain, packed = torch.Generator().manual_seed(5), {}, {}
-    for name, tensor in load_file(dense / "model.safetensors").items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            plain[name] = packed[name] = tensor
-            continue
-        experts, inputs, outputs = tensor.shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=source, dtype=torch.uint8)
-        scales = torch.randint(121, 125, (experts, outputs, inputs // 32), generator=source, dtype=torch.uint8)
-        plain[name] = decode_mxfp4(blocks, scales).transpose(1, 2).contiguous()
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(plain, dense / "model.safetensors", {"format": "pt"})
-    save_file(packed, held / "model.safetensors", {"format": "pt"})
-    config = json.loads((held / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (held / "config.json").write_text(json.dumps(config))
+    dense, held = write_mxfp4(tmp_path)
     tokens, _ = transformers_greedy(transformers_model(dense), prompt(60), 20)
     assert len(set(tokens)) > 4
     assert Pool(load(held)).greedy(prompt(60), 20, chunk=16) == tokens
+
+
+def test_ranks_read_their_part_of_every_expert(tmp_path: Path) -> None:
+    """Of inputs whole groups; where that cannot be, they are read as floats."""
+    dense, held = write_mxfp4(tmp_path, intermediate_size=128)
+    config, source = open_model(files_of(held))
+    _, floats = open_model(files_of(dense))
+    assert config.experts is not None
+    for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
+        full, stacks = f"model.layers.1.mlp.experts.{name}", []
+        for rank in range(2):
+            found = ShardedSource(source, config, Shard(rank, 2), Quantization.NONE).read_quantised(full, floats=True)
+            assert found is not None
+            stacks.append(torch.stack([one.dense(torch.float32) for one in found.parted(config.experts.count)]))
+        assert torch.equal(torch.cat(stacks, dim), floats.read(full).transpose(1, 2))
+    third = ShardedSource(source, config, Shard(0, 3), Quantization.NONE)
+    assert third.read_quantised("model.layers.1.mlp.experts.down_proj", floats=True) is None

@@ -71,8 +71,8 @@ def test_groups_that_ranks_would_cut_are_refused_where_integers_are_kept(tmp_pat
     )
     config, source = open_model(files)
     as_on_gpus = ShardedSource(source, config, shard, Quantization.NONE)
-    assert as_on_gpus.read_quantised("model.layers.0.mlp.down_proj.weight", float8=True) is None, "it is read as floats"
-    assert as_on_gpus.read_quantised("model.layers.0.mlp.up_proj.weight", float8=True) is not None
+    assert as_on_gpus.read_quantised("model.layers.0.mlp.down_proj.weight", floats=True) is None, "it is read as floats"
+    assert as_on_gpus.read_quantised("model.layers.0.mlp.up_proj.weight", floats=True) is not None
     expected = Pool(load_model(files)).greedy(prompt(40), 10)
     assert greedy_of_ranks(files, 2, prompt(40), 10) == [expected] * 2
 

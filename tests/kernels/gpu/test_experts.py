@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.products.experts import BLOCK_N, FEW_ROWS, MANY_ROWS, experts, rows_of_tile
+from common.model.load import load_model
+from common.model.quantised_safetensors import QuantisedSafetensors
+from common.runner.kernel_check import expert_checks
+from kernels.gpu.products.experts import BLOCK_K, BLOCK_N, FEW_ROWS, MANY_ROWS, experts, rows_of_tile
+from kernels.interface.held_weight import HeldWeight
 from kernels.plain import reference
 
+from ...common.model.generation import Pool, files_of, prompt
+from ...common.model.mxfp4_checkpoint import write_mxfp4
 from .compiled import SHARED_BYTES_LIMIT, Job, compile_kernels
+from .conftest import ON_GPU
+from .quantised_weights import KINDS, weight_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+SIGNATURE = {
+    **dict.fromkeys(("x", "bias", "out"), "*bf16"),
+    **{"scale": "*bf16", "offset": "*bf16", "order": "*i32", "ends": "*i32", "num_pairs": "i32"},
+}
 
 
 def exact(x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, biases: list[Tensor]) -> Tensor:
@@ -49,6 +65,62 @@ def test_experts(device: torch.device, rows: int, count: int, per_token: int, dt
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_experts_are_those_of_their_floats(device: torch.device, kind: str, dtype: torch.dtype) -> None:
+    """Outputs that fill no tile; small tiles of rows, and large ones."""
+    hidden, inner, count = 100, 256, 2
+    gate_up = [weight_of(kind, 2 * inner, 256, seed) for seed in range(count)]
+    down = [weight_of(kind, hidden, inner, 10 + seed) for seed in range(count)]
+    stacks = [HeldWeight.stacked([one.map(lambda t: t.to(device)) for one in made]) for made in (gate_up, down)]
+    floats = [torch.stack([one.dense(dtype) for one in made]) for made in (gate_up, down)]
+    assert all(
+        torch.equal(stack.part(i).dense(dtype).cpu(), dense[i])
+        for stack, dense in zip(stacks, floats, strict=True)
+        for i in range(count)
+    )
+    biases = [torch.randn(count, 2 * inner).to(dtype), torch.randn(count, hidden).to(dtype)]
+    for rows in (3, FEW_ROWS * count + 2):
+        x, shares = torch.randn(rows, 256).to(dtype), torch.rand(rows, 1)
+        chosen = torch.randint(0, count, (rows, 1))
+        found = experts(*(t.to(device) for t in (x, chosen, shares)), *stacks, *(b.to(device) for b in biases), "silu")
+        dense = experts(*(t.to(device) for t in (x, chosen, shares, *floats, *biases)), "silu")
+        torch.testing.assert_close(found, dense, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
+def test_a_published_gpt_oss_keeps_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts of all layers stay in 4 bits, and the tokens are those of the same numbers as floats."""
+    dense, held = write_mxfp4(tmp_path)
+    expected = Pool(load_model(files_of(dense))).greedy(prompt(20), 4)
+    counted: list[int] = []
+
+    def counting(x: Tensor, *rest: Any) -> Tensor:
+        counted.append(x.shape[0])
+        return experts(x, *rest)
+
+    def loaded(kernel: Any) -> Any:
+        monkeypatch.setattr("kernels.experts.triton_backend", lambda kind: SimpleNamespace(experts=kernel))
+        return load_model(files_of(held), quantization="auto")
+
+    for module in ("linear", "experts"):
+        monkeypatch.setattr(f"kernels.{module}.native_backend", lambda: None)
+    read = QuantisedSafetensors.read_quantised  # as on a GPU
+    monkeypatch.setattr(QuantisedSafetensors, "read_quantised", lambda self, name, **_: read(self, name, floats=True))
+    model = loaded(counting)
+    kinds = [layer.mlp.experts.kind for layer in model.weights.layers]
+    assert set(kinds) == {"4-bit floats"}
+    assert Pool(model).greedy(prompt(20), 4, chunk=12) == expected
+    assert len(counted) == len(kinds) * 5  # steps
+    (found,) = (check() for check in expert_checks(model, torch.device("cpu")))
+    assert not found.problem and "4-bit floats" in str(found)
+    broken = loaded(lambda *arguments: experts(*arguments) * 1.1)
+    (found,) = (check() for check in expert_checks(broken, torch.device("cpu")))
+    assert found.problem and "experts" in str(found)
+
+
+@pytest.mark.interpret
 def test_no_rows(device: torch.device) -> None:
     nothing = torch.empty(0, 2, dtype=torch.int64, device=device)
     weights = torch.ones(3, 8, 16, device=device), torch.ones(3, 16, 4, device=device)
@@ -66,13 +138,11 @@ def test_few_rows_take_small_tiles() -> None:
 @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
 def test_compiled(capability: int, rows: int) -> None:
     """Qwen3-30B-A3B's: on tensor cores, without spills, in shared memory that a chip has."""
-    signature = {
-        **dict.fromkeys(("x", "weights", "bias", "out"), "*bf16"),
-        **{"order": "*i32", "ends": "*i32", "num_pairs": "i32"},
-    }
+    signature = SIGNATURE | {"weights": "*bf16"}
     constants = {
         **{"EXPERTS": 128, "PER_TOKEN": 8, "N": 1536, "K": 2048, "GATHER": True, "BIAS": False, "bias": None},
-        **{"BLOCK_E": 128, "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_K": 64},
+        **{"GROUP": 0, "PACKED": False, "FLOATS": False, "OFFSET": False, "scale": None, "offset": None},
+        **{"BLOCK_E": 128, "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K},
     }
     job = Job("kernels.gpu.products.experts:multiply_grouped", signature, constants, capability, 4, 3)
     (found,) = compile_kernels([job])
@@ -80,3 +150,25 @@ def test_compiled(capability: int, rows: int) -> None:
     assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
     assert ("HGMMA" if capability >= 90 and rows >= 64 else "HMMA") in found.sass
     assert "LDGSTS" in found.sass, "weights are not copied ahead"
+
+
+@pytest.mark.cpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_quantised_experts_compiled(capability: int) -> None:
+    """gpt-oss-20b's in 4-bit floats and Qwen3-30B-A3B's in fp8: on tensor cores, without spills."""
+    jobs = []
+    for packed, rows in ((True, FEW_ROWS), (True, MANY_ROWS), (False, FEW_ROWS), (False, MANY_ROWS)):
+        sizes = (32, 4, 5760, 2880, 32) if packed else (128, 8, 1536, 2048, 128)
+        constants = {
+            **dict(zip(("EXPERTS", "PER_TOKEN", "N", "K", "GROUP"), sizes, strict=True)),
+            **{"GATHER": True, "BIAS": packed, "PACKED": packed, "FLOATS": True, "OFFSET": False, "offset": None},
+            **{"BLOCK_E": sizes[0], "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K // (2 if packed else 1)},
+            **({} if packed else {"bias": None}),
+        }
+        signature = SIGNATURE | {"weights": "*u8", "scale": "*bf16" if packed else "*fp32"}
+        jobs.append(Job("kernels.gpu.products.experts:multiply_grouped", signature, constants, capability, 4, 3))
+    for found in compile_kernels(jobs):
+        assert found.spills == 0
+        assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
+        assert "HMMA" in found.sass or "HGMMA" in found.sass

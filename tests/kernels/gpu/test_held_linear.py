@@ -11,42 +11,19 @@ from torch import Tensor
 
 from common.model.load import load_model
 from common.runner.kernel_check import held_checks
-from kernels import QuantisedWeight, quantise
+from kernels import QuantisedWeight
 from kernels.gpu.products import held_linear as module
 from kernels.gpu.products.held_linear import LEAST_BLOCKS, MOST_ROWS, held_linear, num_splits, widened_weight
 from kernels.interface.held_weight import HeldWeight
+from kernels.interface.quantised import E2M1
 
 from ...common.model.generation import Pool, files_of, prompt, random_checkpoint
 from ...common.weight_formats.checkpoints import FORMATS, write_checkpoint
 from .compiled import SHARED_BYTES_LIMIT, Job, compile_kernels
 from .conftest import ON_GPU
+from .quantised_weights import KINDS, held_on, weight_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-KINDS = ("int8", "int4", "Q4_K", "Q6_K", "fp8 by block", "fp8 by row")
-
-
-def weight_of(kind: str, outputs: int, inputs: int) -> QuantisedWeight:
-    """Random numbers of a kind, in groups of 64, 32, 32, 16, 64 or of all inputs."""
-    generator = torch.Generator().manual_seed(3)
-    if kind in ("int8", "int4"):
-        made = quantise(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, int(kind[3:]))
-        assert made is not None
-        return made
-    if kind.startswith("fp8"):
-        group = 64 if kind.endswith("block") else inputs
-        numbers = torch.randint(0, 127, (outputs, inputs), generator=generator)  # but for NaN
-        numbers += torch.randint(0, 2, (outputs, inputs), generator=generator) * 128
-        scale = (torch.rand(outputs, inputs // group, generator=generator) + 0.5) / 448 / inputs**0.5
-        return QuantisedWeight(8, group, numbers.to(torch.uint8), scale, None)
-    bits, group = (4, 32) if kind == "Q4_K" else (6, 16)
-    numbers = torch.randint(0, 2**bits, (outputs, inputs), generator=generator).to(torch.int8)
-    scale = (torch.rand(outputs, inputs // 256, generator=generator) + 0.5).half() / 500
-    steps = torch.randint(1, 60, (outputs, inputs // group), generator=generator).to(torch.int8)
-    return QuantisedWeight(bits, group, numbers, scale / 30, -scale / 4, steps, steps.roll(1, 1))
-
-
-def held_on(device: torch.device, weight: QuantisedWeight) -> HeldWeight:
-    return HeldWeight.of(weight.map(lambda tensor: tensor.to(device)))
 
 
 @pytest.mark.interpret
@@ -73,6 +50,18 @@ def test_products_are_those_with_the_floats(device: torch.device, kind: str, dty
 def test_a_widened_matrix_has_the_bits_of_the_floats(device: torch.device, kind: str, dtype: torch.dtype) -> None:
     weight = weight_of(kind, 37, 512)
     assert torch.equal(widened_weight(held_on(device, weight), dtype).cpu(), weight.dense(dtype))
+
+
+@pytest.mark.interpret
+def test_every_4_bit_float_by_every_scale(device: torch.device) -> None:
+    """From 2^-126 on: the interpreter, unlike a chip, reads 2^-127 in bfloat16 as zero."""
+    exponents = torch.arange(-126, 126)[:, None]
+    numbers = torch.arange(16, dtype=torch.uint8).repeat(len(exponents), 2)
+    scale = torch.ldexp(torch.ones(exponents.shape), exponents)
+    weight = QuantisedWeight(4, 32, numbers, scale.bfloat16(), None)
+    expected = (torch.tensor(E2M1) * scale).repeat(1, 2)
+    assert torch.equal(weight.dense(torch.float32), expected)
+    assert torch.equal(widened_weight(held_on(device, weight), torch.float32).cpu(), expected)
 
 
 @pytest.mark.interpret
@@ -111,7 +100,7 @@ def test_memory_is_that_of_the_numbers() -> None:
     numbers = 256 * 1024
     sizes = {kind: HeldWeight.of(weight_of(kind, 256, 1024)).num_bytes * 8 / numbers for kind in KINDS}
     assert sizes == pytest.approx(
-        {"int8": 8.25, "int4": 5.0, "Q4_K": 6.0, "Q6_K": 12.0, "fp8 by block": 8.5, "fp8 by row": 8.03125}
+        {"int8": 8.25, "int4": 5.0, "Q4_K": 6.0, "Q6_K": 12.0, "fp8 by block": 8.5, "fp8 by row": 8.03125, "mxfp4": 4.5}
     )
 
 
@@ -156,7 +145,7 @@ def test_compiled(capability: int) -> None:
     for packed, rows in ((True, 16), (True, 64), (False, 16), (False, 64)):
         factor = "*fp16" if packed else "*fp32"
         constants = {
-            **{"N": 28672, "K": 4096, "GROUP": 128, "SPLITS": 2, "PACKED": packed, "FLOAT8": not packed},
+            **{"N": 28672, "K": 4096, "GROUP": 128, "SPLITS": 2, "PACKED": packed, "FLOATS": not packed},
             **{"OFFSET": packed, "BIAS": False, "bias": None},
             **{"BLOCK_M": rows, "BLOCK_N": module.BLOCK_N, "BLOCK_K": module.BLOCK_K // (2 if packed else 1)},
             **({} if packed else {"offset": None}),
