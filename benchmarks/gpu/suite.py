@@ -20,6 +20,7 @@ from benchmarks.gpu.case import KernelCase, MakeCase, words_of
 from benchmarks.gpu.chip import measure_chip, numbered, versions
 from benchmarks.gpu.elementwise import elementwise_cases
 from benchmarks.gpu.engine import engine_problem, measure_engine
+from benchmarks.gpu.experts import experts_cases
 from benchmarks.gpu.gate import poisoned
 from benchmarks.gpu.held import held_cases
 from benchmarks.gpu.serving import measure_serving
@@ -140,6 +141,7 @@ class Suite:
             yield partial(prefill_case, triton_backend, shape, length, device)
         yield from elementwise_cases(triton_backend, shape, device)
         yield from held_cases(triton_backend, shape, device)
+        yield from experts_cases(triton_backend, shape, device)
 
     def measure_kernels(self) -> None:
         """Time the kernels that passed; a failure does not stop the others."""
