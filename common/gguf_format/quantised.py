@@ -113,6 +113,16 @@ UNPACKERS: Final[dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], Quantis
 """Bytes of a block, and what unpacks blocks [rows, blocks a row, bytes]."""
 
 
+def unpack_mxfp4(raw: Bytes) -> tuple[Bytes, npt.NDArray[np.float32]]:
+    """Codes of e2m1 numbers uint8 [rows, columns], and scales float32 [rows, columns / 32], powers of two.
+
+    A block is an exponent plus 127 and 16 bytes, the first 16 numbers in the low halves.
+    """
+    blocks = raw.reshape(raw.shape[0], -1, 17)
+    codes = _flat(_nibbles(blocks[..., 1:])).view(np.uint8)
+    return codes, np.ldexp(np.float32(1.0), blocks[..., 0].astype(np.int32) - 127)
+
+
 def _half(two_bytes: Bytes) -> Halves:
     return np.ascontiguousarray(two_bytes).view(np.float16)[..., 0].copy()
 

@@ -16,6 +16,7 @@ from common.errors import ModelError
 from common.gguf_format.metadata import GGUFTensor, read_gguf_head
 from common.gguf_format.quantised import QuantisedBlocks, unpack_blocks
 
+AGAIN: Final = "it is damaged or of another model, fetch it again"
 VALUES_AT_ONCE: Final = 1 << 20  # dequantised at a time, so that temporaries stay small
 
 
@@ -39,9 +40,12 @@ class GGUFFile:
         """Rows first, as numpy and torch have it. ModelError when there is no such tensor."""
         return self._tensor(name).shape[::-1]
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """One tensor dequantised, a float32 copy of its `shape`. ModelError when missing or of an unknown type."""
-        tensor, raw = self._tensor(name), self._raw(name)
+    def read(self, name: str, part: int | None = None) -> npt.NDArray[np.float32]:
+        """One tensor dequantised, a float32 copy of its `shape`; of a stack of tensors a `part` alone.
+
+        ModelError when missing or of an unknown type.
+        """
+        tensor, raw = self._tensor(name), self.raw(name, part)
         kind, columns, rows = GGMLQuantizationType(tensor.type), tensor.shape[0], raw.shape[0]
         out = np.empty((rows, columns), dtype=np.float32)
         step = max(1, VALUES_AT_ONCE // columns)
@@ -53,12 +57,17 @@ class GGUFFile:
                 f"{self.path}: tensor {name} has type {kind.name}, which cannot be read: "
                 "use a file quantised to Q8_0, Q4_K_M or F16"
             ) from error
-        return out.reshape(tensor.shape[::-1])
+        return out.reshape((tensor.shape if part is None else tensor.shape[:-1])[::-1])
 
-    def quantised(self, name: str) -> QuantisedBlocks | None:
-        """A matrix in the integers that the file stores; None where kernels cannot multiply its format."""
+    def quantised(self, name: str, part: int | None = None) -> QuantisedBlocks | None:
+        """A matrix, or a `part` of a stack, in the integers of the file; None where kernels multiply no such ones."""
         tensor = self._tensor(name)
-        return unpack_blocks(self._raw(name), GGMLQuantizationType(tensor.type)) if len(tensor.shape) == 2 else None
+        if len(tensor.shape) != (2 if part is None else 3):
+            return None
+        return unpack_blocks(self.raw(name, part), GGMLQuantizationType(tensor.type))
+
+    def is_mxfp4(self, name: str) -> bool:
+        return self._tensor(name).type == GGMLQuantizationType.MXFP4
 
     def is_quantised(self, name: str) -> bool:
         """Whether a tensor has fewer than 16 bits a weight."""
@@ -70,16 +79,22 @@ class GGUFFile:
         """Whether any tensor has fewer than 16 bits a weight."""
         return any(map(self.is_quantised, self._tensors))
 
-    def _raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of each row."""
+    def raw(self, name: str, part: int | None = None) -> npt.NDArray[np.uint8]:
+        """The bytes of each row. ModelError where a stack has no such `part`."""
         tensor = self._tensor(name)
         raw = np.frombuffer(self._map, dtype=np.uint8, count=_num_bytes(tensor), offset=tensor.offset)
-        return raw.reshape(math.prod(tensor.shape[1:]), -1)
+        rows = raw.reshape(math.prod(tensor.shape[1:]), -1)
+        if part is None:
+            return rows
+        if len(tensor.shape) < 2 or part >= tensor.shape[-1]:
+            raise ModelError(f"{self.path}: tensor {name} is {list(tensor.shape)} and has no part {part}: {AGAIN}")
+        each = math.prod(tensor.shape[1:-1])
+        return rows[part * each : (part + 1) * each]
 
     def _tensor(self, name: str) -> GGUFTensor:
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise ModelError(f"{self.path} has no tensor {name}: it is damaged or of another model, fetch it again")
+            raise ModelError(f"{self.path} has no tensor {name}: {AGAIN}")
         return tensor
 
     def _check(self, tensor: GGUFTensor) -> None:

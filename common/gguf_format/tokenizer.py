@@ -31,12 +31,19 @@ TEKKEN_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + CONTRACTION + "|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + CONTRACTION + "|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # tokenizer.ggml.pre -> the pattern that splits text, or None for GPT-2's own
 GPT2_PRE = ("gpt-2", "gpt2")
 DIGITS_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 LLAMA3_PRE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "smaug-bpe", "dbrx")
 QWEN2_PRE = ("qwen2", "deepseek-r1-qwen", "megrez")
 TEKKEN_PRE = ("tekken",)
+O200K_PRE = ("gpt-4o",)
 
 
 def convert_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -95,12 +102,12 @@ def _byte_level_split(pre: object) -> pre_tokenizers.PreTokenizer:
         return gpt2
     if pre in DIGITS_PRE:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    patterns = {LLAMA3_PRE: LLAMA3_SPLIT, QWEN2_PRE: QWEN2_SPLIT, TEKKEN_PRE: TEKKEN_SPLIT}
+    patterns = {LLAMA3_PRE: LLAMA3_SPLIT, QWEN2_PRE: QWEN2_SPLIT, TEKKEN_PRE: TEKKEN_SPLIT, O200K_PRE: O200K_SPLIT}
     for names, pattern in patterns.items():
         if pre in names:
             split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
             return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    known = sorted({*GPT2_PRE, *DIGITS_PRE, *LLAMA3_PRE, *QWEN2_PRE, *TEKKEN_PRE})
+    known = sorted({*GPT2_PRE, *DIGITS_PRE, *LLAMA3_PRE, *QWEN2_PRE, *TEKKEN_PRE, *O200K_PRE})
     raise ModelError(
         f"the GGUF file names the pre-tokenizer {pre!r}; known are {', '.join(known)}. "
         "Use the model's Hugging Face folder, whose tokenizer.json says how to split"

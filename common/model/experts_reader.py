@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kernels import Expert, Experts, Linear, Routing, Weight
 
 MIXTRAL = ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2")
 QWEN = ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
-GPT_OSS = ("mlp.router", "mlp.experts", (), "")
+GPT_OSS = ("mlp.router", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
 LAYOUTS = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
 """By model type: names of the router and of the experts, and of each expert's gate, up and down; Qwen's for others."""
 
@@ -32,7 +32,7 @@ class ExpertsReader:
         name = self.prefix + self.router
         bias = source.bias({f"{name}.bias": config.count}) if config.biased else None
         router = Linear(source.matrix(f"{name}.weight", config.count, self.hidden), bias)
-        experts = self._stacked() if not self.gates else [self._expert(i) for i in range(config.count)]
+        experts = self._stacked() if self._is_one_tensor() else [self._expert(i) for i in range(config.count)]
         made = Experts(experts, dtype=source.dtype)
         return MixtureOfExperts(router, made, self._routing(name), self._shared())
 
@@ -55,11 +55,17 @@ class ExpertsReader:
     def _expert(self, index: int) -> Expert:
         """One whose matrices are tensors of their own."""
         source, name = self.reader, f"{self.prefix}{self.place}.{index}."
-        gates = {f"{name}{part}.weight": self.inner for part in self.gates}
-        down = {f"{name}{self.down}.weight": self.hidden}
+        gates = {f"{name}{part}": self.inner for part in self.gates}
         return Expert(
-            source.weight(gates, self.hidden, source.quantization), source.weight(down, self.inner, source.quantization)
+            source.weight(_named(gates, "weight"), self.hidden, source.quantization),
+            source.weight({f"{name}{self.down}.weight": self.hidden}, self.inner, source.quantization),
+            source.bias(_named(gates, "bias")) if self.config.biased else None,
+            source.bias({f"{name}{self.down}.bias": self.hidden}) if self.config.biased else None,
         )
+
+    def _is_one_tensor(self) -> bool:
+        """Whether all experts' matrices are one: gpt-oss's, but for GGUF files."""
+        return self.router == GPT_OSS[0] and not self.reader.source.has(f"{self.prefix}{self.place}.0.down_proj.weight")
 
     def _stacked(self) -> list[Expert]:
         """gpt-oss: one tensor of all experts, in which gates and ups alternate."""
@@ -90,3 +96,7 @@ class ExpertsReader:
         gate = self.reader.matrix(f"{self.prefix}mlp.shared_expert_gate.weight", 1, self.hidden)
         mlp = self.reader.mlp(f"{self.prefix}mlp.shared_expert.", self.config.shared_size)
         return SharedExpert(mlp, Linear(gate))
+
+
+def _named(parts: Mapping[str, int], kind: str) -> dict[str, int]:
+    return {f"{part}.{kind}": rows for part, rows in parts.items()}

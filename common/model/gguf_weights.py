@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final, NamedTuple
+
 import torch
 from torch import Tensor
 
+from common.gguf_format.quantised import unpack_mxfp4
 from common.gguf_format.tensors import GGUFFile
 from common.model_files.config import ModelConfig
 from kernels import QuantisedWeight
@@ -26,13 +30,42 @@ LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+SINKS = "self_attn.sinks"
+EXPERT: Final = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+EXPERT_PARTS = {
+    **dict.fromkeys(("gate_proj", "w1"), "ffn_gate_exps"),
+    **dict.fromkeys(("up_proj", "w3"), "ffn_up_exps"),
+    **dict.fromkeys(("down_proj", "w2"), "ffn_down_exps"),
 }
 LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
-GEMMA_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+NORMS = {
+    "gpt_oss": {"post_attention_layernorm": "post_attention_norm"},
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text"),
+        {
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+    ),
 }
+INTERLEAVED = ("llama", "mixtral")
+"""Model types of which llama.cpp reorders the rows of each head of q and k."""
+
+
+class Stored(NamedTuple):
+    """A tensor of the file, or the part of a stack of experts' tensors."""
+
+    name: str
+    part: int | None = None
 
 
 class GGUFWeights:
@@ -43,17 +76,25 @@ class GGUFWeights:
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self.file, self.config = file, config
         self.label = str(file.path)
+        self._norms = NORMS.get(config.model_type, LLAMA_NORMS)
 
     def has(self, name: str) -> bool:
-        return self._stored(name) in self.file
+        stored = self._stored(name)
+        return stored is not None and stored.name in self.file
 
     def read(self, name: str) -> Tensor:
-        tensor = torch.from_numpy(self.file.read(self._stored(name)))
+        stored = self._stored(name) or Stored(name)
+        tensor = torch.from_numpy(self.file.read(*stored))
+        if name.endswith("shared_expert_gate.weight"):
+            return tensor.view(1, -1)
         heads = self._interleaved_heads(name)
         return tensor[_from_interleaved(tensor.shape[0], heads)] if heads else tensor
 
     def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
-        blocks = self.file.quantised(self._stored(name))
+        stored = self._stored(name) or Stored(name)
+        if self.file.is_mxfp4(stored.name):
+            return self._microscaled(stored) if floats else None
+        blocks = self.file.quantised(*stored)
         if blocks is None:
             return None
         arrays = (blocks.numbers, blocks.scale, blocks.offset, blocks.steps, blocks.offset_steps)
@@ -64,25 +105,35 @@ class GGUFWeights:
         return weight.rows(_from_interleaved(weight.shape[0], heads)) if heads else weight
 
     def is_quantised(self, name: str) -> bool:
-        return self.file.is_quantised(self._stored(name))
+        stored = self._stored(name)
+        return stored is not None and self.file.is_quantised(stored.name)
 
     @property
     def has_quantised(self) -> bool:
         return self.file.has_quantised
 
+    def _microscaled(self, stored: Stored) -> QuantisedWeight:
+        codes, scale = unpack_mxfp4(self.file.raw(*stored))
+        return QuantisedWeight(4, 32, torch.from_numpy(codes), torch.from_numpy(scale).bfloat16(), None)
+
     def _interleaved_heads(self, name: str) -> int:
         """How many heads llama.cpp has reordered the rows of; 0 for none."""
-        if self.config.model_type != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
+        if self.config.model_type not in INTERLEAVED or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return 0
         return self.config.num_heads if "q_proj" in name else self.config.num_kv_heads
 
-    def _stored(self, name: str) -> str:
+    def _stored(self, name: str) -> Stored | None:
+        """None for what no GGUF file has."""
         if name in TOP:
-            return TOP[name]
+            return Stored(TOP[name])
         _, _, index, rest = name.split(".", 3)
+        if rest == SINKS:
+            return Stored(f"blk.{index}.attn_sinks.weight")
         part, _, suffix = rest.rpartition(".")
-        norms = GEMMA_NORMS if self.config.family == "gemma" else LLAMA_NORMS
-        return f"blk.{index}.{norms.get(part) or LAYER[part]}.{suffix}"
+        if (expert := EXPERT.fullmatch(part)) is not None:
+            return Stored(f"blk.{index}.{EXPERT_PARTS[expert[2]]}.{suffix}", int(expert[1]))
+        found = self._norms.get(part) or LAYER.get(part)
+        return None if found is None else Stored(f"blk.{index}.{found}.{suffix}")
 
 
 def _from_interleaved(rows: int, heads: int) -> Tensor:

@@ -20,8 +20,8 @@ from common.model.quantised_safetensors import QuantisedSafetensors
 from common.model.safetensors_weights import SafetensorsWeights
 from common.model.tensor_reader import WeightSource
 from common.model.weights import Assembler
-from common.model_files import config as configuration
-from common.model_files.config import ModelConfig
+from common.model_files.config import ModelConfig, from_hf
+from common.model_files.gguf_config import from_gguf
 from common.model_files.quantization import Quantization
 from common.model_files.quantization_config import read_quantization_config
 
@@ -104,10 +104,10 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
     if files.format == "gguf":
         file = GGUFFile(files.weights[0])
         vocab_size, tied = file.shape("token_embd.weight")[0], "output.weight" not in file
-        config = configuration.from_gguf(file.metadata, vocab_size, tied, file.path)
+        config = from_gguf(file.metadata, vocab_size, tied, file.path)
         return config, GGUFWeights(file, config)
     path = files.config or files.weights[0].with_name("config.json")
-    config, quantised = configuration.from_hf(path), read_quantization_config(path)
+    config, quantised = from_hf(path), read_quantization_config(path)
     if quantised is not None:
         return config, QuantisedSafetensors(files.weights, quantised)
     return config, SafetensorsWeights(files.weights)

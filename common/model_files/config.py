@@ -1,9 +1,8 @@
-"""A model's architecture, read from GGUF metadata or from Hugging Face's config.json. No torch."""
+"""A model's architecture, and how Hugging Face's config.json describes it. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ HF_FAMILIES = {
     "gemma3_text": "gemma",
     "gemma3": "gemma",
 }
-GGUF_FAMILIES = {"llama": "llama", "qwen2": "llama", "qwen3": "llama", "gemma3": "gemma"}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {
         **{"head_dim": 256, "max_position_embeddings": 8192, "query_pre_attn_scalar": 256, "sliding_window": 4096},
@@ -145,26 +143,16 @@ def from_hf(path: Path) -> ModelConfig:
     return HFReader(raw, path).read()
 
 
-def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool, path: Path) -> ModelConfig:
-    """Reads GGUF metadata. ModelError as `from_hf`.
-
-    The tensors tell the rest: `vocab_size`, rows of the token embedding, and `tied`, without an output matrix.
-    """
-    return GGUFReader(metadata, path).read(vocab_size, tied)
-
-
-class _Reader(FieldReader):
-    """What both readers check in the end."""
-
-    def check(self, config: ModelConfig) -> ModelConfig:
-        if config.num_heads % config.num_kv_heads:
-            raise ModelError(f"{self.path}: {config.num_heads} heads do not divide over {config.num_kv_heads} KV heads")
-        if config.head_dim % 2:
-            raise ModelError(f"{self.path}: head_dim {config.head_dim} is odd, rotary embedding needs pairs")
-        return config
+def checked(config: ModelConfig, path: Path) -> ModelConfig:
+    """The configuration, if its numbers fit together. Raises ModelError."""
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(f"{path}: {config.num_heads} heads do not divide over {config.num_kv_heads} KV heads")
+    if config.head_dim % 2:
+        raise ModelError(f"{path}: head_dim {config.head_dim} is odd, rotary embedding needs pairs")
+    return config
 
 
-class HFReader(_Reader):
+class HFReader(FieldReader):
     """Hugging Face's config.json, in the layouts that transformers 4 and 5 write."""
 
     def read(self) -> ModelConfig:
@@ -216,7 +204,7 @@ class HFReader(_Reader):
             latent=latent,
             extra_layers=0 if latent is None else int(self.number("num_nextn_predict_layers", 0)),
         )
-        return self.check(config)
+        return checked(config, self.path)
 
     def _attention_scale(self, gemma: bool, head_dim: int, latent: LatentConfig | None) -> float:
         if latent is not None:
@@ -277,67 +265,3 @@ class HFReader(_Reader):
         local = reader.read(near, self.number("rope_local_base_freq", 10000.0))
         kinds = self._layer_types(layers, model_type)
         return tuple(local if kind == "sliding_attention" else full for kind in kinds)
-
-
-class GGUFReader(_Reader):
-    """GGUF metadata, keys prefixed by the architecture's name."""
-
-    def __init__(self, fields: Mapping[str, Any], path: Path) -> None:
-        architecture = fields.get("general.architecture")
-        super().__init__(fields, path, f"{architecture}.")
-        if architecture not in GGUF_FAMILIES:
-            raise self.refuse(f"GGUF architecture {architecture!r}", ", ".join(GGUF_FAMILIES))
-        self.architecture = str(architecture)
-
-    def read(self, vocab_size: int, tied: bool) -> ModelConfig:
-        gemma = self.architecture == "gemma3"
-        layers, heads, hidden = (
-            self.count(name) for name in ("block_count", "attention.head_count", "embedding_length")
-        )
-        head_dim = self.count("attention.key_length", hidden // heads)
-        if self.count("attention.value_length", head_dim) != head_dim:
-            raise self.refuse("attention.value_length unlike key_length", "equal key and value sizes")
-        if self.count("rope.dimension_count", head_dim) != head_dim:
-            raise self.refuse("rope.dimension_count unlike the head size", "rotary embedding of whole heads")
-        # as llama.cpp: Gemma 3 27B (62 layers) alone scales by hidden_size / num_heads
-        scaled_dim = hidden // heads if gemma and layers == 62 else head_dim
-        windows = self._windows(layers) if gemma else (0,) * layers
-        config = ModelConfig(
-            family=GGUF_FAMILIES[self.architecture],
-            model_type="gemma3_text" if gemma else self.architecture,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=self.count("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            hidden_size=hidden,
-            intermediate_size=self.count("feed_forward_length"),
-            vocab_size=vocab_size,
-            max_model_len=self.count("context_length"),
-            rms_norm_eps=self.number("attention.layer_norm_rms_epsilon"),
-            layer_windows=windows,
-            layer_ropes=self._ropes(windows),
-            attention_scale=scaled_dim**-0.5,
-            activation="gelu_tanh" if gemma else "silu",
-            tie_embeddings=tied,
-            qkv_bias=self.architecture == "qwen2",
-            qk_norm=self.architecture in ("gemma3", "qwen3"),
-            sandwich_norm=gemma,
-            embedding_scale=hidden**0.5 if gemma else 1.0,
-            attention_softcap=self.number("attn_logit_softcapping", 0.0),
-            final_softcap=self.number("final_logit_softcapping", 0.0),
-        )
-        return self.check(config)
-
-    def _windows(self, layers: int) -> tuple[int, ...]:
-        window = self.count("attention.sliding_window")
-        pattern = self.count("attention.sliding_window_pattern", 6)
-        return tuple(0 if (i + 1) % pattern == 0 else window for i in range(layers))
-
-    def _ropes(self, windows: tuple[int, ...]) -> tuple[RopeConfig, ...]:
-        theta = self.number("rope.freq_base", 10000.0)
-        kind = self.fields.get(self.prefix + "rope.scaling.type", "none")
-        if kind not in ("none", "linear"):
-            raise self.refuse(f"rope scaling {kind!r}", "rope scaling linear or none")
-        full = RopeConfig(theta) if kind == "none" else RopeConfig(theta, "linear", self.number("rope.scaling.factor"))
-        local = RopeConfig(self.number("rope.freq_base_swa", 10000.0))
-        return tuple(local if window else full for window in windows)

@@ -12,8 +12,9 @@ from common.errors import ModelError
 from common.gguf_format.metadata import GGUFHead, read_gguf_head
 from common.gguf_format.tokenizer import CONTROL, convert_gguf_tokenizer
 from common.model_files.cache_folder import make_folder, write_atomically
-from common.model_files.config import from_gguf, from_hf
+from common.model_files.config import from_hf
 from common.model_files.files import ModelFiles
+from common.model_files.gguf_config import from_gguf
 from common.model_files.json_file import read_json
 from common.model_files.stamp import hash_weights
 
@@ -22,6 +23,9 @@ from common.model_files.stamp import hash_weights
 END_TOKENS = frozenset(
     ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "</s>")
 )
+
+HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
+"""Of gpt-oss, whose <|end|> ends a message of several, and no answer."""
 
 OF_THE_FILE = frozenset(
     ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -40,7 +44,7 @@ def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) ->
     tokenizer = convert_gguf_tokenizer(head.metadata)
     target = make_folder(folder) / "tokenizer.json"
     write_atomically(target, tokenizer.to_str().encode())
-    eos_token_ids = _gguf_eos_token_ids(head, tokens)
+    eos_token_ids = gguf_end_tokens(head, tokens)
     bos = head.metadata.get("tokenizer.ggml.bos_token_id")
     return ModelFiles(
         model_id=model_id,
@@ -57,11 +61,13 @@ def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) ->
     )
 
 
-def _gguf_eos_token_ids(head: GGUFHead, tokens: list[str]) -> tuple[int, ...]:
+def gguf_end_tokens(head: GGUFHead, tokens: list[str]) -> tuple[int, ...]:
+    """The tokens that end an answer: those that the metadata name, and control tokens by their text."""
     named = [head.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     types = head.metadata.get("tokenizer.ggml.token_type") or []
-    by_text = [i for i, kind in enumerate(types) if kind == CONTROL and tokens[i] in END_TOKENS]
-    return _unique([*(i for i in named if i is not None), *by_text])
+    control = {tokens[i]: i for i, kind in enumerate(types) if kind == CONTROL}
+    ends = END_TOKENS - {"<|end|>"} | HARMONY_ENDS if control.keys() >= HARMONY_ENDS else END_TOKENS
+    return _unique([*(i for i in named if i is not None), *(i for token, i in control.items() if token in ends)])
 
 
 def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: bool = True) -> ModelFiles:

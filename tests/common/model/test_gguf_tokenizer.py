@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from common.errors import ModelError
+from common.gguf_format.metadata import GGUFHead
 from common.gguf_format.tokenizer import convert_gguf_tokenizer
+from common.model_files.describe import gguf_end_tokens
 from common.model_files.tokenizer import Tokenizer, byte_alphabet
 
 ALPHABET = byte_alphabet()
@@ -54,6 +56,7 @@ def pieces(metadata: dict[str, Any], text: str) -> list[str]:
         ("smollm", ["1", "2", "3", "Ġ", "Ġa"]),
         ("qwen2", ["1", "2", "3", "Ġ", "Ġa"]),
         ("tekken", ["1", "2", "3", "Ġ", "Ġa"]),
+        ("gpt-4o", ["12", "3", "Ġ", "Ġa"]),
         ("llama-bpe", ["<|end|>", "123", "Ġ", "Ġa"]),  # looked up whole; BOS unless the file says no
     ],
 )
@@ -61,11 +64,36 @@ def test_each_pre_tokenizer_cuts_numbers_its_own_way(pre: str, expected: list[st
     assert pieces(bpe(pre), "123  a") == expected
 
 
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("llama-bpe", ["Don", "'t", "ĠStop", "/", "123", "45", "Ġ", "ĠHTMLPage"]),
+        ("tekken", ["Don", "'t", "ĠStop", "/", "1", "2", "3", "4", "5", "Ġ", "ĠHTMLPage"]),
+        ("gpt-4o", ["Don't", "ĠStop", "/", "123", "45", "Ġ", "ĠHTMLPage"]),
+    ],
+)
+def test_words_are_split_as_the_model_was_trained(pre: str, words: list[str]) -> None:
+    split = convert_gguf_tokenizer(bpe(pre)).pre_tokenizer.pre_tokenize_str("Don't Stop/12345  HTMLPage")
+    assert [word for word, _ in split] == words
+
+
 def test_control_and_user_defined_tokens_are_matched_whole() -> None:
     converted = convert_gguf_tokenizer(bpe("gpt-2"))
     assert converted.encode("ab<|end|><think>ab").ids == [257, 260, 261, 257]
     assert Tokenizer(converted).special_ids == {260}
     assert Tokenizer(converted).decode([257, 260, 261]) == "ab<think>"
+
+
+@pytest.mark.parametrize(
+    ("control", "ends"),
+    [(["<|end|>", "<|x|>"], [9, 0]), (["<|end|>", "<|return|>", "<|call|>"], [9, 1, 2]), (["<|return|>"], [9])],
+)
+def test_what_ends_an_answer(control: list[str], ends: list[int]) -> None:
+    """In gpt-oss's vocabulary <|end|> ends a message of several."""
+    tokens = [*control, *"abcdefgh"]
+    types = [3] * len(control) + [1] * 8
+    head = GGUFHead({"tokenizer.ggml.eos_token_id": 9, "tokenizer.ggml.token_type": types}, ())
+    assert list(gguf_end_tokens(head, tokens)) == ends
 
 
 def test_bos_and_eos_are_added_where_the_file_says_so() -> None:

@@ -19,8 +19,9 @@ from common.errors import ModelError
 from common.gguf_format.tensors import GGUFFile
 from common.model.load import load_model, open_model
 from common.model.mlp import MLP
-from common.model_files.config import from_gguf, from_hf
+from common.model_files.config import from_hf
 from common.model_files.files import ModelFiles
+from common.model_files.gguf_config import from_gguf
 from common.model_files.quantization import Quantization
 
 from ...oracle import Oracle
@@ -260,8 +261,8 @@ def test_gguf_of_an_unknown_architecture(gguf_path: Path) -> None:
 
 
 def test_gguf_with_rope_scaling_that_is_not_supported(gguf_path: Path) -> None:
-    metadata = GGUFFile(gguf_path).metadata | {"llama.rope.scaling.type": "yarn"}
-    with pytest.raises(ModelError, match="rope scaling 'yarn'"):
+    metadata = GGUFFile(gguf_path).metadata | {"llama.rope.scaling.type": "longrope"}
+    with pytest.raises(ModelError, match="rope scaling 'longrope'"):
         from_gguf(metadata, 9, True, gguf_path)
 
 

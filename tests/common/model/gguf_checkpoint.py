@@ -1,0 +1,94 @@
+"""A checkpoint of Hugging Face's as llama.cpp's converter writes it, by the names that the package gguf has."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
+from safetensors.torch import load_file
+
+Array = npt.NDArray[Any]
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "rope.freq_base": "rope_theta",
+}
+
+
+def write_gguf(folder: Path, path: Path, architecture: str, kind: GGMLQuantizationType, **more: Any) -> Path:
+    """Writes the model of a folder to `path`, matrices of MLPs and experts in `kind`, with `more` metadata."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_local_experts": config.get("num_local_experts", config.get("num_experts"))}
+    config |= {key: value for key, value in (config.get("rope_parameters") or {}).items() if key == "rope_theta"}
+    writer = gguf.GGUFWriter(str(path), architecture)
+    found = {key: config.get(name) for key, name in KEYS.items()} | more
+    for key, value in found.items():
+        if value is not None:
+            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add(f"{architecture}.{key}", value)
+    (known,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
+    for name, array in _converted(folder, config, architecture):
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        written = kind if "ffn_" in stored and array.ndim > 1 and "inp" not in stored else GGMLQuantizationType.F32
+        written = written if "bias" not in stored else GGMLQuantizationType.F32
+        writer.add_tensor(stored, gguf.quants.quantize(np.ascontiguousarray(array), written), raw_dtype=written)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _converted(folder: Path, config: dict[str, Any], architecture: str) -> list[tuple[str, Array]]:
+    """Names and tensors, experts of a layer stacked."""
+    stacks: dict[str, dict[int, Array]] = defaultdict(dict)
+    made: list[tuple[str, Array]] = []
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        array: Array = tensor.float().numpy()
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            shape = (heads, 2, array.shape[0] // heads // 2, array.shape[1])
+            array = array.reshape(shape).swapaxes(1, 2).reshape(array.shape)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
+        if (expert := EXPERT.fullmatch(name)) is not None:
+            place = expert[1].replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
+            place = place if architecture == "llama" else expert[1]
+            stacks[f"{place}.{expert[3]}.weight"][int(expert[2])] = array
+        elif architecture == "gpt-oss" and ".experts." in name:
+            made += _of_gpt_oss(name, array)
+        else:
+            made.append((f"{name}.weight" if name.endswith("sinks") else name, array))
+    return made + [(name, np.stack([stack[i] for i in range(len(stack))])) for name, stack in stacks.items()]
+
+
+def _of_gpt_oss(name: str, array: Array) -> list[tuple[str, Array]]:
+    """Gates and ups apart, and [experts, out, in]."""
+    module, _, part = name.rpartition(".")
+    if not part.endswith("bias"):
+        array = array.swapaxes(1, 2)
+    kind = "bias" if part.endswith("bias") else "weight"
+    if part.startswith("down"):
+        return [(f"{module}.down_proj.{kind}", array)]
+    return [(f"{module}.gate_proj.{kind}", array[:, 0::2]), (f"{module}.up_proj.{kind}", array[:, 1::2])]

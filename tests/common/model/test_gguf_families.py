@@ -1,0 +1,104 @@
+"""GGUF files of families with experts, sinks and softcaps beside the checkpoints that they were made from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from common.errors import ModelError
+from common.gguf_format.tensors import GGUFFile
+from common.model.batch import SequenceChunk
+from common.model.load import load_model, open_model
+from common.model.mlp import MixtureOfExperts
+from common.model_files.files import ModelFiles
+
+from ...families import CASES
+from .generation import Pool, files_of, load, prompt, random_checkpoint
+from .gguf_checkpoint import write_gguf
+
+F32, Q8_0, MXFP4 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0, GGMLQuantizationType.MXFP4
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mixtral": ("llama", {}, {}),
+    "qwen2-moe": ("qwen2moe", {"decoder_sparse_step": 1}, {}),
+    "qwen3-moe": ("qwen3moe", {"mlp_only_layers": [], "moe_intermediate_size": 64}, {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}, {}),
+    "gpt-oss": ("gpt-oss", {}, YARN | {"expert_feed_forward_length": 160}),
+}
+"""By case: the architecture's name, what a GGUF file cannot tell otherwise, and metadata that it has besides."""
+
+
+def written(folder: Path, name: str, kind: GGMLQuantizationType = F32) -> tuple[Path, ModelFiles]:
+    """The checkpoint, and the file that was made of it."""
+    (family, options), (architecture, changes, more) = CASES[name], FAMILIES[name]
+    dense = random_checkpoint(folder / "dense", family, **options | changes)
+    path = write_gguf(dense, folder / "model.gguf", architecture, kind, **more)
+    return dense, msgspec.structs.replace(files_of(dense), format="gguf", weights=(path,), config=None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    dense, files = written(tmp_path, name)
+    model, expected = load_model(files), load(dense)
+    eps = expected.config.rms_norm_eps  # of which a GGUF file has 24 bits
+    assert replace(model.config, rms_norm_eps=eps) == expected.config
+    chunk, pools = prompt(60), (Pool(model), Pool(expected))
+    logits = [pool.runner.forward([SequenceChunk(chunk, 0, pool.table(60), True)]) for pool in pools]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert pools[0].greedy(chunk, 20, chunk=16) == pools[1].greedy(chunk, 20, chunk=16)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3-moe", Q8_0), ("mixtral", Q8_0), ("gpt-oss", MXFP4)])
+def test_an_expert_is_its_part_of_a_stack(tmp_path: Path, name: str, kind: GGMLQuantizationType) -> None:
+    _, files = written(tmp_path, name, kind)
+    config, source = open_model(files)
+    stored = GGUFFile(files.weights[0])
+    place = "block_sparse_moe.experts.2.w2" if name == "mixtral" else "mlp.experts.2.down_proj"
+    in_file = "blk.1.ffn_down_exps.weight"
+    stack = dequantize(stored.raw(in_file), kind).reshape(stored.shape(in_file))
+    whole = torch.from_numpy(np.ascontiguousarray(stack[2]))
+    full = f"model.layers.1.{place}.weight"
+    assert torch.equal(source.read(full), whole)
+    held = source.read_quantised(full, floats=True)
+    assert held is not None and held.bits == (4 if kind == MXFP4 else 8)
+    assert torch.equal(held.dense(torch.float32), whole)
+    if kind == MXFP4:
+        assert source.read_quantised(full) is None, "no kernel of a CPU multiplies them"
+    count = config.experts.count if config.experts else 0
+    with pytest.raises(ModelError, match=f"has no part {count}"):
+        source.read(full.replace(".2.", f".{count}."))
+
+
+def test_experts_stay_in_the_integers_of_the_file(tmp_path: Path) -> None:
+    _, files = written(tmp_path, "qwen3-moe", Q8_0)
+    model = load_model(files, quantization="auto")
+    for layer in model.weights.layers:  # type: ignore[attr-defined]
+        assert isinstance(layer.mlp, MixtureOfExperts)
+        packed = [linear.native for linear in (*layer.mlp.experts.gate_up, *layer.mlp.experts.down)]
+        assert all(native is None or native.quantised for native in packed)  # None: no compiler here
+    exact = Pool(load_model(files)).greedy(prompt(60), 6)
+    assert Pool(model).greedy(prompt(60), 6)[:2] == exact[:2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_used_count": 9}, "expert_used_count 9 of 9 experts|9 of"),
+        ({"expert_feed_forward_length": 0}, "expert_feed_forward_length is 0"),
+        ({"rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
+    ],
+)
+def test_metadata_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    family, options = CASES["qwen3-moe"]
+    dense = random_checkpoint(tmp_path / "dense", family, **options | FAMILIES["qwen3-moe"][1] | {"num_experts": 8})
+    path = write_gguf(dense, tmp_path / "model.gguf", "qwen3moe", F32, **changes)
+    with pytest.raises(ModelError, match=message):
+        open_model(msgspec.structs.replace(files_of(dense), format="gguf", weights=(path,), config=None))
