@@ -1,4 +1,4 @@
-"""Cases of products with quantised weights: a layer's gate and up, beside cuBLAS with the same matrix in floats."""
+"""Cases of products with quantised weights beside the same in floats: a layer's gate and up, and its experts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu.attention import copies
@@ -16,9 +17,14 @@ from benchmarks.gpu.shape import GPUShape
 from benchmarks.gpu.timer import Call
 from kernels import QuantisedWeight
 from kernels.interface.held_weight import HeldWeight
+from kernels.plain import backend as plain
 
 GROUP = 128
 """Of inputs, as AWQ, GPTQ and DeepSeek's fp8 have them."""
+COUNT, PER_TOKEN, SMALL_GROUP = 32, 4, 32
+"""gpt-oss-20b's."""
+ACTIVATION = "clamped_swiglu"
+Stacks = tuple[HeldWeight, HeldWeight]
 
 
 def held_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
@@ -60,3 +66,70 @@ def held(outputs: int, inputs: int, bits: int, group: int, device: torch.device)
         return HeldWeight.of(QuantisedWeight(4, group, numbers, factors, -8 * factors))
     numbers = torch.randint(0, 127, (outputs, inputs), device=device, dtype=torch.uint8)
     return HeldWeight.of(QuantisedWeight(8, group, numbers, scale / 64 / inputs**0.5, None))
+
+
+def experts_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
+    """Of one row, which reads a few experts, and of a batch and a prompt, which read all."""
+    for rows in (1, max(shape.decode_batches), max(shape.prefill_lengths)):
+        yield partial(experts_case, backend, shape, rows, device)
+
+
+def experts_case(backend: Any, shape: GPUShape, rows: int, device: torch.device) -> KernelCase:
+    width = shape.hidden  # of hidden states, and of each expert
+    stacks = (random_stack(2 * width, width, device), random_stack(width, width, device))
+    size = sum(stack.num_bytes for stack in stacks)
+    several = [stacks, *(_again(stacks) for _ in range(copies(size, shape.rotate_bytes) - 1))]
+    x = torch.randn(rows, width, device=device).to(shape.dtype)
+    chosen = (torch.arange(rows * PER_TOKEN, device=device) % COUNT).view(rows, PER_TOKEN)
+    shares = torch.full((rows, PER_TOKEN), 1 / PER_TOKEN, device=device)
+
+    def call(weights: tuple[HeldWeight | Tensor, HeldWeight | Tensor]) -> Tensor:
+        made: Tensor = backend.experts(x, chosen, shares, *weights, None, None, ACTIVATION)
+        return made
+
+    def check() -> str:
+        return difference(call(stacks), plain_experts(x, chosen, shares, stacks), shape.dtype)
+
+    def dense() -> list[Call]:
+        floats = (_floats(stacks[0], shape.dtype), _floats(stacks[1], shape.dtype))
+        return [partial(call, floats)]
+
+    used = min(COUNT, rows * PER_TOKEN)
+    num_bytes = size * used / COUNT + 2 * rows * width * shape.dtype.itemsize
+    words = f"{rows:,} rows, {PER_TOKEN} of {COUNT}, {width:,} wide"
+    calls: list[Call] = [partial(call, one) for one in several]
+    num_flops = 2 * rows * PER_TOKEN * 3 * width * width
+    return KernelCase("experts in 4-bit floats", words, num_bytes, num_flops, calls, check, {"the same, floats": dense})
+
+
+def random_stack(outputs: int, inputs: int, device: torch.device) -> HeldWeight:
+    def one() -> QuantisedWeight:
+        numbers = torch.randint(0, 16, (outputs, inputs), device=device, dtype=torch.uint8)
+        scale = torch.full((outputs, inputs // SMALL_GROUP), 2.0**-7, device=device, dtype=torch.bfloat16)
+        return QuantisedWeight(4, SMALL_GROUP, numbers, scale, None)
+
+    return HeldWeight.stacked([one() for _ in range(COUNT)])
+
+
+def plain_experts(x: Tensor, chosen: Tensor, shares: Tensor, stacks: Stacks) -> Tensor:
+    """float32, expert by expert, of weights as they are rounded to the type of x."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for index in range(COUNT):
+        rows, places = torch.where(chosen == index)
+        if len(rows):
+            gate_up, down = (stack.part(index).dense(x.dtype).float() for stack in stacks)
+            inner = plain.gated(x[rows].float() @ gate_up.T, ACTIVATION)
+            out.index_add_(0, rows, (inner @ down.T) * shares[rows, places][:, None])
+    return out
+
+
+def _again(stacks: Stacks) -> Stacks:
+    """The same numbers in memory of their own."""
+    gate_up, down = (
+        HeldWeight(one.numbers.clone(), one.scale.clone(), None, one.group, one.packed, one.floats) for one in stacks
+    )
+    return gate_up, down
+
+
+def _floats(stack: HeldWeight, dtype: torch.dtype) -> Tensor:
+    return torch.stack([stack.part(i).dense(dtype) for i in range(COUNT)])

@@ -20,9 +20,8 @@ from benchmarks.gpu.case import KernelCase, MakeCase, words_of
 from benchmarks.gpu.chip import measure_chip, numbered, versions
 from benchmarks.gpu.elementwise import elementwise_cases
 from benchmarks.gpu.engine import engine_problem, measure_engine
-from benchmarks.gpu.experts import experts_cases
 from benchmarks.gpu.gate import poisoned
-from benchmarks.gpu.held import held_cases
+from benchmarks.gpu.held import experts_cases, held_cases
 from benchmarks.gpu.serving import measure_serving
 from benchmarks.gpu.shape import DRY, LLAMA_8B
 from benchmarks.gpu.tiles import measure_tiles

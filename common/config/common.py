@@ -39,7 +39,7 @@ class CommonConfig(Config):
     log_json: bool = setting(False, "log one JSON object a line instead of text for people", group="Everywhere")
     model: str = setting(
         "smollm2-135m",
-        "built-in name (smollm2-135m, gemma3-270m), folder, .gguf file or Hugging Face id",
+        "built-in name (smollm2-135m, gemma3-270m), folder, .gguf file, or Hugging Face id (org/name, org/name:Q4_K_M)",
         group="Model",
         pattern=r".+",
         expects="a model name, folder or file",

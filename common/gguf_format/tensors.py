@@ -23,15 +23,20 @@ VALUES_AT_ONCE: Final = 1 << 20  # dequantised at a time, so that temporaries st
 class GGUFFile:
     """`metadata` maps keys to numbers, strings, booleans and lists. ModelError when missing, damaged or truncated."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *more: Path) -> None:
+        """A model of several files has `more`; the first one has the metadata."""
         self.path = path
-        head = read_gguf_head(path)
-        self.metadata: dict[str, Any] = head.metadata
-        self._tensors = {tensor.name: tensor for tensor in head.tensors}
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        for tensor in head.tensors:
-            self._check(tensor)
+        self.metadata: dict[str, Any] = {}
+        self._tensors: dict[str, GGUFTensor] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        for part in (path, *more):
+            head = read_gguf_head(part)
+            self.metadata = self.metadata or head.metadata
+            with part.open("rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            for tensor in head.tensors:
+                _check(part, tensor, len(data))
+                self._tensors[tensor.name], self._maps[tensor.name] = tensor, data
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -82,7 +87,7 @@ class GGUFFile:
     def raw(self, name: str, part: int | None = None) -> npt.NDArray[np.uint8]:
         """The bytes of each row. ModelError where a stack has no such `part`."""
         tensor = self._tensor(name)
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=_num_bytes(tensor), offset=tensor.offset)
+        raw = np.frombuffer(self._maps[name], dtype=np.uint8, count=_num_bytes(tensor), offset=tensor.offset)
         rows = raw.reshape(math.prod(tensor.shape[1:]), -1)
         if part is None:
             return rows
@@ -97,16 +102,18 @@ class GGUFFile:
             raise ModelError(f"{self.path} has no tensor {name}: {AGAIN}")
         return tensor
 
-    def _check(self, tensor: GGUFTensor) -> None:
-        where = f"{self.path}: tensor {tensor.name}"
-        if tensor.type not in GGMLQuantizationType._value2member_map_:
-            raise ModelError(f"{where} has unknown type {tensor.type}: upgrade the gguf package, or use a Q8_0 file")
-        packed = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0]
-        if not tensor.shape or min(tensor.shape) < 1 or tensor.shape[0] % packed:
-            raise ModelError(f"{where} has shape {list(tensor.shape)}, its type packs {packed}: fetch the model again")
-        end = tensor.offset + _num_bytes(tensor)
-        if end > len(self._map):
-            raise ModelError(f"{where} ends at byte {end:,}, the file has {len(self._map):,}: fetch the model again")
+
+def _check(path: Path, tensor: GGUFTensor, size: int) -> None:
+    """ModelError for a tensor that a file of `size` bytes cannot hold."""
+    where = f"{path}: tensor {tensor.name}"
+    if tensor.type not in GGMLQuantizationType._value2member_map_:
+        raise ModelError(f"{where} has unknown type {tensor.type}: upgrade the gguf package, or use a Q8_0 file")
+    packed = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0]
+    if not tensor.shape or min(tensor.shape) < 1 or tensor.shape[0] % packed:
+        raise ModelError(f"{where} has shape {list(tensor.shape)}, its type packs {packed}: fetch the model again")
+    end = tensor.offset + _num_bytes(tensor)
+    if end > size:
+        raise ModelError(f"{where} ends at byte {end:,}, the file has {size:,}: fetch the model again")
 
 
 def _num_bytes(tensor: GGUFTensor) -> int:

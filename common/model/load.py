@@ -23,7 +23,7 @@ from common.model.weights import Assembler
 from common.model_files.config import ModelConfig, from_hf
 from common.model_files.gguf_config import from_gguf
 from common.model_files.quantization import Quantization
-from common.model_files.quantization_config import read_quantization_config
+from common.weight_formats.quantization_config import read_quantization_config
 
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
@@ -102,7 +102,7 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
     if not files.weights:
         raise ModelError(f"model {files.model_id} has no weights file: fetch the model again")
     if files.format == "gguf":
-        file = GGUFFile(files.weights[0])
+        file = GGUFFile(*files.weights)
         vocab_size, tied = file.shape("token_embd.weight")[0], "output.weight" not in file
         config = from_gguf(file.metadata, vocab_size, tied, file.path)
         return config, GGUFWeights(file, config)

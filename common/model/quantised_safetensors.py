@@ -10,13 +10,13 @@ from torch import Tensor
 
 from common.errors import ModelError
 from common.model.safetensors_weights import SafetensorsWeights
-from common.model_files.quantization_config import CheckpointLayout, QuantizationConfig
 from common.weight_formats.awq import AWQLayout
 from common.weight_formats.compressed_tensors import CompressedLayout
 from common.weight_formats.float8 import Float8Layout, ScaledFloats
 from common.weight_formats.gptq import GPTQLayout
 from common.weight_formats.grouped_integers import GroupedIntegers
 from common.weight_formats.mxfp4 import MicroscaledFloats, MXFP4Layout
+from common.weight_formats.quantization_config import CheckpointLayout, QuantizationConfig
 from common.weight_formats.tensors import CheckpointTensors, TensorHead
 from kernels import QuantisedWeight
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ OF_THE_FILE = frozenset(
 """Fields of a config.json that say nothing of what is computed."""
 
 
-def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) -> ModelFiles:
-    """Describes a .gguf file and converts its vocabulary to `folder`/tokenizer.json.
+def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progress: bool) -> ModelFiles:
+    """Describes a .gguf file, or the parts of one, and converts its vocabulary to `folder`/tokenizer.json.
 
     Raises ModelError when the file is damaged, or its model or its tokenizer is not supported.
     """
+    path = parts[0]
     head = read_gguf_head(path)
     tokens = head.metadata.get("tokenizer.ggml.tokens") or []
     from_gguf(head.metadata, len(tokens), True, path)  # refuses what is not supported before the weights are hashed
@@ -49,7 +50,7 @@ def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) ->
     return ModelFiles(
         model_id=model_id,
         format="gguf",
-        weights=(path,),
+        weights=tuple(parts),
         tokenizer=target,
         chat_template=head.metadata.get("tokenizer.chat_template"),
         bos_token=tokens[bos] if bos is not None else "",
@@ -57,7 +58,7 @@ def describe_gguf(path: Path, model_id: str, folder: Path, *, progress: bool) ->
         eos_token_ids=eos_token_ids,
         max_model_len=_positive(head.metadata.get(f"{head.architecture}.context_length"), "context_length", path),
         vocab_size=len(tokens),
-        weights_hash=hash_weights([path], progress=progress),
+        weights_hash=hash_weights(parts, progress=progress),
     )
 
 

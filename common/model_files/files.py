@@ -9,7 +9,8 @@ import msgspec
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on disk. `weights` are absolute paths: one .gguf file, or the .safetensors shards in name order.
+    """A model on disk. `weights` are absolute paths: a .gguf file or its parts, or the .safetensors shards, in name
+    order.
 
     `eos_token_ids` are all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for
     a base model. `weights_hash` is 16 hex digits over all weights and what says how to use them. `config` is

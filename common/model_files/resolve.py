@@ -15,13 +15,15 @@ import msgspec
 import xxhash
 
 from common.errors import ModelError
+from common.gguf_format.parts import gguf_name, gguf_parts
 from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel
 from common.model_files.cache_folder import cache_folder, locked, make_folder, write_atomically
 from common.model_files.files import ModelFiles
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
 
-DESCRIPTION_VERSION = 2  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
+DESCRIPTION_VERSION = 3  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_GGUF = re.compile(rf"({HUB_ID.pattern}):(\w[\w.-]*)")
 
 
 class _Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +36,9 @@ class _Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_model(name: str, *, download: bool = True, progress: bool = True, weights: bool = True) -> ModelFiles:
-    """Finds a model: a built-in name, a folder, a .gguf file or a Hugging Face id ("org/name"), tried in this order.
+    """Finds a model: a built-in name, a folder, a .gguf file or a Hugging Face id, tried in this order.
 
+    An id is "org/name", or "org/name:Q4_K_M" for the GGUF files of that kind.
     A built-in model that is not in the cache is fetched, with a progress bar on stderr, unless `download` is False.
     Without `weights` those of a folder or of Hugging Face are neither fetched nor read: what a router needs is beside
     them (in a .gguf file it is inside).
@@ -51,7 +54,11 @@ def resolve_model(name: str, *, download: bool = True, progress: bool = True, we
     if name and path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is not a model: name a .gguf file, or the folder that holds config.json")
-        return _resolve_gguf(path.resolve(), progress=progress)
+        return _resolve_gguf(path.absolute(), progress=progress)
+    if (found := HUB_GGUF.fullmatch(name)) is not None:
+        from common.model_files.hub import hub_gguf
+
+        return _resolve_gguf(hub_gguf(*found.groups(), download=download), name, progress=progress)
     if HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         from common.model_files.hub import hub_folder
 
@@ -66,7 +73,7 @@ def _unknown(name: str) -> str:
     hint = f" Did you mean {near[0]}?" if near else ""
     return (
         f"no model {name!r}: no such file or folder, and built in are {', '.join(known)}.{hint} "
-        "A Hugging Face id has the form org/name"
+        "A Hugging Face id has the form org/name, or org/name:Q4_K_M for GGUF files"
     )
 
 
@@ -97,26 +104,28 @@ def _resolve_builtin(model: BuiltinModel, *, download: bool, progress: bool) -> 
         from common.model_files.describe import describe_gguf
 
         verify_model(model, path)
-        return describe_gguf(path, model.name, folder, progress=progress)
+        return describe_gguf([path], model.name, folder, progress=progress)
 
     return _described(folder, [path], describe)
 
 
-def _resolve_gguf(path: Path, *, progress: bool) -> ModelFiles:
-    folder = _local_folder(path)
+def _resolve_gguf(path: Path, model_id: str = "", *, progress: bool) -> ModelFiles:
+    """A .gguf file, or all of those that it is one part of."""
+    parts = gguf_parts(path)
+    folder = _local_folder(parts[0])
 
     def describe() -> ModelFiles:
         from common.model_files.describe import describe_gguf
 
-        return describe_gguf(path, path.stem, folder, progress=progress)
+        return describe_gguf(parts, gguf_name(path), folder, progress=progress)
 
-    return _described(folder, [path], describe)
+    return _named(_described(folder, parts, describe), model_id or gguf_name(path))
 
 
 def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: bool) -> ModelFiles:
-    """A Hugging Face folder, or one that holds a single .gguf file."""
+    """A Hugging Face folder, or one that holds a single model of .gguf files."""
     ggufs = sorted(folder.glob("*.gguf"))
-    if not (folder / "config.json").exists() and len(ggufs) == 1:
+    if not (folder / "config.json").exists() and len(set(map(gguf_name, ggufs))) == 1:
         return _resolve_gguf(ggufs[0], progress=progress)
     if not (folder / "config.json").exists() and ggufs:
         raise ModelError(f"{folder} holds {len(ggufs)} .gguf files: name one of them, such as {ggufs[0]}")
@@ -129,6 +138,11 @@ def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
         return describe_folder(folder, model_id, progress=progress, weights=weights)
 
     files = _described(_local_folder(folder), sources, describe, "files.json" if weights else "text.json")
+    return _named(files, model_id)
+
+
+def _named(files: ModelFiles, model_id: str) -> ModelFiles:
+    """The same model by the name that it was asked for."""
     return files if files.model_id == model_id else msgspec.structs.replace(files, model_id=model_id)
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from benchmarks.compare.checkpoints import BLOCK, FORMATS
 from common.model.quantised_safetensors import QuantisedSafetensors
-from common.model_files.quantization_config import CheckpointLayout, QuantizationConfig
+from common.weight_formats.quantization_config import CheckpointLayout, QuantizationConfig
 
 LAYOUTS = {
     "GPTQ": QuantizationConfig(CheckpointLayout.GPTQ, zero_shift=1),

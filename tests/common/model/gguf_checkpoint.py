@@ -34,12 +34,17 @@ KEYS = {
 }
 
 
-def write_gguf(folder: Path, path: Path, architecture: str, kind: GGMLQuantizationType, **more: Any) -> Path:
-    """Writes the model of a folder to `path`, matrices of MLPs and experts in `kind`, with `more` metadata."""
+def write_gguf(
+    folder: Path, path: Path, architecture: str, kind: GGMLQuantizationType, *, split: int = 0, **more: Any
+) -> Path:
+    """Writes the model of a folder to `path`, matrices of MLPs and experts in `kind`, with `more` metadata.
+
+    With `split` to files of so many tensors each, beside `path`.
+    """
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_local_experts": config.get("num_local_experts", config.get("num_experts"))}
     config |= {key: value for key, value in (config.get("rope_parameters") or {}).items() if key == "rope_theta"}
-    writer = gguf.GGUFWriter(str(path), architecture)
+    writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=split)
     found = {key: config.get(name) for key, name in KEYS.items()} | more
     for key, value in found.items():
         if value is not None:

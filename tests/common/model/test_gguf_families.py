@@ -14,6 +14,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from common.errors import ModelError
+from common.gguf_format.parts import gguf_name, gguf_parts
 from common.gguf_format.tensors import GGUFFile
 from common.model.batch import SequenceChunk
 from common.model.load import load_model, open_model
@@ -54,6 +55,18 @@ def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, name: str
     logits = [pool.runner.forward([SequenceChunk(chunk, 0, pool.table(60), True)]) for pool in pools]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     assert pools[0].greedy(chunk, 20, chunk=16) == pools[1].greedy(chunk, 20, chunk=16)
+
+
+def test_a_model_in_several_files_is_that_of_one(tmp_path: Path) -> None:
+    dense, files = written(tmp_path, "qwen3-moe")
+    write_gguf(dense, tmp_path / "parts.gguf", "qwen3moe", F32, split=9)
+    parts = gguf_parts(tmp_path / "parts-00002-of-00005.gguf")
+    assert [gguf_name(part) for part in parts] == ["parts"] * 5 and parts[0].name == "parts-00001-of-00005.gguf"
+    split = msgspec.structs.replace(files, weights=parts)
+    assert Pool(load_model(split)).greedy(prompt(60), 10) == Pool(load_model(files)).greedy(prompt(60), 10)
+    parts[2].unlink()
+    with pytest.raises(ModelError, match=r"is one of 5 files, of which \['parts-00003-of-00005.gguf'\] are missing"):
+        gguf_parts(parts[0])
 
 
 @pytest.mark.parametrize(("name", "kind"), [("qwen3-moe", Q8_0), ("mixtral", Q8_0), ("gpt-oss", MXFP4)])

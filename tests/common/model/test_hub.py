@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import ModelError
+from common.model_files.hub import hub_gguf
 from common.model_files.resolve import resolve_model
 
 pytest.importorskip("huggingface_hub")
@@ -95,10 +97,10 @@ def hub() -> Iterator[Hub]:
     hub.server_close()
 
 
-def fetch(hub: Hub, cache: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def fetch(hub: Hub, cache: Path, *flags: str, name: str = MODEL) -> subprocess.CompletedProcess[str]:
     host = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
     environment = {**os.environ, **host, "HF_HOME": str(cache / "hub"), "DIPTYCH_CACHE": str(cache)}
-    command = [sys.executable, "-P", "-m", "common.model_files.fetch", MODEL, *flags]
+    command = [sys.executable, "-P", "-m", "common.model_files.fetch", name, *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -123,3 +125,53 @@ def test_what_was_interrupted_is_fetched_to_its_end(hub: Hub, tmp_path: Path) ->
     hub.sent.clear()
     assert fetch(hub, tmp_path).returncode == 0
     assert not hub.sent
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose files are what the hub has, and which is there already."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        ("Q4_K_M", "tiny-Q4_K_M.gguf"),
+        ("q8_0", "tiny.Q8_0.gguf"),
+        ("Q6_K", "Q6_K/tiny-Q6_K-00001-of-00002.gguf"),
+        ("BF16", "BF16.gguf"),
+    ],
+)
+def test_a_kind_names_its_files_and_no_other_ones(snapshot: Path, kind: str, first: str) -> None:
+    for name in ("tiny-Q4_K_M.gguf", "tiny-Q4_K.gguf", "tiny.Q8_0.gguf", "mmproj-Q8_0.gguf", "BF16.gguf", "a.json"):
+        (snapshot / name).touch()
+    (snapshot / "Q6_K").mkdir()
+    for part in (1, 2):
+        (snapshot / "Q6_K" / f"tiny-Q6_K-0000{part}-of-00002.gguf").touch()
+    assert hub_gguf(MODEL, kind) == snapshot / first
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("Q5_K", "no .gguf file of kind 'Q5_K'"), ("Q8_0", "several models"), ("Q6_K", "one of 2 files")],
+)
+def test_a_kind_that_names_no_one_model_is_refused(snapshot: Path, kind: str, message: str) -> None:
+    for name in ("a-Q8_0.gguf", "b-Q8_0.gguf", "a-Q6_K-00001-of-00002.gguf"):
+        (snapshot / name).touch()
+    with pytest.raises(ModelError, match=message):
+        hub_gguf(MODEL, kind)
+
+
+def test_a_model_of_gguf_files_needs_a_kind() -> None:
+    with pytest.raises(ModelError, match="name one, such as org/Tiny-GGUF:Q4_K_M"):
+        resolve_model("org/Tiny-GGUF")
+
+
+def test_gguf_files_of_a_kind_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    (file,) = resolve_model("smollm2-135m").weights
+    hub.files |= {"tiny-Q4_1.gguf": file.read_bytes(), "tiny-Q8_0.gguf": b"another"}
+    done = fetch(hub, tmp_path, name=f"{MODEL}:Q4_1")
+    assert done.returncode == 0, done.stderr
+    assert set(hub.sent) == {"tiny-Q4_1.gguf"}
+    assert done.stdout.startswith(f"{MODEL}:Q4_1: ") and done.stdout.rstrip().endswith("tiny-Q4_1.gguf")

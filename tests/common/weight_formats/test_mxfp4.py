@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.model.quantised_safetensors import QuantisedSafetensors
-from common.model_files.quantization_config import CheckpointLayout, QuantizationConfig
+from common.weight_formats.quantization_config import CheckpointLayout, QuantizationConfig
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 

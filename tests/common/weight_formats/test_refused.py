@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import ModelError
 from common.model.load import open_model
-from common.model_files.quantization_config import CheckpointLayout, QuantizationConfig, read_quantization_config
+from common.weight_formats.quantization_config import CheckpointLayout, QuantizationConfig, read_quantization_config
 
 from ..model.generation import files_of
 from .checkpoints import AWQ_CONFIG, FORMATS, FP8, INT4, Tensors, compressed, gptq_config, write_checkpoint

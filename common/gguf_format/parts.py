@@ -1,0 +1,29 @@
+"""GGUF files of one model: llama.cpp's tools split large ones, `NAME-00001-of-00003.gguf` and so on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from common.errors import ModelError
+
+PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf\Z")
+
+
+def gguf_parts(path: Path) -> tuple[Path, ...]:
+    """All files of the model that a file is part of, in order; mostly that file alone. ModelError if one is missing."""
+    if (found := PART.match(path.name)) is None:
+        return (path,)
+    name, count = found.groups()
+    parts = tuple(path.with_name(f"{name}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1))
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ModelError(f"{path} is one of {int(count)} files, of which {missing} are missing: fetch the model again")
+    return parts
+
+
+def gguf_name(path: Path) -> str:
+    """The model's name: that of its file, without which part it is."""
+    found = PART.match(path.name)
+    return found[1] if found is not None else path.stem
