@@ -16,7 +16,7 @@ from common.config import WorkerConfig
 from common.errors import ConfigError
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
-from common.runner.loaded import LoadedModel
+from common.runner.loaded import LoadedModel, Makers
 from common.worker.duty import DutyOffer
 from common.worker.process import WorkerProcess, end_process
 
@@ -36,7 +36,8 @@ def load_paced(
     files = resolve_model(config.model, progress=False)
     assert files.config is not None  # a folder has one
     model = PacedModel(files.config.parent)
-    return files, LoadedModel.of(lambda: model, files, config, lambda kv: PacedRunner(model, kv, coefficients, role))
+    makers = Makers(runner=lambda kv: PacedRunner(model, kv, coefficients, role))
+    return files, LoadedModel.of(lambda: model, files, config, makers)
 
 
 class PacedWorker(WorkerProcess):

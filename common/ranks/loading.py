@@ -25,7 +25,7 @@ from common.ranks.processes import RankPlan, RankProcesses
 from common.ranks.runner import RankedRunner
 from common.runner.draft_model import DraftPlan
 from common.runner.kernel_check import check_model_kernels
-from common.runner.loaded import LoadedModel, blocks_within, compute_exactly, native_dtype, runner_of
+from common.runner.loaded import LoadedModel, Makers, blocks_within, compute_exactly, native_dtype, runner_of
 
 log = logging.getLogger(__name__)
 
@@ -143,4 +143,4 @@ def _load(
     def places(max_loras: int, max_rank: int) -> AdapterPlaces:
         return AllPlaces(model, whole, others.adapter_channels, max_loras=max_loras, max_rank=max_rank)
 
-    return LoadedModel.of(lambda: model, files, config, make_runner=joined, make_cache=cache, make_places=places)
+    return LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places))

@@ -48,6 +48,19 @@ class OtherRanks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Makers:
+    """What makes parts of a loaded model in place of this device's own: what runs it over a cache, a cache of so many
+    blocks, and places for so many adapters up to a rank."""
+
+    runner: Callable[[KVCache], ModelRunner] | None = None
+    cache: Callable[[int], KVCache] | None = None
+    places: Callable[[int, int], AdapterPlaces] | None = None
+
+
+OWN = Makers()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """Everything an engine needs that does not depend on its role."""
 
@@ -138,23 +151,19 @@ class LoadedModel:
         load: Callable[[], RunnableModel],
         files: ModelFiles,
         config: WorkerConfig,
-        make_runner: Callable[[KVCache], ModelRunner] | None = None,
+        makers: Makers = OWN,
         task: ServedTask = GENERATES,
         draft: DraftPlan | None = None,
-        make_cache: Callable[[int], KVCache] | None = None,
-        make_places: Callable[[int, int], AdapterPlaces] | None = None,
     ) -> LoadedModel:
         """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
 
-        A `make_runner` makes what runs it, in place of the runner of this device, a `make_cache` a cache of so many
-        blocks, and `make_places` places for so many adapters up to a rank. A `draft` model has as many KV blocks, in
-        the same memory.
+        A `draft` model has as many KV blocks, in the same memory.
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
         compute_exactly()
         model = load()
-        adapters = bank_of(model, config, make_places)
+        adapters = bank_of(model, config, makers.places)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_size = config.block_tokens
@@ -162,13 +171,13 @@ class LoadedModel:
         longest = Window(shape.window, block_size).longest(num_blocks, shape.max_model_len)
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
-        make_cache = make_cache or (
+        make_cache = makers.cache or (
             lambda count: KVCache(shape, count, block_size, kv_dtype, config.device, share=config.shares_kv)
         )
         kv = make_cache(num_blocks)
-        if config.kernel_check and make_runner is None:
+        if config.kernel_check and makers.runner is None:
             check_model_kernels(model, kv, samples=task.generates)
-        make = make_runner or (lambda kv: runner_of(config)(model, kv))
+        make = makers.runner or (lambda kv: runner_of(config)(model, kv))
         runner = warmed_up(lambda: make(kv), config, samples=task.generates)
         return cls(
             files.model_id,
