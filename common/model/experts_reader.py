@@ -64,8 +64,8 @@ class ExpertsReader:
         )
 
     def _is_one_tensor(self) -> bool:
-        """Whether all experts' matrices are one: gpt-oss's, but for GGUF files."""
-        return self.router == GPT_OSS[0] and not self.reader.source.has(f"{self.prefix}{self.place}.0.down_proj.weight")
+        """Whether all experts' matrices are: gpt-oss's, but in GGUF files."""
+        return self.reader.source.has(f"{self.prefix}{self.place}.gate_up_proj")
 
     def _stacked(self) -> list[Expert]:
         """gpt-oss: one tensor of all experts, in which gates and ups alternate."""
