@@ -14,6 +14,8 @@ import numpy.typing as npt
 from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from safetensors.torch import load_file
 
+from common.model_files.tokenizer import byte_alphabet
+
 Array = npt.NDArray[Any]
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 KEYS = {
@@ -32,6 +34,15 @@ KEYS = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "rope.freq_base": "rope_theta",
 }
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mixtral": ("llama", {}, {}),
+    "qwen2-moe": ("qwen2moe", {"decoder_sparse_step": 1}, {}),
+    "qwen3-moe": ("qwen3moe", {"mlp_only_layers": [], "moe_intermediate_size": 64}, {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}, {}),
+    "gpt-oss": ("gpt-oss", {}, YARN | {"expert_feed_forward_length": 160}),
+}
+"""By case: the architecture's name, what a GGUF file cannot tell otherwise, and metadata that it has besides."""
 
 
 def write_gguf(
@@ -50,6 +61,7 @@ def write_gguf(
         if value is not None:
             add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
             add(f"{architecture}.{key}", value)
+    _add_vocabulary(writer, config["vocab_size"])
     (known,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
     for name, array in _converted(folder, config, architecture):
@@ -63,6 +75,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, num_tokens: int) -> None:
+    """Bytes, one merge, and control tokens, of which the last ends an answer."""
+    tokens = [*byte_alphabet(), "12"]
+    tokens += [f"<|{i}|>" for i in range(len(tokens), num_tokens)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [3] * (num_tokens - 257))
+    writer.add_token_merges(["1 2"])
+    writer.add_eos_token_id(num_tokens - 1)
 
 
 def _converted(folder: Path, config: dict[str, Any], architecture: str) -> list[tuple[str, Array]]:

@@ -23,29 +23,20 @@ from common.model_files.files import ModelFiles
 
 from ...families import CASES
 from .generation import Pool, files_of, load, prompt, random_checkpoint
-from .gguf_checkpoint import write_gguf
+from .gguf_checkpoint import GGUF_CASES, write_gguf
 
 F32, Q8_0, MXFP4 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0, GGMLQuantizationType.MXFP4
-YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
-FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "mixtral": ("llama", {}, {}),
-    "qwen2-moe": ("qwen2moe", {"decoder_sparse_step": 1}, {}),
-    "qwen3-moe": ("qwen3moe", {"mlp_only_layers": [], "moe_intermediate_size": 64}, {}),
-    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}, {}),
-    "gpt-oss": ("gpt-oss", {}, YARN | {"expert_feed_forward_length": 160}),
-}
-"""By case: the architecture's name, what a GGUF file cannot tell otherwise, and metadata that it has besides."""
 
 
 def written(folder: Path, name: str, kind: GGMLQuantizationType = F32) -> tuple[Path, ModelFiles]:
     """The checkpoint, and the file that was made of it."""
-    (family, options), (architecture, changes, more) = CASES[name], FAMILIES[name]
+    (family, options), (architecture, changes, more) = CASES[name], GGUF_CASES[name]
     dense = random_checkpoint(folder / "dense", family, **options | changes)
     path = write_gguf(dense, folder / "model.gguf", architecture, kind, **more)
     return dense, msgspec.structs.replace(files_of(dense), format="gguf", weights=(path,), config=None)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", GGUF_CASES)
 def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     dense, files = written(tmp_path, name)
     model, expected = load_model(files), load(dense)
@@ -111,7 +102,7 @@ def test_experts_stay_in_the_integers_of_the_file(tmp_path: Path) -> None:
 )
 def test_metadata_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     family, options = CASES["qwen3-moe"]
-    dense = random_checkpoint(tmp_path / "dense", family, **options | FAMILIES["qwen3-moe"][1] | {"num_experts": 8})
+    dense = random_checkpoint(tmp_path / "dense", family, **options | GGUF_CASES["qwen3-moe"][1] | {"num_experts": 8})
     path = write_gguf(dense, tmp_path / "model.gguf", "qwen3moe", F32, **changes)
     with pytest.raises(ModelError, match=message):
         open_model(msgspec.structs.replace(files_of(dense), format="gguf", weights=(path,), config=None))
