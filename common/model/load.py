@@ -104,7 +104,9 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
     if files.format == "gguf":
         file = GGUFFile(*files.weights)
         vocab_size, tied = file.shape("token_embd.weight")[0], "output.weight" not in file
-        config = from_gguf(file.metadata, vocab_size, tied, file.path)
+        lengths = {length: f"rope_factors_{length}.weight" for length in ("short", "long")}
+        factors = {length: file.read(name).tolist() for length, name in lengths.items() if name in file}
+        config = from_gguf(file.metadata, vocab_size, tied, file.path, factors)
         return config, GGUFWeights(file, config)
     path = files.config or files.weights[0].with_name("config.json")
     config, quantised = from_hf(path), read_quantization_config(path)

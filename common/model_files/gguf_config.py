@@ -21,6 +21,7 @@ MODEL_TYPES = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "gpt-oss": "gpt_oss",
+    "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
@@ -33,12 +34,15 @@ SOFTCAPS = {"gemma2": (50.0, 30.0)}
 SCALINGS = ("none", "linear", "yarn")
 
 
-def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool, path: Path) -> ModelConfig:
+def from_gguf(
+    metadata: Mapping[str, Any], vocab_size: int, tied: bool, path: Path, factors: Mapping[str, Any] | None = None
+) -> ModelConfig:
     """Reads GGUF metadata. ModelError when they are damaged, or describe an unsupported model.
 
-    The tensors tell the rest: `vocab_size`, rows of the token embedding, and `tied`, without an output matrix.
+    The tensors tell the rest: `vocab_size`, rows of the token embedding, `tied`, without an output matrix, and the
+    `factors` of LongRoPE, "short" and "long", where there are any.
     """
-    return GGUFReader(metadata, path).read(vocab_size, tied)
+    return GGUFReader(metadata, path).read(vocab_size, tied, factors or {})
 
 
 class GGUFReader(FieldReader):
@@ -53,7 +57,7 @@ class GGUFReader(FieldReader):
         self.model_type = "mixtral" if architecture == "llama" and has_experts else MODEL_TYPES[str(architecture)]
         self.gemma = HF_FAMILIES[self.model_type] == "gemma"
 
-    def read(self, vocab_size: int, tied: bool) -> ModelConfig:
+    def read(self, vocab_size: int, tied: bool, factors: Mapping[str, Any]) -> ModelConfig:
         model_type, gemma, gpt_oss = self.model_type, self.gemma, self.model_type == "gpt_oss"
         layers, heads, hidden = (
             self.count(name) for name in ("block_count", "attention.head_count", "embedding_length")
@@ -61,8 +65,6 @@ class GGUFReader(FieldReader):
         head_dim = self.count("attention.key_length", hidden // heads)
         if self.count("attention.value_length", head_dim) != head_dim:
             raise self.refuse("attention.value_length unlike key_length", "equal key and value sizes")
-        if self.count("rope.dimension_count", head_dim) != head_dim:
-            raise self.refuse("rope.dimension_count unlike the head size", "rotary embedding of whole heads")
         windows = self._windows(layers)
         experts = self._experts(layers)
         attention_softcap, final_softcap = SOFTCAPS.get(model_type, (0.0, 0.0))
@@ -79,7 +81,7 @@ class GGUFReader(FieldReader):
             max_model_len=self.count("context_length"),
             rms_norm_eps=self.number("attention.layer_norm_rms_epsilon"),
             layer_windows=windows,
-            layer_ropes=self._ropes(windows, head_dim),
+            layer_ropes=self._ropes(windows, head_dim, factors),
             attention_scale=(hidden // heads if (model_type, layers) in SCALED_BY_WIDTH else head_dim) ** -0.5,
             activation="clamped_swiglu" if gpt_oss else "gelu_tanh" if gemma else "silu",
             tie_embeddings=tied,
@@ -88,6 +90,7 @@ class GGUFReader(FieldReader):
             qk_norm=model_type in ("gemma3_text", "qwen3", "qwen3_moe"),
             sandwich_norm=gemma,
             sinks=gpt_oss,
+            fused=model_type == "phi3",
             experts=experts,
             embedding_scale=hidden**0.5 if gemma else 1.0,
             attention_softcap=self.number("attn_logit_softcapping", attention_softcap),
@@ -116,6 +119,8 @@ class GGUFReader(FieldReader):
         )
 
     def _windows(self, layers: int) -> tuple[int, ...]:
+        if self.model_type == "phi3":  # of all layers, or 0
+            return (int(self.number("attention.sliding_window", 0)),) * layers
         if self.model_type not in WINDOWS:
             return (0,) * layers
         default, pattern = WINDOWS[self.model_type]
@@ -128,19 +133,24 @@ class GGUFReader(FieldReader):
             raise self.refuse(f"attention.sliding_window_pattern of {len(given)} layers", f"one of {layers}")
         return tuple(window if slides else 0 for slides in given)
 
-    def _ropes(self, windows: tuple[int, ...], head_dim: int) -> tuple[RopeConfig, ...]:
-        theta = self.number("rope.freq_base", 10000.0)
-        kind = self.fields.get(self.prefix + "rope.scaling.type", "none")
-        if kind not in SCALINGS:
+    def _ropes(self, windows: tuple[int, ...], head_dim: int, factors: Mapping[str, Any]) -> tuple[RopeConfig, ...]:
+        kind = "longrope" if factors else self.fields.get(self.prefix + "rope.scaling.type", "none")
+        if kind not in (*SCALINGS, *(("longrope",) if factors else ())):
             raise self.refuse(f"rope scaling {kind!r}", f"rope scaling {', '.join(SCALINGS)}")
-        full = RopeConfig(theta)
+        fields: dict[str, Any] = {"partial_rotary_factor": self.count("rope.dimension_count", head_dim) / head_dim}
         if kind != "none":
-            fields = {"rope_type": kind, "factor": self.number("rope.scaling.factor")}
-            if kind == "yarn":
-                original = self.count("rope.scaling.original_context_length")
-                fields |= {"original_max_position_embeddings": original, "truncate": self.model_type != "gpt_oss"}
-            full = RopeReader({}, self.path, head_dim, self.count("context_length")).read(fields, theta)
+            fields |= {"rope_type": kind}
+        if kind in ("linear", "yarn"):
+            fields |= {"factor": self.number("rope.scaling.factor")}
+        if kind in ("longrope", "yarn"):
+            original = self.count("rope.scaling.original_context_length")
+            fields |= {"original_max_position_embeddings": original, "truncate": self.model_type != "gpt_oss"}
+        if kind == "longrope":
+            fields |= {f"{length}_factor": list(each) for length, each in factors.items()}
+            fields |= {"attention_factor": self.fields.get(self.prefix + "rope.scaling.attn_factor")}
+        reader = RopeReader({}, self.path, head_dim, self.count("context_length"))
+        full = reader.read(fields, self.number("rope.freq_base", 10000.0))
         if self.model_type != "gemma3_text":
             return (full,) * len(windows)
-        local = RopeConfig(self.number("rope.freq_base_swa", 10000.0))
+        local = RopeConfig(self.number("rope.freq_base_swa", 10000.0), rotary_dim=full.rotary_dim)
         return tuple(local if window else full for window in windows)

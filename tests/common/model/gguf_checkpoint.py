@@ -33,12 +33,15 @@ KEYS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "rope.freq_base": "rope_theta",
+    "rope.dimension_count": "rotary_dim",
 }
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
 GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("llama", {}, {}),
     "qwen2-moe": ("qwen2moe", {"decoder_sparse_step": 1}, {}),
     "qwen3-moe": ("qwen3moe", {"mlp_only_layers": [], "moe_intermediate_size": 64}, {}),
+    "phi3": ("phi3", {}, {}),
+    "phi4-mini": ("phi3", {}, {"rope.scaling.original_context_length": 64}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}, {}),
     "gpt-oss": ("gpt-oss", {}, YARN | {"expert_feed_forward_length": 160}),
 }
@@ -54,7 +57,11 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_local_experts": config.get("num_local_experts", config.get("num_experts"))}
-    config |= {key: value for key, value in (config.get("rope_parameters") or {}).items() if key == "rope_theta"}
+    rope = config.get("rope_parameters") or {}
+    config |= {key: value for key, value in rope.items() if key == "rope_theta"}
+    if architecture == "phi3":
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        config["rotary_dim"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=split)
     found = {key: config.get(name) for key, name in KEYS.items()} | more
     for key, value in found.items():
@@ -64,6 +71,8 @@ def write_gguf(
     _add_vocabulary(writer, config["vocab_size"])
     (known,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, config["num_hidden_layers"])
+    for length in ("short", "long") if "long_factor" in rope else ():
+        writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
     for name, array in _converted(folder, config, architecture):
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
