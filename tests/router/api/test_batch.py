@@ -112,12 +112,15 @@ async def test_a_wrong_key_stops_all(start: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, number: signal.Signals) -> None:
     class Slow(tools.Engine):  # type: ignore[misc, name-defined]
+        delay_s = 0.3  # so that the run goes on for seconds after its fifth line
+
         async def _events(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(self.delay_s)
             async for event in super()._events(request):
                 yield event
 
-    running = await start(Slow())
+    engine = Slow()
+    running = await start(engine)
     source = written(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(40)))
     target = tmp_path / "out.jsonl"
     argv = [str(source), str(target), "--url", running.url, "--concurrency", "2"]
@@ -134,6 +137,7 @@ async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, num
     assert number == signal.SIGKILL or b"the same command goes on" in said
     before = target.read_bytes().count(b"\n")
     assert before < 40
+    engine.delay_s = 0.0
     with target.open("ab") as torn:
         torn.write(b'{"custom_id": "r39", "resp')
     assert await run(source, target, running.url) == 0
