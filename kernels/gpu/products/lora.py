@@ -74,8 +74,9 @@ def add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows) -> None:
     tiles = min(num_rows, count) + num_rows // block_m
     groups = triton.next_power_of_2(count)
     multiply_grouped[(tiles, triton.cdiv(ranks, BLOCK_N))](
-        x, stack.a, None, low, rows.order, rows.ends, num_rows,
+        x, stack.a, None, None, None, low, rows.order, rows.ends, num_rows,
         EXPERTS=count, PER_TOKEN=1, N=ranks, K=width, GATHER=True, BIAS=False,
+        GROUP=0, PACKED=False, FLOATS=False, OFFSET=False,
         BLOCK_E=groups, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip

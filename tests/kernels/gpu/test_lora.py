@@ -98,9 +98,10 @@ def test_compiled(capability: int, rows: int) -> None:
     grouped = {"order": "*i32", "ends": "*i32"}
     shrink = Job(
         "kernels.gpu.products.experts:multiply_grouped",
-        {**dict.fromkeys(("x", "weights", "bias", "out"), "*bf16"), **grouped, "num_pairs": "i32"},
+        {**dict.fromkeys(("x", "weights", "scale", "offset", "bias", "out"), "*bf16"), **grouped, "num_pairs": "i32"},
         {
             **{"EXPERTS": 8, "PER_TOKEN": 1, "N": 192, "K": 4096, "GATHER": True, "BIAS": False, "bias": None},
+            **{"GROUP": 0, "PACKED": False, "FLOATS": False, "OFFSET": False, "scale": None, "offset": None},
             **{"BLOCK_E": 8, "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_K": 64},
         },
         *(capability, 4, 3),
