@@ -113,14 +113,14 @@ UNPACKERS: Final[dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], Quantis
 """Bytes of a block, and what unpacks blocks [rows, blocks a row, bytes]."""
 
 
-def unpack_mxfp4(raw: Bytes) -> tuple[Bytes, npt.NDArray[np.float32]]:
-    """Codes of e2m1 numbers uint8 [rows, columns], and scales float32 [rows, columns / 32], powers of two.
+def unpack_mxfp4(raw: Bytes) -> tuple[Bytes, Bytes]:
+    """Codes of e2m1 numbers uint8 [rows, columns], and exponents plus 127, uint8 [rows, columns / 32].
 
-    A block is an exponent plus 127 and 16 bytes, the first 16 numbers in the low halves.
+    A block is an exponent and 16 bytes, the first 16 numbers in the low halves.
     """
     blocks = raw.reshape(raw.shape[0], -1, 17)
     codes = _flat(_nibbles(blocks[..., 1:])).view(np.uint8)
-    return codes, np.ldexp(np.float32(1.0), blocks[..., 0].astype(np.int32) - 127)
+    return codes, np.ascontiguousarray(blocks[..., 0])
 
 
 def _half(two_bytes: Bytes) -> Halves:

@@ -11,6 +11,7 @@ from torch import Tensor
 from common.gguf_format.quantised import unpack_mxfp4
 from common.gguf_format.tensors import GGUFFile
 from common.model_files.config import ModelConfig
+from common.weight_formats.mxfp4 import microscaled
 from kernels import QuantisedWeight
 
 TOP = {
@@ -95,7 +96,10 @@ class GGUFWeights:
     def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
         stored = self._stored(name) or Stored(name)
         if self.file.is_mxfp4(stored.name):
-            return self._microscaled(stored) if floats else None
+            if not floats:
+                return None
+            codes, exponents = unpack_mxfp4(self.file.raw(*stored))
+            return microscaled(torch.from_numpy(codes), torch.from_numpy(exponents))
         blocks = self.file.quantised(*stored)
         if blocks is None:
             return None
@@ -113,10 +117,6 @@ class GGUFWeights:
     @property
     def has_quantised(self) -> bool:
         return self.file.has_quantised
-
-    def _microscaled(self, stored: Stored) -> QuantisedWeight:
-        codes, scale = unpack_mxfp4(self.file.raw(*stored))
-        return QuantisedWeight(4, 32, torch.from_numpy(codes), torch.from_numpy(scale).bfloat16(), None)
 
     def _interleaved_heads(self, name: str) -> int:
         """How many heads llama.cpp has reordered the rows of; 0 for none."""

@@ -135,7 +135,7 @@ class GGUFReader(FieldReader):
 
     def _ropes(self, windows: tuple[int, ...], head_dim: int, factors: Mapping[str, Any]) -> tuple[RopeConfig, ...]:
         kind = "longrope" if factors else self.fields.get(self.prefix + "rope.scaling.type", "none")
-        if kind not in (*SCALINGS, *(("longrope",) if factors else ())):
+        if not factors and kind not in SCALINGS:
             raise self.refuse(f"rope scaling {kind!r}", f"rope scaling {', '.join(SCALINGS)}")
         fields: dict[str, Any] = {"partial_rotary_factor": self.count("rope.dimension_count", head_dim) / head_dim}
         if kind != "none":

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from common.weight_formats.tensors import CheckpointTensors, expect
 from kernels import QuantisedWeight
-from kernels.interface.quantised import E2M1
 
 GROUP: Final = 32
 EXPONENT_BIAS: Final = 127
@@ -29,22 +28,18 @@ class MicroscaledFloats:
 
     def dense(self) -> Tensor:
         """W float32."""
-        values = torch.tensor(E2M1)[self._codes().int()].view(*self.scales.shape, GROUP)
-        return (values * self._factors().unsqueeze(-1)).flatten(-2)
+        return self.held().dense(torch.float32).view(*self.scales.shape[:-1], -1)
 
     def held(self) -> QuantisedWeight:
         """The same numbers for the kernels of a GPU: the matrices of a stack one below the other."""
-        codes, factors = self._codes(), self._factors()
-        scale = factors.to(torch.bfloat16)  # holds every power of two that a scale can be
-        return QuantisedWeight(4, GROUP, codes.flatten(0, -2), scale.flatten(0, -2), None)
+        codes = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)  # [.., out, in]
+        return microscaled(codes.flatten(0, -2), self.scales.flatten(0, -2))
 
-    def _codes(self) -> Tensor:
-        """uint8 [.., out, in]."""
-        return torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)
 
-    def _factors(self) -> Tensor:
-        """float32 [.., out, in / 32]."""
-        return torch.ldexp(torch.ones(self.scales.shape), self.scales.int() - EXPONENT_BIAS)
+def microscaled(codes: Tensor, exponents: Tensor) -> QuantisedWeight:
+    """W of codes uint8 [out, in], one in a byte, and exponents plus 127, uint8 [out, in / 32]."""
+    scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - EXPONENT_BIAS)
+    return QuantisedWeight(4, GROUP, codes, scale.bfloat16(), None)  # bfloat16 has all powers of two that these can be
 
 
 class MXFP4Layout:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.interface.quantised import BLOCK, E2M1, QuantisedWeight
+from kernels.interface.quantised import BLOCK, QuantisedWeight, as_floats
 
 NIBBLE = 4
 
@@ -87,11 +87,10 @@ class HeldWeight:
     def dense(self, dtype: torch.dtype) -> Tensor:
         """W of one matrix in `dtype`, by plain torch: each number is widened to float32, and rounded once."""
         rows, columns = self.shape
+        numbers, bits = self.numbers, 8
         if self.packed:
-            codes = torch.stack((self.numbers & 15, self.numbers >> NIBBLE), 2).view(rows, columns)
-            wide = torch.tensor(E2M1, device=codes.device)[codes.int()] if self.floats else codes.float()
-        else:
-            wide = (self.numbers.view(torch.float8_e4m3fn) if self.floats else self.numbers).float()
+            numbers, bits = torch.stack((numbers & 15, numbers >> NIBBLE), 2).view(rows, columns), NIBBLE
+        wide = as_floats(numbers, bits, floats=self.floats)
         parts = wide.view(rows, -1, self.group) * self.scale.float().T.unsqueeze(-1)
         if self.offset is not None:
             parts += self.offset.float().T.unsqueeze(-1)

@@ -54,18 +54,11 @@ class QuantisedWeight:
     def dense(self, dtype: torch.dtype) -> Tensor:
         """W in `dtype`, [out, in]."""
         rows, columns = self.shape
-        weight = self._values().view(rows, -1, self.group) * self._by_group(self.scale, self.steps)
+        values = as_floats(self.numbers, self.bits, floats=self.floats)
+        weight = values.view(rows, -1, self.group) * self._by_group(self.scale, self.steps)
         if self.offset is not None:
             weight += self._by_group(self.offset, self.steps if self.offset_steps is None else self.offset_steps)
         return weight.view(rows, columns).to(dtype)
-
-    def _values(self) -> Tensor:
-        """float32 [out, in]."""
-        if not self.floats:
-            return self.numbers.float()
-        if self.bits == 4:
-            return torch.tensor(E2M1, device=self.numbers.device)[self.numbers.int()]
-        return self.numbers.view(torch.float8_e4m3fn).float()
 
     def _by_group(self, factors: Tensor, steps: Tensor | None) -> Tensor:
         """float32 [out, in / group, 1]."""
@@ -116,6 +109,15 @@ class QuantisedWeight:
     def _form(self) -> tuple[object, ...]:
         absent = tuple(part is None for part in (self.offset, self.steps, self.offset_steps))
         return self.bits, self.floats, self.group, self.shape[1], absent
+
+
+def as_floats(numbers: Tensor, bits: int, *, floats: bool) -> Tensor:
+    """float32 of the numbers of a `QuantisedWeight`, one each."""
+    if not floats:
+        return numbers.float()
+    if bits == 4:
+        return torch.tensor(E2M1, device=numbers.device)[numbers.int()]
+    return numbers.view(torch.float8_e4m3fn).float()
 
 
 def stack(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.products.experts import multiply_grouped, rows_of_tile
+from kernels.gpu.products.experts import multiply_grouped, pairs_of_tile, rows_of_tile
 from kernels.gpu.tiles.key_tile import product
 from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.lora import GroupedRows, LoraStack
@@ -34,16 +34,8 @@ def expand_grouped(
     on are of the second and third part; no tile of columns has outputs of two.
     """
     i_tile, i_col = tl.program_id(0), tl.program_id(1)
-    o_l = tl.arange(0, BLOCK_L)
-    b_end = tl.load(ends + o_l, mask=o_l < LORAS, other=num_rows)
-    b_begin = tl.load(ends + o_l - 1, mask=(o_l > 0) & (o_l <= LORAS), other=0)
-    b_tiles = tl.where(o_l < LORAS, (b_end - b_begin + BLOCK_M - 1) // BLOCK_M, 0)
-    b_until = tl.cumsum(b_tiles, 0)
-    i_lora = tl.sum((b_until <= i_tile).to(tl.int32), 0)
+    i_lora, i_first, i_end = pairs_of_tile(ends, num_rows, i_tile, LORAS, BLOCK_L, BLOCK_M)
     if i_lora < LORAS:
-        m_l = o_l == i_lora
-        i_first = tl.sum(tl.where(m_l, b_begin + (i_tile - b_until + b_tiles) * BLOCK_M, 0), 0)
-        i_end = tl.sum(tl.where(m_l, b_end, 0), 0)
         o_place = i_first + tl.arange(0, BLOCK_M)
         m_row = o_place < i_end
         o_row = tl.load(order + o_place, mask=m_row, other=0).to(tl.int64)
