@@ -18,6 +18,8 @@ MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_DIMENSIONS = 4
+FLOAT32 = 0
+ROPE_FACTORS = {f"rope_factors_{length}.weight": length for length in ("short", "long")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,22 @@ def read_gguf_head(path: Path) -> GGUFHead:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except (struct.error, ValueError, IndexError, KeyError, RecursionError, MemoryError) as error:
         raise ModelError(f"{path} is not a readable GGUF file ({error}): fetch or convert it again") from error
+
+
+def rope_factors(path: Path, head: GGUFHead) -> dict[str, list[float]]:
+    """LongRoPE's factors of a file, "short" and "long"; empty where it has none. Raises ModelError."""
+    found: dict[str, list[float]] = {}
+    for tensor in (one for one in head.tensors if one.name in ROPE_FACTORS):
+        if tensor.type != FLOAT32 or len(tensor.shape) != 1:
+            raise ModelError(f"{path}: tensor {tensor.name} is no list of float32 numbers: convert the model again")
+        (count,) = tensor.shape
+        try:
+            with path.open("rb") as file:
+                file.seek(tensor.offset)
+                found[ROPE_FACTORS[tensor.name]] = list(struct.unpack(f"<{count}f", file.read(4 * count)))
+        except (OSError, struct.error) as error:
+            raise ModelError(f"{path}: tensor {tensor.name} cannot be read ({error}): fetch the model again") from error
+    return found
 
 
 def _parse(path: Path, cursor: _Cursor) -> GGUFHead:

@@ -26,17 +26,20 @@ class GGUFFile:
     def __init__(self, path: Path, *more: Path) -> None:
         """A model of several files has `more`; the first one has the metadata."""
         self.path = path
-        self.metadata: dict[str, Any] = {}
+        self.head = read_gguf_head(path)
         self._tensors: dict[str, GGUFTensor] = {}
         self._maps: dict[str, mmap.mmap] = {}
         for part in (path, *more):
-            head = read_gguf_head(part)
-            self.metadata = self.metadata or head.metadata
+            head = self.head if part == path else read_gguf_head(part)
             with part.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             for tensor in head.tensors:
                 _check(part, tensor, len(data))
                 self._tensors[tensor.name], self._maps[tensor.name] = tensor, data
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self.head.metadata
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

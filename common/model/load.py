@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ModelError
+from common.gguf_format.metadata import rope_factors
 from common.gguf_format.tensors import GGUFFile
 from common.kv.cache import torch_dtype
 from common.model.decoder import Decoder
@@ -104,9 +105,7 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
     if files.format == "gguf":
         file = GGUFFile(*files.weights)
         vocab_size, tied = file.shape("token_embd.weight")[0], "output.weight" not in file
-        lengths = {length: f"rope_factors_{length}.weight" for length in ("short", "long")}
-        factors = {length: file.read(name).tolist() for length, name in lengths.items() if name in file}
-        config = from_gguf(file.metadata, vocab_size, tied, file.path, factors)
+        config = from_gguf(file.metadata, vocab_size, tied, file.path, rope_factors(file.path, file.head))
         return config, GGUFWeights(file, config)
     path = files.config or files.weights[0].with_name("config.json")
     config, quantised = from_hf(path), read_quantization_config(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ModelError
-from common.gguf_format.metadata import GGUFHead, read_gguf_head
+from common.gguf_format.metadata import GGUFHead, read_gguf_head, rope_factors
 from common.gguf_format.tokenizer import CONTROL, convert_gguf_tokenizer
 from common.model_files.cache_folder import make_folder, write_atomically
 from common.model_files.config import from_hf
@@ -41,7 +41,8 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
     path = parts[0]
     head = read_gguf_head(path)
     tokens = head.metadata.get("tokenizer.ggml.tokens") or []
-    from_gguf(head.metadata, len(tokens), True, path)  # refuses what is not supported before the weights are hashed
+    factors = rope_factors(path, head)
+    from_gguf(head.metadata, len(tokens), True, path, factors)  # refuses what is not supported before hashing weights
     tokenizer = convert_gguf_tokenizer(head.metadata)
     target = make_folder(folder) / "tokenizer.json"
     write_atomically(target, tokenizer.to_str().encode())

@@ -21,6 +21,7 @@ from common.model.load import load_model, open_model
 from common.model.mlp import MixtureOfExperts
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
 
 from ...families import CASES
 from .generation import Pool, files_of, load, prompt, random_checkpoint
@@ -52,6 +53,17 @@ def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, name: str
     logits = [pool.runner.forward([SequenceChunk(chunk, 0, pool.table(60), True)]) for pool in pools]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     assert pools[0].greedy(chunk, 20, chunk=16) == pools[1].greedy(chunk, 20, chunk=16)
+
+
+def test_long_factors_are_found_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some converters name the scaling, others have its tensors alone."""
+    monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path / "cache"))
+    (family, options), (architecture, changes, more) = CASES["phi4-mini"], GGUF_CASES["phi4-mini"]
+    dense = random_checkpoint(tmp_path / "dense", family, **options | changes)
+    named = more | {"rope.scaling.type": "longrope"}
+    path = write_gguf(dense, tmp_path / "model.gguf", architecture, F32, **named)
+    config, _ = open_model(resolve_model(str(path)))
+    assert rounded(config) == rounded(load(dense).config)
 
 
 def test_a_model_in_several_files_is_that_of_one(tmp_path: Path) -> None:
