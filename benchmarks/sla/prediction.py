@@ -5,7 +5,8 @@ predict. Workers go on fitting their models meanwhile; requests of the first par
 get loads in proportion to their own rate, so that the same share of it is used on every machine: near the whole of it,
 queues grow without bound and what is measured is chance. Beside the errors of one paced prefill worker stands their
 floor: the same arrivals at a virtual worker (`foresight.py`). Beside those of a real one stand the errors of a virtual
-worker with its model that knew all arrivals.
+worker with its model that knew all arrivals, and, where each worker has a core, how far the same load served a second
+time by new processes is from the first: a predictor that had seen everything happen once would be that far off.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +48,7 @@ PACED, POOLS, SHARED, OWN, OWN_PLAIN = (
 )
 FLOOR: Final = "paced 1P1D, all known but later prompts"
 HINDSIGHT: Final = ", all known and all later prompts"
+AGAIN: Final = ", the same load once more"
 LEARNING: Final = 0.3
 """Of the requests, while workers fit their models."""
 ROUTER_FLAGS: Final = ("--log-json",)
@@ -106,28 +107,69 @@ PLACES: Final = (
 )
 
 
+Pairs = dict[str, list[tuple[float, float]]]
+"""By latency, TTFT and TPOT: (predicted, measured) in ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A load that was served: its rates, its requests, and what the router said of each; `floors` by name."""
+
+    profile: RateProfile
+    records: list[RequestRecord]
+    pairs: Pairs
+    floors: dict[str, Pairs]
+
+
 def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
-    pairs: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    floors: dict[str, list[tuple[float, float]]] = {}
+    pairs: dict[str, Pairs] = {}
+    floors: dict[str, Pairs] = {}
     places = [place for place in PLACES if not place.own_cores or len(os.sched_getaffinity(0)) > 1]
     with tempfile.TemporaryDirectory(prefix="diptych-sla-") as folder:
-        for place in places:
-            name = place.name
-            tell(f"{name}: starts")
-            with place.stack(settings.model, Path(folder) / name.replace(" ", "-")) as stack:
-                tell(f"{name}: {settings.real_s:g} s of load")
-                profile = partial(place.profile, stack, settings.real_s)
-                records = served(stack, profile, place.lengths, seed=settings.seed)
-                num_ok = sum(record.ok for record in records)
-                lines = requests_logged(stack.router.log, num_ok)
-                if name == PACED:
-                    floors[FLOOR] = foreseen_ms(records, prefill_worker(stack)[1])
-                elif not place.num_paced:
-                    floors[name + HINDSIGHT] = hindsight_ms(records, *prefill_worker(stack))
-            pairs[name] = pairs_of(lines[int(LEARNING * len(lines)) :])
-    rows = [row for name, found in pairs.items() for row in summarised(name, found)]
-    rows += [row for name, found in floors.items() for row in summarised(name, {"TTFT": found})]
+        for number, place in enumerate(places):
+            run = run_at(place, settings, Path(folder) / f"{number}", tell)
+            pairs[place.name] = run.pairs
+            floors |= run.floors
+            if place.own_cores:
+                tell(f"{place.name}: the same load once more")
+                again = run_at(place, settings, Path(folder) / f"{number}-again", tell, run.profile)
+                floors[place.name + AGAIN] = twice_ms(run.records, again.records)
+    rows = [row for name, found in (pairs | floors).items() for row in summarised(name, found)]
     return {"pairs": pairs, "summary": rows}
+
+
+def run_at(
+    place: Place, settings: Settings, log_dir: Path, tell: Callable[[str], None], profile: RateProfile | None = None
+) -> Run:
+    """Start the place's workers and send them its load, or these rates."""
+    tell(f"{place.name}: starts")
+    rates = [profile] if profile is not None else []
+
+    def once_warm() -> RateProfile:
+        if not rates:
+            rates.append(place.profile(stack, settings.real_s))
+        return rates[0]
+
+    floors: dict[str, Pairs] = {}
+    with place.stack(settings.model, log_dir) as stack:
+        tell(f"{place.name}: {settings.real_s:g} s of load")
+        records = served(stack, once_warm, place.lengths, seed=settings.seed)
+        lines = requests_logged(stack.router.log, sum(record.ok for record in records))
+        if place.name == PACED:
+            floors[FLOOR] = {"TTFT": foreseen_ms(records, prefill_worker(stack)[1])}
+        elif not place.num_paced:
+            floors[place.name + HINDSIGHT] = {"TTFT": hindsight_ms(records, *prefill_worker(stack))}
+    return Run(rates[0], records, pairs_of(lines[int(LEARNING * len(lines)) :]), floors)
+
+
+def twice_ms(first: Sequence[RequestRecord], second: Sequence[RequestRecord]) -> Pairs:
+    """(first, second) time of each request that both runs answered, those of the learning part left out."""
+    later = {record.index: record for record in second if record.ok}
+    both = [(record, later[record.index]) for record in first if record.ok and record.index in later]
+    both = sorted(both, key=lambda pair: pair[0].start)[int(LEARNING * len(both)) :]
+    ttft = [(1e3 * one.ttft_s, 1e3 * other.ttft_s) for one, other in both]
+    tpot = [(1e3 * one.tpot_s, 1e3 * other.tpot_s) for one, other in both]
+    return {"TTFT": ttft, "TPOT": [pair for pair in tpot if not any(map(math.isnan, pair))]}
 
 
 def prefill_worker(stack: Stack) -> tuple[StepModel, int]:
@@ -168,7 +210,7 @@ def prompts_of(records: Sequence[RequestRecord]) -> tuple[list[VirtualPrompt], l
     return [VirtualPrompt(each.start, each.prompt_tokens, math.inf) for each in found], [each.ttft_s for each in found]
 
 
-def pairs_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+def pairs_of(lines: Sequence[Mapping[str, Any]]) -> Pairs:
     """(predicted, measured) in ms, from a router's log; requests that were placed once."""
     once = [line for line in lines if line.get("attempts") == 1]
     ttft = [(line["predicted_ttft_ms"], line["queue_ms"] + line["prefill_ms"]) for line in once]

@@ -25,6 +25,7 @@ class SideBySide:
 
     def __init__(self, steps: Mapping[Step, Settings], num_processes: int) -> None:
         context = multiprocessing.get_context("spawn")
+        self._others = set(multiprocessing.active_children())
         self._words = context.Queue()
         self._pool = ProcessPoolExecutor(num_processes, context, _listened_to, (self._words,))
         self._found: dict[str, Future[tuple[Numbers, float]]] = {
@@ -38,7 +39,7 @@ class SideBySide:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            for process in list(self._pool._processes.values()):
+            for process in set(multiprocessing.active_children()) - self._others:
                 process.terminate()
         self._pool.shutdown(cancel_futures=True)
 

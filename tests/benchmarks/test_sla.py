@@ -57,6 +57,22 @@ def test_predictions_are_compared_with_what_happened(tmp_path: Path) -> None:
     assert "17.5%" in said
 
 
+def test_a_load_served_twice_is_compared_request_by_request() -> None:
+    def record(index: int, start: float, ttft_s: float, num_tokens: int = 3, outcome: str = OK) -> RequestRecord:
+        times = [start + ttft_s + 0.01 * number for number in range(num_tokens)]
+        return RequestRecord(index, start, token_times=times, output_tokens=num_tokens, outcome=outcome)
+
+    first = [record(number, float(number), 0.1) for number in range(10)]
+    second = [record(number, 100.0 + number, 0.2) for number in reversed(range(10))]
+    second[0].outcome = "timeout"  # of number 9
+    second[1] = record(8, 108.0, 0.2, num_tokens=1)
+    twice = prediction.twice_ms(first, second)
+    assert twice["TTFT"] == [pytest.approx((100.0, 200.0))] * 7, "9 in both, 2 of them while workers learned"
+    assert len(twice["TPOT"]) == 6, "one answer had a single token"
+    (ttft, _) = prediction.summarised("here", twice)
+    assert ttft["p50"] == pytest.approx(0.5)
+
+
 def test_a_real_workers_load_is_in_proportion_to_its_rate() -> None:
     slow, fast = (StepModel(token_s=each, num_steps=1) for each in (4e-3, 1e-3))
     lengths = LengthRange(100, 300)
