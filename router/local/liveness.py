@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Sequence
 
 from router.local.child import Child
 from router.local.probe import Health, ask_health
@@ -77,6 +78,16 @@ async def watch(child: Child, limit: int, period_s: float, grace_s: float, start
         else:
             log.error("a process does not start, ending it", extra={"child": child.name, "for_s": now - life})
         await child.end(grace_s)
+
+
+async def loading(children: Sequence[Child], timeout_s: float) -> list[str]:
+    """The names of those that answer and say that they still load their model: the first one compiles kernels, too."""
+    found = await asyncio.gather(*(_ask(child, timeout_s) for child in children))
+    return [
+        child.name
+        for child, health in zip(children, found, strict=True)
+        if health is not None and not health.problem and not health.has_started
+    ]
 
 
 async def _ask(child: Child, timeout_s: float) -> Health | None:

@@ -13,9 +13,9 @@ from common.wire.message_fields import Role
 from router.local.autoscale import autoscale
 from router.local.child import Child, RouterChild, WorkerChild
 from router.local.keeper import POLL_S, Keeper, StartFailed, cancel, describe_exit
-from router.local.liveness import ROUTER_ROUNDS, WORKER_ROUNDS
+from router.local.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, loading
 from router.local.pools import LocalPools
-from router.local.probe import ready_reason
+from router.local.probe import PROBE_TIMEOUT_S, ready_reason
 from router.local.processes import ServePlan
 
 log = logging.getLogger(__name__)
@@ -122,6 +122,8 @@ class Supervisor(Keeper):
         """Wait a little, and log now and then what the start waits for."""
         now = time.monotonic()
         if now >= self._next_report:
-            log.info("still starting", extra={"reason": self._awaited})
-            self._next_report = now + REPORT_EVERY_S
+            names = await loading(self.workers, PROBE_TIMEOUT_S)
+            more = f"; {', '.join(names)} still load the model" if names else ""
+            log.info("still starting", extra={"reason": f"{self._awaited}{more}"})
+            self._next_report = time.monotonic() + REPORT_EVERY_S
         await asyncio.sleep(POLL_S)

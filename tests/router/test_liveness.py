@@ -10,7 +10,7 @@ import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import yaml
 
 from common.config import RouterConfig, ServeConfig
 from router.local.child import Child
-from router.local.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, Pulse, watch
+from router.local.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, Pulse, loading, watch
 from router.local.probe import Health, ask_health, claim_port
 
 GOLDEN = Path(__file__).parents[1] / "helm" / "golden" / "default.yaml"
@@ -190,6 +190,17 @@ async def test_a_frozen_process_is_killed_and_one_frozen_while_it_starts_is_not(
         child.freeze()
         assert await child.ended() == -signal.SIGKILL
         assert starting.alive
+
+
+async def test_a_slow_start_names_who_still_loads(tmp_path: Path) -> None:
+    children = [Probed(tmp_path / f"decode-{i}", state) for i, state in enumerate(("loading", "ready", "stuck"))]
+    silent = Probed(tmp_path / "decode-3", "loading")  # it has not told where it is
+    async with AsyncExitStack() as running:
+        for child in children:
+            await running.enter_async_context(watched(child, 4, 30.0))
+        for child in children:
+            await until(lambda: child.http_address() is not None)  # noqa: B023 (awaited here)
+        assert await loading([*children, silent], 10.0) == ["decode-0"]
 
 
 @pytest.mark.parametrize("hangs", ["while it loads", "before it tells where it is"])
