@@ -102,7 +102,10 @@ class RouterConfig(
         "form in which the model calls functions; auto: that of its chat template, or with a template without calls "
         "that of hermes, described in the prompt; none: calls stay text, and tool_choice cannot demand any",
         group="Model",
-        choices=("auto", "hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony", "none"),
+        choices=(
+            *("auto", "hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony"),
+            *("qwen3-coder", "glm", "minimax", "kimi", "none"),
+        ),
     )
     tokenizer_threads: int = setting(
         2, "threads that tokenise prompts, beside the event loop", group="Model", ge=1, le=64

@@ -44,7 +44,7 @@ class AnswerParts:
         calling = tool_calling(fields)
         self._text, self._shows_thought = service.text, fields.include_reasoning is not False
         self._is_scanned, self._form = is_scanned(service, calling), service.dialect.form
-        self._names = frozenset(function.name for function in calling.functions) if calling is not None else frozenset()
+        self._functions = {function.name: function for function in calling.functions} if calling is not None else {}
         self._has_thoughts = service.shows_thoughts
         self._only_calls = is_held(fields, calling)  # or only JSON of a schema
         self._thinks = service.thinks and not self._only_calls and not self._form.has_channels
@@ -67,7 +67,7 @@ class AnswerParts:
             return [*parts, TextPart(text, start)] if text else parts
         if scanners.calls is None and text:
             scanners.calls = self._form.scanner(
-                start=start, only_calls=self._only_calls, names=self._names, thoughts=self._has_thoughts
+                start=start, only_calls=self._only_calls, functions=self._functions, thoughts=self._has_thoughts
             )
         if scanners.calls is not None:
             found = scanners.calls.push(text)

@@ -14,7 +14,7 @@ from .test_token_rules import ALL_REMOTE
 
 pytestmark = pytest.mark.e2e
 
-FORMS = ("hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony")
+FORMS = ("hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony", "qwen3-coder", "glm", "minimax", "kimi")
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -48,6 +48,25 @@ HARMONY = (
     "<|message|>" + JSON + "<|call|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+MEMBERS = "{% for k, v in f.arguments.items() %}"
+TEXT = "{{ v if v is string else v | tojson }}"
+QWEN_CODER = template(
+    "<tool_call>\n<function={{ f.name }}>\n"
+    + MEMBERS + "<parameter={{ k }}>\n" + TEXT + "\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+)  # fmt: skip
+GLM = template(
+    "<tool_call>{{ f.name }}\n"
+    + MEMBERS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + TEXT + "</arg_value>\n{% endfor %}</tool_call>"
+)  # fmt: skip
+MINIMAX = template(
+    '<invoke name="{{ f.name }}">\n'
+    + MEMBERS + '<parameter name="{{ k }}">' + TEXT + "</parameter>\n{% endfor %}</invoke>\n",
+    first="<minimax:tool_call>\n", last="</minimax:tool_call>",
+)  # fmt: skip
+KIMI = template(
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>" + JSON + "<|tool_call_end|>",
+    first="<|tool_calls_section_begin|>", last="<|tool_calls_section_end|>",
+)  # fmt: skip
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}" + ANSWER
 STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}hi"
 
@@ -61,4 +80,8 @@ TEMPLATES = {
     "deepseek": DEEPSEEK,
     "deepseek, fenced": FENCED,
     "harmony": HARMONY,
+    "qwen3-coder": QWEN_CODER,
+    "glm": GLM,
+    "minimax": MINIMAX,
+    "kimi": KIMI,
 }

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from router.text.answer.grammar import literal, rule
 from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, opening, row
@@ -39,7 +39,9 @@ class DeepSeekForm(CallForm):
     def __init__(self, *, fenced: bool = False) -> None:
         self.fenced = fenced
 
-    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> MarkedScanner:
+    def scanner(
+        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
+    ) -> MarkedScanner:
         return MarkedScanner((OPEN, BEGIN), LAYOUTS, start=start, only_calls=only_calls)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:

@@ -15,16 +15,21 @@ from router.text.calls.form import CallForm, Message
 from router.text.calls.function import Function
 from router.text.calls.harmony import HarmonyForm
 from router.text.calls.hermes import HermesForm
+from router.text.calls.kimi import KimiForm
 from router.text.calls.llama3 import Llama3Form
 from router.text.calls.mistral import MistralForm
 from router.text.calls.pythonic import PythonicForm
+from router.text.calls.tagged import GLMForm, MiniMaxForm, QwenCoderForm
 
 AUTO, NONE = "auto", "none"
 NAME, ARGUMENT = "probe_function", "probe_argument"
 PROBE = Function(NAME, "a probe", {"type": "object", "properties": {ARGUMENT: {"type": "string"}}})
 CALL_ID, VALUE = "probe0001", "probe value"
-USABLE = re.compile(rf'"{ARGUMENT}":\s*"{VALUE}"|{ARGUMENT}=["\']{VALUE}["\']')
-"""Arguments as JSON or keywords, and not as a text inside JSON."""
+USABLE = re.compile(
+    rf'"{ARGUMENT}":\s*"{VALUE}"|{ARGUMENT}=["\']{VALUE}["\']'
+    rf'|{ARGUMENT}"?>\s*{VALUE}|{ARGUMENT}</arg_key>\s*<arg_value>{VALUE}'
+)
+"""Arguments as JSON, keywords or texts between tags, and not as a text inside JSON."""
 FORMS: Mapping[str, Callable[[], CallForm]] = {
     "hermes": HermesForm,
     "llama3": Llama3Form,
@@ -32,6 +37,10 @@ FORMS: Mapping[str, Callable[[], CallForm]] = {
     "pythonic": PythonicForm,
     "deepseek": DeepSeekForm,
     "harmony": HarmonyForm,
+    "qwen3-coder": QwenCoderForm,
+    "glm": GLMForm,
+    "minimax": MiniMaxForm,
+    "kimi": KimiForm,
 }
 RENDERED: Sequence[tuple[re.Pattern[str], Callable[[], CallForm]]] = [
     (re.compile(rf"to=functions\.{NAME}\b.{{0,40}}<\|message\|>"), HarmonyForm),
@@ -39,6 +48,10 @@ RENDERED: Sequence[tuple[re.Pattern[str], Callable[[], CallForm]]] = [
     (re.compile(rf"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>"), DeepSeekForm),
     (re.compile(rf"\[TOOL_CALLS\]\s*{NAME}"), lambda: MistralForm(compact=True)),
     (re.compile(rf"\[TOOL_CALLS\]\s*\[.{{0,80}}{NAME}", re.DOTALL), MistralForm),
+    (re.compile(rf"<\|tool_call_begin\|>(functions\.{NAME}:0|{CALL_ID})<\|tool_call_argument_begin\|>"), KimiForm),
+    (re.compile(rf"<function={NAME}>"), QwenCoderForm),
+    (re.compile(rf"<tool_call>\s*{NAME}\s*<arg_key>"), GLMForm),
+    (re.compile(rf'<invoke name="{NAME}">'), MiniMaxForm),
     (re.compile(rf"<tool_call>.{{0,80}}{NAME}", re.DOTALL), HermesForm),
     (re.compile(rf"<function_calls>\s*{NAME}\("), lambda: PythonicForm(tagged=True)),
     (re.compile(rf"\[{NAME}\("), PythonicForm),

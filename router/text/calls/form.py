@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,8 +47,10 @@ class CallForm(ABC):
     has_channels: ClassVar[bool] = False
 
     @abstractmethod
-    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> CallScanner:
-        """Reads an answer. `only_calls`: it either begins with a call or has none; `names` are those of functions.
+    def scanner(
+        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
+    ) -> CallScanner:
+        """Reads an answer. `only_calls`: it either begins with a call or has none; `functions` by their names.
 
         Without `thoughts` a form with channels gives out thoughts as text.
         """

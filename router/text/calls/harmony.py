@@ -8,12 +8,13 @@ without the line break, or <|channel|>final<|message|>Hello! in place of the cal
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.text.answer.grammar import json_expression, literal, rule
 from router.text.calls.form import TEXT as ANY_TEXT
 from router.text.calls.form import CallForm, Message, Spell, Wanted, arguments_rules, opening
+from router.text.calls.function import Function
 from router.text.calls.harmony_scanner import (
     CALL,
     CHANNEL,
@@ -36,8 +37,10 @@ class HarmonyForm(CallForm):
     shows = (MESSAGE,)
     has_channels = True
 
-    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> HarmonyScanner:
-        return HarmonyScanner(start=start, names=names, thoughts=thoughts)
+    def scanner(
+        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
+    ) -> HarmonyScanner:
+        return HarmonyScanner(start=start, names=functions, thoughts=thoughts)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         """Thoughts and remarks of any text, then a call or, unless one is required, the answer."""

@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from router.text.answer.grammar import literal, rule
 from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, opening, row
+from router.text.calls.function import Function
 from router.text.calls.pattern import OBJECT_HEAD, Pattern, rest_of_object, space
 from router.text.calls.scanner import Layout, MarkedScanner
 
@@ -25,7 +26,9 @@ class HermesForm(CallForm):
     name = "hermes"
     marks = (OPEN, CLOSE)
 
-    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> MarkedScanner:
+    def scanner(
+        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
+    ) -> MarkedScanner:
         return MarkedScanner((OPEN,), (LAYOUT,), start=start, only_calls=only_calls)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:

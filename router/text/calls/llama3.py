@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from router.text.answer.grammar import literal, rule
 from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, row
@@ -32,8 +32,10 @@ class Llama3Form(CallForm):
     name = "llama3"
     marks = (TAG,)
 
-    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> MarkedScanner:
-        return MarkedScanner((TAG, "{"), LAYOUTS, start=start, only_calls=only_calls, names=names)
+    def scanner(
+        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
+    ) -> MarkedScanner:
+        return MarkedScanner((TAG, "{"), LAYOUTS, start=start, only_calls=only_calls, names=functions)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         tag = spell(TAG)

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.text.answer.grammar import literal, rule
 from router.text.calls.form import CallForm, Message, Spell, Wanted, answer_rules, bodies, free, opening, row
+from router.text.calls.function import Function
 from router.text.calls.pattern import OBJECT_HEAD, Pattern, function_name, peek, rest_of_object, space
 from router.text.calls.scanner import Layout, MarkedScanner
 
@@ -43,7 +44,9 @@ class MistralForm(CallForm):
     def __init__(self, *, compact: bool = False) -> None:
         self.compact = compact
 
-    def scanner(self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True) -> MarkedScanner:
+    def scanner(
+        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
+    ) -> MarkedScanner:
         return MarkedScanner((OPEN,), LAYOUTS, start=start, only_calls=only_calls)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:

@@ -95,6 +95,17 @@ def peek(wanted: str) -> Part:
     return read
 
 
+def peek_one_of(*wanted: str) -> Part:
+    """One of some texts, as `one_of`, which belongs to what follows."""
+    part = one_of(*wanted)
+
+    def read(text: str, place: int) -> int | Missing:
+        end = part(text, place)
+        return end if isinstance(end, Missing) else place
+
+    return read
+
+
 def space(text: str, place: int) -> int | Missing:
     """A little white space, or none; something must follow."""
     end = place

@@ -11,15 +11,16 @@ now()
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from router.text.answer.grammar import literal, rule
 from router.text.answer.part import CallPart, Part
 from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, free, opening, row
+from router.text.calls.function import Function
 from router.text.calls.pattern import Found, Pattern, function_name, space
-from router.text.calls.python_grammar import PythonRules, python_text
-from router.text.calls.python_literal import NotLiteralError, PythonExtent, read_arguments
 from router.text.calls.scanner import Layout, MarkedScanner
+from router.text.python_syntax.grammar import PythonRules, python_text
+from router.text.python_syntax.literal import NotLiteralError, PythonExtent, read_arguments
 
 TAG, END_TAG = "<function_calls>", "</function_calls>"
 START, END = "<|python_start|>", "<|python_end|>"
@@ -102,9 +103,9 @@ class PythonicForm(CallForm):
         self.tagged = tagged
 
     def scanner(
-        self, *, start: int, only_calls: bool, names: Collection[str], thoughts: bool = True
+        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
     ) -> PythonicScanner:
-        return PythonicScanner(("[", START, TAG), LAYOUTS, start=start, only_calls=only_calls, names=names)
+        return PythonicScanner(("[", START, TAG), LAYOUTS, start=start, only_calls=only_calls, names=functions)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         rules = PythonRules()

@@ -18,9 +18,11 @@ from router.text.calls.form import CallForm, Wanted
 from router.text.calls.function import Function
 from router.text.calls.harmony import HarmonyForm
 from router.text.calls.hermes import HermesForm
+from router.text.calls.kimi import KimiForm
 from router.text.calls.llama3 import Llama3Form
 from router.text.calls.mistral import MistralForm
 from router.text.calls.pythonic import PythonicForm
+from router.text.calls.tagged import GLMForm, MiniMaxForm, QwenCoderForm
 from router.text.text_pipeline import TextPipeline
 
 WEATHER = Function(
@@ -46,7 +48,12 @@ FORMS: dict[str, CallForm] = {
     "pythonic, tagged": PythonicForm(tagged=True),
     "deepseek": DeepSeekForm(),
     "deepseek, fenced": DeepSeekForm(fenced=True),
+    "qwen3-coder": QwenCoderForm(),
+    "glm": GLMForm(),
+    "minimax": MiniMaxForm(),
+    "kimi": KimiForm(),
 }
+TAGGED = ("qwen3-coder", "glm", "minimax")
 GOOD = [
     [("now", "{}")],
     [("get_weather", '{"city": "Paris"}')],
@@ -114,7 +121,8 @@ def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallForm, wan
         assert accepts(form.written(calls)), calls
     unmarked, is_free = form.name in ("llama3", "pythonic"), not wanted.get("required") and "answer" not in wanted
     for calls in BAD[1:] if form.name != "llama3" or "answer" not in wanted else []:  # there it is such an answer
-        assert not accepts(form.written(calls)), calls
+        is_text = form.name in TAGGED and calls == [("get_weather", '{"city": 1}')]  # every text is one
+        assert accepts(form.written(calls)) is is_text, calls
     if form is not FORMS["pythonic, tagged"]:
         like_an_answer = "answer" in wanted and form.name == "llama3"
         assert accepts(form.written(BAD[0])) is (unmarked and (is_free or like_an_answer))
@@ -190,6 +198,43 @@ def test_python_bounds() -> None:
         assert [text for text in good if not vocabulary.accepts(grammar, f"[f({name}={text})]")] == [], name
         assert [text for text in bad if vocabulary.accepts(grammar, f"[f({name}={text})]")] == [], name
     vocabulary.text.close()
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_texts_between_tags(vocabulary: Vocabulary, name: str) -> None:
+    """Types, listed values, lengths, references and alternatives; members in the schema's order, without strangers."""
+    form = FORMS[name]
+    schema = {
+        "properties": {
+            "a": {"type": ["integer", "null"]},
+            "b": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]},
+            "c": {"anyOf": [{"const": 1}, {"const": "it's"}]},
+            "d": {"$ref": "#/$defs/tree"},
+            "short": {"type": "string", "minLength": 1, "maxLength": 3},
+            "free": {},
+        },
+        "required": ["b"],
+        "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+    }
+    grammar = form.grammar(Wanted([Function("f", None, schema)], required=True), vocabulary.spell)
+    for good in ('{"b": {"x": true}}', '{"a": null, "b": {"x": false}}', '{"a": 5, "b": {"x": true}, "c": "it\'s"}',
+                 '{"b": {"x": true}, "d": [[], [[]]]}', '{"b": {"x": true}, "short": "a<b"}',
+                 '{"b": {"x": true}, "free": "<x>\\n[1"}', '{"b": {"x": true}, "free": {"k": [1]}}'):  # fmt: skip
+        assert vocabulary.accepts(grammar, form.written([("f", good)])), good
+    for bad in ("{}", '{"a": 1}', '{"a": "x", "b": {"x": true}}', '{"b": {}}', '{"b": {"x": 1}}',
+                '{"b": {"x": true}, "a": 1}', '{"b": {"x": true}, "c": 2}', '{"b": {"x": true}, "d": [1]}',
+                '{"b": {"x": true}, "short": ""}', '{"b": {"x": true}, "short": "abcd"}',
+                '{"b": {"x": true}, "z": 1}', '{"b": {"x": true}, "b": {"x": true}}'):  # fmt: skip
+        if bad.count('"b"') == 1:
+            assert not vocabulary.accepts(grammar, form.written([("f", bad)])), bad
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_function_that_says_nothing_of_its_arguments_takes_any(vocabulary: Vocabulary, name: str) -> None:
+    form = FORMS[name]
+    grammar = form.grammar(Wanted([Function("f", None, {})], required=True), vocabulary.spell)
+    for given in ("{}", '{"any_key": "x", "other": [1]}'):
+        assert vocabulary.accepts(grammar, form.written([("f", given)]))
 
 
 # ---------------------------------------------------------------- channels

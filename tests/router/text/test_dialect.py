@@ -12,7 +12,7 @@ from router.text.calls.dialect import FORMS, dialect_of
 from router.text.calls.function import Function
 from router.text.chat_prompt import chat_prompt
 
-from ..templates import DEEPSEEK, HARMONY, LLAMA3, MISTRAL, PLAIN, STRICT, TEMPLATES
+from ..templates import DEEPSEEK, HARMONY, KIMI, LLAMA3, MISTRAL, PLAIN, STRICT, TEMPLATES
 
 WEATHER = Function("get_weather", "Weather of a city", {"properties": {"city": {"type": "string"}}})
 USER = {"role": "user", "content": "Weather?"}
@@ -42,7 +42,7 @@ def test_the_form_is_that_of_the_template(name: str) -> None:
     if kind == "harmony":
         return
     shown = chat_prompt(ChatTemplate(TEMPLATES[name]), [USER, turn(call("a")), result("a")], functions=[WEATHER])
-    scanner = dialect.form.scanner(start=0, only_calls=False, names=("get_weather",))
+    scanner = dialect.form.scanner(start=0, only_calls=False, functions={"get_weather": WEATHER})
     assert scanner.push(shown) and scanner.num_calls == 1, "its own calls can be read"
 
 
@@ -82,6 +82,15 @@ def test_mistrals_templates_get_ids_of_nine_characters() -> None:
     assert len(set(ids)) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)
     kept = chat_prompt(ChatTemplate(MISTRAL), [USER, turn(call("abcdef123"))])
     assert '"id": "abcdef123"' in kept
+
+
+def test_kimis_template_gets_the_ids_that_the_model_makes() -> None:
+    messages = [USER, turn(call("a"), call("b", "now")), result("b"), result("a"), USER, turn(call("c"))]
+    shown = chat_prompt(ChatTemplate(KIMI), messages, functions=[WEATHER])
+    for number, name in enumerate(("get_weather", "now", "get_weather")):
+        assert f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>" in shown
+    adapted = dialect_of(ChatTemplate(KIMI)).messages(messages)
+    assert [one["tool_call_id"] for one in adapted[2:4]] == ["functions.now:1", "functions.get_weather:0"]
 
 
 def test_deepseeks_templates_get_arguments_as_text() -> None:

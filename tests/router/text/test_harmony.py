@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart, joined
+from router.text.calls.function import Function
 from router.text.calls.harmony import HarmonyForm
 
 from ...examples import examples
 
 FORM = HarmonyForm()
 NAMES = ("now", "get_weather")
+FUNCTIONS = {name: Function(name) for name in NAMES}
 THOUGHT = "<|channel|>analysis<|message|>Hm, hm.<|end|>"
 NEXT = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>Hello!"
@@ -26,7 +28,7 @@ WEATHER = ("get_weather", ARGUMENTS)
 
 
 def parts_of(pieces: list[str], *, cut: bool = False, **options: Any) -> list[Part]:
-    scanner = FORM.scanner(start=0, only_calls=False, names=NAMES, **options)
+    scanner = FORM.scanner(start=0, only_calls=False, functions=FUNCTIONS, **options)
     parts = [part for piece in pieces for part in scanner.push(piece)] + scanner.flush(cut=cut)
     text = "".join(pieces)
     assert all(text[part.start :].startswith(part.text) for part in parts if isinstance(part, TextPart))
@@ -96,7 +98,7 @@ def test_an_answer_that_is_cut_off_shows_no_part_of_a_mark() -> None:
 
 def test_a_call_that_is_cut_off_is_not_whole() -> None:
     for end in range(1, len(ARGUMENTS) + 1):
-        scanner = FORM.scanner(start=0, only_calls=False, names=NAMES)
+        scanner = FORM.scanner(start=0, only_calls=False, functions=FUNCTIONS)
         scanner.push(HEAD + ARGUMENTS[:end])
         assert scanner.calls_are_whole is (end == len(ARGUMENTS))
 

@@ -43,7 +43,7 @@ def call_grammar(functions: Sequence[Function], **wanted: Any) -> str:
 
 
 def hermes_scanner(*, only_calls: bool = False) -> CallScanner:
-    return HermesForm().scanner(start=0, only_calls=only_calls, names=())
+    return HermesForm().scanner(start=0, only_calls=only_calls, functions={})
 
 
 def accepts(grammar: str, text: str) -> bool:
