@@ -63,7 +63,7 @@ class DecodeDuty(Duty):
         settings, receiver = self.settings, self._receiver
         assert receiver is not None  # bound before the engine is built
         self._blocks = incoming_blocks(loaded.kv)
-        if settings.kv_cache_dtype == "auto" and loaded.others is None:  # else blocks are of 8 bits already
+        if settings.kv_cache_dtype == "auto":  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv))
         sampler = Sampler(loaded.vocab_size)
         pool = self.new_pool(loaded)

@@ -55,12 +55,6 @@ class PrefillWorkerConfig(WorkerConfig):
             allowed = f"native with kv_cache_dtype {self.kv_cache_dtype}, which is as small already"
             raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, allowed)
 
-    def _check_ranks(self) -> None:
-        super()._check_ranks()
-        if self.kv_wire_dtype != "native":
-            with_ranks = f"with --tensor-parallel-size {self.tensor_parallel_size}"
-            raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, f"native {with_ranks}")
-
     @property
     def places(self) -> int:
         return self.max_num_seqs

@@ -141,13 +141,17 @@ class KVCache:
 
     def clear_slots(self, index: int, first: int) -> None:
         """Zero the slots of a block from `first` on, in every layer. BlockError when it is out of range."""
-        block = self.block_tensor(index)
-        if self.dtype == torch.int8:
-            numbers_of(block)[:, :, first:] = 0
-            scales_of(block)[..., first:] = 0.0
-        else:
-            block[:, :, first:] = 0
+        clear_slots(self.block_tensor(index), first)
 
     def _check(self, index: int) -> None:
         if not 0 <= index < self.num_blocks:
             raise BlockError(f"block {index} is not one of {self.num_blocks} blocks")
+
+
+def clear_slots(block: Tensor, first: int) -> None:
+    """Zeros the slots of [layers, KV heads, block_size, 2, width] from `first` on."""
+    if block.dtype == torch.int8:
+        numbers_of(block)[:, :, first:] = 0
+        scales_of(block)[..., first:] = 0.0
+    else:
+        block[:, :, first:] = 0

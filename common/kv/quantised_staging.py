@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from common.kv.cache import KVCache
+from common.kv.sharded_cache import ShardedCache
 from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
 from kernels import gather_blocks, scatter_blocks, wire_bytes
 
@@ -25,8 +26,7 @@ class QuantisedOutgoing(StagedOutgoing):
         self.block_bytes = self._row.num_bytes
 
     def _fill(self, buffer: Tensor, index: int) -> None:
-        block = self._kv.block_tensor(index)
-        self._stream.wait_for(lambda: self._row.gather(block, buffer))
+        self._stream.wait_for(lambda: self._row.gather(index, buffer))
 
 
 class QuantisedIncoming(StagedIncoming):
@@ -38,34 +38,48 @@ class QuantisedIncoming(StagedIncoming):
         self.block_bytes = self._row.num_bytes
 
     def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
-        blocks = [(self._kv.block_tensor(index), buffer) for index, buffer in received]
-
         def dequantise() -> None:
-            for block, buffer in blocks:  # in the stream's order: the one row serves them all
-                self._row.scatter(buffer, block)
+            for index, buffer in received:  # in the stream's order: the one row serves them all
+                self._row.scatter(buffer, index)
 
         self._stream.wait_for(dequantise)
 
 
 class _Row:
-    """Quantises between a block and a buffer in host memory: on a GPU through one quantised block of its memory."""
+    """Quantises between a block and a buffer in host memory: on a GPU through one quantised block of its memory.
+
+    A block of several ranks is quantised as a whole, which one more block of memory holds.
+    """
 
     def __init__(self, kv: KVCache) -> None:
-        self.num_bytes = wire_bytes(kv.tensor, quantised=True)
+        self._kv = kv
+        self._whole = kv.new_block() if isinstance(kv, ShardedCache) else None
+        block = kv.tensor[0] if self._whole is None else self._whole
+        self.num_bytes = wire_bytes(block[None], quantised=True)
         on_host = kv.device.type == "cpu"
         self._row = None if on_host else torch.empty(1, self.num_bytes, dtype=torch.uint8, device=kv.device)
         self._only = torch.tensor([0]).to(kv.device)  # waits, because another stream reads it
 
-    def gather(self, block: Tensor, buffer: Tensor) -> None:
+    def gather(self, index: int, buffer: Tensor) -> None:
+        block = self._kv.block_tensor(index) if self._whole is None else self._whole
+        if isinstance(self._kv, ShardedCache):
+            self._kv.gather(index, _bytes_of(block))
         row = buffer[None] if self._row is None else self._row
         gather_blocks(block[None], self._only, quantised=True, out=row)
         if self._row is not None:
             buffer.copy_(self._row[0], non_blocking=True)
 
-    def scatter(self, buffer: Tensor, block: Tensor) -> None:
+    def scatter(self, buffer: Tensor, index: int) -> None:
+        block = self._kv.block_tensor(index) if self._whole is None else self._whole
         if self._row is not None:
             self._row[0].copy_(buffer, non_blocking=True)
         scatter_blocks(buffer[None] if self._row is None else self._row, block[None], self._only, quantised=True)
+        if isinstance(self._kv, ShardedCache):
+            self._kv.scatter(_bytes_of(block), index)
+
+
+def _bytes_of(block: Tensor) -> Tensor:
+    return block.view(-1).view(torch.uint8)
 
 
 def quantised_outgoing(kv: KVCache) -> QuantisedOutgoing:

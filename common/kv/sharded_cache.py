@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.errors import BlockError, ModelError
-from common.kv.cache import KVCache
+from common.kv.cache import KVCache, clear_slots
 from common.model_config.shard import Shard, kv_owners
 
 if TYPE_CHECKING:
@@ -65,8 +65,19 @@ class ShardedCache(KVCache):
     def wire_bytes(self) -> int:
         return self.block_bytes // self.config.num_kv_heads * self._num_heads
 
+    def new_block(self) -> Tensor:
+        """Memory of one block of all ranks on rank 0's device: [layers, all KV heads, block_size, 2, width]."""
+        _, layers, _, *rest = self.tensor.shape
+        return torch.empty(layers, self._num_heads, *rest, dtype=self.dtype, device=self.device)
+
+    def clear_slots(self, index: int, first: int) -> None:
+        self._check(index)
+        for part in self._parts:
+            clear_slots(part[index], first)
+
     def gather(self, index: int, block: Tensor) -> None:
-        """Copies a block of all ranks into `block`, uint8 [wire_bytes] in host memory, and waits for that.
+        """Copies a block of all ranks into `block`, uint8 [wire_bytes] anywhere, and waits for that where it is host
+        memory.
 
         BlockError out of range.
         """

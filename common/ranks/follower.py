@@ -58,13 +58,21 @@ def prepare(plan: RankPlan) -> tuple[ModelRunner, RankPlaces | None]:
     """Loads the shard, and allocates its KV cache and places for adapters. Raises ModelError, ConfigError, RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
     group = RankGroup(shard, plan.meeting_file, device)
-    model = load_shard(plan.files, shard, group, dtype=plan.dtype, device=plan.device, quantization=plan.quantization)
+    model = load_shard(
+        plan.files,
+        shard,
+        group,
+        dtype=plan.dtype,
+        device=plan.device,
+        quantization=plan.quantization,
+        with_head=plan.with_head,
+    )
     shape = model.config
     kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=device.type == "cpu")
     if kv.shared is None and device.type == "cpu":
         raise ModelError("this system has no memory that processes can share: take tensor_parallel_size 1")
     if plan.kernel_check:
-        check_model_kernels(model, kv)
+        check_model_kernels(model, kv, samples=plan.with_head)
     log.info("has its shard: %d KV heads, %d blocks, %d threads", shape.num_kv_heads, plan.num_blocks, plan.threads)
     places = None
     if plan.max_loras:

@@ -28,9 +28,16 @@ def open_for_ranks(files: ModelFiles, size: int) -> tuple[ModelConfig, WeightSou
 
 
 def load_shard(
-    files: ModelFiles, shard: Shard, collectives: Collectives, *, dtype: str, device: str, quantization: str
+    files: ModelFiles,
+    shard: Shard,
+    collectives: Collectives,
+    *,
+    dtype: str,
+    device: str,
+    quantization: str,
+    with_head: bool = True,
 ) -> Decoder:
-    """Reads the slices of one rank, and no more. Errors as `open_for_ranks` and `load_model`."""
+    """Reads the slices of one rank, and no more. `with_head` and errors as `load_model`, and as `open_for_ranks`."""
     config, source = open_for_ranks(files, shard.size)
     place = torch_device(device)
     wanted = effective_quantization(quantization, source, place)
@@ -39,7 +46,7 @@ def load_shard(
     rounded = wanted if place.type == "cpu" else Quantization.NONE
     sliced = ShardedSource(source, config, shard, rounded)
     assembler = Assembler(held, sliced, torch_dtype(dtype), place, wanted)
-    decoder = FAMILIES[config.family](own, assembler.assemble())
+    decoder = FAMILIES[config.family](own, assembler.assemble(with_head=with_head))
     if not shard.rank:
         log_treated(files, assembler)
     decoder.join_ranks(TensorParallel(shard, config.vocab_size, collectives))

@@ -10,13 +10,12 @@ import torch
 
 from common.adapters.places import AdapterPlaces
 from common.config import DecodeWorkerConfig, WorkerConfig
-from common.errors import ConfigError
 from common.kv.cache import KVCache
 from common.kv.sharded_cache import ShardedCache
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
-from common.model_files.task import served_task
+from common.model_files.task import ServedTask
 from common.ranks.adapters import AllPlaces
 from common.ranks.group import RankGroup
 from common.ranks.kv_memory import borrow
@@ -25,7 +24,16 @@ from common.ranks.processes import RankPlan, RankProcesses
 from common.ranks.runner import RankedRunner
 from common.runner.draft_model import DraftPlan
 from common.runner.kernel_check import check_model_kernels
-from common.runner.loaded import LoadedModel, Makers, blocks_within, compute_exactly, native_dtype, runner_of
+from common.runner.loaded import (
+    LoadedModel,
+    Makers,
+    blocks_within,
+    compute_exactly,
+    native_dtype,
+    runner_of,
+    task_of,
+    with_score,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +44,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     Raises ConfigError or ModelError for what cannot be served so, RankLost when a rank dies. No process is left then.
     """
     size = config.tensor_parallel_size
-    task = served_task(files, config.task)
-    if not task.generates:
-        raise ConfigError("tensor_parallel_size", size, f"1 for a model that is served to {task.name}")
+    task = task_of(files, config)
     whole, _ = open_for_ranks(files, size)
     dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -51,7 +57,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     config = replace(config, threads=num_threads, num_blocks=num_blocks)
     others = RankProcesses(size)
     try:
-        others.start(plans(files, config, dtype, kv_dtype, others.meeting_file))
+        others.start(plans(files, config, task, dtype, kv_dtype, others.meeting_file))
         others.wait_started()
         group = RankGroup(Shard(0, size), others.meeting_file, torch.device(config.device))
     except BaseException:
@@ -59,7 +65,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         raise
     ranks = Ranks(others, group)
     try:
-        loaded = _load(files, config, whole, ranks, dtype, kv_dtype)
+        loaded = _load(files, config, task, whole, ranks, dtype, kv_dtype)
         others.forget_meeting()
         if draft is not None and isinstance(config, DecodeWorkerConfig):  # it is small: rank 0 alone runs it
             loaded = replace(loaded, draft=draft.load(config, num_blocks, runner_of(config)))
@@ -86,7 +92,9 @@ class Ranks:
         self.group.close()
 
 
-def plans(files: ModelFiles, config: WorkerConfig, dtype: str, kv_dtype: str, meeting_file: str) -> list[RankPlan]:
+def plans(
+    files: ModelFiles, config: WorkerConfig, task: ServedTask, dtype: str, kv_dtype: str, meeting_file: str
+) -> list[RankPlan]:
     """What rank 0 tells each of the other ranks to load."""
     return [
         RankPlan(
@@ -97,6 +105,7 @@ def plans(files: ModelFiles, config: WorkerConfig, dtype: str, kv_dtype: str, me
             dtype=dtype,
             kv_dtype=kv_dtype,
             quantization=config.quantization,
+            with_head=task.generates,
             device=device_of(config.device, rank),
             num_blocks=config.num_blocks,
             block_size=config.block_tokens,
@@ -120,13 +129,25 @@ def device_of(device: str, rank: int) -> str:
 
 
 def _load(
-    files: ModelFiles, config: WorkerConfig, whole: ModelConfig, ranks: Ranks, dtype: str, kv_dtype: str
+    files: ModelFiles,
+    config: WorkerConfig,
+    task: ServedTask,
+    whole: ModelConfig,
+    ranks: Ranks,
+    dtype: str,
+    kv_dtype: str,
 ) -> LoadedModel:
     others, size = ranks.processes, config.tensor_parallel_size
     torch.set_num_threads(config.threads)
     compute_exactly()
     model = load_shard(
-        files, Shard(0, size), ranks.group, dtype=dtype, device=config.device, quantization=config.quantization
+        files,
+        Shard(0, size),
+        ranks.group,
+        dtype=dtype,
+        device=config.device,
+        quantization=config.quantization,
+        with_head=task.generates,
     )
 
     def cache(count: int) -> KVCache:
@@ -137,10 +158,11 @@ def _load(
         for channel in others.wait_ready():
             borrow(kv, channel)
         if config.kernel_check:
-            check_model_kernels(model, kv)
+            check_model_kernels(model, kv, samples=task.generates)
         return RankedRunner(model, kv, others)
 
     def places(max_loras: int, max_rank: int) -> AdapterPlaces:
         return AllPlaces(model, whole, others.adapter_channels, max_loras=max_loras, max_rank=max_rank)
 
-    return LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places))
+    loaded = LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places), task)
+    return with_score(loaded, files, config)

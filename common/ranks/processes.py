@@ -36,7 +36,10 @@ END_S = 5.0
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a rank: what it is to load. It computes with `threads`; `name` is for its logs."""
+    """The first message to a rank: what it is to load. It computes with `threads`; `name` is for its logs.
+
+    Without `with_head` it ends with hidden states: see `load_model`.
+    """
 
     rank: int
     size: int
@@ -45,6 +48,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kv_dtype: str
     quantization: str
+    with_head: bool
     device: str
     num_blocks: int
     block_size: int

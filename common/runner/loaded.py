@@ -120,12 +120,7 @@ class LoadedModel:
     @classmethod
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         """Loads weights and allocates the cache. Raises ModelError or ConfigError."""
-        task = served_task(files, config.task)
-        if not task.generates and isinstance(config, DecodeWorkerConfig):
-            raise ModelError(
-                f"{files.model_id} is served to {task.name}, which prefill workers do alone: start no decode worker, "
-                "or give --task generate to all processes"
-            )
+        task = task_of(files, config)
         if config.kv_cache_dtype == "int8" and open_model(files)[0].latent_dim:
             raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
         dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
@@ -143,7 +138,7 @@ class LoadedModel:
         if plan is not None and isinstance(config, DecodeWorkerConfig):
             make = runner_of(config)
             return replace(loaded, draft=plan.load(config, loaded.kv.num_blocks, make))
-        return replace(loaded, score=load_score(files, task.answers, config.device)) if task.name == "score" else loaded
+        return with_score(loaded, files, config)
 
     @classmethod
     def of(
@@ -194,6 +189,23 @@ class LoadedModel:
             task,
             adapters,
         )
+
+
+def task_of(files: ModelFiles, config: WorkerConfig) -> ServedTask:
+    """What the worker serves the model to. ModelError for a task that its role does not do."""
+    task = served_task(files, config.task)
+    if not task.generates and isinstance(config, DecodeWorkerConfig):
+        raise ModelError(
+            f"{files.model_id} is served to {task.name}, which prefill workers do alone: start no decode worker, "
+            "or give --task generate to all processes"
+        )
+    return task
+
+
+def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+    """With the head of a model that scores. ModelError as `load_score`."""
+    task = loaded.task
+    return replace(loaded, score=load_score(files, task.answers, config.device)) if task.name == "score" else loaded
 
 
 def fingerprint_of(files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: str, kv_dtype: str) -> str:

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.e2e
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 300, 512)
 ATOL = 1e-5
+TWO_RANKS = ("--tensor-parallel-size", "2")
 
 
 @pytest.fixture(scope="module", params=[("lasttoken", True), ("mean_tokens", False)], ids=["last", "mean"])
@@ -44,7 +45,7 @@ def embedded(system: Any, given: Any, **fields: Any) -> list[list[float]]:
     return [one["embedding"] for one in body["data"]]
 
 
-@pytest.mark.parametrize("flags", [(), SLOW_PREFILL], ids=["whole", "chunked"])
+@pytest.mark.parametrize("flags", [(), SLOW_PREFILL, TWO_RANKS], ids=["whole", "chunked", "two ranks"])
 def test_they_are_those_of_transformers(
     system_of: Any, random_prompts: Any, embedding_model: tuple[Path, str, bool], flags: tuple[str, ...]
 ) -> None:

@@ -39,13 +39,26 @@ def quantised_answer(prompt: list[int], *, quantised: bool = True) -> list[int]:
     return out
 
 
-def test_answers_of_quantised_blocks(system_of: Any, tiny_oracle: Any, random_prompts: Any) -> None:
+TWO = ("--tensor-parallel-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [((), ()), (TWO, ()), ((), TWO)],
+    ids=["P1-D1", "P2-D1", "P1-D2"],
+)
+def test_answers_of_quantised_blocks(
+    system_of: Any, tiny_oracle: Any, random_prompts: Any, prefill: tuple[str, ...], decode: tuple[str, ...]
+) -> None:
     prompts = random_prompts(LENGTHS, vocab_size=256, seed=21)
     expected = [quantised_answer(prompt) for prompt in prompts]
     native = [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts]
     assert [quantised_answer(prompt, quantised=False) for prompt in prompts] == native
     system = system_of(
-        prefill_flags=FP8, worker_flags=("--kv-transport", "tcp"), router_flags=("--local-prefill-threshold", "0")
+        prefill_flags=(*FP8, *prefill),
+        decode_flags=decode,
+        worker_flags=("--kv-transport", "tcp"),
+        router_flags=("--local-prefill-threshold", "0"),
     )
     assert system.generate(prompts, max_tokens=NUM_TOKENS, at_once=1) == expected
     shipped = system.metric("diptych_kv_transfer_bytes", "decode")

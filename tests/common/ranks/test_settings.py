@@ -15,7 +15,6 @@ from common.ranks.loading import device_of
     ("kind", "settings", "message"),
     [
         (DecodeWorkerConfig, {"kv_transport": "shm"}, "kv_transport='shm' is refused: auto or tcp"),
-        (PrefillWorkerConfig, {"kv_wire_dtype": "fp8"}, "kv_wire_dtype='fp8' is refused: native"),
         (
             PrefillWorkerConfig,
             {"device": "cuda"},

@@ -10,6 +10,7 @@ import torch
 
 from common.errors import BlockError, ModelError
 from common.kv.cache import KVCache
+from common.kv.quantised_staging import quantised_incoming, quantised_outgoing
 from common.kv.sharded_cache import ShardedCache
 from common.kv.staging import incoming_blocks, outgoing_blocks
 from common.model_config.shard import Shard
@@ -82,6 +83,38 @@ def test_views_of_blocks_keep_their_bytes(config: ModelConfig) -> None:
     outgoing = outgoing_blocks(caches.kv)
     views = [outgoing.view(index) for index in range(3)]
     assert [set(bytes(view)) for view in views] == [{1}, {2}, {3}]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("sender", "receiver"), [(2, 1), (1, 2), (4, 2), (8, 2)])
+def test_blocks_of_8_bits_are_those_of_one_rank(config: ModelConfig, sender: int, receiver: int, kv_dtype: str) -> None:
+    source, target, plain, end = (RankCaches(config, size, kv_dtype) for size in (sender, receiver, 1, 1))
+    numbers = torch.randn(plain.kv.tensor.shape[1:]).to(plain.kv.dtype)
+    plain.kv.tensor[3] = numbers
+    source.write(3, bytes_of(plain.kv, 3).clone())
+    outgoing, incoming = quantised_outgoing(source.kv), quantised_incoming(target.kv)
+    sent = bytes(quantised_outgoing(plain.kv).view(3))
+    assert bytes(outgoing.view(3)) == sent and len(sent) < plain.kv.block_bytes
+    incoming.view(5)[:] = sent
+    incoming.commit([5])
+    whole = quantised_incoming(end.kv)
+    whole.view(5)[:] = sent
+    whole.commit([5])
+    assert end.kv.tensor[5].any()
+    for rank in range(receiver):
+        heads = Shard(rank, receiver).kv_heads(4)
+        assert torch.equal(target.read(rank, 5), bytes_of(end.kv, 5)[:, heads.start : heads.stop])
+
+
+def test_unused_slots_are_cleared_on_all_ranks(config: ModelConfig) -> None:
+    caches = RankCaches(config, 2)
+    for index in (1, 2):
+        caches.write(index, torch.full((config.num_layers, 4, 2048), 1, dtype=torch.uint8))
+    caches.kv.clear_slots(1, 10)
+    for rank in range(2):
+        slots = caches.read(rank, 1).view(config.num_layers, 2, BLOCK_SIZE, -1)
+        assert slots[:, :, :10].all() and not slots[:, :, 10:].any()
+        assert caches.read(rank, 2).all()
 
 
 def test_a_tier_gets_whole_blocks(config: ModelConfig) -> None:
