@@ -78,6 +78,65 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         LATENT | {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ),
+    "ministral3": (
+        "Ministral3",
+        {
+            **{"head_dim": 32, "pad_token_id": 0},
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {
+            **{"pad_token_id": 0, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 24},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2},
+            **{"logits_scaling": 8.0, "pad_token_id": 0},
+        },
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True, "pad_token_id": 0}),
+    "ernie": ("Ernie4_5", {"head_dim": 32, "use_bias": True, "pad_token_id": 0}),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 32, "pad_token_id": 0}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 32},
+            **{"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5},
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {
+            **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+            **{"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
+    ),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **{"pad_token_id": 0, "sliding_window": 24, "num_hidden_layers": 4},
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 20, "sliding_window_pattern": 2, "pad_token_id": 0}),
+    "exaone4-full": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "pad_token_id": 0, "num_key_value_heads": 6},
+    ),
     "yarn": ("Llama", {"rope_parameters": YARN}),
     "yarn-mscale": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}}),
     "yarn-untruncated": ("Llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 16.0}}),

@@ -16,7 +16,7 @@ from common.grammar.grammar import Constraint
 from common.model.decoder import Decoder
 from common.model.mlp import MLP
 from common.model.rope import inverse_frequencies
-from common.model.weights import LayerWeights
+from common.model.weights import LayerWeights, NormPlace
 from common.model_files.config import ModelConfig
 from common.sampling.finish import finish_reason
 from common.sampling.sampler import Sampler, SamplingRow
@@ -95,17 +95,21 @@ class Oracle:
 
     def _layer(self, index: int, layer: LayerWeights, x: Tensor, cache: list[Tensor]) -> Tensor:
         _, output, gate_up, down = self.matrices[index]
-        mixed = self._attention(index, layer, self._norm(x, layer.input_norm), cache) @ output.T
+        mixed = self._attention(index, layer, self._normed(x, layer, "before_attention"), cache) @ output.T
         mixed = mixed if layer.output.bias is None else mixed + layer.output.bias
-        x = x + (mixed if layer.post_attention_norm is None else self._norm(mixed, layer.post_attention_norm))
-        inner = self._norm(x, layer.mlp_norm) @ gate_up.T
+        x = x + self._normed(mixed, layer, "after_attention")
+        inner = self._normed(x, layer, "before_mlp") @ gate_up.T
         inner = inner if _dense(layer).gate_up.bias is None else inner + _dense(layer).gate_up.bias
         gate, up = inner.chunk(2, dim=-1)
         silu = self.config.activation == "silu"
         act = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
         change = (act * up) @ down.T
         change = change if _dense(layer).down.bias is None else change + _dense(layer).down.bias
-        return x + (change if layer.post_mlp_norm is None else self._norm(change, layer.post_mlp_norm))
+        return x + self._normed(change, layer, "after_mlp")
+
+    def _normed(self, x: Tensor, layer: LayerWeights, place: NormPlace) -> Tensor:
+        """`x` where the family has no norm in that place."""
+        return self._norm(x, layer.norms[place]) if place in layer.norms else x
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, cache: list[Tensor]) -> Tensor:
         config = self.config

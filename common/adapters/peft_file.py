@@ -85,7 +85,7 @@ def places_of(config: ModelConfig, layer: int) -> dict[str, _Place]:
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
     inputs = ((0, q, True), (q, kv, True), (q + kv, kv, False))
     places = {"self_attn.o_proj": _Place("output", q, ((0, hidden, False),))}
-    if config.fused:
+    if config.fused_qkv:
         places["self_attn.qkv_proj"] = _Place("qkv", hidden, inputs)
     else:
         projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -94,7 +94,7 @@ def places_of(config: ModelConfig, layer: int) -> dict[str, _Place]:
         return places
     both = ((0, inner, False), (inner, inner, False))
     places["mlp.down_proj"] = _Place("down", inner, ((0, hidden, False),))
-    if config.fused:
+    if config.fused_gate_up:
         places["mlp.gate_up_proj"] = _Place("gate_up", hidden, both)
     else:
         names = ("mlp.gate_proj", "mlp.up_proj")

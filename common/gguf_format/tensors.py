@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,6 +44,11 @@ class GGUFFile:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Rows first, as numpy and torch have it. ModelError when there is no such tensor."""

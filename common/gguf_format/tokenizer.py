@@ -13,6 +13,7 @@ of merges. Both are rebuilt here to match the tokenizer the model was trained wi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -26,6 +27,7 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+SEED_SPLIT = QWEN2_SPLIT.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 TEKKEN_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -37,13 +39,32 @@ O200K_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + CONTRACTION + "|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DEEPSEEK3_SPLITS = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 # tokenizer.ggml.pre -> the pattern that splits text, or None for GPT-2's own
-GPT2_PRE = ("gpt-2", "gpt2")
+GPT2_PRE = ("gpt-2", "gpt2", "olmo", "exaone4")
 DIGITS_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 LLAMA3_PRE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "smaug-bpe", "dbrx")
+GLM4_PRE = ("glm4", "chatglm-bpe")
 QWEN2_PRE = ("qwen2", "deepseek-r1-qwen", "megrez")
 TEKKEN_PRE = ("tekken",)
-O200K_PRE = ("gpt-4o",)
+SEED_PRE = ("seed-coder",)
+O200K_PRE = ("gpt-4o", "minimax-m2")
+DEEPSEEK3_PRE = ("deepseek-v3",)
+PATTERNS = {
+    LLAMA3_PRE: (LLAMA3_SPLIT,),
+    GLM4_PRE: (LLAMA3_SPLIT,),
+    QWEN2_PRE: (QWEN2_SPLIT,),
+    SEED_PRE: (SEED_SPLIT,),
+    TEKKEN_PRE: (TEKKEN_SPLIT,),
+    O200K_PRE: (O200K_SPLIT,),
+    DEEPSEEK3_PRE: DEEPSEEK3_SPLITS,
+}
+"""Each pattern splits what those before it made."""
 
 
 def convert_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -102,12 +123,11 @@ def _byte_level_split(pre: object) -> pre_tokenizers.PreTokenizer:
         return gpt2
     if pre in DIGITS_PRE:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    patterns = {LLAMA3_PRE: LLAMA3_SPLIT, QWEN2_PRE: QWEN2_SPLIT, TEKKEN_PRE: TEKKEN_SPLIT, O200K_PRE: O200K_SPLIT}
-    for names, pattern in patterns.items():
+    for names, patterns in PATTERNS.items():
         if pre in names:
-            split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-            return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    known = sorted({*GPT2_PRE, *DIGITS_PRE, *LLAMA3_PRE, *QWEN2_PRE, *TEKKEN_PRE, *O200K_PRE})
+            splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+            return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    known = sorted({*GPT2_PRE, *DIGITS_PRE, *chain.from_iterable(PATTERNS)})
     raise ModelError(
         f"the GGUF file names the pre-tokenizer {pre!r}; known are {', '.join(known)}. "
         "Use the model's Hugging Face folder, whose tokenizer.json says how to split"

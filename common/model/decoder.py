@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ from kernels import (
     ProgramRecorder,
     paged_attention,
     record,
+    rms_norm,
     rotate_and_write,
 )
 
@@ -37,7 +39,8 @@ from kernels import (
 class Step:
     """One forward pass: see `ForwardBatch`; the cache; cos / sin [T, head_dim / 2] of each rotary embedding.
 
-    `changes` are those of adapters, None where no row has one.
+    `growth` [T, 1, 1] multiplies queries, by rotary embedding, where one grows them. `changes` are those of adapters,
+    None where no row has one.
     """
 
     slots: Tensor
@@ -46,6 +49,7 @@ class Step:
     kv: Tensor
     ropes: dict[RopeConfig, tuple[Tensor, Tensor]]
     changes: StepChanges | None = None
+    growth: Mapping[RopeConfig, Tensor] = field(default_factory=dict)
 
 
 class Decoder(ABC):
@@ -54,7 +58,9 @@ class Decoder(ABC):
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config, self.weights = config, weights
         self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
-        self._embedding_scale = torch.tensor(config.embedding_scale).to(self.dtype)  # rounded as transformers does
+        self._embedding_scale = config.embedding_scale
+        if config.family == "gemma":  # rounded as transformers does
+            self._embedding_scale = float(torch.tensor(config.embedding_scale).to(self.dtype))
         self._ropes = {
             rope: RopeTable(rope, config.rope_dim, config.max_model_len, self.device, weights.rope_factors)
             for rope in set(config.layer_ropes)
@@ -63,6 +69,8 @@ class Decoder(ABC):
         self._adapted: Program | Literal[False] | None = None  # the same with what adapters add
         self._sites: tuple[LayerSites, ...] = ()
         self._ranks: TensorParallel | None = None
+        if config.wide_qk_norm or any(table.growth is not None for table in self._ropes.values()):
+            self.run_by_operation()  # a program has no operation on a part of a product's outputs
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Writes the KV of the batch's tokens into their slots; returns logits float32 [num sampled, vocab_size].
@@ -76,7 +84,12 @@ class Decoder(ABC):
             index = (batch.token_ids, batch.positions, batch.slots, batch.sampled)
             return self._finished(program.run(*index, kv.tensor, batch.plan, batch.adapters))
         ropes = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
-        step = Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes, self._changes(batch))
+        growth = {
+            rope: table.growth[batch.positions].to(self.dtype)[:, None, None]
+            for rope, table in self._ropes.items()
+            if table.growth is not None
+        }
+        step = Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes, self._changes(batch), growth)
         hidden = self._embedded(batch.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
@@ -132,7 +145,7 @@ class Decoder(ABC):
         """Runs the layers on a recorder's slots; returns the slot of the logits, or of the hidden states."""
         ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
         step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes, changes)
-        hidden = self.weights.embedding.record(recorder, float(self._embedding_scale))
+        hidden = self.weights.embedding.record(recorder, self._embedding_scale)
         return self._headed(self.layers(hidden, step))
 
     @abstractmethod
@@ -142,18 +155,22 @@ class Decoder(ABC):
     def attention(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """Projections, rotary embedding, KV write and attention of one layer: [T or sampled, hidden_size]."""
         config, kv = self.config, step.kv
+        qkv = weights.qkv(normed, change=self._change(step, index, "qkv"))
+        if config.wide_qk_norm:
+            qkv = self._wide_normed(qkv, weights)
         q = rotate_and_write(
-            weights.qkv(normed, change=self._change(step, index, "qkv")),
+            qkv,
             *step.ropes[config.layer_ropes[index]],
             kv,
             index,
             step.slots,
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
+            q_norm=None if config.wide_qk_norm else weights.q_norm,
+            k_norm=None if config.wide_qk_norm else weights.k_norm,
             eps=config.rms_norm_eps,
         )
+        growth = step.growth.get(config.layer_ropes[index])
         mixed = paged_attention(
-            q,
+            q if growth is None else q * growth,
             kv,
             index,
             step.plan,
@@ -164,6 +181,15 @@ class Decoder(ABC):
         )
         rows = self.wanted(index, mixed.flatten(1), step)
         return self._summed(weights.output(rows, change=self._change(step, index, "output")))
+
+    def _wide_normed(self, qkv: Tensor, weights: LayerWeights) -> Tensor:
+        """qkv with all query heads normalised as one, and all key heads."""
+        assert weights.q_norm is not None and weights.k_norm is not None
+        eps, kv_width = self.config.rms_norm_eps, len(weights.k_norm)
+        q, k, v = torch.split(qkv, [len(weights.q_norm), kv_width, kv_width], dim=1)
+        norm = rms_norm if self._ranks is None else self._ranks.normed
+        q, k = norm(q.contiguous(), weights.q_norm, eps), norm(k.contiguous(), weights.k_norm, eps)
+        return torch.cat((q, k, v), dim=1)
 
     def mlp(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """Gated MLP of normed rows, or experts."""

@@ -15,8 +15,10 @@ from kernels import Expert, Experts, Linear, Routing, Weight
 MIXTRAL = ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2")
 QWEN = ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
 GPT_OSS = ("mlp.router", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
-LAYOUTS = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
+LAYOUTS = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "gpt_oss": GPT_OSS}
 """By model type: names of the router and of the experts, and of each expert's gate, up and down; Qwen's for others."""
+CORRECTIONS = {"minimax_m2": "block_sparse_moe"}
+"""By model type: the module that holds the correction of each expert's score; the router for others."""
 
 
 class ExpertsReader:
@@ -40,7 +42,9 @@ class ExpertsReader:
         config, source = self.config, self.reader
         correction: Tensor | None = None
         if config.corrected:
-            found = source.checked(f"{router}.e_score_correction_bias", (config.count,))
+            own = CORRECTIONS.get(source.config.model_type)
+            holder = router if own is None else f"{self.prefix}{own}"
+            found = source.checked(f"{holder}.e_score_correction_bias", (config.count,))
             correction = found.to(device=source.device, dtype=torch.float32).contiguous()
         return Routing(
             config.per_token,

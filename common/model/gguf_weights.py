@@ -29,6 +29,12 @@ LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -40,8 +46,16 @@ LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
-SINKS = "self_attn.sinks"
+OTHERS = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+}
+"""Tensors whose names end in nothing that GGUF has."""
 EXPERT: Final = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 EXPERT_PARTS = {
     **dict.fromkeys(("gate_proj", "w1"), "ffn_gate_exps"),
@@ -50,7 +64,7 @@ EXPERT_PARTS = {
 }
 LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
 NORMS = {
-    "gpt_oss": {"post_attention_layernorm": "post_attention_norm"},
+    **dict.fromkeys(("gpt_oss", "glm4_moe", "seed_oss"), {"post_attention_layernorm": "post_attention_norm"}),
     **dict.fromkeys(
         ("gemma2", "gemma3_text"),
         {
@@ -59,8 +73,17 @@ NORMS = {
             "post_feedforward_layernorm": "post_ffw_norm",
         },
     ),
+    **dict.fromkeys(
+        ("olmo2", "olmo3", "exaone4"),
+        {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+    ),
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
 }
-INTERLEAVED = ("llama", "mixtral")
+INTERLEAVED = ("llama", "mixtral", "ministral3", "smollm3", "granite")
 """Model types of which llama.cpp reorders the rows of each head of q and k."""
 
 
@@ -86,7 +109,9 @@ class GGUFWeights:
         return stored is not None and stored.name in self.file
 
     def read(self, name: str) -> Tensor:
-        stored = self._stored(name) or Stored(name)
+        stored = self._place(name)
+        if name.endswith("kv_b_proj.weight") and stored.name not in self.file:
+            return self._joined_latents(stored.name)
         tensor = torch.from_numpy(self.file.read(*stored))
         if name.endswith("shared_expert_gate.weight"):
             return tensor.view(1, -1)
@@ -94,7 +119,7 @@ class GGUFWeights:
         return tensor[_from_interleaved(tensor.shape[0], heads)] if heads else tensor
 
     def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
-        stored = self._stored(name) or Stored(name)
+        stored = self._place(name)
         if self.file.is_mxfp4(stored.name):
             if not floats:
                 return None
@@ -112,11 +137,21 @@ class GGUFWeights:
 
     def is_quantised(self, name: str) -> bool:
         stored = self._stored(name)
-        return stored is not None and self.file.is_quantised(stored.name)
+        return stored is not None and stored.name in self.file and self.file.is_quantised(stored.name)
 
     @property
     def has_quantised(self) -> bool:
         return self.file.has_quantised
+
+    def _joined_latents(self, name: str) -> Tensor:
+        """What makes keys and values of latents, [heads * (nope + value), rank]: the file holds the two apart.
+
+        Keys' part is there as [heads, rank, nope], values' as [heads, value, rank].
+        """
+        keys, values = (
+            torch.from_numpy(self.file.read(name.replace("attn_kv_b", part))) for part in ("attn_k_b", "attn_v_b")
+        )
+        return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 
     def _interleaved_heads(self, name: str) -> int:
         """How many heads llama.cpp has reordered the rows of; 0 for none."""
@@ -124,13 +159,17 @@ class GGUFWeights:
             return 0
         return self.config.num_heads if "q_proj" in name else self.config.num_kv_heads
 
+    def _place(self, name: str) -> Stored:
+        """Where the tensor is; what no GGUF file has is looked for, and missed, under its own name."""
+        return self._stored(name) or Stored(name)
+
     def _stored(self, name: str) -> Stored | None:
         """None for what no GGUF file has."""
         if name in TOP:
             return Stored(TOP[name])
         _, _, index, rest = name.split(".", 3)
-        if rest == SINKS:
-            return Stored(f"blk.{index}.attn_sinks.weight")
+        if rest in OTHERS:
+            return Stored(f"blk.{index}.{OTHERS[rest]}")
         part, _, suffix = rest.rpartition(".")
         if (expert := EXPERT.fullmatch(part)) is not None:
             return Stored(f"blk.{index}.{EXPERT_PARTS[expert[2]]}.{suffix}", int(expert[1]))

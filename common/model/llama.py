@@ -1,4 +1,4 @@
-"""Llama, and the families that differ from it only by biases, q/k norms or windows: Mistral, Qwen2, Qwen3, SmolLM2."""
+"""Llama, and families with layers of its form: Mistral, Qwen, Phi, Granite, SmolLM2 and 3, gpt-oss and others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Llama(Decoder):
 
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
         eps, layers = self.config.rms_norm_eps, self.weights.layers
-        following = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
-        normed = rms_norm(hidden, layers[0].input_norm, eps)
+        following = [*(layer.norms["before_attention"] for layer in layers[1:]), self.weights.norm]
+        normed = rms_norm(hidden, layers[0].norms["before_attention"], eps)
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             mixed = self.attention(index, layer, normed, step)
-            hidden, normed = add_rms_norm(self.wanted(index, hidden, step), mixed, layer.mlp_norm, eps)
+            hidden, normed = add_rms_norm(self.wanted(index, hidden, step), mixed, layer.norms["before_mlp"], eps)
             hidden, normed = add_rms_norm(hidden, self.mlp(index, layer, normed, step), next_norm, eps)
         return normed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +18,13 @@ from common.model.deepseek import DeepSeek
 from common.model.gemma import Gemma
 from common.model.gguf_weights import GGUFWeights
 from common.model.llama import Llama
+from common.model.olmo import Olmo
 from common.model.quantised_safetensors import QuantisedSafetensors
 from common.model.safetensors_weights import SafetensorsWeights
 from common.model.tensor_reader import WeightSource
 from common.model.weights import Assembler
 from common.model_files.config import ModelConfig, from_hf
-from common.model_files.gguf_config import from_gguf
+from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.quantization import Quantization
 from common.weight_formats.quantization_config import read_quantization_config
 
@@ -30,7 +32,13 @@ if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
 
 log = logging.getLogger("model")
-FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "gemma": Gemma, "deepseek": DeepSeek}
+FAMILIES: dict[str, type[Decoder]] = {
+    "llama": Llama,
+    "deepseek": DeepSeek,
+    "gemma": Gemma,
+    "glm4": Gemma,
+    "olmo": Olmo,
+}
 
 
 def load_model(
@@ -104,14 +112,17 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
         raise ModelError(f"model {files.model_id} has no weights file: fetch the model again")
     if files.format == "gguf":
         file = GGUFFile(*files.weights)
-        vocab_size, tied = file.shape("token_embd.weight")[0], "output.weight" not in file
-        config = from_gguf(file.metadata, vocab_size, tied, file.path, rope_factors(file.path, file.head))
+        facts = TensorFacts.of(file.names, file.shape("token_embd.weight")[0], rope_factors(file.path, file.head))
+        config = from_gguf(file.metadata, facts, file.path)
         return config, GGUFWeights(file, config)
     path = files.config or files.weights[0].with_name("config.json")
     config, quantised = from_hf(path), read_quantization_config(path)
-    if quantised is not None:
-        return config, QuantisedSafetensors(files.weights, quantised)
-    return config, SafetensorsWeights(files.weights)
+    source: WeightSource = (
+        SafetensorsWeights(files.weights) if quantised is None else QuantisedSafetensors(files.weights, quantised)
+    )
+    if config.tie_embeddings is None:
+        config = replace(config, tie_embeddings=not source.has("lm_head.weight"))
+    return config, source
 
 
 def torch_device(name: str) -> torch.device:

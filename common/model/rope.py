@@ -15,6 +15,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None 
     dim = rope.rotary_dim or head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / (rope.theta**exponents)
+    if rope.scaling == "off":
+        return torch.zeros_like(frequencies)
     if factors is not None:
         return frequencies / factors
     if rope.scaling == "linear":
@@ -63,18 +65,24 @@ def _yarn(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 def rotation_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
     """The order of a head's elements in which all of them are rotated, int64 [head_dim]; None where they are.
 
-    The kernels rotate element i with element i + head_dim / 2. Elements without a rotation are dealt to both halves,
-    behind those with one, and get an angle of zero. Queries and keys in the same order have the same products.
+    The kernels rotate element i with element i + head_dim / 2, a file those two or neighbours. Elements without a
+    rotation are dealt to both halves, behind those with one, and get an angle of zero. Queries and keys in the same
+    order have the same products.
     """
-    if not rope.rotary_dim:
+    if not rope.rotary_dim and not rope.interleaved:
         return None
-    half, rest = rope.rotary_dim // 2, (head_dim - rope.rotary_dim) // 2
-    places = torch.arange(head_dim)
-    return torch.cat((places[:half], places[2 * half : 2 * half + rest], places[half : 2 * half], places[-rest:]))
+    places, rotary_dim = torch.arange(head_dim), rope.rotary_dim or head_dim
+    rotated, rest = places[:rotary_dim], places[rotary_dim:]
+    first, second = (rotated[0::2], rotated[1::2]) if rope.interleaved else rotated.chunk(2)
+    still, also_still = rest.tensor_split(2)
+    return torch.cat((first, still, second, also_still))
 
 
 class RopeTable:
-    """cos and sin, float32 [max_len, head_dim / 2]: see `rotation_order` for heads that are rotated in part."""
+    """cos and sin, float32 [max_len, head_dim / 2]: see `rotation_order` for heads that are rotated in part.
+
+    `growth`, float32 [max_len]: what multiplies queries; None where that is 1 at every position.
+    """
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_len: int, device: torch.device, factors: Tensor | None = None
@@ -87,6 +95,10 @@ class RopeTable:
             cos = torch.cat((cos, cos.new_ones(max_len, rest)), dim=1)
             sin = torch.cat((sin, sin.new_zeros(max_len, rest)), dim=1)
         self.cos, self.sin = cos.to(device), sin.to(device)
+        self.growth: Tensor | None = None
+        if rope.query_growth and max_len > rope.original_max_len:
+            steps = torch.arange(max_len) // rope.original_max_len
+            self.growth = (1 + rope.query_growth * torch.log1p(steps.float())).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin at int64 [T] positions: [T, head_dim / 2] each."""

@@ -30,7 +30,7 @@ class TensorParallel:
 
     def __init__(self, shard: Shard, vocab_size: int, collectives: Collectives) -> None:
         self._ids, self._widths = shard.part(vocab_size), shard.widths(vocab_size)
-        self._collectives = collectives
+        self._size, self._collectives = shard.size, collectives
 
     def embedded(self, embedding: Embedding, token_ids: Tensor) -> Tensor:
         """int64 [T] to [T, width]: each row is that of the one rank which has the token."""
@@ -41,6 +41,16 @@ class TensorParallel:
 
     def summed(self, part: Tensor) -> Tensor:
         return self._collectives.add_up(part) if part.numel() else part
+
+    def normed(self, part: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm over all ranks' columns, of which `part` [T, n] has this rank's, `weight` float32 [n] as well.
+
+        Squares are added up in float64: a row's norm does not depend on the rows beside it. Where several ranks have
+        the same columns, all columns have as many copies, and their mean is the same.
+        """
+        squares = self.summed(part.double().square().sum(1, keepdim=True))
+        scale = (squares / (self._size * part.shape[1]) + eps).rsqrt().float()
+        return (part.float() * scale * weight).to(part.dtype)
 
     def joined(self, logits: Tensor) -> Tensor:
         """float32 [n, the rank's part of the vocabulary] to [n, vocab_size] on rank 0."""

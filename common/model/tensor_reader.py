@@ -68,7 +68,7 @@ class TensorReader:
     def mlp(self, prefix: str, inner: int) -> MLP:
         """The gated MLP whose tensors' names begin so."""
         config, hidden = self.config, self.config.hidden_size
-        gates = {"gate_up_proj": 2 * inner} if config.fused else {"gate_proj": inner, "up_proj": inner}
+        gates = {"gate_up_proj": 2 * inner} if config.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
         return MLP(
             self.linear(GatedLinear, prefix, gates, hidden, config.mlp_bias),
             self.linear(Linear, prefix, {"down_proj": hidden}, inner, config.mlp_bias),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,23 +17,43 @@ from common.model.tensor_reader import TensorReader
 from common.model_files.quantization import Quantization
 from kernels import Embedding, Linear
 
+NormPlace = Literal["before_attention", "after_attention", "before_mlp", "after_mlp"]
+BEFORE: Mapping[NormPlace, str] = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+NORMS: Mapping[str, Mapping[NormPlace, str]] = {
+    "llama": BEFORE,
+    "deepseek": BEFORE,
+    "gemma": {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
+    "glm4": {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_self_attn_layernorm",
+        "before_mlp": "post_attention_layernorm",
+        "after_mlp": "post_mlp_layernorm",
+    },
+    "olmo": {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
+}
+"""By family: where a layer has norms of hidden states, and what its file calls them."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one layer. Norm weights are float32; weights that a family lacks are None.
 
+    norms: of hidden states, in the places that `NORMS` names for the family.
     qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim; with `latent` to the queries alone.
+    q_norm, k_norm: of each head, or with `wide_qk_norm` of all heads.
     """
 
-    input_norm: Tensor
+    norms: Mapping[NormPlace, Tensor]
     qkv: Linear
     output: Linear
-    mlp_norm: Tensor
     mlp: FeedForward
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    post_attention_norm: Tensor | None = None
-    post_mlp_norm: Tensor | None = None
     sinks: Tensor | None = None
     latent: LatentWeights | None = None
 
@@ -59,6 +81,8 @@ class Assembler(TensorReader):
         config = self.config
         embedding, head = self.embedding(with_head)
         norm = self.norm("model.norm.weight", config.hidden_size)
+        if with_head:
+            norm = norm / config.logits_divisor  # dividing what the head reads divides the logits
         layers = tuple(self.layer(i) for i in range(config.num_layers))
         factors = self.source.read("rope_factors").float() if self.source.has("rope_factors") else None
         return ModelWeights(embedding, layers, norm, head, factors, self.quantization)
@@ -79,20 +103,15 @@ class Assembler(TensorReader):
     def layer(self, index: int) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size
         prefix, q = f"model.layers.{index}.", config.num_heads * config.value_dim
-        sandwich = config.sandwich_norm
-        mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
         order = None if config.latent else rotation_order(config.layer_ropes[index], config.head_dim)
         latents = None if config.latent is None else LatentReader(self, config.latent, f"{prefix}self_attn.")
         return LayerWeights(
-            input_norm=self.norm(f"{prefix}input_layernorm.weight", hidden),
+            norms={place: self.norm(f"{prefix}{name}.weight", hidden) for place, name in NORMS[config.family].items()},
             qkv=self.attention_inputs(prefix, order) if latents is None else latents.queries(),
             output=self.linear(Linear, prefix, {"self_attn.o_proj": hidden}, q, config.output_bias),
-            mlp_norm=self.norm(f"{prefix}{mlp_norm}.weight", hidden),
             mlp=self.feed_forward(index),
-            q_norm=self.head_norm(f"{prefix}self_attn.q_norm.weight", order),
-            k_norm=self.head_norm(f"{prefix}self_attn.k_norm.weight", order),
-            post_attention_norm=self.norm(f"{prefix}post_attention_layernorm.weight", hidden) if sandwich else None,
-            post_mlp_norm=self.norm(f"{prefix}post_feedforward_layernorm.weight", hidden) if sandwich else None,
+            q_norm=self.head_norm(f"{prefix}self_attn.q_norm.weight", config.num_heads, order),
+            k_norm=self.head_norm(f"{prefix}self_attn.k_norm.weight", config.num_kv_heads, order),
             sinks=self.sinks(f"{prefix}self_attn.sinks"),
             latent=None if latents is None else latents.read(),
         )
@@ -102,7 +121,7 @@ class Assembler(TensorReader):
         config, dim = self.config, self.config.head_dim
         q, kv = config.num_heads * dim, config.num_kv_heads * dim
         parts = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-        if config.fused:
+        if config.fused_qkv:
             parts = {"self_attn.qkv_proj": q + 2 * kv}
         rows = None
         if order is not None:
@@ -120,8 +139,12 @@ class Assembler(TensorReader):
         config = self.config
         return self.checked(name, (config.num_heads,)).float().to(self.device).contiguous() if config.sinks else None
 
-    def head_norm(self, name: str, order: Tensor | None) -> Tensor | None:
-        if not self.config.qk_norm:
+    def head_norm(self, name: str, heads: int, order: Tensor | None) -> Tensor | None:
+        """The norm of each head, or of `heads` heads as one."""
+        config, count = self.config, heads if self.config.wide_qk_norm else 1
+        if not config.qk_norm and not config.wide_qk_norm:
             return None
-        weight = self.norm(name, self.config.head_dim)
-        return weight if order is None else weight[order.to(weight.device)]
+        weight = self.norm(name, count * config.head_dim)
+        if order is None:
+            return weight
+        return weight.view(count, config.head_dim)[:, order.to(weight.device)].flatten()

@@ -1,4 +1,4 @@
-"""A mixture of experts, as config.json describes it. No torch."""
+"""A mixture of experts, as config.json or the metadata of a GGUF file describe it. No torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from typing import Any
 from common.model_config.fields import FieldReader
 from common.model_config.latent import LATENT_TYPES
 
+DEEPSEEK_LIKE = (*LATENT_TYPES, "glm4_moe")
+"""Model types whose experts are described as DeepSeek's are."""
+PER_LAYER: dict[str, tuple[int, int]] = {"mixtral": (8, 2), "gpt_oss": (128, 4), "minimax_m2": (256, 8)}
+"""Model types of which every layer has experts: how many there are, and how many a token takes, if nothing is said."""
+SIGMOID = 2
+"""Of GGUF's `expert_gating_func`."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Of gpt-oss' gate, which the kernels have as "clamped_swiglu"."""
 
@@ -44,12 +50,12 @@ class ExpertsConfig:
 def read_experts(model_type: str, fields: Mapping[str, Any], path: Path, num_layers: int) -> ExpertsConfig | None:
     """The experts of a model; None where it has none. ModelError for a kind of them that is not supported."""
     reader = FieldReader(fields, path)
-    if model_type in LATENT_TYPES:
+    if model_type in DEEPSEEK_LIKE:
         return _read_deepseek(reader, num_layers, third=model_type != "deepseek_v2")
-    if model_type in ("mixtral", "gpt_oss"):
-        sparse = (True,) * num_layers
-        count, inner = _count(reader, 8 if model_type == "mixtral" else 128), reader.count("intermediate_size")
-        normalised, per_token = True, reader.count("num_experts_per_tok", 2 if model_type == "mixtral" else 4)
+    if model_type in PER_LAYER:
+        sparse, (count, per_token) = (True,) * num_layers, PER_LAYER[model_type]
+        count, inner = _count(reader, count), reader.count("intermediate_size")
+        normalised, per_token = True, reader.count("num_experts_per_tok", per_token)
     elif model_type in ("qwen2_moe", "qwen3_moe"):
         dense, step = fields.get("mlp_only_layers") or [], reader.count("decoder_sparse_step", 1)
         sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
@@ -65,7 +71,59 @@ def read_experts(model_type: str, fields: Mapping[str, Any], path: Path, num_lay
         if model_type == "gpt_oss" and reader.number(name, value) != value:
             raise reader.refuse(f"{name} {fields[name]!r}", f"{name} {value:g}")
     shared = reader.count("shared_expert_intermediate_size", 5632) if model_type == "qwen2_moe" else 0
-    return ExpertsConfig(count, per_token, inner, sparse, normalised, shared, biased=model_type == "gpt_oss")
+    corrected = model_type == "minimax_m2"
+    return ExpertsConfig(
+        *(count, per_token, inner, sparse, normalised, shared),
+        biased=model_type == "gpt_oss",
+        sigmoid=corrected,
+        corrected=corrected,
+    )
+
+
+def read_gguf_experts(reader: FieldReader, model_type: str, num_layers: int) -> ExpertsConfig | None:
+    """The experts of a model in a GGUF file; None where it has none. Raises ModelError."""
+    count = int(reader.number("expert_count", 0))
+    if not count:
+        return None
+    per_token = reader.count("expert_used_count")
+    if per_token > count:
+        raise reader.refuse(f"expert_used_count {per_token} of {count} experts", "as many experts as a token takes")
+    inner = reader.count("feed_forward_length" if model_type == "mixtral" else "expert_feed_forward_length")
+    if model_type in DEEPSEEK_LIKE:
+        return _read_gguf_deepseek(reader, count, per_token, inner, num_layers, sigmoid=model_type != "deepseek_v2")
+    shared = 0
+    if model_type == "qwen2_moe":  # files of 2024 do not tell the shared expert's width
+        shared = reader.count("expert_shared_feed_forward_length", reader.count("feed_forward_length"))
+    corrected = model_type == "minimax_m2"
+    return ExpertsConfig(
+        *(count, per_token, inner, (True,) * num_layers),
+        normalised=model_type != "qwen2_moe",
+        shared_size=shared,
+        biased=model_type == "gpt_oss",
+        sigmoid=corrected,
+        corrected=corrected,
+    )
+
+
+def _read_gguf_deepseek(
+    reader: FieldReader, count: int, per_token: int, inner: int, num_layers: int, *, sigmoid: bool
+) -> ExpertsConfig:
+    """DeepSeek's, and GLM's. A file without groups has none: llama.cpp computes it so."""
+    groups = int(reader.number("expert_group_count", 1)) or 1
+    kept = int(reader.number("expert_group_used_count", groups)) or groups
+    _check_groups(reader, count, per_token, groups, kept, at_least=2 if sigmoid else 1)
+    num_dense = int(reader.number("leading_dense_block_count", 0))
+    return ExpertsConfig(
+        *(count, per_token, inner, tuple(i >= num_dense for i in range(num_layers))),
+        normalised=bool(reader.fields.get(f"{reader.prefix}expert_weights_norm", sigmoid)),
+        shared_size=int(reader.number("expert_shared_count", 0)) * inner,
+        shared_gated=False,
+        sigmoid=sigmoid,
+        corrected=sigmoid,
+        groups=groups,
+        kept_groups=kept,
+        scale=reader.number("expert_weights_scale", 1.0) or 1.0,
+    )
 
 
 def _count(reader: FieldReader, default: int) -> int:
@@ -90,13 +148,12 @@ def _read_deepseek(reader: FieldReader, num_layers: int, *, third: bool) -> Expe
     if not third:  # transformers ignores it, DeepSeek's own code then leaves out the scale
         _expect(reader, "norm_topk_prob", normalised, None, False)
     _check_groups(reader, count, per_token, groups, kept, at_least=2 if third else 1)
-    dense = int(reader.number("first_k_dense_replace", 3 if third else 0))
     inner = reader.count("moe_intermediate_size", 2048 if third else 1407)
     return ExpertsConfig(
         count,
         per_token,
         inner,
-        tuple(i >= dense for i in range(num_layers)),
+        _sparse_layers(reader, num_layers, 3 if third else 0),
         bool(normalised) or (third and normalised is None),
         int(reader.number("n_shared_experts", 0)) * inner,
         shared_gated=False,
@@ -106,6 +163,17 @@ def _read_deepseek(reader: FieldReader, num_layers: int, *, third: bool) -> Expe
         kept_groups=kept,
         scale=reader.number("routed_scaling_factor", 2.5 if third else 1.0),
     )
+
+
+def _sparse_layers(reader: FieldReader, num_layers: int, default: int) -> tuple[bool, ...]:
+    """Which layers have experts: those that a list names (GLM-4.7-Flash), or all behind the first few."""
+    kinds = reader.fields.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+            raise reader.refuse(f"mlp_layer_types {kinds} of {num_layers} layers", "dense or sparse layers")
+        return tuple(kind == "sparse" for kind in kinds)
+    num_dense = int(reader.number("first_k_dense_replace", default))
+    return tuple(i >= num_dense for i in range(num_layers))
 
 
 def _expect(reader: FieldReader, name: str, value: object, *allowed: object) -> None:

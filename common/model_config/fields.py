@@ -22,6 +22,12 @@ class FieldReader:
             raise ModelError(f"{self.path}: {self.prefix}{name} is {value!r}, expected a number: fetch the file again")
         return float(value)
 
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if not 0 < value < float("inf"):
+            raise ModelError(f"{self.path}: {self.prefix}{name} is {value!r}, expected a positive number")
+        return value
+
     def count(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
         if value != int(value) or not 0 < value < 2**31:

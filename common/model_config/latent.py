@@ -10,8 +10,8 @@ from typing import Any
 
 from common.model_config.fields import FieldReader
 
-LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-"""Model types whose layers attend to latents; Kimi K2 is a DeepSeek V3 of another size."""
+LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
+"""Model types whose layers attend to latents; Kimi K2 and GLM-4.7-Flash are DeepSeek V3s of other sizes."""
 NORM_EPS = 1e-6
 """Of the norms of latents, whatever `rms_norm_eps` says: DeepSeek's code and transformers' have it fixed."""
 
@@ -67,6 +67,21 @@ def read_latent(model_type: str, fields: Mapping[str, Any], path: Path) -> Laten
         rope_dim=rope_dim,
         value_dim=reader.count("v_head_dim", 128),
         interleaved=model_type == "deepseek_v2" or fields.get("rope_interleave") is not False,
+    )
+
+
+def read_gguf_latent(reader: FieldReader) -> LatentConfig:
+    """The latents of a deepseek2. Files that hold keys' and values' parts of a matrix apart say the widths of heads
+    under names of their own; older ones under the usual names."""
+    rope_dim = reader.count("rope.dimension_count")
+    apart = "_mla" if f"{reader.prefix}attention.key_length_mla" in reader.fields else ""
+    return LatentConfig(
+        query_rank=int(reader.number("attention.q_lora_rank", 0)),
+        rank=reader.count("attention.kv_lora_rank"),
+        nope_dim=reader.count(f"attention.key_length{apart}") - rope_dim,
+        rope_dim=rope_dim,
+        value_dim=reader.count(f"attention.value_length{apart}"),
+        interleaved=True,
     )
 
 

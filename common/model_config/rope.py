@@ -18,9 +18,10 @@ class RopeConfig:
     """Rotary embedding of some layers.
 
     `scaling` is "none", "linear" (`factor`), "llama3" (that, both frequency factors, `original_max_len`), "yarn" (that,
-    `original_max_len`, both betas, `truncate`) or "longrope" (`factors`, which divide the frequencies one by one).
-    The first `rotary_dim` elements of a head are rotated, 0: all of them. `magnitude` multiplies their cosines and
-    sines.
+    `original_max_len`, both betas, `truncate`), "longrope" (`factors`, which divide the frequencies one by one) or
+    "off": these layers rotate nothing. The first `rotary_dim` elements of a head are rotated, 0: all of them.
+    `magnitude` multiplies their cosines and sines. `interleaved`: the file rotates element 2 i with element 2 i + 1.
+    Queries at position p are times 1 + `query_growth` * ln(1 + p // `original_max_len`), as in Llama 4.
     """
 
     theta: float
@@ -35,6 +36,8 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     magnitude: float = 1.0
     rotary_dim: int = 0
+    interleaved: bool = False
+    query_growth: float = 0.0
 
 
 class RopeReader:
@@ -105,6 +108,7 @@ class RopeReader:
             truncate=reader.fields.get("truncate") is not False,
             magnitude=reader.number("attention_factor", inferred),
             rotary_dim=rotary_dim,
+            query_growth=reader.number("llama_4_scaling_beta", 0.0),
         )
 
     def _longrope(self, reader: FieldReader, theta: float, rotary_dim: int) -> RopeConfig:

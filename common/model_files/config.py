@@ -9,56 +9,20 @@ from typing import Any
 
 from common.errors import ModelError
 from common.model_config.experts import ExpertsConfig, read_experts
+from common.model_config.families import (
+    ACTIVATIONS,
+    DEFAULTS,
+    HEAD_NORMS,
+    HF_FAMILIES,
+    INTERLEAVED,
+    NO_OUTPUT_BIAS,
+    WIDE_NORMS,
+    WRAPPERS,
+)
 from common.model_config.fields import FieldReader
 from common.model_config.latent import LatentConfig, latent_scale, read_latent
-from common.model_config.rope import RopeConfig, RopeReader
-
-HF_FAMILIES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2": "llama",
-    "qwen3": "llama",
-    "qwen2_moe": "llama",
-    "qwen3_moe": "llama",
-    "phi3": "llama",
-    "gpt_oss": "llama",
-    "deepseek_v2": "deepseek",
-    "deepseek_v3": "deepseek",
-    "kimi_k2": "deepseek",
-    "gemma2": "gemma",
-    "gemma3_text": "gemma",
-    "gemma3": "gemma",
-}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma2": {
-        **{"head_dim": 256, "max_position_embeddings": 8192, "query_pre_attn_scalar": 256, "sliding_window": 4096},
-        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True},
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "gemma3_text": {
-        **{"head_dim": 256, "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096},
-        **{"rope_theta": 1e6, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
-    },
-    "mistral": {"sliding_window": 4096},
-    "mixtral": {"rope_theta": 1e6, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
-    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    "qwen2_moe": {"max_position_embeddings": 32768, "qkv_bias": True},
-    "qwen3_moe": {"max_position_embeddings": 32768},
-    "deepseek_v2": {"n_shared_experts": 2},
-    "deepseek_v3": {"max_position_embeddings": 4096, "n_shared_experts": 1},
-    "kimi_k2": {"max_position_embeddings": 4096, "n_shared_experts": 1},
-    "gpt_oss": {
-        **{"head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": 128},
-        **{"rope_theta": 150000.0, "attention_bias": True},
-        "rope_scaling": {
-            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-            "original_max_position_embeddings": 4096,
-        },
-    },
-}
-"""What a config.json may leave out, as transformers fills it in."""
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+from common.model_config.layers import LayerReader, rope_fields
+from common.model_config.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +30,11 @@ class ModelConfig:
     """Numbers of one decoder-only model.
 
     `layer_windows[i]` is the number of tokens layer i may look back to, itself included (0: all of them);
-    `layer_ropes[i]` its rotary embedding. `attention_scale` multiplies q.k; softcaps of 0 are off. `sinks`: attention
-    has one more logit a head. `fused`: the file holds q, k, v in one matrix, and gate and up too. Some layers have
-    `experts` in place of the MLP of `intermediate_size`. With `latent` the cache holds one KV head of `head_dim`
-    numbers a token, which are keys and values of all heads.
+    `layer_ropes[i]` its rotary embedding. `attention_scale` multiplies q.k; softcaps of 0 are off; logits are divided
+    by `logits_divisor`. `qk_norm`: each head of queries and keys is normalised, `wide_qk_norm`: all of them as one.
+    `sinks`: attention has one more logit a head. `fused_qkv`, `fused_gate_up`: the file holds them in one matrix. Some
+    layers have `experts` in place of the MLP of `intermediate_size`. With `latent` the cache holds one KV head of
+    `head_dim` numbers a token, which are keys and values of all heads.
     """
 
     family: str
@@ -87,18 +52,21 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig, ...]
     attention_scale: float
     activation: str = "silu"
-    tie_embeddings: bool = False
+    tie_embeddings: bool | None = False
+    """None: if the file has no head of its own."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sandwich_norm: bool = False
+    wide_qk_norm: bool = False
     sinks: bool = False
-    fused: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
     experts: ExpertsConfig | None = None
     embedding_scale: float = 1.0
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
+    logits_divisor: float = 1.0
     latent: LatentConfig | None = None
     extra_layers: int = 0
     """Layers of the file behind those that are computed: they predict more tokens at once, and are not read."""
@@ -157,22 +125,30 @@ class HFReader(FieldReader):
 
     def read(self) -> ModelConfig:
         model_type = self.fields.get("model_type")
-        if model_type == "gemma3" and isinstance(self.fields.get("text_config"), dict):
-            return HFReader({"model_type": "gemma3_text", **self.fields["text_config"]}, self.path).read()
+        if model_type in WRAPPERS and isinstance(self.fields.get("text_config"), dict):
+            return HFReader(self._text_fields(model_type), self.path).read()
         if model_type not in HF_FAMILIES:
             raise self.refuse(f"model_type {model_type!r}", ", ".join(HF_FAMILIES))
         if self.fields.get("use_bidirectional_attention"):
             raise self.refuse("use_bidirectional_attention", "causal attention")
-        self.fields = DEFAULTS.get(model_type, {}) | dict(self.fields)
+        self.fields = DEFAULTS.get(model_type, {}) | self._renamed(model_type)
         gemma = HF_FAMILIES[model_type] == "gemma"
         layers, heads, hidden = (
             self.count(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
         )
         latent = read_latent(model_type, self.fields, self.path)
         head_dim = self.count("head_dim", hidden // heads) if latent is None else latent.key_dim
-        rope_dim = head_dim if latent is None else latent.rope_dim
+        of_layers = LayerReader(
+            self.fields,
+            self.path,
+            num_layers=layers,
+            rope_dim=head_dim if latent is None else latent.rope_dim,
+            interleaved=model_type in INTERLEAVED,
+        )
         bias = bool(self.fields.get("attention_bias", False)) and model_type != "qwen2"
-        max_len = self.count("max_position_embeddings", 2048)
+        # Granite adds r times a change to its residual. One that is 1 / r times as large adds the change as it is, and
+        # has the same norms, where their eps is 1 / r^2 times as large.
+        residual = self.positive("residual_multiplier", 1.0)
         config = ModelConfig(
             family=HF_FAMILIES[model_type],
             model_type=model_type,
@@ -183,39 +159,70 @@ class HFReader(FieldReader):
             hidden_size=hidden,
             intermediate_size=self.count("intermediate_size"),
             vocab_size=self.count("vocab_size"),
-            max_model_len=max_len,
-            rms_norm_eps=self.number("rms_norm_eps", 1e-6),
-            layer_windows=self._windows(layers, model_type),
-            layer_ropes=self._ropes(layers, model_type, RopeReader(self.fields, self.path, rope_dim, max_len)),
-            attention_scale=self._attention_scale(gemma, head_dim, latent),
+            max_model_len=of_layers.max_len,
+            rms_norm_eps=self.number("rms_norm_eps", 1e-6) / residual**2,
+            layer_windows=of_layers.windows(),
+            layer_ropes=of_layers.ropes(),
+            attention_scale=self._attention_scale(model_type, head_dim, latent),
             activation="clamped_swiglu" if model_type == "gpt_oss" else self._activation(gemma),
-            tie_embeddings=bool(self.fields.get("tie_word_embeddings", False)),
+            tie_embeddings=self._is_tied(),
             qkv_bias=bias or model_type == "qwen2" or bool(self.fields.get("qkv_bias", False)),
-            output_bias=bias,
+            output_bias=self._output_bias(model_type, bias),
             mlp_bias=bool(self.fields.get("mlp_bias", False)),
-            qk_norm=model_type in ("gemma3_text", "qwen3", "qwen3_moe"),
-            sandwich_norm=gemma,
+            qk_norm=model_type in HEAD_NORMS or (model_type == "glm4_moe" and bool(self.fields.get("use_qk_norm"))),
+            wide_qk_norm=model_type in WIDE_NORMS,
             sinks=model_type == "gpt_oss",
-            fused=model_type == "phi3",
+            fused_qkv=model_type == "phi3",
+            fused_gate_up=model_type in ("phi3", "glm", "glm4"),
             experts=read_experts(model_type, self.fields, self.path, layers),
-            embedding_scale=hidden**0.5 if gemma else 1.0,
+            embedding_scale=hidden**0.5 if gemma else self.number("embedding_multiplier", 1.0) / residual,
             attention_softcap=self.number("attn_logit_softcapping", 0.0),
             final_softcap=self.number("final_logit_softcapping", 0.0),
+            logits_divisor=self.positive("logits_scaling", 1.0),
             latent=latent,
-            extra_layers=0 if latent is None else int(self.number("num_nextn_predict_layers", 0)),
+            extra_layers=int(self.number("num_nextn_predict_layers", 0)) if self._has_extra_layers(latent) else 0,
         )
         return checked(config, self.path)
 
-    def _attention_scale(self, gemma: bool, head_dim: int, latent: LatentConfig | None) -> float:
+    def _renamed(self, model_type: str) -> dict[str, Any]:
+        """The fields, by the names that most families have for them."""
+        fields = dict(self.fields)
+        if model_type == "ernie4_5":
+            fields["attention_bias"] = fields["mlp_bias"] = bool(fields.get("use_bias", False))
+        if model_type == "minimax_m2" and fields.get("rotary_dim") is not None:
+            fields.setdefault("partial_rotary_factor", self.positive("rotary_dim") / self.positive("head_dim", 128))
+        return fields
+
+    def _text_fields(self, wrapper: str) -> dict[str, Any]:
+        """The language model of one that also sees."""
+        text = dict(self.fields["text_config"])
+        if text.get("model_type") not in HF_FAMILIES:
+            text["model_type"] = WRAPPERS[wrapper]
+        if wrapper != "gemma3":  # some such files tell it in neither place
+            tied = self.fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+            text["tie_word_embeddings"] = tied
+        return text
+
+    def _is_tied(self) -> bool | None:
+        value = self.fields.get("tie_word_embeddings", False)
+        return None if value is None else bool(value)
+
+    def _output_bias(self, model_type: str, bias: bool) -> bool:
+        if model_type == "seed_oss":
+            return bool(self.fields.get("attention_out_bias", False))
+        return bias and model_type not in NO_OUTPUT_BIAS
+
+    def _has_extra_layers(self, latent: LatentConfig | None) -> bool:
+        return latent is not None or self.fields["model_type"] == "glm4_moe"
+
+    def _attention_scale(self, model_type: str, head_dim: int, latent: LatentConfig | None) -> float:
         if latent is not None:
-            return latent_scale(latent, self._rope_fields(), self.path)
+            return latent_scale(latent, rope_fields(self.fields), self.path)
+        if model_type == "granite":
+            return self.number("attention_multiplier", 1.0)
+        gemma = HF_FAMILIES[model_type] == "gemma"
         scale: float = self.number("query_pre_attn_scalar") ** -0.5 if gemma else head_dim**-0.5
         return scale
-
-    def _rope_fields(self) -> dict[str, Any]:
-        """Of a model with one rotary embedding, as transformers 5 and 4 name them."""
-        found = self.fields.get("rope_parameters") or self.fields.get("rope_scaling") or {}
-        return dict(found)
 
     def _activation(self, gemma: bool) -> str:
         name = "hidden_activation" if gemma else "hidden_act"
@@ -223,45 +230,3 @@ class HFReader(FieldReader):
         if value not in ACTIVATIONS:
             raise self.refuse(f"{name} {value!r}", ", ".join(ACTIVATIONS))
         return ACTIVATIONS[value]
-
-    def _layer_types(self, layers: int, model_type: str) -> list[str]:
-        """The attention of each layer, sliding_attention or full_attention."""
-        kinds = self.fields.get("layer_types")
-        if isinstance(kinds, list):
-            if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-                raise self.refuse(f"layer_types {sorted(set(kinds))} of {layers} layers", "sliding or full attention")
-            return kinds
-        pattern = {"gemma2": 2, "gpt_oss": 2}.get(model_type, 0)
-        if model_type == "gemma3_text":
-            pattern = self.count("sliding_window_pattern", 6)
-        if pattern:
-            return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
-        first = int(self.number("max_window_layers", 28))
-        if model_type in ("qwen2", "qwen3"):
-            return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-        if model_type == "qwen2_moe":
-            return ["full_attention" if i % 2 or i >= first else "sliding_attention" for i in range(layers)]
-        return ["sliding_attention"] * layers
-
-    def _windows(self, layers: int, model_type: str) -> tuple[int, ...]:
-        off = model_type == "llama" or HF_FAMILIES[model_type] == "deepseek"
-        off = off or (model_type.startswith("qwen") and not self.fields.get("use_sliding_window"))
-        if not self.fields.get("sliding_window") or off:
-            return (0,) * layers
-        window = self.count("sliding_window")
-        kinds = self._layer_types(layers, model_type)
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-
-    def _ropes(self, layers: int, model_type: str, reader: RopeReader) -> tuple[RopeConfig, ...]:
-        parameters = self.fields.get("rope_parameters") or {}
-        theta = self.number("rope_theta", 10000.0)
-        if model_type != "gemma3_text":
-            return (reader.read(self._rope_fields(), theta),) * layers
-        if "full_attention" in parameters or "sliding_attention" in parameters:
-            far, near = parameters.get("full_attention") or {}, parameters.get("sliding_attention") or {}
-        else:
-            far, near = parameters or self.fields.get("rope_scaling") or {}, {}
-        full = reader.read(far, theta)
-        local = reader.read(near, self.number("rope_local_base_freq", 10000.0))
-        kinds = self._layer_types(layers, model_type)
-        return tuple(local if kind == "sliding_attention" else full for kind in kinds)

@@ -14,7 +14,7 @@ from common.gguf_format.tokenizer import CONTROL, convert_gguf_tokenizer
 from common.model_files.cache_folder import make_folder, write_atomically
 from common.model_files.config import from_hf
 from common.model_files.files import ModelFiles
-from common.model_files.gguf_config import from_gguf
+from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.json_file import read_json
 from common.model_files.stamp import hash_weights
 
@@ -41,8 +41,8 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
     path = parts[0]
     head = read_gguf_head(path)
     tokens = head.metadata.get("tokenizer.ggml.tokens") or []
-    factors = rope_factors(path, head)
-    from_gguf(head.metadata, len(tokens), True, path, factors)  # refuses what is not supported before hashing weights
+    facts = TensorFacts.of({tensor.name for tensor in head.tensors}, len(tokens), rope_factors(path, head))
+    from_gguf(head.metadata, facts, path)  # refuses what is not supported before hashing weights
     tokenizer = convert_gguf_tokenizer(head.metadata)
     target = make_folder(folder) / "tokenizer.json"
     write_atomically(target, tokenizer.to_str().encode())

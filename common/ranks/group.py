@@ -46,7 +46,7 @@ class RankGroup:
             return part
         parts = [torch.empty_like(part) for _ in range(self._shard.size)]
         self._run(lambda: dist.all_gather(parts, part))
-        total = parts[0].float()
+        total = parts[0].to(torch.promote_types(part.dtype, torch.float32))
         for other in parts[1:]:
             total += other
         return total.to(part.dtype)

@@ -1,6 +1,7 @@
 """A rank's part of a model's files: the assembler asks for tensors by name, and gets the rank's slices of them.
 
 rows       q, k, v (whole heads), gate and up, and the vocabulary     the rank computes some outputs
+           norms of all heads as one
 columns    o and down                                                 the rank adds some inputs to all outputs
 whole      norms, routers, what makes latents                         every rank computes the same
 """
@@ -56,6 +57,10 @@ class CutRules:
         if kind == "sinks":
             return self._stacked(config.num_heads, unit=1)
         match last:
+            case "q_norm" if config.wide_qk_norm:
+                return self._stacked(config.num_heads)
+            case "k_norm" if config.wide_qk_norm:
+                return self._stacked(0, config.num_kv_heads)
             case "q_proj" | "q_b_proj":
                 return self._stacked(config.num_heads, unit=config.latent.query_dim if config.latent else 0)
             case "kv_b_proj" if config.latent is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from common.model_files.resolve import resolve_model
 from ..common.model.generation import random_checkpoint, transformers_model
 from ..families import CASES
 from .conftest import Oracle
+from .test_failures import SLOW_PREFILL, run_with
 
 pytestmark = pytest.mark.e2e
 ALL_REMOTE = ("--local-prefill-threshold", "0")
 LENGTHS = (66, 70, 81, 96, 97, 130)
 """Beyond the windows, and beyond where the factors of LongRoPE change in transformers."""
 NUM_TOKENS = 40
+KILLED_TOKENS = 60
+"""Of an answer that is compared; more are generated while a worker is killed."""
 NUM_BLOCKS = 12
 """The longest prompt and its answer fill 11 of them, so two that overlap are too many."""
 WINDOWED_BLOCKS = {"mixtral-window": 9}
@@ -56,3 +60,20 @@ def test_tokens_equal_transformers(system_of: Any, random_prompts: Any, folder: 
         assert system.generate(prompts, max_tokens=NUM_TOKENS) == expected
     assert system.metric("vllm:num_preemptions", "decode") > 0
     assert system.metric("vllm:prefix_cache_hits", "prefill") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("folder", ["gpt-oss", "glm4-moe", "olmo3"], indirect=True)
+def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, folder: Path, role: str) -> None:
+    """Experts choose the same for a sequence that goes on at another worker, whatever rows are beside it there."""
+    system = system_of(2, 2, model=str(folder), router_flags=ALL_REMOTE, prefill_flags=SLOW_PREFILL)
+    prompts = random_prompts((30, 200, 500, 900), vocab_size=256, seed=3)
+    expected = system.generate(prompts, max_tokens=KILLED_TOKENS)
+    oracle = Oracle(transformers_model(folder))
+    assert expected[0] == oracle.greedy(prompts[0], KILLED_TOKENS)
+    victim = system.stack.workers(role)[0]
+    got = run_with(system, prompts, victim, victim.kill, cache_salt=role)
+    system.stack.restart(victim)
+    assert [tokens[:KILLED_TOKENS] for tokens in got] == expected
+    system.stack.wait_ready(time.monotonic() + 60)

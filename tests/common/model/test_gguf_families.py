@@ -39,9 +39,19 @@ def written(folder: Path, name: str, kind: GGMLQuantizationType = F32) -> tuple[
 
 
 def rounded(config: ModelConfig) -> ModelConfig:
-    """Numbers of which a GGUF file has 24 bits, rounded to fewer."""
-    ropes = [replace(rope, factors=tuple(round(one, 4) for one in rope.factors)) for rope in config.layer_ropes]
-    return replace(config, rms_norm_eps=round(config.rms_norm_eps, 9), layer_ropes=tuple(ropes))
+    """Numbers of which a GGUF file has 24 bits, rounded to fewer; without layers that are not read."""
+    ropes = [
+        replace(rope, factors=tuple(round(one, 4) for one in rope.factors), query_growth=round(rope.query_growth, 6))
+        for rope in config.layer_ropes
+    ]
+    return replace(
+        config,
+        extra_layers=0,
+        rms_norm_eps=round(config.rms_norm_eps, 9),
+        layer_ropes=tuple(ropes),
+        attention_scale=round(config.attention_scale, 6),
+        embedding_scale=round(config.embedding_scale, 4),
+    )
 
 
 @pytest.mark.parametrize("name", GGUF_CASES)

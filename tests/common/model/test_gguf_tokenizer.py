@@ -57,6 +57,9 @@ def pieces(metadata: dict[str, Any], text: str) -> list[str]:
         ("qwen2", ["1", "2", "3", "Ġ", "Ġa"]),
         ("tekken", ["1", "2", "3", "Ġ", "Ġa"]),
         ("gpt-4o", ["12", "3", "Ġ", "Ġa"]),
+        ("glm4", ["12", "3", "Ġ", "Ġa"]),  # merged, and no BOS
+        ("seed-coder", ["1", "2", "3", "Ġ", "Ġa"]),
+        ("exaone4", ["12", "3", "Ġ", "Ġa"]),
         ("llama-bpe", ["<|end|>", "123", "Ġ", "Ġa"]),  # looked up whole; BOS unless the file says no
     ],
 )
@@ -70,10 +73,17 @@ def test_each_pre_tokenizer_cuts_numbers_its_own_way(pre: str, expected: list[st
         ("llama-bpe", ["Don", "'t", "ĠStop", "/", "123", "45", "Ġ", "ĠHTMLPage"]),
         ("tekken", ["Don", "'t", "ĠStop", "/", "1", "2", "3", "4", "5", "Ġ", "ĠHTMLPage"]),
         ("gpt-4o", ["Don't", "ĠStop", "/", "123", "45", "Ġ", "ĠHTMLPage"]),
+        ("deepseek-v3", ["Don", "'t", "ĠStop", "/", "123", "45", "Ġ", "ĠHTMLPage"]),
     ],
 )
 def test_words_are_split_as_the_model_was_trained(pre: str, words: list[str]) -> None:
     split = convert_gguf_tokenizer(bpe(pre)).pre_tokenizer.pre_tokenize_str("Don't Stop/12345  HTMLPage")
+    assert [word for word, _ in split] == words
+
+
+@pytest.mark.parametrize(("pre", "words"), [("qwen2", ["!Ċ", "a"]), ("seed-coder", ["!", "Ċ", "a"])])
+def test_a_line_break_belongs_to_the_sign_before_it_or_not(pre: str, words: list[str]) -> None:
+    split = convert_gguf_tokenizer(bpe(pre)).pre_tokenizer.pre_tokenize_str("!\na")
     assert [word for word, _ in split] == words
 
 

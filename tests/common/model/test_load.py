@@ -21,7 +21,7 @@ from common.model.load import load_model, open_model
 from common.model.mlp import MLP
 from common.model_files.config import from_hf
 from common.model_files.files import ModelFiles
-from common.model_files.gguf_config import from_gguf
+from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.quantization import Quantization
 
 from ...oracle import Oracle
@@ -145,7 +145,7 @@ def test_gemma3_rope_in_both_layouts(tmp_path: Path, layout: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(base | (old if layout == "old" else new)))
     config = from_hf(path)
-    assert config.layer_windows == (32, 32, 32, 32, 32, 0) and config.tie_embeddings and config.sandwich_norm
+    assert config.layer_windows == (32, 32, 32, 32, 32, 0) and config.tie_embeddings and config.family == "gemma"
     assert [rope.theta for rope in config.layer_ropes] == [2e4] * 5 + [5e5]
     assert [rope.factor for rope in config.layer_ropes] == [1.0] * 5 + [8.0]
 
@@ -257,13 +257,13 @@ def test_gguf_without_a_tensor(gguf_path: Path) -> None:
 def test_gguf_of_an_unknown_architecture(gguf_path: Path) -> None:
     file = GGUFFile(gguf_path)
     with pytest.raises(ModelError, match="'mamba' is not supported: use a model with llama"):
-        from_gguf(file.metadata | {"general.architecture": "mamba"}, 9, True, gguf_path)
+        from_gguf(file.metadata | {"general.architecture": "mamba"}, TensorFacts(9), gguf_path)
 
 
 def test_gguf_with_rope_scaling_that_is_not_supported(gguf_path: Path) -> None:
     metadata = GGUFFile(gguf_path).metadata | {"llama.rope.scaling.type": "longrope"}
     with pytest.raises(ModelError, match="rope scaling 'longrope'"):
-        from_gguf(metadata, 9, True, gguf_path)
+        from_gguf(metadata, TensorFacts(9), gguf_path)
 
 
 def test_the_built_in_models_are_understood(smollm2_files: ModelFiles) -> None:
