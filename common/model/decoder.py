@@ -30,7 +30,6 @@ from kernels import (
     ProgramRecorder,
     paged_attention,
     record,
-    rms_norm,
     rotate_and_write,
 )
 
@@ -69,8 +68,8 @@ class Decoder(ABC):
         self._adapted: Program | Literal[False] | None = None  # the same with what adapters add
         self._sites: tuple[LayerSites, ...] = ()
         self._ranks: TensorParallel | None = None
-        if config.wide_qk_norm or any(table.growth is not None for table in self._ropes.values()):
-            self.run_by_operation()  # a program has no operation on a part of a product's outputs
+        if any(table.growth is not None for table in self._ropes.values()):
+            self.run_by_operation()  # a program has no product of queries and what grows with their positions
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Writes the KV of the batch's tokens into their slots; returns logits float32 [num sampled, vocab_size].
@@ -156,16 +155,17 @@ class Decoder(ABC):
         """Projections, rotary embedding, KV write and attention of one layer: [T or sampled, hidden_size]."""
         config, kv = self.config, step.kv
         qkv = weights.qkv(normed, change=self._change(step, index, "qkv"))
-        if config.wide_qk_norm:
-            qkv = self._wide_normed(qkv, weights)
+        is_normed = config.wide_qk_norm and self._ranks is not None
+        if is_normed:
+            qkv = self._normed_over_ranks(qkv, weights)
         q = rotate_and_write(
             qkv,
             *step.ropes[config.layer_ropes[index]],
             kv,
             index,
             step.slots,
-            q_norm=None if config.wide_qk_norm else weights.q_norm,
-            k_norm=None if config.wide_qk_norm else weights.k_norm,
+            q_norm=None if is_normed else weights.q_norm,
+            k_norm=None if is_normed else weights.k_norm,
             eps=config.rms_norm_eps,
         )
         growth = step.growth.get(config.layer_ropes[index])
@@ -182,14 +182,12 @@ class Decoder(ABC):
         rows = self.wanted(index, mixed.flatten(1), step)
         return self._summed(weights.output(rows, change=self._change(step, index, "output")))
 
-    def _wide_normed(self, qkv: Tensor, weights: LayerWeights) -> Tensor:
-        """qkv with all query heads normalised as one, and all key heads."""
-        assert weights.q_norm is not None and weights.k_norm is not None
+    def _normed_over_ranks(self, qkv: Tensor, weights: LayerWeights) -> Tensor:
+        """qkv with the query heads of all ranks normalised as one, and their key heads."""
+        assert self._ranks is not None and weights.q_norm is not None and weights.k_norm is not None
         eps, kv_width = self.config.rms_norm_eps, len(weights.k_norm)
         q, k, v = torch.split(qkv, [len(weights.q_norm), kv_width, kv_width], dim=1)
-        norm = rms_norm if self._ranks is None else self._ranks.normed
-        q, k = norm(q.contiguous(), weights.q_norm, eps), norm(k.contiguous(), weights.k_norm, eps)
-        return torch.cat((q, k, v), dim=1)
+        return torch.cat((self._ranks.normed(q, weights.q_norm, eps), self._ranks.normed(k, weights.k_norm, eps), v), 1)
 
     def mlp(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """Gated MLP of normed rows, or experts."""

@@ -62,6 +62,7 @@ def checked_shape(model: RunnableModel, kv: KVCache, *, samples: bool) -> Checke
         eps=config.rms_norm_eps,
         longest=config.max_model_len,
         qk_norm=config.qk_norm,
+        wide_qk_norm=config.wide_qk_norm,
         device_kernels=on_device,
         quantised_wire=kv.dtype not in SMALL_DTYPES.values(),
         latent_dim=config.latent_dim,

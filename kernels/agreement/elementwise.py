@@ -42,8 +42,10 @@ def rotary(shape: CheckedShape, cache: PoisonedCache) -> Finding:
     """Keys and values into the cache, and rotated queries."""
     layout, device = cache.layout, cache.kv.device
     dim, kv_heads = layout.head_dim, layout.num_kv_heads
-    weights = [_weight(dim, cache) for _ in range(2)]
-    head_norms = HeadNorms(weights[0], weights[1], shape.eps) if shape.qk_norm else None
+    heads = (shape.num_heads, kv_heads) if shape.wide_qk_norm else (1, 1)
+    weights = [_weight(dim * count, cache) for count in heads]
+    is_normed = shape.qk_norm or shape.wide_qk_norm
+    head_norms = HeadNorms(weights[0], weights[1], shape.eps) if is_normed else None
     kernel = dispatch.backend(device.type).rotate_and_write
 
     def run(write: Callable[..., Tensor], inputs: list[Tensor], angles: Tensor, *places: Any) -> Tensor:

@@ -37,6 +37,7 @@ class CheckedShape:
     eps: float
     longest: int
     qk_norm: bool = False
+    wide_qk_norm: bool = False
     device_kernels: bool = False
     quantised_wire: bool = False
     latent_dim: int = 0

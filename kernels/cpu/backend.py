@@ -42,7 +42,7 @@ SIGNATURES: Final = {
         *(INTEGER, INTEGER, FLOAT, FLOAT, POINTER, NUMBER),
     ),
     "rms_norm": (NUMBER, *(POINTER,) * 5, INTEGER, INTEGER, FLOAT, NUMBER),
-    "rotate_and_write": (NUMBER, NUMBER, *(POINTER,) * 4, INTEGER, *(POINTER,) * 5, FLOAT, INTEGER, NUMBER),
+    "rotate_and_write": (NUMBER, NUMBER, *(POINTER,) * 4, INTEGER, *(POINTER,) * 5, FLOAT, NUMBER, INTEGER, NUMBER),
     "gated": (NUMBER, POINTER, POINTER, INTEGER, INTEGER, NUMBER, NUMBER),
     "lora": (NUMBER, *(POINTER,) * 3, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, NUMBER),
     "gate_panels": (NUMBER, POINTER, POINTER, INTEGER, INTEGER, NUMBER),
@@ -262,7 +262,8 @@ class NativeBackend:
         self._library.diptych_rotate_and_write(
             *(TYPES[qkv.dtype], TYPES[kv.dtype], qkv.data_ptr(), q.data_ptr(), kv.data_ptr()),
             *(ctypes.addressof(shape), layer, slots.data_ptr(), cos.data_ptr(), sin.data_ptr()),
-            *(_address(q_norm), _address(k_norm), eps, tokens, torch.get_num_threads()),
+            *(_address(q_norm), _address(k_norm), eps, q_norm is not None and len(q_norm) > dim),
+            *(tokens, torch.get_num_threads()),
         )
         return q
 

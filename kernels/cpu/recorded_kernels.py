@@ -66,7 +66,10 @@ class RecordedKernels:
             recorder.keep(norms)
         tables = (cast(RopeSlot, cos).table, cast(RopeSlot, sin).table, pointers)
         eps = norms.eps if norms is not None else 0.0
-        return recorder.add(ROTATE, out, input=source, width=source.width, layer=layer, weights=tables, eps=eps)
+        flags = int(norms is not None and len(norms.query) > dim)
+        return recorder.add(
+            ROTATE, out, input=source, width=source.width, layer=layer, weights=tables, eps=eps, flags=flags
+        )
 
     def write_latents(
         self,

@@ -11,27 +11,46 @@ from kernels.gpu.tiles.rounding import e4m3_bits, rounded
 from kernels.interface.kernels import HeadNorms
 
 TILE = 1024  # numbers of a token that a program rotates: heads are grouped to fill it
+PLAIN, EACH, WIDE = 0, 1, 2  # no norm, one of each head, one of all heads together
+
+
+@triton.jit
+def inverse_norm(p_x, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """1 / sqrt(mean of the squares of the WIDTH numbers at p_x + eps), float32."""
+    o = tl.arange(0, BLOCK)
+    b_squares = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, WIDTH, BLOCK):
+        b_x = tl.load(p_x + i + o, mask=i + o < WIDTH, other=0.0).to(tl.float32)
+        b_squares += b_x * b_x
+    return 1.0 / tl.sqrt_rn(tl.sum(b_squares, 0) / WIDTH + eps)
 
 
 @triton.jit
 def rotated(
     p_x, o_head, m_head, b_cos, b_sin, norm, eps,
-    HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of heads o_head [H] of the token at p_x, rotated, float32 [H, BLOCK_HALF] each."""
+    """Both halves of heads o_head [H] of the NUM_HEADS at p_x, rotated, float32 [H, BLOCK_HALF] each."""
     HALF: tl.constexpr = HEAD_DIM // 2
     o_d = tl.arange(0, BLOCK_HALF)
     m = m_head[:, None] & (o_d < HALF)[None, :]
     p_first = p_x + o_head[:, None] * HEAD_DIM + o_d[None, :]
     b_first = tl.load(p_first, mask=m, other=0.0).to(tl.float32)
     b_second = tl.load(p_first + HALF, mask=m, other=0.0).to(tl.float32)
-    if NORM:
+    if NORM == 1:
         b_square = tl.sum(b_first * b_first, 1) + tl.sum(b_second * b_second, 1)
         b_scale = (1.0 / tl.sqrt_rn(b_square / HEAD_DIM + eps))[:, None]
         b_weight = tl.load(norm + o_d, mask=o_d < HALF, other=0.0)[None, :]
         b_first = rounded(b_first * b_scale * b_weight, p_x.dtype.element_ty).to(tl.float32)
         b_weight = tl.load(norm + HALF + o_d, mask=o_d < HALF, other=0.0)[None, :]
         b_second = rounded(b_second * b_scale * b_weight, p_x.dtype.element_ty).to(tl.float32)
+    if NORM == 2:
+        b_whole = inverse_norm(p_x, eps, NUM_HEADS * HEAD_DIM, 1024)
+        p_norm = norm + o_head[:, None] * HEAD_DIM + o_d[None, :]
+        b_weight = tl.load(p_norm, mask=m, other=0.0)
+        b_first = rounded(b_first * b_whole * b_weight, p_x.dtype.element_ty).to(tl.float32)
+        b_weight = tl.load(p_norm + HALF, mask=m, other=0.0)
+        b_second = rounded(b_second * b_whole * b_weight, p_x.dtype.element_ty).to(tl.float32)
     return b_first * b_cos - b_second * b_sin, b_second * b_cos + b_first * b_sin
 
 
@@ -63,7 +82,9 @@ def rotate_tokens(
         if i_group < QUERY_GROUPS:
             o_head = i_group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
             m_head = o_head < NUM_HEADS
-            b_first, b_second = rotated(p_x, o_head, m_head, b_cos, b_sin, q_norm, eps, HEAD_DIM, BLOCK_HALF, NORM)
+            b_first, b_second = rotated(
+                p_x, o_head, m_head, b_cos, b_sin, q_norm, eps, NUM_HEADS, HEAD_DIM, BLOCK_HALF, NORM
+            )
             m = m_head[:, None] & m_d[None, :]
             p_out = q + (i_token * NUM_HEADS + o_head)[:, None] * HEAD_DIM + o_d[None, :]
             tl.store(p_out, rounded(b_first, q.dtype.element_ty), mask=m)
@@ -72,7 +93,9 @@ def rotate_tokens(
             o_head = (i_group - QUERY_GROUPS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
             m_head = o_head < NUM_KV_HEADS
             p_x += NUM_HEADS * HEAD_DIM
-            b_first, b_second = rotated(p_x, o_head, m_head, b_cos, b_sin, k_norm, eps, HEAD_DIM, BLOCK_HALF, NORM)
+            b_first, b_second = rotated(
+                p_x, o_head, m_head, b_cos, b_sin, k_norm, eps, NUM_KV_HEADS, HEAD_DIM, BLOCK_HALF, NORM
+            )
             m = m_head[:, None] & m_d[None, :]
             i_block = b_slot // BLOCK_SIZE * num_layers + layer  # int64, as slots are
             o_row = ((i_block * NUM_KV_HEADS + o_head) * BLOCK_SIZE + b_slot % BLOCK_SIZE)[:, None]
@@ -109,13 +132,14 @@ def rotate_and_write(
         return q
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     q_norm, k_norm, eps = norms or (None, None, 0.0)
+    kind = PLAIN if q_norm is None else WIDE if len(q_norm) > dim else EACH
     half, block_heads, warps = rotary_tile(heads, dim)
     grid = (tokens, triton.cdiv(heads, block_heads) + triton.cdiv(kv_heads, block_heads))
     rotate_tokens[grid](
         qkv, cos.contiguous(), sin.contiguous(), q, kv.view(torch.uint8) if fp8 else kv, slots, q_norm, k_norm,
         layer, num_layers, qkv.stride(0), eps, k_scale, v_scale,
         NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=block_size, BLOCK_HALF=half,
-        BLOCK_HEADS=block_heads, NORM=norms is not None, FP8=fp8, num_warps=warps, enable_fp_fusion=False,
+        BLOCK_HEADS=block_heads, NORM=kind, FP8=fp8, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return q
 

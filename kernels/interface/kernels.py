@@ -33,7 +33,8 @@ class AttentionRule(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each query and each key head: weights float32 [head_dim]."""
+    """RMS norms of each query and each key head: weights float32 [head_dim]. Weights [heads * head_dim] normalise all
+    heads as one."""
 
     query: Tensor
     key: Tensor

@@ -52,12 +52,12 @@ void normalise(const T *x, const T *delta, T *total, const float *weight, T *out
     }
 }
 
-// One head: optional norm, then rotation of element i with element i + dim / 2. float32 in between.
+// One head: times `scale` and a weight if there is one, then rotation of element i with element i + dim / 2. float32 in
+// between.
 template <typename T, typename C>
-void rotate_head(const T *x, C *out, float *scale_out, const float *weight, float eps, const float *cosine,
+void rotate_head(const T *x, C *out, float *scale_out, const float *weight, float scale, const float *cosine,
                  const float *sine, int64_t dim) {
     const int64_t half = dim / 2;
-    const float scale = weight ? inverse_norm(x, dim, eps) : 1.f;
     float lane[1024], rotated[1024];
     for (int64_t i = 0; i < dim; i += LANES)
         store(lane + i, weight ? load(x + i) * scale * load(weight + i) : load(x + i));
@@ -77,18 +77,37 @@ void rotate_head(const T *x, C *out, float *scale_out, const float *weight, floa
     put_row(out, scale_out, rotated, dim);
 }
 
+// The norm of heads: of each by one weight, or of all as one (`wide`) by a weight that is as wide; null for none.
+template <typename T> struct HeadNorm {
+    const T *x;
+    const float *weight;
+    int64_t dim;
+    float eps, whole; // the scale of all heads
+    bool wide;
+
+    HeadNorm(const T *x, const float *weight, int64_t heads, int64_t dim, float eps, bool wide)
+        : x(x), weight(weight), dim(dim), eps(eps), whole(1.f), wide(wide && weight) {
+        if (this->wide) whole = inverse_norm(x, heads * dim, eps);
+    }
+
+    const float *weight_of(int64_t head) const { return wide ? weight + head * dim : weight; }
+    float scale_of(int64_t head) const { return weight && !wide ? inverse_norm(x + head * dim, dim, eps) : whole; }
+};
+
 // One token: q rotated to `q`, k and v to their slot of the cache.
 template <typename T, typename C>
 void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine,
-                  const float *sine, const float *q_norm, const float *k_norm, float eps) {
+                  const float *sine, const float *q_norm, const float *k_norm, float eps, bool wide) {
     const int64_t dim = s.head_dim, block = at / s.block_size, slot = at % s.block_size;
+    const HeadNorm<T> queries(qkv, q_norm, s.num_heads, dim, eps, wide);
+    const HeadNorm<T> keys(qkv + s.num_heads * dim, k_norm, s.num_kv_heads, dim, eps, wide);
     for (int64_t h = 0; h < s.num_heads; h++)
-        rotate_head(qkv + h * dim, q + h * dim, nullptr, q_norm, eps, cosine, sine, dim);
+        rotate_head(qkv + h * dim, q + h * dim, nullptr, queries.weight_of(h), queries.scale_of(h), cosine, sine, dim);
     for (int64_t h = 0; h < s.num_kv_heads; h++) {
         C *region = kv + s.region<C>((block * s.num_layers + layer) * s.num_kv_heads + h);
         C *to = region + slot * 2 * dim;
         float *scale = s.scales(region) + slot;
-        rotate_head(qkv + (s.num_heads + h) * dim, to, scale, k_norm, eps, cosine, sine, dim);
+        rotate_head(keys.x + h * dim, to, scale, keys.weight_of(h), keys.scale_of(h), cosine, sine, dim);
         const T *value = qkv + (s.num_heads + s.num_kv_heads + h) * dim;
         if constexpr (std::is_same_v<T, C>) {
             std::memcpy(to + dim, value, dim * sizeof(T));
@@ -103,12 +122,12 @@ void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int6
 template <typename T, typename C>
 void rotate_and_write(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, const int64_t *slots,
                       const float *cosine, const float *sine, const float *q_norm, const float *k_norm, float eps,
-                      int64_t tokens, int threads) {
+                      bool wide, int64_t tokens, int threads) {
     const int64_t half = s.head_dim / 2, stride = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && tokens * stride > 32768)
     for (int64_t t = 0; t < tokens; t++)
         rotate_token(qkv + t * stride, q + t * s.num_heads * s.head_dim, kv, s, layer, slots[t], cosine + t * half,
-                     sine + t * half, q_norm, k_norm, eps);
+                     sine + t * half, q_norm, k_norm, eps, wide);
 }
 
 // One token of a model with latents: `latent_dim` numbers normalised, the others rotated, to their slot of the cache;

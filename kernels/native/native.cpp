@@ -117,14 +117,15 @@ void diptych_rms_norm(int type, const void *x, const void *delta, void *total, c
 
 void diptych_rotate_and_write(int type, int kv_type, const void *qkv, void *q, void *kv, const int64_t *shape,
                               int64_t layer, const int64_t *slots, const float *cosine, const float *sine,
-                              const float *q_norm, const float *k_norm, float eps, int64_t tokens, int threads) {
+                              const float *q_norm, const float *k_norm, float eps, int wide, int64_t tokens,
+                              int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
     by_types(type, kv_type, [&](auto types) {
         typedef typename decltype(types)::Element T;
         typedef typename decltype(types)::Cached C;
-        rotate_and_write((const T *)qkv, (T *)q, (C *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps, tokens,
-                         threads);
+        rotate_and_write((const T *)qkv, (T *)q, (C *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps, wide != 0,
+                         tokens, threads);
     });
 }
 

@@ -238,7 +238,7 @@ private:
     }
 
     // in: q, k, v of a token; q rotated to out, k and v into the cache. weights: cosines, sines, and a pair of norms
-    // or null.
+    // or null; flags: 1 where they are of all heads as one.
     void rotate(const Op &op, int64_t first, int64_t last) const {
         const float *const *norms = static_cast<const float *const *>(op.weights[2]);
         const int64_t dim = shape.head_dim, half = dim / 2, stride = (shape.num_heads + 2 * shape.num_kv_heads) * dim;
@@ -247,7 +247,7 @@ private:
             rotate_token(buffer<const T>(op.input) + row * stride, buffer(op.output) + row * shape.num_heads * dim,
                          static_cast<C *>(step.kv), shape, op.layer, step.slots[row],
                          static_cast<const float *>(op.weights[0]) + at, static_cast<const float *>(op.weights[1]) + at,
-                         norms ? norms[0] : nullptr, norms ? norms[1] : nullptr, float(op.eps));
+                         norms ? norms[0] : nullptr, norms ? norms[1] : nullptr, float(op.eps), op.flags & 1);
         }
     }
 

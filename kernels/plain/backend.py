@@ -244,14 +244,21 @@ def rotate_and_write(
     heads = qkv.shape[1] // head_dim_of(kv) - 2 * kv_heads
     qkv = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
     if norms is not None:
-        q = rms_norm(qkv[:, :heads], norms.query, norms.eps)
-        qk = torch.cat((q, rms_norm(qkv[:, heads:-kv_heads], norms.key, norms.eps)), dim=1)
+        parts = ((qkv[:, :heads], norms.query), (qkv[:, heads:-kv_heads], norms.key))
+        qk = torch.cat([_heads_normed(part, weight, norms.eps) for part, weight in parts], dim=1)
     else:
         qk = qkv[:, :-kv_heads]
     qk = _rotated(qk, cos, sin)
     new = torch.stack((qk[:, heads:], qkv[:, -kv_heads:].float()), dim=2)  # [T, Hkv, 2, D]
     _write(new, kv[:, layer], slots // size, slots % size)
     return qk[:, :heads].to(qkv.dtype)
+
+
+def _heads_normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, heads, D] with each head normalised, or all of them as one: see `HeadNorms`."""
+    if len(weight) == heads.shape[2]:
+        return rms_norm(heads, weight, eps)
+    return rms_norm(heads.flatten(1), weight, eps).view(heads.shape)
 
 
 def write_latents(

@@ -84,12 +84,18 @@ def rotate_and_write(
     heads = qkv.shape[1] // dim - 2 * kv_heads
     qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
     q, k, v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
-    q = rotate(q if q_norm is None else rms_norm(q, q_norm, eps), cos, sin)
-    k = rotate(k if k_norm is None else rms_norm(k, k_norm, eps), cos, sin)
+    q = rotate(q if q_norm is None else heads_normed(q, q_norm, eps), cos, sin)
+    k = rotate(k if k_norm is None else heads_normed(k, k_norm, eps), cos, sin)
     for i, slot in enumerate(slots.tolist()):
         kv[slot // block_size, layer, :, slot % block_size, 0] = k[i].to(kv.dtype)
         kv[slot // block_size, layer, :, slot % block_size, 1] = v[i].to(kv.dtype)
     return q
+
+
+def heads_normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, heads, head_dim]: each head alone, or with a weight for each number of all heads as one."""
+    rows = heads if len(weight) == heads.shape[2] else heads.flatten(1)
+    return rms_norm(rows, weight, eps).view(heads.shape)
 
 
 def write_latents(

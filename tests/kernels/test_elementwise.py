@@ -45,15 +45,17 @@ def test_gated(each_backend: Any, activation: str, width: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", ["", "each head", "all heads"])
 @pytest.mark.parametrize(("dim", "block"), [(24, 16), (64, 16), (256, 64)])
-def test_rotate_and_write(each_backend: Any, dim: int, block: int, normed: bool, dtype: torch.dtype) -> None:
+def test_rotate_and_write(each_backend: Any, dim: int, block: int, normed: str, dtype: torch.dtype) -> None:
     heads, kv_heads, tokens, layer = 6, 2, 37, 1
+    q_width, k_width = (heads * dim, kv_heads * dim) if normed == "all heads" else (dim, dim)
     kv = torch.randn(9, 3, kv_heads, block, 2, dim).to(dtype)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.rand(tokens, dim // 2) * 100
     slots = torch.randperm(9 * block)[:tokens]
-    weights = {"q_norm": torch.rand(dim), "k_norm": torch.rand(dim)} if normed else {"q_norm": None, "k_norm": None}
+    made = {"q_norm": torch.rand(q_width), "k_norm": torch.rand(k_width)}
+    weights = made if normed else dict.fromkeys(made)
     expected_kv = kv.double()
     wide = {name: None if weight is None else weight.double() for name, weight in weights.items()}
     expected = reference.rotate_and_write(

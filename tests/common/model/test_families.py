@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import ModelError
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
+from kernels.cpu.backend import native_backend
 
 from ...families import CASES
 from .generation import Pool, load, logits_along, prompt, random_checkpoint, transformers_greedy, transformers_model
@@ -29,6 +30,20 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
     for block_size, chunk in [(16, 512), (64, 16), (16, 1)]:
         assert Pool(model, block_size=block_size).greedy(prompt(90), 24, chunk=chunk) == tokens
     assert float((logits_along(Pool(model), prompt(90), tokens) - logits).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["exaone4", "glm4", "granite", "olmo3", "smollm3"])
+def test_a_step_is_one_program_of_the_same_bits(tmp_path: Path, name: str) -> None:
+    """Norms behind a layer's parts, of all heads as one, and layers that rotate nothing are operations of programs."""
+    if native_backend() is None:
+        pytest.skip("no C++ compiler here")
+    family, options = CASES[name]
+    folder = random_checkpoint(tmp_path, family, **options)
+    model, single = load(folder), load(folder)
+    single.run_by_operation()
+    logits = [logits_along(Pool(one), prompt(60), prompt(4, seed=2)) for one in (model, single)]
+    assert model.program is not None and single.program is None
+    assert torch.equal(*logits)
 
 
 def test_longrope_takes_the_short_factors_where_contexts_end_before_the_long_ones(tmp_path: Path) -> None:

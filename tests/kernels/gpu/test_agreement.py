@@ -75,6 +75,7 @@ def problems(shape: CheckedShape, kv: torch.Tensor) -> list[str]:
     ("options", "kv"),
     [
         ({"window": 20, "qk_norm": True, "activation": "gelu_tanh"}, {}),
+        ({"wide_qk_norm": True}, {}),
         ({"softcap": 5.0, "sinks": torch.tensor([-3.0, 0.0, 4.0, 9.0])}, {"dim": 24}),
         ({"dtype": torch.bfloat16, "quantised_wire": True}, {"dtype": torch.bfloat16, "size": 64}),
         ({"dtype": torch.bfloat16}, {"dtype": torch.float8_e4m3fn, "size": 32}),

@@ -27,7 +27,7 @@ def norm_job(width: int, add: bool) -> Job:
     return Job("kernels.gpu.norm:norm_rows", signature | numbers, constants, 90, warps, 3, aligned)
 
 
-def rotary_job(heads: int, kv_heads: int, dim: int, normed: bool, fp8: bool) -> Job:
+def rotary_job(heads: int, kv_heads: int, dim: int, normed: int, fp8: bool) -> Job:
     half, block_heads, warps = rotary.rotary_tile(heads, dim)
     signature = {"qkv": "*bf16", "cos": "*fp32", "sin": "*fp32", "q": "*bf16", "kv": "*u8" if fp8 else "*bf16"}
     signature |= {"slots": "*i64", "q_norm": "*fp32", "k_norm": "*fp32", "layer": "i32", "num_layers": "i32"}
@@ -74,9 +74,10 @@ JOBS: dict[str, tuple[Job, int, int, int]] = {
     "norm of 4,096": (norm_job(4096, False), 4, 4, 64),
     "sum and norm of 576": (norm_job(576, True), 4, 4, 64),
     "sum and norm of 4,096": (norm_job(4096, True), 4, 4, 80),
-    "rotary, Llama 8B": (rotary_job(32, 8, 128, False, False), 4, 4, 64),
-    "rotary, Gemma 3": (rotary_job(4, 1, 256, True, False), 4, 4, 64),
-    "rotary, e4m3 cache": (rotary_job(32, 8, 128, False, True), 4, 2, 64),
+    "rotary, Llama 8B": (rotary_job(32, 8, 128, rotary.PLAIN, False), 4, 4, 64),
+    "rotary, Gemma 3": (rotary_job(4, 1, 256, rotary.EACH, False), 4, 4, 64),
+    "rotary, OLMo 3 32B": (rotary_job(40, 8, 128, rotary.WIDE, False), 4, 4, 64),
+    "rotary, e4m3 cache": (rotary_job(32, 8, 128, rotary.PLAIN, True), 4, 2, 64),
     "silu": (gated_job(0), 4, 4, 64),
     "gelu": (gated_job(1), 4, 4, 64),
     "clamped swiglu": (gated_job(2), 4, 4, 64),

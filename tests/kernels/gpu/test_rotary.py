@@ -18,17 +18,18 @@ def inputs(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", ["", "each head", "all heads"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block"), [(9, 3, 64, 16), (4, 4, 80, 32), (32, 2, 24, 16), (2, 1, 256, 64)]
 )
 def test_queries_and_cache(
-    device: torch.device, heads: int, kv_heads: int, dim: int, block: int, normed: bool, dtype: torch.dtype
+    device: torch.device, heads: int, kv_heads: int, dim: int, block: int, normed: str, dtype: torch.dtype
 ) -> None:
     qkv, angles = inputs(heads, kv_heads, dim, dtype)
     kv = torch.randn(BLOCKS, LAYERS, kv_heads, block, 2, dim).to(dtype)
     slots = torch.randperm(BLOCKS * block)[:TOKENS]
-    norms = (torch.rand(dim), torch.rand(dim)) if normed else (None, None)
+    q_width, k_width = (heads * dim, kv_heads * dim) if normed == "all heads" else (dim, dim)
+    norms = (torch.rand(q_width), torch.rand(k_width)) if normed else (None, None)
     expected_kv = kv.double()
     wide = [None if norm is None else norm.double() for norm in norms]
     expected = reference.rotate_and_write(
