@@ -121,6 +121,49 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
     ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **(LATENT | {"n_group": 1, "topk_group": 1, "pad_token_id": 0}),
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "dots1": (
+        "Dots1",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 1},
+            **{"first_k_dense_replace": 1, "sliding_window": 24, "max_window_layers": 1, "head_dim": 32},
+        },
+    ),
+    "solar-open": (
+        "SolarOpen",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 32},
+            "pad_token_id": 0,
+        },
+    ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        {
+            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "sliding_window": 20},
+            **{"sliding_window_pattern": 2, "pad_token_id": 0},
+        },
+    ),
+    "ernie-moe": (
+        "Ernie4_5_Moe",
+        {
+            **{"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48, "pad_token_id": 0},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2},
+            **{"logits_scaling": 6.0, "num_local_experts": 5, "num_experts_per_tok": 3, "pad_token_id": 0},
+        },
+    ),
     "olmo2": ("Olmo2", {"pad_token_id": 0}),
     "olmo3": (
         "Olmo3",

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: attention over latents, which alone are cached.
+"""DeepSeek V2 and V3, Mistral Small 4: attention over latents, which alone are cached.
 
 Keys and values are products of a token's latent c: k = W_uk c, v = W_uv c. So q.k = (W_uk^T q).c, and a sum of values
 is W_uv times the same sum of latents: queries are taken to the latents' space and sums of latents out of it, and keys
@@ -39,6 +39,8 @@ class DeepSeek(Llama):
             norm=latent.norm,
             eps=NORM_EPS,
         )
+        growth = step.growth.get(config.layer_ropes[index])  # of Mistral Small 4
+        queries = queries if growth is None else queries * growth
         summed = paged_attention(
             queries, step.kv, index, step.plan, scale=config.attention_scale, latent_dim=config.latent_dim
         )

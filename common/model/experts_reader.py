@@ -9,15 +9,16 @@ from torch import Tensor
 
 from common.model.mlp import MixtureOfExperts, SharedExpert
 from common.model.tensor_reader import TensorReader, reordered
-from common.model_config.experts import ExpertsConfig
+from common.model_config.experts import STACKS, ExpertsConfig, ExpertStack
 from kernels import Expert, Experts, Linear, Routing, Weight
 
 MIXTRAL = ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2")
 QWEN = ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
 GPT_OSS = ("mlp.router", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
-LAYOUTS = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "gpt_oss": GPT_OSS}
+GRANITE = ("block_sparse_moe.router.layer", "block_sparse_moe.experts", ("gate_proj", "up_proj"), "down_proj")
+LAYOUTS = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "gpt_oss": GPT_OSS, "granitemoe": GRANITE}
 """By model type: names of the router and of the experts, and of each expert's gate, up and down; Qwen's for others."""
-CORRECTIONS = {"minimax_m2": "block_sparse_moe"}
+CORRECTIONS = {"minimax_m2": "block_sparse_moe", "exaone_moe": "mlp", "ernie4_5_moe": "mlp.moe_statics"}
 """By model type: the module that holds the correction of each expert's score; the router for others."""
 
 
@@ -34,7 +35,11 @@ class ExpertsReader:
         name = self.prefix + self.router
         bias = source.bias({f"{name}.bias": config.count}) if config.biased else None
         router = Linear(source.matrix(f"{name}.weight", config.count, self.hidden), bias)
-        experts = self._stacked() if self._is_one_tensor() else [self._expert(i) for i in range(config.count)]
+        stack = STACKS.get(source.config.model_type)
+        if stack is not None and source.source.has(self.prefix + stack.gate_up):
+            experts = self._stacked(stack)
+        else:  # so do GGUF files of any family
+            experts = [self._expert(i) for i in range(config.count)]
         made = Experts(experts, dtype=source.dtype)
         return MixtureOfExperts(router, made, self._routing(name), self._shared())
 
@@ -44,7 +49,7 @@ class ExpertsReader:
         if config.corrected:
             own = CORRECTIONS.get(source.config.model_type)
             holder = router if own is None else f"{self.prefix}{own}"
-            found = source.checked(f"{holder}.e_score_correction_bias", (config.count,))
+            found = source.checked(f"{holder}.e_score_correction_bias", (config.count,), (1, config.count)).flatten()
             correction = found.to(device=source.device, dtype=torch.float32).contiguous()
         return Routing(
             config.per_token,
@@ -67,29 +72,31 @@ class ExpertsReader:
             source.bias({f"{name}{self.down}.bias": self.hidden}) if self.config.biased else None,
         )
 
-    def _is_one_tensor(self) -> bool:
-        """Whether all experts' matrices are: gpt-oss's, but in GGUF files."""
-        return self.reader.source.has(f"{self.prefix}{self.place}.gate_up_proj")
+    def _stacked(self, stack: ExpertStack) -> list[Expert]:
+        """One tensor of all experts, by whose name and "_bias" that of their biases is called."""
+        count, gates, downs = self.config.count, self.prefix + stack.gate_up, self.prefix + stack.down
+        gate_up = self._matrices(stack, gates, 2 * self.inner, self.hidden)
+        down = self._matrices(stack, downs, self.hidden, self.inner)
+        biases: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * count
+        if self.config.biased:
+            of_gates = self.reader.matrix(f"{gates}_bias", count, 2 * self.inner)
+            of_downs = self.reader.matrix(f"{downs}_bias", count, self.hidden)
+            biases = list(zip(of_gates, of_downs, strict=True))
+        if stack.alternating:
+            rows = torch.arange(2 * self.inner, device=self.reader.device).view(self.inner, 2).T.flatten()
+            gate_up = [reordered(one, rows) for one in gate_up]  # gates, then ups
+            biases = [(None if first is None else first[rows], second) for first, second in biases]
+        return [Expert(gate_up[i], down[i], *biases[i]) for i in range(count)]
 
-    def _stacked(self) -> list[Expert]:
-        """gpt-oss: one tensor of all experts, in which gates and ups alternate."""
-        source, name, count = self.reader, f"{self.prefix}{self.place}.", self.config.count
-        gate_up = self._matrices(f"{name}gate_up_proj", 2 * self.inner, self.hidden)
-        down = self._matrices(f"{name}down_proj", self.hidden, self.inner)
-        gate_up_bias = source.matrix(f"{name}gate_up_proj_bias", count, 2 * self.inner)
-        down_bias = source.matrix(f"{name}down_proj_bias", count, self.hidden)
-        rows = torch.arange(2 * self.inner, device=source.device).view(self.inner, 2).T.flatten()  # gates, then ups
-        return [Expert(reordered(gate_up[i], rows), down[i], gate_up_bias[i][rows], down_bias[i]) for i in range(count)]
-
-    def _matrices(self, name: str, outputs: int, inputs: int) -> Sequence[Weight]:
-        """[out, in] of each expert. A file holds them so where it quantises them, and floats as [in, out]."""
+    def _matrices(self, stack: ExpertStack, name: str, outputs: int, inputs: int) -> Sequence[Weight]:
+        """[out, in] of each expert."""
         reader, count = self.reader, self.config.count
         if (held := reader.held_stack(name, count, outputs, inputs)) is not None:
             return held
-        if in_file := reader.source.is_quantised(name):
-            dense = reader.checked(name, (count, outputs, inputs))
-        else:
-            dense = reader.checked(name, (count, inputs, outputs)).transpose(1, 2)
+        in_file = reader.source.is_quantised(name)
+        dense = reader.checked(name, (count, outputs, inputs), *([] if in_file else [(count, inputs, outputs)]))
+        if not in_file and stack.is_turned(dense.shape, outputs, inputs):
+            dense = dense.transpose(1, 2)
         return [reader.as_asked(one, in_file) for one in dense]
 
     def _shared(self) -> SharedExpert | None:

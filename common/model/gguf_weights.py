@@ -42,6 +42,7 @@ LAYER = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
@@ -54,6 +55,7 @@ OTHERS = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
 }
 """Tensors whose names end in nothing that GGUF has."""
 EXPERT: Final = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
@@ -83,7 +85,7 @@ NORMS = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
 }
-INTERLEAVED = ("llama", "mixtral", "ministral3", "smollm3", "granite")
+INTERLEAVED = ("llama", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
 """Model types of which llama.cpp reorders the rows of each head of q and k."""
 
 

@@ -132,10 +132,10 @@ class TensorReader:
         weight = self.checked(name, (size,)).float()
         return (weight + (self.source.norm_offset if self.config.family == "gemma" else 0.0)).to(self.device)
 
-    def checked(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor, which must be of floats and have that shape."""
+    def checked(self, name: str, shape: Sequence[int], *others: Sequence[int]) -> Tensor:
+        """The tensor, which must be of floats and have that shape, or one of the others."""
         tensor = self.source.read(name)
-        if tuple(tensor.shape) != tuple(shape):
+        if tuple(tensor.shape) not in [tuple(one) for one in (shape, *others)]:
             raise ModelError(
                 f"{self.source.label}: tensor {name} is {list(tensor.shape)}, the configuration wants {list(shape)}: "
                 "configuration and weights are not of one model, fetch both again"

@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common.model_config.fields import FieldReader
 from common.model_config.latent import LATENT_TYPES
 
-DEEPSEEK_LIKE = (*LATENT_TYPES, "glm4_moe")
+DEEPSEEK_LIKE = (*LATENT_TYPES, "glm4_moe", "dots1", "solar_open", "exaone_moe")
 """Model types whose experts are described as DeepSeek's are."""
-PER_LAYER: dict[str, tuple[int, int]] = {"mixtral": (8, 2), "gpt_oss": (128, 4), "minimax_m2": (256, 8)}
+PER_LAYER: dict[str, tuple[int, int]] = {
+    **{"mixtral": (8, 2), "gpt_oss": (128, 4), "minimax_m2": (256, 8)},
+    **{"olmoe": (64, 8), "granitemoe": (8, 2)},
+}
 """Model types of which every layer has experts: how many there are, and how many a token takes, if nothing is said."""
+QWEN_LIKE: dict[str, tuple[int, int, int]] = {
+    "qwen2_moe": (60, 4, 1408),
+    "qwen3_moe": (128, 8, 768),
+    "qwen3_vl_moe_text": (60, 4, 1408),
+}
+"""Model types of which some layers have experts: how many, how many a token takes, and how wide, if nothing is said."""
 SIGMOID = 2
 """Of GGUF's `expert_gating_func`."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Of gpt-oss' gate, which the kernels have as "clamped_swiglu"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """Files that hold all experts of a layer in one tensor: its name, and that of the second products.
+
+    `inputs_first`: floats are published as [experts, in, out], else as [experts, out, in]. `alternating`: a gate and an
+    up follow each other, else all ups follow all gates. Quantised stacks are [experts, out, in].
+    """
+
+    gate_up: str
+    down: str
+    inputs_first: bool
+    alternating: bool = False
+
+    def is_turned(self, shape: Sequence[int], outputs: int, inputs: int) -> bool:
+        """Whether floats of this shape are [experts, in, out]: transformers may write what it read the other way."""
+        return self.inputs_first if outputs == inputs else tuple(shape[1:]) == (inputs, outputs)
+
+
+STACKS: dict[str, ExpertStack] = {
+    "gpt_oss": ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj", inputs_first=True, alternating=True),
+    "qwen3_vl_moe_text": ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj", inputs_first=True),
+    "mistral4": ExpertStack("mlp.experts.gate_up_proj", "mlp.experts.down_proj", inputs_first=False),
+    "granitemoe": ExpertStack(
+        "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight", inputs_first=False
+    ),
+}
+"""By model type; a file of it may also hold each expert's matrices by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +89,22 @@ def read_experts(model_type: str, fields: Mapping[str, Any], path: Path, num_lay
     """The experts of a model; None where it has none. ModelError for a kind of them that is not supported."""
     reader = FieldReader(fields, path)
     if model_type in DEEPSEEK_LIKE:
-        return _read_deepseek(reader, num_layers, third=model_type != "deepseek_v2")
+        return _read_deepseek(reader, num_layers, model_type)
     if model_type in PER_LAYER:
         sparse, (count, per_token) = (True,) * num_layers, PER_LAYER[model_type]
         count, inner = _count(reader, count), reader.count("intermediate_size")
         normalised, per_token = True, reader.count("num_experts_per_tok", per_token)
-    elif model_type in ("qwen2_moe", "qwen3_moe"):
+        if model_type == "olmoe":
+            normalised = bool(fields.get("norm_topk_prob", False))
+    elif model_type in QWEN_LIKE:
         dense, step = fields.get("mlp_only_layers") or [], reader.count("decoder_sparse_step", 1)
         sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
-        first = model_type == "qwen2_moe"
-        count, per_token = _count(reader, 60 if first else 128), reader.count("num_experts_per_tok", 4 if first else 8)
-        inner = reader.count("moe_intermediate_size", 1408 if first else 768)
+        count, per_token, inner = QWEN_LIKE[model_type]
+        count, per_token = _count(reader, count), reader.count("num_experts_per_tok", per_token)
+        inner = reader.count("moe_intermediate_size", inner)
         normalised = bool(fields.get("norm_topk_prob", False))
+    elif model_type == "ernie4_5_moe":
+        return _read_ernie(reader, num_layers)
     else:
         return None
     if per_token > count:
@@ -88,17 +130,25 @@ def read_gguf_experts(reader: FieldReader, model_type: str, num_layers: int) -> 
     per_token = reader.count("expert_used_count")
     if per_token > count:
         raise reader.refuse(f"expert_used_count {per_token} of {count} experts", "as many experts as a token takes")
-    inner = reader.count("feed_forward_length" if model_type == "mixtral" else "expert_feed_forward_length")
+    whole = model_type in ("mixtral", "olmoe", "granitemoe")  # which have no layer without experts
+    inner = reader.count("feed_forward_length" if whole else "expert_feed_forward_length")
     if model_type in DEEPSEEK_LIKE:
         return _read_gguf_deepseek(reader, count, per_token, inner, num_layers, sigmoid=model_type != "deepseek_v2")
-    shared = 0
+    if model_type == "ernie4_5_moe":
+        found = _read_gguf_deepseek(reader, count, per_token, inner, num_layers, sigmoid=False)
+        step = reader.count("interleave_moe_layer_step", 1)
+        layers = tuple(sparse and (i + 1) % step == 0 for i, sparse in enumerate(found.layers))
+        return replace(found, layers=layers, normalised=True, corrected=True)
+    shared = int(reader.number("expert_shared_feed_forward_length", 0))
+    if model_type == "granitemoe" and shared:
+        raise reader.refuse(f"expert_shared_feed_forward_length {shared}", "experts without a shared one")
     if model_type == "qwen2_moe":  # files of 2024 do not tell the shared expert's width
         shared = reader.count("expert_shared_feed_forward_length", reader.count("feed_forward_length"))
     corrected = model_type == "minimax_m2"
     return ExpertsConfig(
         *(count, per_token, inner, (True,) * num_layers),
-        normalised=model_type != "qwen2_moe",
-        shared_size=shared,
+        normalised=model_type not in ("qwen2_moe", "olmoe"),
+        shared_size=shared if model_type == "qwen2_moe" else 0,
         biased=model_type == "gpt_oss",
         sigmoid=corrected,
         corrected=corrected,
@@ -131,19 +181,41 @@ def _count(reader: FieldReader, default: int) -> int:
     return reader.count("num_local_experts", reader.count("num_experts", default))
 
 
-def _read_deepseek(reader: FieldReader, num_layers: int, *, third: bool) -> ExpertsConfig:
-    """DeepSeek's, of V3 if `third`, else of V2."""
-    fields = reader.fields
+def _read_ernie(reader: FieldReader, num_layers: int) -> ExpertsConfig:
+    """ERNIE 4.5's: the best of corrected softmaxes, in the layers of a range."""
+    _expect(reader, "use_bias", reader.fields.get("use_bias"), None, False)
+    first, step = int(reader.number("moe_layer_start_index", 1)), reader.count("moe_layer_interval", 1)
+    last = int(reader.number("moe_layer_end_index", -1))
+    last = num_layers - 1 if last == -1 else last
+    count, per_token = reader.count("num_experts", 64), reader.count("num_experts_per_tok", 6)
+    _check_groups(reader, count, per_token, 1, 1, at_least=1)
+    inner = reader.count("moe_intermediate_size", 1536)
+    return ExpertsConfig(
+        *(count, per_token, inner),
+        tuple(first <= i <= last and (i + 1) % step == 0 for i in range(num_layers)),
+        normalised=True,
+        shared_size=int(reader.number("moe_num_shared_experts", 2)) * inner,
+        shared_gated=False,
+        corrected=True,
+    )
+
+
+def _read_deepseek(reader: FieldReader, num_layers: int, model_type: str) -> ExpertsConfig:
+    """DeepSeek V2's, or V3's, which others have too; Mistral Small 4 has softmaxes in V3's way."""
+    fields, third = reader.fields, model_type != "deepseek_v2"
+    sigmoid = third and model_type != "mistral4"
     count = reader.count("n_routed_experts", 256 if third else 64)
     per_token = reader.count("num_experts_per_tok", 8 if third else None)
     method = fields.get("topk_method", "noaux_tc" if third else "greedy")
     allowed = ("noaux_tc",) if third else ("greedy", "group_limited_greedy")
     _expect(reader, "topk_method", method, *allowed)
-    _expect(reader, "scoring_func", fields.get("scoring_func"), None, "sigmoid" if third else "softmax")
+    _expect(reader, "scoring_func", fields.get("scoring_func"), None, "sigmoid" if sigmoid else "softmax")
     _expect(reader, "moe_layer_freq", fields.get("moe_layer_freq"), None, 1)
     groups = kept = 1
     if method != "greedy":
         groups, kept = (reader.count(name, 8 if third else None) for name in ("n_group", "topk_group"))
+    if model_type == "mistral4":  # its groups are chosen in a third way
+        _expect(reader, "n_group", groups, 1)
     normalised = fields.get("norm_topk_prob")
     if not third:  # transformers ignores it, DeepSeek's own code then leaves out the scale
         _expect(reader, "norm_topk_prob", normalised, None, False)
@@ -157,8 +229,8 @@ def _read_deepseek(reader: FieldReader, num_layers: int, *, third: bool) -> Expe
         bool(normalised) or (third and normalised is None),
         int(reader.number("n_shared_experts", 0)) * inner,
         shared_gated=False,
-        sigmoid=third,
-        corrected=third,
+        sigmoid=sigmoid,
+        corrected=sigmoid,
         groups=groups,
         kept_groups=kept,
         scale=reader.number("routed_scaling_factor", 2.5 if third else 1.0),

@@ -10,8 +10,9 @@ from typing import Any
 
 from common.model_config.fields import FieldReader
 
-LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
-"""Model types whose layers attend to latents; Kimi K2 and GLM-4.7-Flash are DeepSeek V3s of other sizes."""
+LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4")
+"""Model types whose layers attend to latents; Kimi K2 and GLM-4.7-Flash are DeepSeek V3s of other sizes,
+and Mistral Small 4 is one whose experts are chosen otherwise."""
 NORM_EPS = 1e-6
 """Of the norms of latents, whatever `rms_norm_eps` says: DeepSeek's code and transformers' have it fixed."""
 

@@ -12,7 +12,7 @@ from common.model_config.fields import FieldReader
 from common.model_config.rope import RopeConfig, RopeReader
 
 KINDS = {"sliding_attention", "full_attention"}
-PATTERNS = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4, "exaone4": 4}
+PATTERNS = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4, "exaone4": 4, "exaone_moe": 4}
 """By model type: the last layer of so many sees everything, the others have a window."""
 
 
@@ -58,7 +58,7 @@ class LayerReader(FieldReader):
 
     def _rotates(self) -> list[bool]:
         """Whether each layer rotates queries and keys."""
-        if self.model_type == "exaone4":
+        if self.model_type.startswith("exaone"):
             return [not self._slides() or kind == "sliding_attention" for kind in self._kinds()]
         if self.model_type != "smollm3":
             return [True] * self.num_layers
@@ -89,14 +89,14 @@ class LayerReader(FieldReader):
                 raise self.refuse(f"layer_types {sorted(set(kinds))} of {layers} layers", "sliding or full attention")
             return kinds
         model_type, pattern = self.model_type, PATTERNS.get(self.model_type, 0)
-        if model_type in ("gemma3_text", "exaone4"):
+        if model_type in ("gemma3_text", "exaone4", "exaone_moe"):
             pattern = self.count("sliding_window_pattern", pattern)
         if pattern:
             return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
         if model_type == "smollm3":
             return ["full_attention" if rotates else "sliding_attention" for rotates in self._rotates()]
-        first = int(self.number("max_window_layers", 28))
-        if model_type in ("qwen2", "qwen3"):
+        first = int(self.number("max_window_layers", 62 if model_type == "dots1" else 28))
+        if model_type in ("qwen2", "qwen3", "dots1"):
             return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
         if model_type == "qwen2_moe":
             return ["full_attention" if i % 2 or i >= first else "sliding_attention" for i in range(layers)]

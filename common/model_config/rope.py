@@ -10,7 +10,7 @@ from typing import Any
 
 from common.model_config.fields import FieldReader
 
-ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "mrope")
 
 
 @dataclass(frozen=True, slots=True)

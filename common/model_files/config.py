@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ModelError
-from common.model_config.experts import ExpertsConfig, read_experts
+from common.model_config.experts import DEEPSEEK_LIKE, ExpertsConfig, read_experts
 from common.model_config.families import (
     ACTIVATIONS,
     DEFAULTS,
@@ -16,6 +16,7 @@ from common.model_config.families import (
     HF_FAMILIES,
     INTERLEAVED,
     NO_OUTPUT_BIAS,
+    RENAMED,
     WIDE_NORMS,
     WRAPPERS,
 )
@@ -125,12 +126,10 @@ class HFReader(FieldReader):
 
     def read(self) -> ModelConfig:
         model_type = self.fields.get("model_type")
-        if model_type in WRAPPERS and isinstance(self.fields.get("text_config"), dict):
+        around = model_type not in HF_FAMILIES or isinstance(self.fields.get("text_config"), dict)
+        if model_type in WRAPPERS and around:
             return HFReader(self._text_fields(model_type), self.path).read()
-        if model_type not in HF_FAMILIES:
-            raise self.refuse(f"model_type {model_type!r}", ", ".join(HF_FAMILIES))
-        if self.fields.get("use_bidirectional_attention"):
-            raise self.refuse("use_bidirectional_attention", "causal attention")
+        model_type = self._supported(model_type)
         self.fields = DEFAULTS.get(model_type, {}) | self._renamed(model_type)
         gemma = HF_FAMILIES[model_type] == "gemma"
         layers, heads, hidden = (
@@ -184,18 +183,30 @@ class HFReader(FieldReader):
         )
         return checked(config, self.path)
 
+    def _supported(self, model_type: object) -> str:
+        """The model type. ModelError for what no other field needs to be read for."""
+        if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
+            raise self.refuse(f"model_type {model_type!r}", ", ".join(HF_FAMILIES))
+        if self.fields.get("use_bidirectional_attention"):
+            raise self.refuse("use_bidirectional_attention", "causal attention")
+        if self.fields.get("clip_qkv") is not None:
+            raise self.refuse(f"clip_qkv {self.fields['clip_qkv']}", "queries, keys and values of any size")
+        return model_type
+
     def _renamed(self, model_type: str) -> dict[str, Any]:
         """The fields, by the names that most families have for them."""
         fields = dict(self.fields)
-        if model_type == "ernie4_5":
-            fields["attention_bias"] = fields["mlp_bias"] = bool(fields.get("use_bias", False))
+        fields |= {ours: fields[theirs] for theirs, ours in RENAMED.get(model_type, ()) if theirs in fields}
         if model_type == "minimax_m2" and fields.get("rotary_dim") is not None:
             fields.setdefault("partial_rotary_factor", self.positive("rotary_dim") / self.positive("head_dim", 128))
+        if model_type == "mistral4":  # the share that is rotated is told by qk_rope_head_dim, too
+            fields["rope_parameters"] = {k: v for k, v in rope_fields(fields).items() if k != "partial_rotary_factor"}
         return fields
 
     def _text_fields(self, wrapper: str) -> dict[str, Any]:
-        """The language model of one that also sees."""
-        text = dict(self.fields["text_config"])
+        """The language model of one that also sees; files of transformers 4 may have it all in one."""
+        within = self.fields.get("text_config")
+        text = dict(within if isinstance(within, dict) else self.fields)
         if text.get("model_type") not in HF_FAMILIES:
             text["model_type"] = WRAPPERS[wrapper]
         if wrapper != "gemma3":  # some such files tell it in neither place
@@ -213,12 +224,12 @@ class HFReader(FieldReader):
         return bias and model_type not in NO_OUTPUT_BIAS
 
     def _has_extra_layers(self, latent: LatentConfig | None) -> bool:
-        return latent is not None or self.fields["model_type"] == "glm4_moe"
+        return latent is not None or self.fields["model_type"] in DEEPSEEK_LIKE
 
     def _attention_scale(self, model_type: str, head_dim: int, latent: LatentConfig | None) -> float:
         if latent is not None:
             return latent_scale(latent, rope_fields(self.fields), self.path)
-        if model_type == "granite":
+        if model_type in ("granite", "granitemoe"):
             return self.number("attention_multiplier", 1.0)
         gemma = HF_FAMILIES[model_type] == "gemma"
         scale: float = self.number("query_pre_attn_scalar") ** -0.5 if gemma else head_dim**-0.5

@@ -37,6 +37,10 @@ MODEL_TYPES = {
     "mistral3": "ministral3",
     "glm4moe": "glm4_moe",
     "minimax-m2": "minimax_m2",
+    "dots1": "dots1",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "olmoe": "olmoe",
+    "granitemoe": "granitemoe",
     "deepseek2": "deepseek_v2",
 }
 """Hugging Face's names of GGUF's architectures.

@@ -17,6 +17,7 @@ from torch import Tensor
 from common.errors import ConfigError, ModelError
 from common.model.safetensors_weights import SafetensorsWeights
 from common.model.tensor_reader import WeightSource
+from common.model_config.experts import STACKS, ExpertStack
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.model_files.quantization import Quantization
@@ -46,14 +47,19 @@ class CutRules:
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         """`config` is that of the whole model."""
         self._config, self._shard = config, shard
+        self._inner = config.experts.intermediate_size if config.experts is not None else 0
 
     def of(self, name: str, shape: Sequence[int], *, quantised: bool = False) -> Cut | None:
         """The rank's part of the tensor of that name and shape; None: all of it."""
         config, shard = self._config, self._shard
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
-        if last == "experts":
-            return self._of_all_experts(kind, shape, quantised)
+        stack = STACKS.get(config.model_type)
+        if stack is not None and (at := name.find(stack.gate_up)) >= 0:
+            return self._of_gates(stack, name[at + len(stack.gate_up) :] == "_bias", shape, quantised)
+        if stack is not None and name.endswith(stack.down):
+            turned = not quantised and stack.is_turned(shape, config.hidden_size, self._inner)
+            return Cut(1 if turned else 2, (shard.part(self._inner),), self._inner, of_inputs=True)
         if kind == "sinks":
             return self._stacked(config.num_heads, unit=1)
         match last:
@@ -87,17 +93,14 @@ class CutRules:
         biases = tuple(f".{last}.bias" for last in ("o_proj", *DOWNS))
         return name.endswith((*biases, ".experts.down_proj_bias"))
 
-    def _of_all_experts(self, kind: str, shape: Sequence[int], quantised: bool) -> Cut | None:
-        """gpt-oss: [experts, ...], a gate and an up after each other; floats are held as [experts, in, out]."""
-        match kind:
-            case "gate_up_proj" | "gate_up_proj_bias":
-                dim = 1 if quantised or kind.endswith("bias") else 2
-                part = self._shard.part(shape[dim] // 2)
-                return Cut(dim, (range(2 * part.start, 2 * part.stop),), shape[dim])
-            case "down_proj":
-                dim = 2 if quantised else 1
-                return Cut(dim, (self._shard.part(shape[dim]),), shape[dim], of_inputs=True)
-        return None
+    def _of_gates(self, stack: ExpertStack, is_bias: bool, shape: Sequence[int], quantised: bool) -> Cut:
+        """Of all experts' gates and ups, or of their biases [experts, out]."""
+        half = self._inner
+        turned = not (quantised or is_bias) and stack.is_turned(shape, 2 * half, self._config.hidden_size)
+        part, dim = self._shard.part(half), 2 if turned else 1
+        if stack.alternating:
+            return Cut(dim, (range(2 * part.start, 2 * part.stop),), 2 * half)
+        return Cut(dim, (part, range(half + part.start, half + part.stop)), 2 * half)
 
     def _stacked(self, heads: int, *kv_heads: int, unit: int = 0) -> Cut:
         """Query heads, and below them KV heads once or twice, of `unit` rows each (0: head_dim)."""

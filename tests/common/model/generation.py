@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,13 +127,15 @@ class Pool:
 
 
 def transformers_model(folder: Path, gguf: str | None = None) -> Any:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    kind: Any = transformers.AutoModelForCausalLM
+    if gguf is None:  # which does not know models that come within one that also sees
+        (name,) = json.loads((folder / "config.json").read_text()).get("architectures", ["AutoModelForCausalLM"])
+        kind = getattr(transformers, name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=gguf, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        return kind.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()

@@ -84,6 +84,21 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"rope.dimension_count": 16, "expert_feed_forward_length": 160, "expert_gating_func": 2},
     ),
+    "dots1": ("dots1", {"sliding_window": None, "norm_topk_prob": True}, {"expert_gating_func": 2}),
+    "ernie-moe": (
+        "ernie4_5-moe",
+        {},
+        {
+            **{"expert_count": 6, "expert_used_count": 3, "expert_shared_count": 2, "leading_dense_block_count": 1},
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "olmoe": ("olmoe", {}, {}),
+    "granite-moe": (
+        "granitemoe",
+        {},
+        {"attention.scale": 0.2, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 6.0},
+    ),
     "deepseek-v2": ("deepseek2", {"attention_bias": False}, OLD_LATENT | {"expert_gating_func": 1}),
     "deepseek-v2-lite": (
         "deepseek2",
@@ -98,7 +113,7 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss", {}, YARN | {"expert_feed_forward_length": 160}),
 }
 """By case: the architecture's name, what a GGUF file cannot tell otherwise, and metadata that it has besides."""
-PERMUTED = ("llama", "mistral3", "smollm3", "granite")
+PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 """Architectures of which the converter makes neighbours of the elements that are rotated together."""
 
 
@@ -174,10 +189,14 @@ def _converted(
             stacks[f"{place}.{expert[3]}.weight"][int(expert[2])] = array
         elif apart and name.endswith("kv_b_proj.weight"):
             made += _of_latents(name, array, config)
+        elif name.endswith("input_linear.weight"):
+            place, half = name.replace("block_sparse_moe.input_linear", "mlp.experts.{}_proj"), array.shape[1] // 2
+            made += [(place.format("gate"), array[:, :half]), (place.format("up"), array[:, half:])]
         elif architecture == "gpt-oss" and ".experts." in name:
             made += _of_gpt_oss(name, array)
         else:
-            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            if "e_score_correction" in name:
+                name, array = name.replace("e_score_correction_bias", "e_score_correction.bias"), array.squeeze()
             made.append((f"{name}.weight" if name.endswith("sinks") else name, array))
     return made + [(name, np.stack([stack[i] for i in range(len(stack))])) for name, stack in stacks.items()]
 

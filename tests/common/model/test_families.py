@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from common.errors import ModelError
 from common.model_files.resolve import resolve_model
@@ -61,28 +60,6 @@ def test_longrope_takes_the_short_factors_where_contexts_end_before_the_long_one
     assert float((logits_along(Pool(long), prompt(30), tokens) - logits).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("case", "wrapper", "tied"),
-    [("ministral3", "mistral3", False), ("ministral3", "mistral3", True), ("qwen3", "qwen3_vl", False)],
-)
-def test_the_language_model_of_one_that_also_sees(tmp_path: Path, case: str, wrapper: str, tied: bool) -> None:
-    """Below another name, with a configuration around it that does not say whether there is a head of its own."""
-    family, options = CASES.get(case, ("Qwen3", {"head_dim": 32}))
-    plain = random_checkpoint(tmp_path / "plain", family, **options | {"tie_word_embeddings": tied})
-    config = json.loads((plain / "config.json").read_text())
-    config.pop("tie_word_embeddings", None)
-    config["model_type"] = "qwen3_vl_text" if wrapper == "qwen3_vl" else config["model_type"]
-    folder = tmp_path / "wrapped"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": wrapper, "text_config": config}))
-    tensors = load_file(plain / "model.safetensors")
-    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-    eyes = {"vision_tower.patch_conv.weight": torch.zeros(3)}
-    save_file(renamed | eyes, folder / "model.safetensors", {"format": "pt"})
-    assert ("lm_head.weight" in tensors) is not tied
-    assert Pool(load(folder)).greedy(prompt(60), 12) == Pool(load(plain)).greedy(prompt(60), 12)
-
-
 def refusal(folder: Path, **fields: Any) -> str:
     """What is said of a tiny model with other fields in its configuration, before its weights are looked at."""
     path = make_tiny_model(folder) / "config.json"
@@ -129,6 +106,15 @@ def refusal(folder: Path, **fields: Any) -> str:
             {"model_type": "glm4_moe", "mlp_layer_types": ["dense", "gated"]},
             "mlp_layer_types ['dense', 'gated'] of 4 layers is not supported",
         ),
+        (
+            {"model_type": "mistral4", "n_group": 2, "num_key_value_heads": 4},
+            "n_group 2 of mistral4 is not supported: use a model with n_group 1",
+        ),
+        (
+            {"model_type": "ernie4_5_moe", "use_bias": True},
+            "use_bias True of ernie4_5_moe is not supported: use a model with use_bias False",
+        ),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         (
             {"model_type": "phi3", "partial_rotary_factor": 1.5},
             "partial_rotary_factor 1.5 of heads of 16 is not support",

@@ -45,6 +45,8 @@ CASES_OF_RANKS = {
     "deepseek-v2": (*CASES["deepseek-v2"], 4),
     "deepseek-v2-lite": (*CASES["deepseek-v2-lite"], 2),
     "deepseek-v3": (*CASES["deepseek-v3"], 2),
+    "all gates, then all ups": (*CASES["mistral4"], 2),
+    "all gates, then all ups, of two files' names": (*CASES["granite-moe"], 2),
 }
 
 
