@@ -199,8 +199,9 @@ class HFReader(FieldReader):
         fields |= {ours: fields[theirs] for theirs, ours in RENAMED.get(model_type, ()) if theirs in fields}
         if model_type == "minimax_m2" and fields.get("rotary_dim") is not None:
             fields.setdefault("partial_rotary_factor", self.positive("rotary_dim") / self.positive("head_dim", 128))
-        if model_type == "mistral4":  # the share that is rotated is told by qk_rope_head_dim, too
-            fields["rope_parameters"] = {k: v for k, v in rope_fields(fields).items() if k != "partial_rotary_factor"}
+        rope = rope_fields(fields)
+        if model_type == "mistral4" and rope:  # qk_rope_head_dim tells the share that is rotated, too
+            fields["rope_parameters"] = {name: rope[name] for name in rope if name != "partial_rotary_factor"}
         return fields
 
     def _text_fields(self, wrapper: str) -> dict[str, Any]:
