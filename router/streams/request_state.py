@@ -18,7 +18,7 @@ from router.streams.client import GenerationRequest, RequestTimeline, TokenEvent
 from router.streams.known_hashes import KnownHashes
 from router.streams.prompt import Prompt
 from router.streams.stream import TokenStream
-from router.streams.timelines import added, drafts_of
+from router.streams.timelines import added, drafts_of, waited_s
 
 MIN_PROGRESS = 4
 """Output tokens that count as progress after a move: a prefill worker alone makes one each time."""
@@ -56,6 +56,7 @@ class Assignment:
     num_base_tokens: int
     weights: str = ""
     delivered: bool = False
+    sent_at: float = 0.0
     delivered_at: float = 0.0
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -260,7 +261,7 @@ class RequestState:
         else:
             self.decode = assignment
         self._names[assignment.role] = assignment.worker_id
-        self.progress_at = now
+        self.progress_at = assignment.sent_at = now
         self.on_move(self)
 
     def record_failure(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
@@ -367,7 +368,7 @@ class RequestState:
         """The router's own wait and the reports of the last workers; decoding time is summed over all of them."""
         prefill = self.prefill.timeline if self.prefill else NO_TIMELINE
         decode = self.decode.timeline if self.decode else NO_TIMELINE
-        names, first = self._names, prefill if self.prefill else decode
+        names, first, by = self._names, prefill if self.prefill else decode, self.prefill or self.decode
         # Most tokens change nothing of it.
         parts = (
             *(prefill, decode, first, names["prefill"], names["decode"]),
@@ -381,7 +382,7 @@ class RequestState:
             decode_worker=names["decode"],
             num_attempts=self.num_failures + 1,
             num_preemptions=self._past.num_preemptions + prefill.num_preemptions + decode.num_preemptions,
-            queue_s=self._queue_s + first.queue_s,
+            queue_s=self._queue_s + (waited_s(first, by.sent_at, by.delivered_at) if by else 0.0),
             prefill_s=first.prefill_s,
             grant_wait_s=max(prefill.grant_wait_s, decode.grant_wait_s),
             transfer_s=max(prefill.transfer_s, decode.transfer_s),

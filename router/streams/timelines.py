@@ -1,4 +1,4 @@
-"""Sums of what decode workers report of one request."""
+"""What the workers of one request report, put together."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def added(past: Timeline, spent: Timeline) -> Timeline:
         num_draft_tokens=past.num_draft_tokens + spent.num_draft_tokens,
         accepted_places=tuple(map(sum, places)),
     )
+
+
+def waited_s(report: Timeline, sent_at: float, answered_at: float) -> float:
+    """Seconds that a prompt, sent at `sent_at`, waited for its worker's first step, whose first token came then.
+
+    A worker reads its messages between two steps, so it sees none of the wait for the step that it is in.
+    """
+    if not sent_at or not report.prefill_s:
+        return report.queue_s
+    return max(report.queue_s, answered_at - sent_at - report.prefill_s)
 
 
 def drafts_of(timeline: Timeline) -> DraftCounts:

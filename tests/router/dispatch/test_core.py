@@ -13,6 +13,7 @@ from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
     Message,
+    Timeline,
     TokenDelta,
     TokenOutput,
 )
@@ -59,8 +60,16 @@ class Rig:
         self.registry.on_heartbeat(D, heartbeat_of("d"), now)
         self.core.on_ready(D, now)
 
-    def tokens(self, request_id: str, index: int, *token_ids: int, reason: str = "", now: float = 1.0) -> None:
-        delta = TokenDelta(request_id, 0, index, token_ids, reason)
+    def tokens(
+        self,
+        request_id: str,
+        index: int,
+        *token_ids: int,
+        reason: str = "",
+        now: float = 1.0,
+        timeline: Timeline | None = None,
+    ) -> None:
+        delta = TokenDelta(request_id, 0, index, token_ids, reason, timeline=timeline)
         self.core.on_output(D, TokenOutput(worker_id="d", epoch=1, outputs=(delta,)), now)
 
     @property
@@ -88,6 +97,19 @@ def test_a_request_is_sent_and_its_tokens_wake_its_consumer() -> None:
     rig.core.end(state)
     assert not rig.core.states and not rig.later
     assert not rig.registry.workers[D].bookings
+
+
+def test_the_wait_for_the_step_that_a_worker_is_in_counts_as_waiting() -> None:
+    """The worker reads the request after its step, and says that it waited for half a second."""
+    rig = Rig()
+    state = rig.core.submit(request("a"), 0.5)
+    rig.greet(1.0)
+    rig.tokens("a", 0, 7, now=4.0)
+    rig.tokens("a", 1, 8, now=9.0, reason="stop", timeline=Timeline(queue_s=0.5, prefill_s=1.0, decode_s=5.0))
+    event = state.take_event()
+    assert event is not None and event.timeline is not None
+    assert event.timeline.queue_s == pytest.approx(0.5 + 2.0)  # at the router, and from 1.0 to the step at 3.0
+    assert (event.timeline.prefill_s, event.timeline.decode_s) == (1.0, 5.0)
 
 
 def test_what_has_no_worker_waits_in_order_and_is_placed_a_few_a_turn() -> None:
