@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from common import __version__
-from common.packages import warn_of_foreign_packages
+from common.packages import PACKAGES, warn_of_foreign_packages
 
 COMMANDS = {
     "serve": ("router.local.serve", "the whole service on this machine: model, workers and router"),
@@ -28,6 +28,9 @@ COMMANDS = {
     "fetch": ("common.model_files.fetch", "download a built-in model into the cache"),
     "size": ("router.local.size_estimate", "estimate how many workers a load needs"),
 }
+
+EXTRAS = {"bench": "bench", "plan": "bench", "simulate": "bench", "prefill-worker": "worker", "decode-worker": "worker"}
+"""What brings the packages that a command needs; those of others come with `router`, or with both for `serve`."""
 
 
 def usage() -> str:
@@ -77,8 +80,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_at_sigterm()
     warn_of_foreign_packages()
     sys.argv = [f"diptych {command}", *arguments[1:]]
-    runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(COMMANDS[command][0], run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in PACKAGES:
+            raise
+        print(missing_package(command, error.name), file=sys.stderr)
+        return 1
     return 0
+
+
+def missing_package(command: str, name: str | None) -> str:
+    """What to do where a command's packages are not installed."""
+    extra = EXTRAS.get(command, "router,worker" if command == "serve" else "router")
+    return (
+        f"diptych {command} needs the package {name}, which is not installed here: it comes with "
+        f"{sys.executable} -m pip install 'diptych[{extra}]', in a checkout with -e '.[{extra}]'"
+    )
 
 
 if __name__ == "__main__":
