@@ -10,13 +10,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from router.text.answer.grammar import literal, rule
-from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, opening, row
+from router.text.answer.grammar import literal
+from router.text.calls.form import SectionForm, Spell
 from router.text.calls.function import Function
 from router.text.calls.pattern import Pattern, function_name, peek, space
-from router.text.calls.scanner import Layout, MarkedScanner
+from router.text.calls.scanner import Layout
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -30,27 +30,16 @@ LAYOUTS = [
 ]
 
 
-class DeepSeekForm(CallForm):
-    """Calls between marks, with arguments in JSON; `fenced` ones in a block of code, as V3 writes them."""
+class DeepSeekForm(SectionForm):
+    """Arguments of `fenced` calls are in a block of code, as V3 writes them."""
 
     name = "deepseek"
     marks = (OPEN, CLOSE, BEGIN, SEPARATOR, END)
+    layouts = LAYOUTS
 
     def __init__(self, *, fenced: bool = False) -> None:
         self.fenced = fenced
-
-    def scanner(
-        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
-    ) -> MarkedScanner:
-        return MarkedScanner((OPEN, BEGIN), LAYOUTS, start=start, only_calls=only_calls)
-
-    def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        before, rules = opening(spell(OPEN))
-        between = f"{literal(chr(10))}?" if self.fenced else ""
-        calls = f"{row('body', between, several=wanted.several)} {spell(CLOSE)}"
-        rules = (rules if free(wanted) else "") + rule("listed", calls)
-        rules += bodies(wanted.functions, lambda function, arguments: self._body(function, arguments, spell))
-        return answer_rules(wanted, f"{spell(OPEN)} listed", f"{before} listed") + rules
+        self.between = f"{literal(chr(10))}?" if fenced else ""
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         if self.fenced:
@@ -58,7 +47,7 @@ class DeepSeekForm(CallForm):
             return f"{OPEN}{chr(10).join(texts)}{CLOSE}"
         return f"{OPEN}{''.join([f'{BEGIN}{name}{SEPARATOR}{given}{END}' for name, given in calls])}{CLOSE}"
 
-    def _body(self, function: Function, arguments: str, spell: Spell) -> str:
+    def body(self, function: Function, arguments: str, spell: Spell) -> str:
         if self.fenced:
             head = f"{literal('function')} {spell(SEPARATOR)} {literal(function.name + FENCE)}"
             return f"{spell(BEGIN)} {head} {arguments} {literal(FENCE_END)} {spell(END)}"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from router.text.answer.grammar import json_expression, literal, rule
 from router.text.calls.function import Function
-from router.text.calls.scanner import CallScanner
+from router.text.calls.scanner import CallScanner, Layout, MarkedScanner
 
 Message = Mapping[str, Any]
 Spell = Callable[[str], str]
@@ -66,6 +66,32 @@ class CallForm(ABC):
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages with calls as the templates of this form's models want them."""
         return [dict(message) for message in messages]
+
+
+class SectionForm(CallForm):
+    """Calls with arguments in JSON, in a section of their own: the first `marks` open it, end it, and open a call."""
+
+    layouts: ClassVar[Sequence[Layout]]
+    between = ""
+    """What a grammar has between two calls."""
+
+    def scanner(
+        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
+    ) -> MarkedScanner:
+        section, _, call, *_ = self.marks
+        return MarkedScanner((section, call), self.layouts, start=start, only_calls=only_calls)
+
+    def grammar(self, wanted: Wanted, spell: Spell) -> str:
+        opened, closed, *_ = map(spell, self.marks)
+        before, rules = opening(opened)
+        rules = rules if free(wanted) else ""
+        rules += rule("listed", f"{row('body', self.between, several=wanted.several)} {closed}")
+        rules += bodies(wanted.functions, lambda function, arguments: self.body(function, arguments, spell))
+        return answer_rules(wanted, f"{opened} listed", f"{before} listed") + rules
+
+    @abstractmethod
+    def body(self, function: Function, arguments: str, spell: Spell) -> str:
+        """The right side of a rule for a call of the function, whose arguments the rule of that name has."""
 
 
 def answer_rules(wanted: Wanted, calls: str, begun: str) -> str:

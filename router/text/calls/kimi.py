@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from router.text.answer.grammar import literal, rule
-from router.text.calls.form import CallForm, Message, Spell, Wanted, answer_rules, bodies, free, opening, row
+from router.text.answer.grammar import literal
+from router.text.calls.form import Message, SectionForm, Spell
 from router.text.calls.function import Function
 from router.text.calls.pattern import Pattern, function_name, peek, space
-from router.text.calls.scanner import Layout, MarkedScanner
+from router.text.calls.scanner import Layout
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -23,23 +23,10 @@ TAIL, AGAIN, LAST = Pattern(space, END), Pattern(space, *CALL), Pattern(space, C
 LAYOUTS = (Layout(Pattern(OPEN, space, *CALL), TAIL, AGAIN, LAST), Layout(Pattern(*CALL), TAIL, AGAIN, LAST))
 
 
-class KimiForm(CallForm):
-    """Calls between marks, with arguments in JSON, in a section of their own."""
-
+class KimiForm(SectionForm):
     name = "kimi"
     marks = (OPEN, CLOSE, BEGIN, ARGUMENTS, END)
-
-    def scanner(
-        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
-    ) -> MarkedScanner:
-        return MarkedScanner((OPEN, BEGIN), LAYOUTS, start=start, only_calls=only_calls)
-
-    def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        before, rules = opening(spell(OPEN))
-        listed = f"{row('body', '', several=wanted.several)} {spell(CLOSE)}"
-        rules = (rules if free(wanted) else "") + rule("listed", listed)
-        rules += bodies(wanted.functions, lambda function, arguments: self._body(function, arguments, spell))
-        return answer_rules(wanted, f"{spell(OPEN)} listed", f"{before} listed") + rules
+    layouts = LAYOUTS
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         texts = [f"{BEGIN}{PREFIX}{name}:{i}{ARGUMENTS}{given}{END}" for i, (name, given) in enumerate(calls)]
@@ -63,6 +50,6 @@ class KimiForm(CallForm):
             changed.append(made)
         return changed
 
-    def _body(self, function: Function, arguments: str, spell: Spell) -> str:
+    def body(self, function: Function, arguments: str, spell: Spell) -> str:
         head = f"{spell(BEGIN)} {literal(f'{PREFIX}{function.name}:')} /[0-9]{{1,3}}/"
         return f"{head} {spell(ARGUMENTS)} {arguments} {spell(END)}"

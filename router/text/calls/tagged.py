@@ -70,9 +70,14 @@ class TaggedForm(CallForm):
     def called(self, name: str, arguments: str, spell: Spell) -> str:
         """The right side of the rule `body`, for a call of one function."""
 
-    @abstractmethod
     def rows(self, wanted: Wanted, spell: Spell) -> tuple[str, str]:
-        """Right sides of rules: an answer of nothing but calls; and what follows the tag that opens one."""
+        """Right sides of rules: an answer of nothing but calls; and what follows the tag that opens one.
+
+        Here each call is between the first two marks.
+        """
+        first, last, *_ = map(spell, self.marks)
+        call = f"body {last}"
+        return row(f"{first} {call}", f"{literal(chr(10))}?", several=wanted.several), call
 
 
 class QwenCoderForm(TaggedForm):
@@ -94,10 +99,6 @@ class QwenCoderForm(TaggedForm):
 
     def called(self, name: str, arguments: str, spell: Spell) -> str:
         return f"{literal(f'{chr(10)}{FUNCTION}{name}>{chr(10)}')} {arguments} {literal(f'{END_FUNCTION}{chr(10)}')}"
-
-    def rows(self, wanted: Wanted, spell: Spell) -> tuple[str, str]:
-        call = f"body {spell(END_TOOL_CALL)}"
-        return row(f"{spell(TOOL_CALL)} {call}", f"{literal(chr(10))}?", several=wanted.several), call
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         texts = []
@@ -123,10 +124,6 @@ class GLMForm(TaggedForm):
 
     def called(self, name: str, arguments: str, spell: Spell) -> str:
         return f"{literal(f'{name}{chr(10)}')} {arguments}"
-
-    def rows(self, wanted: Wanted, spell: Spell) -> tuple[str, str]:
-        call = f"body {spell(END_TOOL_CALL)}"
-        return row(f"{spell(TOOL_CALL)} {call}", f"{literal(chr(10))}?", several=wanted.several), call
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         texts = []
