@@ -16,6 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -158,7 +159,7 @@ def run_at(
         if place.name == PACED:
             floors[FLOOR] = {"TTFT": foreseen_ms(records, prefill_worker(stack)[1])}
         elif not place.num_paced:
-            floors[place.name + HINDSIGHT] = {"TTFT": hindsight_ms(records, *prefill_worker(stack))}
+            floors[place.name + HINDSIGHT] = {"TTFT": hindsight_ms(lines, *prefill_worker(stack))}
     return Run(rates[0], records, pairs_of(lines[int(LEARNING * len(lines)) :]), floors)
 
 
@@ -188,26 +189,30 @@ def prompts_per_s(model: StepModel, step_tokens: int, lengths: LengthRange) -> f
 
 def foreseen_ms(records: Sequence[RequestRecord], step_tokens: int) -> list[tuple[float, float]]:
     """(foreseen, then happened) TTFT in ms at a virtual worker with the paced one's pace, learning left out."""
-    prompts, _ = prompts_of(records)
+    prompts = prompts_of(records)
     found = foreseen(prompts, Coefficients.read(EXAMPLE).prefill.model(), step_tokens)
     return [(1e3 * before, 1e3 * after) for before, after in found[int(LEARNING * len(found)) :]]
 
 
-def hindsight_ms(records: Sequence[RequestRecord], model: StepModel, step_tokens: int) -> list[tuple[float, float]]:
-    """(said, measured) TTFT in ms. A virtual worker says it that had the same prompts, and steps that `model` times.
+def hindsight_ms(lines: Sequence[Mapping[str, Any]], model: StepModel, step_tokens: int) -> list[tuple[float, float]]:
+    """(said, measured) TTFT in ms of the prompts that the prefill worker computed, of a router's log.
 
-    It knows all that a router can only guess, later prompts included: what is left is how much steps vary.
+    A virtual worker says it that had the same prompts, and steps that `model` times. It knows all that a router can
+    only guess, later prompts included: what is left is how much steps vary.
     """
-    prompts, measured = prompts_of(records)
+    there = [line for line in lines if line["prefill_worker"] != "none" and line["attempts"] == 1]
+    came = [datetime.fromisoformat(line["time"]).timestamp() - line["total_ms"] / 1e3 for line in there]
+    found = sorted(zip(came, there, strict=True), key=lambda pair: pair[0])
+    prompts = [VirtualPrompt(at, line["prompt"] - line["cached"], math.inf) for at, line in found]
     serve(prompts, prompt_order, model, step_tokens)
-    pairs = [(1e3 * prompt.ttft_s, 1e3 * ttft_s) for prompt, ttft_s in zip(prompts, measured, strict=True)]
+    pairs = [(1e3 * prompt.ttft_s, line["ttft_ms"]) for prompt, (_, line) in zip(prompts, found, strict=True)]
     return pairs[int(LEARNING * len(pairs)) :]
 
 
-def prompts_of(records: Sequence[RequestRecord]) -> tuple[list[VirtualPrompt], list[float]]:
-    """The prompts that were answered, in order of their arrival, and their TTFT in seconds."""
+def prompts_of(records: Sequence[RequestRecord]) -> list[VirtualPrompt]:
+    """The prompts that were answered, in order of their arrival."""
     found = [record for record in sorted(records, key=lambda record: record.start) if record.ok]
-    return [VirtualPrompt(each.start, each.prompt_tokens, math.inf) for each in found], [each.ttft_s for each in found]
+    return [VirtualPrompt(each.start, each.prompt_tokens, math.inf) for each in found]
 
 
 def pairs_of(lines: Sequence[Mapping[str, Any]]) -> Pairs:
