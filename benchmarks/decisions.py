@@ -32,7 +32,7 @@ from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.garbage import collect_seldom
 from router.placement.placement import Placement
-from router.policy.forecast import RequestShape
+from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
 from router.streams.client import GenerationRequest
 from router.streams.request_state import RequestState

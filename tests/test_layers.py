@@ -52,7 +52,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "benchmarks/block_events.py": {"router.fleet.block_reports", "router.fleet.prefix_index"},
     "benchmarks/decisions.py": {
         "router.streams.client",
-        "router.policy.forecast",
+        "router.policy.request_shape",
         "router.placement.placement",
         "router.policy.routing",
         "router.streams.request_state",

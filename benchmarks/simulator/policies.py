@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.fleet.worker import Worker
-from router.policy.forecast import RequestShape, computed_there, joined, on_decode, on_prefill
+from router.policy.forecast import computed_there, joined, on_decode, on_prefill
+from router.policy.request_shape import RequestShape
 from router.policy.routing import Choice, RoutingPolicy
 
 

@@ -26,9 +26,10 @@ from router.admission.waiting import WaitingRequests
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.policy.arrival import token_s_at
-from router.policy.forecast import NO_HITS, RequestShape, place_s, places_of, queued_s, step_tokens, wait_s
+from router.policy.forecast import place_s, places_of, queued_s, step_tokens, wait_s
 from router.policy.output_lengths import UNKNOWN_LENGTH
 from router.policy.patience import Patience
+from router.policy.request_shape import NO_HITS, RequestShape
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.shortlist import FEW, Shortlist
 from router.streams.client import ANYONE, Caller, GenerationRequest

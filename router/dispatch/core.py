@@ -33,7 +33,7 @@ from router.placement.handover import HandOvers
 from router.placement.placement import Abort, Placement, Send
 from router.placement.recovery import Recovery, refusal
 from router.placement.role_changes import RoleChanges
-from router.policy.forecast import RequestShape
+from router.policy.request_shape import RequestShape
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.split import SplitForecaster
 from router.streams.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest

@@ -22,7 +22,7 @@ from router.admission.waiting import WaitingRequests
 from router.fleet.registry import WorkerRegistry
 from router.placement.placement import Placement
 from router.placement.recovery import Recovery
-from router.policy.forecast import RequestShape
+from router.policy.request_shape import RequestShape
 from router.policy.routing import Choice
 from router.streams.client import RETRY_AFTER_S
 from router.streams.request_state import RequestState

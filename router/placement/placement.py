@@ -19,8 +19,8 @@ from router.placement.candidates import Candidates, Hits
 from router.placement.fetches import Fetches
 from router.placement.growth import num_more_blocks
 from router.placement.orders import decode_request, kv_target, prefill_request
-from router.policy.forecast import NO_HITS, RequestShape
 from router.policy.output_lengths import OutputLengths
+from router.policy.request_shape import NO_HITS, RequestShape
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.shortlist import Shortlist
 from router.streams.request_state import Assignment, RequestState

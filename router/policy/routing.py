@@ -16,9 +16,7 @@ import msgspec
 from common.latency.step_model import StepModel
 from router.fleet.worker import Worker, by_fingerprint
 from router.policy.forecast import (
-    NO_HITS,
     Forecast,
-    RequestShape,
     Terms,
     chunk_s,
     computed_there,
@@ -30,6 +28,7 @@ from router.policy.forecast import (
     terms_of,
 )
 from router.policy.output_lengths import UNKNOWN_LENGTH
+from router.policy.request_shape import NO_HITS, RequestShape
 
 TOLERANCE, MOST_TOLERANCE, TOLERANCE_S = 0.1, 0.5, 1e-3
 """By so much of the least cost, and so many seconds, others may differ from it and count as equal: more where the two

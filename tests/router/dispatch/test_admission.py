@@ -17,8 +17,9 @@ from router.admission.admission import (
 )
 from router.admission.load import DispatchCounters
 from router.fleet.registry import WorkerRegistry
-from router.policy.forecast import RequestShape, on_prefill
+from router.policy.forecast import on_prefill
 from router.policy.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
+from router.policy.request_shape import RequestShape
 from router.policy.routing import Choice, RoutingPolicy
 from router.streams.client import GenerationRequest
 from router.streams.request_state import Assignment, RequestState

@@ -8,8 +8,9 @@ from common.wire.sampling_params import SamplingParams
 from router.fleet.booking import Booking, peak_growth
 from router.fleet.registry import WorkerRegistry
 from router.placement.growth import Growth, num_more_blocks
-from router.policy.forecast import RequestShape, num_lacking_blocks, on_decode, terms_of
+from router.policy.forecast import num_lacking_blocks, on_decode, terms_of
 from router.policy.output_lengths import OutputLengths
+from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
 from router.streams.client import GenerationRequest
 from router.streams.request_state import Assignment, RequestState

@@ -17,7 +17,8 @@ from router.fleet.worker import WorkerState
 from router.placement.fetches import Fetches
 from router.placement.orders import decode_request, prefill_request
 from router.policy.fetch import Fetch
-from router.policy.forecast import RequestShape, computed_there, on_decode, on_prefill
+from router.policy.forecast import computed_there, on_decode, on_prefill
+from router.policy.request_shape import RequestShape
 from router.streams.client import GenerationRequest
 from router.streams.request_state import RequestState
 

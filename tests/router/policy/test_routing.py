@@ -8,7 +8,8 @@ from common.latency.link_model import LinkModel, Links
 from common.latency.step_model import StepModel, StepShape
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
-from router.policy.forecast import RequestShape, on_decode
+from router.policy.forecast import on_decode
+from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
 
 from ...fake_worker import heartbeat_of, hello_of

@@ -11,7 +11,7 @@ from common.latency.step_model import StepModel, StepShape
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
-from router.policy.forecast import RequestShape
+from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
 from router.policy.shortlist import FEW, NUM_CHEAP, NUM_HOLDERS, Shortlist
 

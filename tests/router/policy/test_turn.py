@@ -10,7 +10,8 @@ from common.latency.step_model import StepModel, StepShape
 from router.fleet.booking import PromptSizes
 from router.fleet.registry import WorkerRegistry
 from router.fleet.token_pace import LEAST, MOST, TokenPace
-from router.policy.forecast import NO_HITS, RequestShape, on_decode, on_prefill
+from router.policy.forecast import on_decode, on_prefill
+from router.policy.request_shape import NO_HITS, RequestShape
 from router.policy.turn import turn_s
 
 from ...fake_worker import heartbeat_of, hello_of
