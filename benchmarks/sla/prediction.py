@@ -40,9 +40,10 @@ from benchmarks.stack import Stack
 from common.latency.step_model import StepModel
 from common.requests.prompt_order import prompt_order
 
-PACED, POOLS, SHARED, OWN, OWN_PLAIN = (
+PACED, POOLS, LIGHT, SHARED, OWN, OWN_PLAIN = (
     "paced 1P1D",
     "paced 3P3D",
+    "paced 3P3D, 12 requests/s alone",
     "real model, 1P1D, shared cores",
     "real model, 1P1D, a core each",
     "the same without draft tokens",
@@ -102,6 +103,7 @@ class Place:
 PLACES: Final = (
     Place(PACED, 1, (4.0, 10.0, 16.0)),
     Place(POOLS, 3, (12.0, 24.0, 36.0)),
+    Place(LIGHT, 3, (12.0,)),
     Place(SHARED, 0, REAL_LOADS),
     Place(OWN, 0, REAL_LOADS, own_cores=True),
     Place(OWN_PLAIN, 0, REAL_LOADS, own_cores=True, drafts=False),

@@ -172,11 +172,15 @@ class Admission:
     def learn(self, state: RequestState, assignment: Assignment, now: float) -> None:
         """The first tokens of `assignment` have come: compare with the prediction, unless others passed since."""
         expected_s, state.expected_s = state.expected_s, 0.0
-        if expected_s < MIN_EXPECTED_S or assignment is not state.waits_for or state.stage is not Stage.PREFILL:
+        if expected_s <= 0.0 or assignment is not state.waits_for or state.stage is not Stage.PREFILL:
             return
         if any(at >= state.progress_at and level > state.request.priority for level, at in self._placed_at.items()):
             return
-        self._registry.on_first_token(assignment.address, (now - state.progress_at) / expected_s)
+        took_s, forecast = now - state.progress_at, state.forecast
+        if expected_s >= MIN_EXPECTED_S:
+            self._registry.on_first_token(assignment.address, (took_s - forecast.lag_s) / expected_s)
+        if forecast.waits_for_none and not state.num_failures and not state.num_taken_back:
+            self._registry.on_lone_prompt(assignment.role, took_s, forecast.prompt_s)
 
     def shed(self, states: Iterable[RequestState], now: float) -> list[tuple[RequestState, Overloaded]]:
         """Requests to refuse although they were admitted, with their errors; at each tick.

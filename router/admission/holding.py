@@ -52,8 +52,18 @@ class Holding:
         )
         return min(spans_s, default=0.0)
 
+    def before_s(self, one: RequestClass, key: str, num_tokens: int) -> float:
+        """Seconds of each worker that computes prompts until it is the turn of a new one of so many tokens.
+
+        Without goals the shortest come first. With goals all that are held count: a prompt that passes takes from the
+        slack of the others.
+        """
+        if not self._waiting.num_held:
+            return 0.0
+        return self._waiting.ahead(one, key, 0 if one.ttft_s > 0 else num_tokens)[0] / self._num_workers
+
     def ahead(self, one: RequestClass, key: str) -> tuple[float, int]:
-        """What held requests before a new one of this class and key take: seconds of each worker that computes
+        """What all held requests of this class and key and before them take: seconds of each worker that computes
         prompts, and places of each decode worker."""
         if not self._waiting.num_held:
             return 0.0, 0

@@ -23,10 +23,11 @@ class WorkerLoad:
     """One worker: what it reports and what is booked on it. `reason` says why it is not ready. `role` is its present
     role, `home` the one that it was started with.
 
-    A new prompt waits `wait_s` there; `step_model` is what the worker says of its steps, `link_model` of the transfers
-    that come to it. This router knows of `num_known_blocks` in its prefix cache. `batch_cap` requests run side by side
-    at most, and a step computes at most `step_tokens` prompt tokens, by its flags or as the worker has set them itself;
-    0: not known. `block_size`, `max_num_seqs`, `max_step_tokens`, `window` and `model` are those of its hello.
+    A new prompt waits `wait_s` there, and its first token comes `lag_s` later than models of steps say. `step_model` is
+    what the worker says of its steps, `link_model` of the transfers that come to it. This router knows of
+    `num_known_blocks` in its prefix cache. `batch_cap` requests run side by side at most, and a step computes at most
+    `step_tokens` prompt tokens, by its flags or as the worker has set them itself; 0: not known. `block_size`,
+    `max_num_seqs`, `max_step_tokens`, `window` and `model` are those of its hello.
     """
 
     address: str
@@ -45,6 +46,7 @@ class WorkerLoad:
     num_cuts: int
     reason: str = ""
     wait_s: float = 0.0
+    lag_s: float = 0.0
     step_model: Mapping[str, float] = field(default_factory=dict)
     link_model: Mapping[str, float] = field(default_factory=dict)
     num_known_blocks: int = 0
@@ -76,6 +78,7 @@ class WorkerLoad:
             num_cuts=connection.counters.num_cuts,
             reason=worker.withheld or worker.reason,
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
+            lag_s=worker.lag_s,
             step_model=msgspec.structs.asdict(worker.step_model),
             link_model=msgspec.structs.asdict(worker.likely_link),
             num_known_blocks=num_known_blocks,

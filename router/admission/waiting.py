@@ -37,11 +37,15 @@ Turn = tuple[float, int, float, str]
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting requests of a key in one lane. The `num_held` that are held have `held_s` seconds of prompts."""
+    """The waiting requests of a key in one lane. Held ones have `prompts_s` seconds, by id, `held_s` in all."""
 
     turns: list[Turn] = field(default_factory=list)
     held_s: float = 0.0
-    num_held: int = 0
+    prompts_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_held(self) -> int:
+        return len(self.prompts_s)
 
     def in_turn(self, now: float) -> Iterator[str]:
         """Ids, those that cannot be in time any more behind those that can. Over a copy; often the first is enough."""
@@ -50,14 +54,21 @@ class _Line:
 
     def add(self, state: RequestState) -> Turn:
         insort(self.turns, turn := _turn(state))
-        self.held_s += state.held_s or 0.0
-        self.num_held += state.held_s is not None
+        if state.held_s is not None:
+            self.prompts_s[state.request.request_id] = state.held_s
+            self.held_s += state.held_s
         return turn
 
     def remove(self, state: RequestState, turn: Turn) -> None:
         del self.turns[bisect_left(self.turns, turn)]
-        self.held_s -= state.held_s or 0.0
-        self.num_held -= state.held_s is not None
+        if self.prompts_s.pop(state.request.request_id, None) is not None:
+            self.held_s -= state.held_s or 0.0
+
+    def before(self, num_tokens: int) -> tuple[float, int]:
+        """Seconds of held prompts whose turn comes before a new one of so many tokens without a goal; their number."""
+        earlier = self.turns[: bisect_left(self.turns, (math.inf, num_tokens + 1))]
+        found = [self.prompts_s[turn[-1]] for turn in earlier if turn[-1] in self.prompts_s]
+        return sum(found), len(found)
 
 
 @dataclass(slots=True)
@@ -72,12 +83,13 @@ class _Lane:
         """Ids; whose turn it is may change with each one that is placed."""
         return self.keys.in_turn({key: line.in_turn(now) for key, line in self.lines.items()})
 
-    def ahead(self, key: str) -> tuple[float, int]:
+    def ahead(self, key: str, num_tokens: int) -> tuple[float, int]:
         """Seconds of held prompts before a new request, and their number. Other keys get as much as its own."""
         mine = self.lines.get(key, _Line())
+        mine_s, num_mine = mine.before(num_tokens) if num_tokens else (mine.held_s, mine.num_held)
         others = [line for other, line in self.lines.items() if other != key]
-        held_s = mine.held_s + sum(min(line.held_s, mine.held_s) for line in others)
-        return held_s, mine.num_held + sum(min(line.num_held, mine.num_held) for line in others)
+        held_s = mine_s + sum(min(line.held_s, mine_s) for line in others)
+        return held_s, num_mine + sum(min(line.num_held, num_mine) for line in others)
 
     @property
     def held_s(self) -> float:
@@ -160,14 +172,15 @@ class WaitingRequests:
                 seen.add(request_id)
                 yield state
 
-    def ahead(self, one: RequestClass, key: str) -> tuple[float, int]:
+    def ahead(self, one: RequestClass, key: str, num_tokens: int = 0) -> tuple[float, int]:
         """Seconds of held prompts before a new request of a class and a key, and their number.
 
-        Other keys get as much as its own, and other lanes of its priority as much as their shares say.
+        Other keys get as much as its own, and other lanes of its priority as much as their shares say. With
+        `num_tokens`, of a prompt without a goal, those that are longer come behind it; 0: all come before.
         """
         lanes = self._lanes.get(one.priority, {})
         own = lanes.get(one.lane)
-        before_s, num_before = own.ahead(key) if own is not None else (0.0, 0)
+        before_s, num_before = own.ahead(key, num_tokens) if own is not None else (0.0, 0)
         held_s, num_held = before_s, num_before
         for name, lane in lanes.items():
             if name != one.lane:

@@ -49,6 +49,7 @@ class WorkerStatus(BaseModel):
     num_blocks: int
     num_known_blocks: int
     wait_s: float
+    lag_s: float
     tokens_per_s: float
     step_time_s: float
     batch_cap: int

@@ -253,7 +253,7 @@ class DispatchCore:
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"the prompt holds what is no token id: {error}", param="prompt") from error
         request_class = self._admission.class_of(request)
-        held_s, _ = self._holding.ahead(request_class, request.key)
+        held_s = self._holding.before_s(request_class, request.key, state.num_tokens)
         chosen = self._placement.choose(state, now, held_s=held_s)
         choice, shape = chosen or (None, None)
         num_cached = max(shape.hits.values(), default=0) if shape else 0

@@ -16,6 +16,7 @@ from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.absence import absence_of
 from router.fleet.booked_workers import BookedWorkers
 from router.fleet.booking import Load, PromptSizes
+from router.fleet.first_token_lag import FirstTokenLag
 from router.fleet.rivals import Rivals
 from router.fleet.token_pace import TokenPace
 from router.fleet.worker import ROLES, SMOOTHING, Worker, WorkerState, order_of
@@ -62,6 +63,7 @@ class WorkerRegistry(BookedWorkers):
         self._links: dict[Role, LinkModel] = {}
         self._last_sweep: float | None = None
         self._rivals, self._pace = Rivals(), TokenPace()
+        self._lags = {role: FirstTokenLag() for role in ROLES}
         self._observed: list[Worker] = []
 
     # ------------------------------------------------------------ which workers there are
@@ -202,6 +204,10 @@ class WorkerRegistry(BookedWorkers):
         bounded = min(MAX_SLOWNESS, max(1.0 / MAX_SLOWNESS, slowness))
         self.workers[address].lateness.observe(math.log(bounded))
 
+    def on_lone_prompt(self, role: Role, measured_s: float, predicted_s: float) -> None:
+        """A prompt that waited for no other had its first token after `measured_s`, by the model `predicted_s`."""
+        self._lags[role].observe(measured_s, predicted_s)
+
     def on_observed(
         self,
         waits_s: Mapping[str, float],
@@ -261,8 +267,9 @@ class WorkerRegistry(BookedWorkers):
                 died.append(worker)
         self._rivals.observe(self.ready("decode"))
         rivals, pace = self._rivals.value, self._pace.value
+        lags_s = {role: lag.seconds for role, lag in self._lags.items()}
         for worker in self.workers.values():
-            worker.rivals, worker.token_pace = rivals, pace
+            worker.rivals, worker.token_pace, worker.lag_s = rivals, pace, lags_s[worker.role]
         return died
 
     def is_in_doubt(self, now: float) -> bool:

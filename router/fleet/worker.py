@@ -55,6 +55,7 @@ class Worker:
     `order`: its place among equal workers, of which each router has an order of its own.
     `rivals`: how many requests other routers send to decode workers for each of this router's.
     `token_pace`: how long tokens take lately over what models predict, on all decode workers.
+    `lag_s`: how much later than models predict first tokens come lately, on all workers of its role.
     `terms`: what forecasts derive from all this; the registry drops it with each change.
     `adapters` are as its last heartbeat says, `digests` those of the weights of the loaded ones.
     `pool_model` and `pool_link` are those of another worker of its pool, for as long as it has none.
@@ -102,6 +103,7 @@ class Worker:
     order: int = 0
     rivals: float = 0.0
     token_pace: float = 1.0
+    lag_s: float = 0.0
     terms: object = None
     adapters: tuple[AdapterState, ...] = ()
     digests: frozenset[str] = frozenset()

@@ -65,6 +65,7 @@ class LoadCollector(Collector):
         requests = [(key, worker.num_booked_requests) for key, worker in workers]
         queued = [(key, worker.num_queued_tokens) for key, worker in workers]
         waits = [(key, worker.wait_s) for key, worker in workers]
+        lags = {(worker.role,): worker.lag_s for worker in load.workers}
         errors = [(key, worker.step_model["error"]) for key, worker in workers if worker.step_model]
         blocks = [(key, worker.num_available_blocks) for key, worker in workers]
         known = [(key, worker.num_known_blocks) for key, worker in workers]
@@ -75,6 +76,7 @@ class LoadCollector(Collector):
         yield gauge("diptych_worker_requests", "Sequences this router has on a worker", requests, WORKER)
         yield gauge("diptych_worker_queued_tokens", "Prompt tokens waiting on a worker", queued, WORKER)
         yield gauge("diptych_worker_wait_seconds", "How long a new prompt would wait there", waits, WORKER)
+        yield gauge("diptych_first_token_lag_seconds", "First tokens behind what models say", lags.items(), ("role",))
         yield gauge("diptych_worker_model_error", "Error of its model of steps, 0.1: a tenth", errors, WORKER)
         yield gauge("diptych_worker_available_blocks", "KV blocks a worker could give", blocks, WORKER)
         yield gauge("diptych_worker_known_blocks", "KV blocks a worker caches, as this router knows", known, WORKER)

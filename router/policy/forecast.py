@@ -39,7 +39,8 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     `stall_s` of it because the worker's blocks will
     not do for all answers, so that it preempts some. `delay_s`: what all sequences that run there lose. `transfer_s`:
     what the KV takes that comes from another worker, of which prefill hides as much as `joined` takes off. `fetch_s` of
-    `prompt_s` goes by while blocks come from a disk or a peer.
+    `prompt_s` goes by while blocks come from a disk or a peer. `lag_s`: messages, and
+    what else no model of steps knows.
     """
 
     wait_s: float = 0.0
@@ -52,10 +53,16 @@ class Forecast(msgspec.Struct, frozen=True, gc=False):
     transfer_s: float = 0.0
     model_token_s: float = 0.0
     fetch_s: float = 0.0
+    lag_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.prompt_s
+        return self.wait_s + self.prompt_s + self.lag_s
+
+    @property
+    def waits_for_none(self) -> bool:
+        """Whether the prompt is known to be computed at once: behind no other, and without blocks from elsewhere."""
+        return self.is_known and self.wait_s == self.place_s == self.fetch_s == 0.0
 
 
 class Terms(msgspec.Struct, frozen=True, gc=False):
@@ -235,7 +242,7 @@ def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     fetch_s = shape.fetch_s(worker)
     own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens) + fetch_s
     waits_s = before_s(worker, shape, own_s, now) + shape.held_s
-    return Forecast(waits_s, own_s, is_known=terms.knows_prompts, fetch_s=fetch_s)
+    return Forecast(waits_s, own_s, is_known=terms.knows_prompts, fetch_s=fetch_s, lag_s=worker.lag_s)
 
 
 def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
@@ -311,6 +318,7 @@ def computed_there(
         *(waits_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s),
         model_token_s=remote.model_token_s,
         fetch_s=fetch_s,
+        lag_s=worker.lag_s,
     )
 
 
@@ -348,4 +356,5 @@ def joined(first: Forecast, then: Forecast) -> Forecast:
         transfer_s=then.transfer_s - hidden_s(first.prompt_s, then.transfer_s),
         is_known=first.is_known and then.is_known,
         fetch_s=first.fetch_s,
+        lag_s=first.lag_s,
     )

@@ -150,6 +150,7 @@ def _predicted(forecast: Forecast) -> dict[str, object]:
         "predicted_ttft_ms": forecast.ttft_s * 1e3,
         "predicted_wait_ms": forecast.wait_s * 1e3,
         "predicted_fetch_ms": forecast.fetch_s * 1e3,
+        "predicted_lag_ms": forecast.lag_s * 1e3,
         "predicted_place_ms": forecast.place_s * 1e3,
         "predicted_token_ms": forecast.token_s * 1e3,
         "predicted_stall_ms": forecast.stall_s * 1e3,

@@ -3,9 +3,11 @@
 import pytest
 
 from common.latency.step_model import StepModel, StepShape
+from router.fleet.first_token_lag import LEAST_S, MOST_S, FirstTokenLag
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
-from router.policy.forecast import queued_s, step_tokens
+from router.policy.forecast import on_prefill, queued_s, step_tokens
+from router.policy.request_shape import NO_HITS, RequestShape
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -59,3 +61,36 @@ def test_prompts_that_pass_each_other_make_no_worker_slow() -> None:
     for _ in range(50):
         registry.on_first_token("p0", 3.0)
     assert worker.slowness == pytest.approx(3.0, rel=0.05)
+
+
+def test_the_lag_of_first_tokens_follows_prompts_that_wait_for_none() -> None:
+    lag = FirstTokenLag()
+    assert lag.seconds == 0.0
+    lag.observe(measured_s=0.055, predicted_s=0.05)
+    assert lag.seconds == pytest.approx(0.005), "the first is taken whole"
+    for _ in range(300):
+        lag.observe(measured_s=0.060, predicted_s=0.05)
+        lag.observe(measured_s=0.090, predicted_s=0.05)
+    assert lag.seconds == pytest.approx(0.02, rel=0.05), "a geometric mean: a long one says no more than a short one"
+    for measured_s, bound in ((0.0, LEAST_S), (1e9, MOST_S)):
+        for _ in range(600):
+            lag.observe(measured_s, predicted_s=0.05)
+        assert lag.seconds == pytest.approx(bound, rel=0.01)
+
+
+def test_every_worker_of_a_role_is_predicted_with_its_lag() -> None:
+    registry, worker = fleet()
+    registry.add("p1", "prefill")
+    registry.on_hello("p1", hello_of("p1", "prefill", max_step_tokens=512), 0.0)
+    registry.on_heartbeat("p1", heartbeat_of("p1", step_model=MODEL), 0.0)
+    shape = RequestShape(100, 100, NO_HITS)
+    before = on_prefill(worker, shape, 0.0)
+    assert before.lag_s == 0.0
+    for _ in range(2):
+        registry.on_lone_prompt("prefill", before.prompt_s + 0.02, before.prompt_s)
+        registry.on_lone_prompt("decode", before.prompt_s + 0.5, before.prompt_s)
+    registry.sweep(0.1)
+    for each in registry.workers.values():
+        after = on_prefill(each, shape, 0.0)
+        assert (after.wait_s, after.prompt_s) == (before.wait_s, before.prompt_s)
+        assert after.lag_s == pytest.approx(0.02) and after.ttft_s == pytest.approx(before.ttft_s + 0.02)

@@ -264,3 +264,14 @@ def test_every_request_is_there_once_until_it_is_placed(steps: list[tuple[str, i
         in_turn = list(queue.in_turn(now))
         assert len(in_turn) == len(queue) == len(here) and set(in_turn) == set(here.values())
         assert queue.held_s == pytest.approx(sum(state.held_s or 0.0 for state in here.values()))
+
+
+def test_a_short_prompt_without_a_goal_passes_longer_ones_that_are_held() -> None:
+    states = [request(f"{num}", num_tokens=num, key="mine") for num in (100, 300, 900)]
+    states.append(request("other", num_tokens=900, key="other"))
+    queue = queue_of(*states)
+    for state in states:
+        queue.hold(state, len(state.request.prompt_token_ids) / 100)
+    assert queue.ahead(RequestClass(), "mine", 50) == (0.0, 0)
+    assert queue.ahead(RequestClass(), "mine", 300) == (4.0 + 4.0, 3), "as much of another key as of its own"
+    assert queue.ahead(RequestClass(), "mine", 1000) == queue.ahead(RequestClass(), "mine") == (13.0 + 9.0, 4)
