@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -14,7 +15,7 @@ import pytest
 from .examples import register_profiles
 from .forge import SharedForges, forged_processes
 from .program import Program
-from .slow_tests import SLOW, read_slow_tests
+from .slow_tests import SLOW, SlowTests, read_slow_tests
 from .trust import load_trust_once
 
 register_profiles()
@@ -46,11 +47,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"Make the slowest quicker, or list them in {SLOW.relative_to(ROOT)}.")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A quick run does not import files of slow tests alone: some import whole SDKs."""
+    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return slow_tests().holds_all_of(collection_path.relative_to(ROOT).as_posix()) or None
+
+
+@functools.cache
+def slow_tests() -> SlowTests:
+    return read_slow_tests(SLOW.read_text())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks slow tests, skips what this machine cannot run, gives real processes time. Only GPU tests need torch."""
     if config.getoption("longest_first"):
         items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
-    slow = read_slow_tests(SLOW.read_text())
+    slow = slow_tests()
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)

@@ -20,6 +20,10 @@ class SlowTests:
     def __contains__(self, test: str) -> bool:
         return test.startswith(self.slow) and not test.startswith(self.quick)
 
+    def holds_all_of(self, file: str) -> bool:
+        """Whether each test of a file is slow, so that a quick run need not import it."""
+        return f"{file}::" in self.slow and not any(test.startswith(f"{file}::") for test in self.quick)
+
 
 def read_slow_tests(text: str) -> SlowTests:
     """The tests that a list names, in the form of tests/slow.txt."""

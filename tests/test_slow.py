@@ -59,3 +59,8 @@ def test_each_is_listed_once() -> None:
 )
 def test_a_list_is_read(test: str, is_slow: bool) -> None:
     assert (test in read_slow_tests(EXAMPLE)) == is_slow
+
+
+@pytest.mark.parametrize(("file", "is_slow"), [("a", True), ("b", False), ("c", False), ("d", False)])
+def test_a_file_is_left_out_where_all_of_it_is_slow(file: str, is_slow: bool) -> None:
+    assert read_slow_tests(EXAMPLE).holds_all_of(f"tests/test_{file}.py") == is_slow
