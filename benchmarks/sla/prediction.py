@@ -5,8 +5,9 @@ predict. Workers go on fitting their models meanwhile; requests of the first par
 get loads in proportion to their own rate, so that the same share of it is used on every machine: near the whole of it,
 queues grow without bound and what is measured is chance. Beside the errors of one paced prefill worker stands their
 floor: the same arrivals at a virtual worker (`foresight.py`). Beside those of a real one stand the errors of a virtual
-worker with its model that knew all arrivals, and, where each worker has a core, how far the same load served a second
-time by new processes is from the first: a predictor that had seen everything happen once would be that far off.
+worker with its model that knew all arrivals, those of the worker's model of steps where it was known how many draft
+tokens would be accepted, and, where each worker has a core, how far the same load served a second time by new processes
+is from the first: a predictor that had seen everything happen once would be that far off.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ PACED, POOLS, LIGHT, SHARED, OWN, OWN_PLAIN = (
 )
 FLOOR: Final = "paced 1P1D, all known but later prompts"
 HINDSIGHT: Final = ", all known and all later prompts"
+ACCEPTED: Final = ", the accepted draft tokens known"
 AGAIN: Final = ", the same load once more"
 LEARNING: Final = 0.3
 """Of the requests, while workers fit their models."""
@@ -162,6 +164,8 @@ def run_at(
             floors[FLOOR] = {"TTFT": foreseen_ms(records, prefill_worker(stack)[1])}
         elif not place.num_paced:
             floors[place.name + HINDSIGHT] = {"TTFT": hindsight_ms(lines, *prefill_worker(stack))}
+            if place.drafts:
+                floors[place.name + ACCEPTED] = {"TPOT": accepted_ms(lines[int(LEARNING * len(lines)) :])}
     return Run(rates[0], records, pairs_of(lines[int(LEARNING * len(lines)) :]), floors)
 
 
@@ -209,6 +213,18 @@ def hindsight_ms(lines: Sequence[Mapping[str, Any]], model: StepModel, step_toke
     serve(prompts, prompt_order, model, step_tokens)
     pairs = [(1e3 * prompt.ttft_s, line["ttft_ms"]) for prompt, (_, line) in zip(prompts, found, strict=True)]
     return pairs[int(LEARNING * len(pairs)) :]
+
+
+def accepted_ms(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """(said, measured) TPOT in ms, of a router's log, where the steps that draft tokens saved were known ahead.
+
+    Each accepted one saves a step; that a step which checks some takes longer is left out.
+    """
+    return [
+        (line["predicted_step_ms"] * (1.0 - line.get("accepted", 0) / later), line["decode_ms"] / later)
+        for line in lines
+        if line.get("attempts") == 1 and (later := line["output"] - 1) > 0 and line["predicted_step_ms"] > 0
+    ]
 
 
 def prompts_of(records: Sequence[RequestRecord]) -> list[VirtualPrompt]:

@@ -73,6 +73,13 @@ def test_a_load_served_twice_is_compared_request_by_request() -> None:
     assert ttft["p50"] == pytest.approx(0.5)
 
 
+def test_accepted_draft_tokens_that_were_known_save_their_steps() -> None:
+    fields = {"attempts": 1, "output": 11, "decode_ms": 60.0, "predicted_step_ms": 10.0}
+    others = [fields | {"attempts": 2}, fields | {"output": 1}, fields | {"predicted_step_ms": 0.0}]
+    found = prediction.accepted_ms([fields, fields | {"drafted": 9, "accepted": 4}, *others])
+    assert found == [(10.0, 6.0), (6.0, 6.0)]
+
+
 def test_a_real_workers_load_is_in_proportion_to_its_rate() -> None:
     slow, fast = (StepModel(token_s=each, num_steps=1) for each in (4e-3, 1e-3))
     lengths = LengthRange(100, 300)

@@ -153,6 +153,7 @@ def _predicted(forecast: Forecast) -> dict[str, object]:
         "predicted_lag_ms": forecast.lag_s * 1e3,
         "predicted_place_ms": forecast.place_s * 1e3,
         "predicted_token_ms": forecast.token_s * 1e3,
+        "predicted_step_ms": forecast.model_token_s * 1e3,
         "predicted_stall_ms": forecast.stall_s * 1e3,
         "predicted_transfer_ms": forecast.transfer_s * 1e3,
         "delays_others_ms": forecast.delay_s * 1e3,
