@@ -27,6 +27,7 @@ pytestmark = pytest.mark.e2e
 PATIENCE_S = 120.0
 TIMEOUT_S, DRAIN_S = 2.0, 5.0
 REQUEST_TIMEOUT_S = 5.0
+TRIES = 3
 BLIND = ("--worker-timeout-s", "60", "--local-prefill-threshold", "0")
 NEVER_STUCK = ("--stall-timeout-s", "300")
 """Neither silence nor a standing engine tells these routers anything: what ends a wait is its own deadline."""
@@ -216,9 +217,13 @@ def test_a_request_that_gets_no_room_goes_elsewhere(system_of: Any, random_promp
     with running_instead(system.stack, victim, "hanging_worker.py", "decode", str(flag)):
         wait_until_all_ready(system.stack)
         expected = system.generate(prompts, max_tokens=30)
-        flag.write_text("0.4")  # an answer takes 12 s there, longer than prompts take to come on a busy machine
-        assert system.generate(prompts, max_tokens=30, cache_salt="slow") == expected
-        assert f"no room for 3000 tokens within {TIMEOUT_S:g} s" in system.stack.router.log.read_text()
+        flag.write_text("0.4")  # an answer takes 12 s there: on a busy machine prompts may come more slowly
+        for number in range(TRIES):
+            assert system.generate(prompts, max_tokens=30, cache_salt=f"slow {number}") == expected
+            if f"no room for 3000 tokens within {TIMEOUT_S:g} s" in system.stack.router.log.read_text():
+                break
+        else:
+            pytest.fail("every prompt found room at once")
     wait_until_all_ready(system.stack)
 
 

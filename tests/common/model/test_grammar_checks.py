@@ -22,6 +22,7 @@ from common.grammar.grammars import CompiledGrammar, Grammars
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import VOCAB_SIZE
 
+TRIES = 3
 WAIT_S = 60.0
 TRIVIAL = 'start: "yes"'
 ENDLESS = 'start: %json {"type": "integer", "multipleOf": 99999989}'
@@ -66,6 +67,16 @@ def verdict(checks: GrammarChecks, grammar: str) -> Verdict:
     return checks.submit(grammar).result(WAIT_S)
 
 
+def patient_verdict(checks: GrammarChecks, grammar: str) -> Verdict:
+    """As a client gets it that asks again: a busy machine gives a compiler less than a second of a processor in 20."""
+    for _ in range(TRIES - 1):
+        try:
+            return verdict(checks, grammar)
+        except Unavailable:
+            continue
+    return verdict(checks, grammar)
+
+
 def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
@@ -88,7 +99,7 @@ def test_schemas_of_programs_are_within_the_bounds(checks: GrammarChecks, name: 
 
 @pytest.mark.parametrize("grammar", [ENDLESS, FORCED, "start: A\nA: ~/(.*[ab].{14})+/ & /.*a.{20}/ & /.*b.{21}/"])
 def test_what_takes_too_much_is_told_so(checks: GrammarChecks, grammar: str) -> None:
-    problem = verdict(checks, grammar).problem
+    problem = patient_verdict(checks, grammar).problem
     assert problem
     if grammar == ENDLESS:
         assert "too complex" in problem and ("1 s of a processor" in problem or "128 MiB" in problem)
