@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 import zmq
 import zmq.asyncio
 
-from common.errors import ConfigError, DiptychError, ModelError
+from common.errors import DiptychError, ModelError
 from common.machine.allocator import keep_large_buffers
 from common.machine.file_limit import raise_file_limit
 from common.model_files.files import ModelFiles
@@ -169,8 +169,6 @@ class WorkerProcess:
         files, loaded = await asyncio.to_thread(self._load)
         if loaded.adapters is not None:
             await self.adapters.load_flags(loaded.adapters, self.config.lora)
-        if self.config.kv_transport == "shm" and loaded.kv.shared is None:
-            raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
         grammars = await asyncio.to_thread(_grammars, files, loaded)
         self.metrics.describe_cache(self.config.block_tokens, loaded.kv.num_blocks, loaded.kv_dtype)

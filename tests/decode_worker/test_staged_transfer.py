@@ -12,13 +12,15 @@ import torch
 import zmq
 
 from common.kv.cache import KVCache
-from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
+from common.kv.copy_stream import CopyStream
+from common.kv.staging import StagedIncoming, StagedOutgoing
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
 NUM_BLOCKS = 40
@@ -50,7 +52,7 @@ def test_a_transfer_through_buffers(context: zmq.Context[zmq.Socket[bytes]]) -> 
 
     receiver = KVReceiver(context, "127.0.0.1", 0, incoming.view, events.put, share=False, commit=commit)
     sender = KVSender(
-        context, outgoing.view, source.block_bytes, ("p", 1, "layout"), ended.put, lease_s=30.0, num_streams=1
+        context, Shipping(outgoing.view), source.block_bytes, ("p", 1, "layout"), ended.put, lease_s=30.0, num_streams=1
     )
     receiver.start()
     sender.start()
