@@ -11,15 +11,12 @@ import os
 import secrets
 import stat
 import sys
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from common.errors import DiptychError
 from common.wire.messages import NONCE_BYTES, KVMemory
-
-if TYPE_CHECKING:
-    from common.kv.staging import ReachedPlaces
 
 NAME = "diptych-kv"
 _LINK = f"/memfd:{NAME} (deleted)"
@@ -62,6 +59,18 @@ class SharedMemory:
             os.close(self._fd)
 
 
+class Reached(Protocol):
+    """Memory of another worker that this worker's device copies out of itself."""
+
+    block_bytes: int
+
+    def copy(self, place: int, index: int) -> int | None:
+        """Copy a place into block `index`; the checksum of what was copied, None where there is no such place."""
+
+    def close(self) -> None:
+        """Before the memory is unmapped."""
+
+
 class PeerMemory:
     """The reader's side: another process's `SharedMemory`, mapped read-only until `close` or that process's death.
 
@@ -75,7 +84,7 @@ class PeerMemory:
         if sys.platform != "linux":
             raise NotShared(f"{sys.platform} has no sealed memory files")
         self.offer, self.is_ring = offer, is_ring
-        self.reached: ReachedPlaces | None = None
+        self.reached: Reached | None = None
         try:
             # Before the file is opened: if the nonce is right then, the watched process is the one that offered it.
             self.process = os.pidfd_open(offer.pid)

@@ -160,7 +160,7 @@ class ScatteredIncoming(StagedIncoming):
 
 
 class ReachedPlaces:
-    """The places of another worker's ring, out of which the device copies blocks into its cache, until `close`."""
+    """Implements `Reached`: the device copies blocks into its cache out of the places of another worker's ring."""
 
     def __init__(self, blocks: StagedIncoming, memory: PeerMemory) -> None:
         """Raises NotRegistered."""
@@ -171,14 +171,12 @@ class ReachedPlaces:
         blocks.stream.register(self._flat, read_only=True)
 
     def copy(self, place: int, index: int) -> int | None:
-        """Copy a place into block `index`; the checksum of what was copied, None where there is no such place."""
         begin = place * self.block_bytes
         if begin + self.block_bytes > len(self._flat):
             return None
         return self._blocks.copy(self._flat[begin : begin + self.block_bytes], index)
 
     def close(self) -> None:
-        """Before the memory is unmapped."""
         self._blocks.stream.unregister(self._flat)
         self._flat = torch.empty(0, dtype=torch.uint8)
 

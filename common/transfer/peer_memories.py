@@ -7,16 +7,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import zmq
 
 from common.errors import DiptychError
-from common.kv.shared_memory import NotShared, PeerMemory
+from common.kv.shared_memory import NotShared, PeerMemory, Reached
 from common.wire.messages import KVMemory, KVOpen
-
-if TYPE_CHECKING:
-    from common.kv.staging import ReachedPlaces
 
 log = logging.getLogger(__name__)
 MAX_WORKERS = 256
@@ -44,9 +40,9 @@ class PeerMemories:
         self._share, self._clock = share, clock
         self._known: OrderedDict[_Key, PeerMemory | _Refused] = OrderedDict()
         self._poller: zmq.Poller | None = None
-        self._reach: Callable[[PeerMemory], ReachedPlaces] | None = None
+        self._reach: Callable[[PeerMemory], Reached] | None = None
 
-    def reach_with(self, reach: Callable[[PeerMemory], ReachedPlaces]) -> None:
+    def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
         """Before the first offer: rings are copied from by this worker's device itself, where `reach` can do that."""
         self._reach = reach
 

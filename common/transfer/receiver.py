@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from common.errors import BlockError, WireError
-from common.kv.shared_memory import PeerMemory
+from common.kv.shared_memory import PeerMemory, Reached
 from common.transfer.frames import MAX_FRAME_BYTES, copy_blocks, discard_rest, read_block, receive_blocks
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.mailbox import Mailbox
@@ -32,7 +32,7 @@ from common.wire.drop_log import DropLog
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTaken, Message
 
 if TYPE_CHECKING:
-    from common.kv.staging import IncomingBlocks, ReachedPlaces
+    from common.kv.staging import IncomingBlocks
 
 log = logging.getLogger(__name__)
 RECEIVE_HWM = 64
@@ -128,7 +128,7 @@ class KVReceiver:
         """Before `start`: where frames of 8-bit numbers arrive, and from where they are committed."""
         self._quantised = blocks
 
-    def reach_with(self, reach: Callable[[PeerMemory], ReachedPlaces]) -> None:
+    def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
         """Before `start`: how a device copies out of the rings of other workers, without a buffer."""
         self._memories.reach_with(reach)
 
