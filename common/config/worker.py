@@ -220,6 +220,14 @@ class WorkerConfig(CommonConfig, PodSettings):
         group="Transfer",
         choices=("auto", "tcp", "shm"),
     )
+    io_threads: int = setting(
+        1,
+        "threads that read and write sockets and, with --curve-key, encrypt; a connection stays with one, so several "
+        "help with --kv-streams and with several workers at the other end",
+        group="Transfer",
+        ge=1,
+        le=16,
+    )
     max_waiting: int = setting(
         1024, "requests that may wait here; more are refused", group="Scheduling", ge=1, le=1_000_000
     )

@@ -66,7 +66,7 @@ class WorkerProcess:
     def __init__(self, home: DutyOffer, other: DutyOffer | None = None) -> None:
         self.config = config = home.config
         identity = WorkerIdentity.create(home.role, config.worker_id)
-        self.context = zmq.asyncio.Context()
+        self.context = zmq.asyncio.Context(io_threads=config.io_threads)
         self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
         goals_ms = (getattr(offer.config, "slo_tpot_ms", 0.0) for offer in (home, other) if offer is not None)
         self.metrics = WorkerMetrics(
