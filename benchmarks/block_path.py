@@ -11,24 +11,26 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
 
 from benchmarks import raw_tcp
-from benchmarks.quantised_blocks import bfloat16_cache
-from common.kv.quantised_staging import quantised_incoming
 from common.machine.allocator import keep_large_buffers
 from common.transfer import frames as kv_frames
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.curve import Curve
 from common.wire.curve_keys import KeyPair
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.messages import KVDone, KVGrant, KVMemory, KVTarget
+
+if TYPE_CHECKING:
+    from common.kv.block_ring import BlockRing
 
 TIMEOUT_S = 60.0
 RECEIVE_CORE = 1
@@ -82,6 +84,10 @@ def serve_blocks(
         Gatekeeper(context, curve).start()
     receiver = KVReceiver(context, "127.0.0.1", 0, lambda index: cache[index].data, events.put, curve=curve)
     if quantised:
+        # Imported here: the others need no torch, which takes a processor some seconds.
+        from benchmarks.quantised_blocks import bfloat16_cache
+        from common.kv.quantised_staging import quantised_incoming
+
         receiver.take_quantised(quantised_incoming(bfloat16_cache(shape.block_bytes, shape.num_blocks)))
     grant_all(pipe, receiver, events, quantised=quantised)
 
@@ -97,7 +103,7 @@ def grant_all(pipe: Connection, receiver: KVReceiver, events: Events, *, quantis
         match events.get():
             case TransferOpened(peer, opened, now, memory):
                 name, attempt, blocks = opened.request_id, opened.attempt, range(opened.num_blocks)
-                if opened.memory is not None and memory is None:
+                if (opened.memory or opened.ring) is not None and memory is None:
                     raise RuntimeError("the sender's memory cannot be read here")
                 receiver.expect(
                     IncomingTransfer(name, attempt, peer, blocks, 0, now, now, memory=memory, quantised=quantised)
@@ -110,7 +116,7 @@ def grant_all(pipe: Connection, receiver: KVReceiver, events: Events, *, quantis
 
 
 class BlockPath:
-    """A KVSender that ships the blocks of `view` to a receiving process, which reads `memory` instead if there is one.
+    """A KVSender that ships the blocks of `view` to a receiving process, which reads `memory` or the `ring` instead.
 
     `run` moves all blocks once.
     """
@@ -126,6 +132,7 @@ class BlockPath:
         memory: KVMemory | None = None,
         pair: KeyPair | None = None,
         quantise: Callable[[int], memoryview] | None = None,
+        ring: BlockRing | None = None,
     ) -> None:
         self._shape, self._checksum, self._count = shape, checksum, 0
         self._target = KVTarget("receiver", 1, address)
@@ -133,15 +140,13 @@ class BlockPath:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shape.io_threads)
         self._sender = KVSender(
             self._context,
-            view,
+            Shipping(view, quantise, memory, ring),
             shape.block_bytes,
             ("sender", 1, "fingerprint"),
             self._ended.put,
             lease_s=TIMEOUT_S,
             num_streams=num_streams,
-            memory=memory,
             curve=Curve(pair) if pair else None,
-            quantise=quantise,
         )
         self._sender.start()
 
@@ -182,6 +187,11 @@ class Receivers:
             if not ours.poll(TIMEOUT_S):
                 raise RuntimeError("the receiving process sent no address")
             return ours.recv()
+
+    @property
+    def last_pid(self) -> int:
+        """Of the process that was started last."""
+        return self._processes[-1].pid or 0
 
     def __enter__(self) -> Receivers:
         return self

@@ -31,6 +31,7 @@ from common.sampling import sampler as sampler_module
 from common.sampling.sampler import Sampler
 from common.transfer.receiver import KVReceiver
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams
@@ -86,7 +87,13 @@ class Host:
         identity = ("d", 1)
         self._receiver = KVReceiver(self._context, "127.0.0.1", 0, kv.block, lambda event: None)
         self._sender = KVSender(
-            self._context, kv.block, kv.block_bytes, (*identity, ""), lambda event: None, lease_s=9.0, num_streams=1
+            self._context,
+            Shipping(kv.block),
+            kv.block_bytes,
+            (*identity, ""),
+            lambda event: None,
+            lease_s=9.0,
+            num_streams=1,
         )
         self._receiver.start()
         self._sender.start()

@@ -3,8 +3,9 @@
 Two processes. Every path moves the same number of bytes, the paths take turns, and medians are reported. The floors, in
 the same run: raw TCP with 128 KiB writes (iperf3's) and with 1 MiB writes, and a copy from memory to memory in one
 process. Then KVSender to KVReceiver, handshake and acknowledgement included: over one and several sockets, through
-shared memory, and both without the checksum, which the workers never leave out; over a socket in 8-bit numbers, in GB/s
-of the bfloat16 that they stand for; with --curve also encrypted. Ratios to a floor are medians of the rounds' ratios.
+shared memory, through a ring of places as from a GPU, and the first two without the checksum, which the workers never
+leave out; over a socket in 8-bit numbers, in GB/s of the bfloat16 that they stand for; with --curve also encrypted.
+Ratios to a floor are medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ from benchmarks.load.plot import save
 from benchmarks.load.report import open_console, print_table
 from benchmarks.quantised_blocks import HEAD_BYTES, bfloat16_cache, conversion_rates
 from benchmarks.script import in_turns, median_ratio, run, script_parser, seconds_of, write_result
+from common.kv.block_ring import ring_for
+from common.kv.copy_stream import CopyStream
 from common.kv.quantised_staging import quantised_outgoing
 from common.kv.shared_memory import SharedMemory
+from common.kv.staging import StagedOutgoing
 from common.wire.curve_keys import KeyPair
 
 PROGRAM = "python -m benchmarks.kv_wire"
@@ -97,6 +101,9 @@ def measure(shape: Shape, repeats: int, *, curve: bool = False) -> dict[str, lis
             quantised = receivers.start(serve_quantised_blocks, shape, True)
             quantise = quantised_outgoing(bfloat16_cache(shape.block_bytes, shape.num_blocks)).view
             blocks["KV, 1 socket, fp8"] = BlockPath(quantised, shape, view, quantise=quantise)
+            device = bfloat16_cache(shape.block_bytes, shape.num_blocks)
+            ring = ring_for(StagedOutgoing(device, CopyStream(device.device)), shape.num_blocks)
+            blocks["KV, through a ring"] = BlockPath(checked, shape, view, ring=ring)
         blocks["KV, shared memory"] = BlockPath(checked, shape, view, memory=shared.offer)
         blocks["KV, 1 socket, no checksum"] = BlockPath(unchecked, shape, view, checksum=False)
         blocks["KV, shared memory, no checksum"] = BlockPath(

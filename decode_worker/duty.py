@@ -7,7 +7,7 @@ import logging
 from common.config import DecodeWorkerConfig
 from common.grammar.grammars import Grammars
 from common.kv.quantised_staging import quantised_incoming
-from common.kv.staging import IncomingBlocks, incoming_blocks
+from common.kv.staging import IncomingBlocks, ReachedPlaces, StagedIncoming, incoming_blocks
 from common.model_files.files import ModelFiles
 from common.requests.parts import EngineParts
 from common.runner.loaded import LoadedModel
@@ -48,7 +48,7 @@ class DecodeDuty(Duty):
             self.settings.kv_port,
             lambda index: self._blocks.view(index),
             self._on_transfer,
-            share=self.settings.kv_transport != "tcp" and self.settings.device == "cpu",
+            share=self.settings.kv_transport != "tcp",
             commit=lambda blocks: self._blocks.commit(blocks),
             curve=self.parts.curve,
         )
@@ -62,7 +62,9 @@ class DecodeDuty(Duty):
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
         settings, receiver = self.settings, self._receiver
         assert receiver is not None  # bound before the engine is built
-        self._blocks = incoming_blocks(loaded.kv)
+        self._blocks = blocks = incoming_blocks(loaded.kv)
+        if isinstance(blocks, StagedIncoming):
+            receiver.reach_with(lambda memory: ReachedPlaces(blocks, memory))
         if settings.kv_cache_dtype == "auto":  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv))
         sampler = Sampler(loaded.vocab_size)

@@ -26,6 +26,7 @@ from common.wire.messages import (
     KVOpen,
     KVPeer,
     KVPull,
+    KVTaken,
     KVTarget,
     KVWait,
     Message,
@@ -87,6 +88,10 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
             **name, worker_id=worker_id, epoch=epoch, decode_epoch=7, fingerprint="layout", num_blocks=3,
             memory=KVMemory(1, 1, 2**50, b"n" * 16),
         ),
+        KVOpen(
+            **name, worker_id=worker_id, epoch=epoch, decode_epoch=7, fingerprint="layout", num_blocks=3,
+            ring=KVMemory(1, 1, 2**50, b"n" * 16),
+        ),
         KVBlocks(**name, first_block=0, checksums=(0, 0, 0), sources=(BIG, BIG, BIG)),
         KVBlocks(**name, first_block=BIG, checksums=(-1,) * 256),
         KVDone(**name, first_token=5, num_blocks=BIG),
@@ -94,6 +99,7 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         KVGrant(**name, first_block=BIG),
         KVGrant(**name, first_block=0, shared=True),
         KVWait(**name),
+        KVTaken(**name, places=(0, BIG)),
         KVAck(**name),
         KVFailed(**name, reason="forged"),
     ]  # fmt: skip

@@ -14,8 +14,11 @@ from benchmarks import raw_tcp
 from benchmarks.block_path import BlockPath, Events, Receivers, Shape, grant_all
 from benchmarks.gpu.shape import SHAPES, GPUShape
 from benchmarks.gpu.timer import Timer
+from common.kv.block_ring import ring_for
 from common.kv.cache import KVCache
-from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing, block_bytes_of
+from common.kv.copy_stream import CopyStream, NotRegistered
+from common.kv.shared_memory import PeerMemory
+from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing, block_bytes_of
 from common.machine.allocator import keep_large_buffers
 from common.transfer.receiver import KVReceiver
 
@@ -46,7 +49,11 @@ def pinned_rows(kv: KVCache, timer: Timer) -> Iterator[dict[str, Any]]:
 
 
 def shipping_rows(shape: GPUShape, kv: KVCache) -> list[dict[str, Any]]:
-    """Device to device through two processes and loopback TCP, handshake and acknowledgement included."""
+    """Device to device through two processes, in frames over loopback TCP and through a ring in shared memory.
+
+    Handshake and acknowledgement are included. `direct`: the driver registers the ring at the receiver too, whose
+    device then copies out of it without a buffer.
+    """
     num_bytes = kv.num_blocks * kv.block_bytes
     with Receivers() as receivers:
         port = receivers.start(raw_tcp.serve, num_bytes)
@@ -54,15 +61,34 @@ def shipping_rows(shape: GPUShape, kv: KVCache) -> list[dict[str, Any]]:
         flat = memoryview(bytearray(num_bytes))
         raw = min(raw_tcp.send(port, flat, num_bytes, RAW_WRITE_BYTES) for _ in range(ROUNDS))
         shipped = min(ship(kv, address) for _ in range(2))
+        through_ring = min(ship(kv, address, in_ring=True) for _ in range(2))
+    ring_rate, direct = _rate(num_bytes, through_ring), is_direct(kv)
     return [
         {"path": "raw TCP, 1 MiB writes", "gb_per_s": _rate(num_bytes, raw)},
         {"path": "KV, device to device", "gb_per_s": _rate(num_bytes, shipped), "of_raw": round(raw / shipped, 3)},
+        {"path": "KV, device to device through a ring", "gb_per_s": ring_rate, "direct": direct},
     ]
 
 
-def ship(kv: KVCache, address: str) -> float:
+def is_direct(kv: KVCache) -> bool:
+    """Whether the device of `kv` reaches memory that this process may only read."""
+    ring = ring_for(StagedOutgoing(kv, CopyStream(kv.device)), 1)
+    memory = PeerMemory(ring.offer, is_ring=True)
+    try:
+        ReachedPlaces(StagedIncoming(kv, CopyStream(kv.device)), memory).close()
+    except NotRegistered:
+        return False
+    finally:
+        memory.close()
+        ring.close()
+    return True
+
+
+def ship(kv: KVCache, address: str, *, in_ring: bool = False) -> float:
     """Seconds of the fastest of a few transfers of the whole cache."""
-    path = BlockPath(address, Shape(kv.block_bytes, kv.num_blocks), StagedOutgoing(kv, CopyStream(kv.device)).view)
+    outgoing = StagedOutgoing(kv, CopyStream(kv.device))
+    ring = ring_for(outgoing, kv.num_blocks) if in_ring else None
+    path = BlockPath(address, Shape(kv.block_bytes, kv.num_blocks), outgoing.view, ring=ring)
     try:
         return min(path.run() for _ in range(ROUNDS))
     finally:
@@ -76,7 +102,8 @@ def serve_blocks(pipe: Connection, shape_name: str, device: str) -> None:
     blocks = StagedIncoming(kv, CopyStream(kv.device))
     events: Events = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    receiver = KVReceiver(context, "127.0.0.1", 0, blocks.view, events.put, share=False, commit=blocks.commit)
+    receiver = KVReceiver(context, "127.0.0.1", 0, blocks.view, events.put, commit=blocks.commit)
+    receiver.reach_with(lambda memory: ReachedPlaces(blocks, memory))
     grant_all(pipe, receiver, events)
 
 

@@ -220,6 +220,14 @@ class WorkerConfig(CommonConfig, PodSettings):
         group="Transfer",
         choices=("auto", "tcp", "shm"),
     )
+    io_threads: int = setting(
+        1,
+        "threads that read and write sockets and, with --curve-key, encrypt; a connection stays with one, so several "
+        "help with --kv-streams and with several workers at the other end",
+        group="Transfer",
+        ge=1,
+        le=16,
+    )
     max_waiting: int = setting(
         1024, "requests that may wait here; more are refused", group="Scheduling", ge=1, le=1_000_000
     )
@@ -258,8 +266,6 @@ class WorkerConfig(CommonConfig, PodSettings):
             allowed = "127.0.0.1, ::1 or localhost unless --curve-key or --allow-remote is given"
             raise ConfigError("host", self.host, allowed)
         self.check_silence("router_timeout_s")
-        if self.kv_transport == "shm" and self.device != "cpu":
-            raise ConfigError("kv_transport", "shm", f"auto or tcp on {self.device}: its blocks are not in host memory")
         if self.kv_cache_dtype == "int8" and self.device != "cpu":
             raise ConfigError("kv_cache_dtype", "int8", f"auto or fp8 on {self.device}")
         parse_cores(self.cores)
@@ -292,8 +298,6 @@ class WorkerConfig(CommonConfig, PodSettings):
         if self.on_gpu and not self.kv_memory_gib and not self.num_blocks:
             allowed = f"above 0, or --num-blocks, on {self.device} {with_ranks}: each rank has so much KV"
             raise ConfigError("kv_memory_gib", self.kv_memory_gib, allowed)
-        if self.kv_transport == "shm":
-            raise ConfigError("kv_transport", "shm", f"auto or tcp {with_ranks}: a block lies in several memories")
 
     @property
     def lora_places(self) -> int:

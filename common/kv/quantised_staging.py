@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from common.kv.cache import KVCache
+from common.kv.copy_stream import CopyStream
 from common.kv.sharded_cache import ShardedCache
-from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
+from common.kv.staging import StagedIncoming, StagedOutgoing
 from kernels import gather_blocks, scatter_blocks, wire_bytes
 
 
@@ -26,7 +27,7 @@ class QuantisedOutgoing(StagedOutgoing):
         self.block_bytes = self._row.num_bytes
 
     def _fill(self, buffer: Tensor, index: int) -> None:
-        self._stream.wait_for(lambda: self._row.gather(index, buffer))
+        self.stream.wait_for(lambda: self._row.gather(index, buffer))
 
 
 class QuantisedIncoming(StagedIncoming):
@@ -42,7 +43,7 @@ class QuantisedIncoming(StagedIncoming):
             for index, buffer in received:  # in the stream's order: the one row serves them all
                 self._row.scatter(buffer, index)
 
-        self._stream.wait_for(dequantise)
+        self.stream.wait_for(dequantise)
 
 
 class _Row:

@@ -1,4 +1,4 @@
-"""KV memory that a prefill worker lets decode workers of the same host read: an anonymous, sealed memory file.
+"""KV memory that a worker lets decode workers of the same host read: an anonymous, sealed memory file.
 
 It has no name in any file system and lives as long as a process has it open or mapped: it is gone however that process
 dies. Another process of the same user reaches it through /proc, and verifies by a nonce that it is the right one.
@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 import sys
+from typing import Protocol
 
 import numpy as np
 
@@ -58,17 +59,32 @@ class SharedMemory:
             os.close(self._fd)
 
 
+class Reached(Protocol):
+    """Memory of another worker that this worker's device copies out of itself."""
+
+    block_bytes: int
+
+    def copy(self, place: int, index: int) -> int | None:
+        """Copy a place into block `index`; the checksum of what was copied, None where there is no such place."""
+
+    def close(self) -> None:
+        """Before the memory is unmapped."""
+
+
 class PeerMemory:
     """The reader's side: another process's `SharedMemory`, mapped read-only until `close` or that process's death.
 
-    `process` is a file descriptor that turns readable when the owner has died.
+    `process` is a file descriptor that turns readable when the owner has died. The memory is the owner's cache, or a
+    ring of places (`is_ring`), which the owner fills again once it hears that they were copied. `reached` has the
+    places where this worker's device copies out of them itself.
     """
 
-    def __init__(self, offer: KVMemory) -> None:
+    def __init__(self, offer: KVMemory, *, is_ring: bool = False) -> None:
         """Raises NotShared unless what `offer` names is a sealed memory file of this user with the same nonce."""
         if sys.platform != "linux":
             raise NotShared(f"{sys.platform} has no sealed memory files")
-        self.offer = offer
+        self.offer, self.is_ring = offer, is_ring
+        self.reached: Reached | None = None
         try:
             # Before the file is opened: if the nonce is right then, the watched process is the one that offered it.
             self.process = os.pidfd_open(offer.pid)
@@ -84,6 +100,11 @@ class PeerMemory:
             raise
         self.closed = False
 
+    @property
+    def address(self) -> int:
+        """Where the memory is mapped."""
+        return self._blocks.ctypes.data
+
     def read(self, source: int, target: memoryview) -> bool:
         """Copy block number `source`, as large as `target`, without holding the interpreter. False: no such block."""
         begin = source * len(target)
@@ -96,6 +117,9 @@ class PeerMemory:
         if not self.closed:
             self.closed = True
             os.close(self.process)
+            if self.reached is not None:
+                self.reached.close()
+                self.reached = None
             self._blocks = np.empty(0, np.uint8)  # the last reference: unmapped now
 
 

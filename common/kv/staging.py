@@ -7,8 +7,9 @@ copies need not wait for any.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -16,7 +17,10 @@ import torch
 from torch import Tensor
 
 from common.kv.cache import KVCache
+from common.kv.checksum import checksum, checksum_of_parts
+from common.kv.copy_stream import CopyStream
 from common.kv.sharded_cache import ShardedCache
+from common.kv.shared_memory import PeerMemory
 
 
 class OutgoingBlocks(Protocol):
@@ -49,38 +53,6 @@ class BlocksInPlace:
         """Nothing to copy."""
 
 
-class CopyStream:
-    """Copies between a device and host memory that the device reaches directly. On the CPU, plain copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def buffer(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] of host memory."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
-
-    def run(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy (target, source) pairs and wait for them; other threads may run meanwhile."""
-
-        def copy() -> None:
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
-
-        self.wait_for(copy)
-
-    def wait_for(self, work: Callable[[], None]) -> None:
-        """Call `work`, and wait for what it launches on this stream."""
-        if self._stream is None:
-            work()
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            work()
-        self._stream.synchronize()
-
-
 class StagedOutgoing:
     """`view` copies a block into a buffer, which is used again once its view is gone.
 
@@ -88,7 +60,7 @@ class StagedOutgoing:
     """
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
-        self._kv, self._stream = kv, stream
+        self._kv, self.stream = kv, stream
         self._free: SimpleQueue[Tensor] = SimpleQueue()  # any thread may be the last to drop a view
         self.num_buffers = 0
         self.block_bytes = kv.block_bytes
@@ -100,15 +72,21 @@ class StagedOutgoing:
         weakref.finalize(exporter, self._free.put, buffer).atexit = False
         return exporter.data
 
+    def copy(self, index: int, place: Tensor) -> int:
+        """Copy a block into `place`, uint8 [block_bytes] of host memory; the checksum of the bytes there."""
+        view = place.numpy().data
+        parts = self.stream.in_parts(place, block_bytes_of(self._kv, index))
+        return checksum_of_parts(view[part] for part in parts)
+
     def _fill(self, buffer: Tensor, index: int) -> None:
-        self._stream.run([(buffer, block_bytes_of(self._kv, index))])
+        self.stream.run([(buffer, block_bytes_of(self._kv, index))])
 
     def _take(self) -> Tensor:
         try:
             return self._free.get_nowait()
         except Empty:
             self.num_buffers += 1
-            return self._stream.buffer(self.block_bytes)
+            return self.stream.buffer(self.block_bytes)
 
 
 class StagedIncoming:
@@ -118,14 +96,14 @@ class StagedIncoming:
     """
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
-        self._kv, self._stream = kv, stream
+        self._kv, self.stream = kv, stream
         self._free: list[Tensor] = []
         self._in_use: dict[int, Tensor] = {}
         self.block_bytes = kv.block_bytes
 
     def view(self, index: int) -> memoryview:
         if index not in self._in_use:
-            self._in_use[index] = self._free.pop() if self._free else self._stream.buffer(self.block_bytes)
+            self._in_use[index] = self._free.pop() if self._free else self.stream.buffer(self.block_bytes)
         return self._in_use[index].numpy().data
 
     def commit(self, indices: Sequence[int]) -> None:
@@ -133,8 +111,18 @@ class StagedIncoming:
         self._free.extend(self._in_use.values())
         self._in_use.clear()
 
+    def copy(self, place: Tensor, index: int) -> int:
+        """Copy `place`, uint8 [block_bytes] that `stream` registered, into the cache without a buffer.
+
+        The checksum is of the bytes that are in the place after they were copied: if it is the sender's, no other bytes
+        were copied, whoever writes there meanwhile.
+        """
+        view = place.numpy().data
+        parts = self.stream.in_parts(block_bytes_of(self._kv, index), place)
+        return checksum_of_parts(view[part] for part in parts)
+
     def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
-        self._stream.run([(block_bytes_of(self._kv, index), buffer) for index, buffer in received])
+        self.stream.run([(block_bytes_of(self._kv, index), buffer) for index, buffer in received])
 
 
 class GatheredOutgoing(StagedOutgoing):
@@ -144,8 +132,12 @@ class GatheredOutgoing(StagedOutgoing):
         super().__init__(kv, stream)
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
+    def copy(self, index: int, place: Tensor) -> int:
+        self._fill(place, index)
+        return checksum(place.numpy().data)
+
     def _fill(self, buffer: Tensor, index: int) -> None:
-        self._stream.wait_for(lambda: self._sharded.gather(index, buffer))
+        self.stream.wait_for(lambda: self._sharded.gather(index, buffer))
 
 
 class ScatteredIncoming(StagedIncoming):
@@ -155,12 +147,38 @@ class ScatteredIncoming(StagedIncoming):
         super().__init__(kv, stream)
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
+    def copy(self, place: Tensor, index: int) -> int:
+        self.stream.wait_for(lambda: self._sharded.scatter(place, index))
+        return checksum(place.numpy().data)
+
     def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
         def scatter() -> None:
             for index, buffer in received:
                 self._sharded.scatter(buffer, index)
 
-        self._stream.wait_for(scatter)
+        self.stream.wait_for(scatter)
+
+
+class ReachedPlaces:
+    """Implements `Reached`: the device copies blocks into its cache out of the places of another worker's ring."""
+
+    def __init__(self, blocks: StagedIncoming, memory: PeerMemory) -> None:
+        """Raises NotRegistered."""
+        self._blocks, self.block_bytes = blocks, blocks.block_bytes
+        # Through its address: torch has no tensors that nobody may write to, and warns of each.
+        address, num_bytes = memory.address, memory.offer.num_bytes
+        self._flat = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
+        blocks.stream.register(self._flat, read_only=True)
+
+    def copy(self, place: int, index: int) -> int | None:
+        begin = place * self.block_bytes
+        if begin + self.block_bytes > len(self._flat):
+            return None
+        return self._blocks.copy(self._flat[begin : begin + self.block_bytes], index)
+
+    def close(self) -> None:
+        self._blocks.stream.unregister(self._flat)
+        self._flat = torch.empty(0, dtype=torch.uint8)
 
 
 def outgoing_blocks(kv: KVCache) -> OutgoingBlocks:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from common.kv.cache import KVCache
+from common.kv.copy_stream import CopyStream
 from common.kv.sharded_cache import ShardedCache
 from common.kv.staging import (
-    CopyStream,
     IncomingBlocks,
     OutgoingBlocks,
     StagedIncoming,

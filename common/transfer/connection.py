@@ -80,6 +80,8 @@ class KVConnection:
     ) -> None:
         stream = dealer(context, most_bytes)
         stream.set(zmq.IPV6, 1 if "[" in address else 0)
+        # A thread each: connections that are made at once would all get the one that has least to do right now.
+        stream.set(zmq.AFFINITY, 1 << len(self.streams) % context.get(zmq.IO_THREADS))
         if self.streams:
             stream.set(zmq.IMMEDIATE, 1)  # queue no block before the handshake: it may fail
         self.streams.append(stream)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import xxhash
 import zmq
 
+from common.kv.checksum import checksum as checksum  # which benchmarks replace here
 from common.wire.codec import encode
 from common.wire.messages import MAX_BLOCKS_PER_FRAME, KVBlocks, Message
 
@@ -22,11 +22,6 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 MAX_REPLY_BYTES = 64 * 1024
 SEND_HWM = 16
 """Messages that a sender may queue for one decode worker: bounds how far it runs ahead of a slow receiver."""
-
-
-def checksum(block: memoryview) -> int:
-    """xxh3-64 of one block's bytes."""
-    return xxhash.xxh3_64_intdigest(block)
 
 
 def blocks_per_message(block_bytes: int) -> int:
@@ -72,11 +67,13 @@ def try_send_blocks(
     blocks: Sequence[memoryview],
     sources: Sequence[int] = (),
     token: int = 0,
+    checksums: Sequence[int] = (),
 ) -> bool:
     """Ship `blocks` as one message without copying them; False when the socket's queue is full.
 
-    `token` is the grant's. With `sources`, the numbers of the blocks in shared memory, only these travel. ZeroMQ
-    accepts or refuses a multipart message at its first part, so it never queues half a message.
+    `token` is the grant's. With `sources`, the numbers of blocks or places in shared memory, only these travel, and
+    their `checksums` if these are known. ZeroMQ accepts or refuses a multipart message at its first part, so it never
+    queues half a message.
     """
     if not events(socket) & zmq.POLLOUT:
         return False
@@ -84,7 +81,7 @@ def try_send_blocks(
         request_id=request_id,
         attempt=attempt,
         first_block=first_block,
-        checksums=tuple(checksum(block) for block in blocks),
+        checksums=tuple(checksums) or tuple(checksum(block) for block in blocks),
         sources=tuple(sources),
         token=token,
     )
@@ -131,25 +128,30 @@ def receive_blocks(
     return received, problem
 
 
+def read_block(read: Callable[[int, memoryview], bool], source: int, target: memoryview) -> int | None:
+    """Copy a block into `target` with `read`; the checksum of the copy, None when there is no such block."""
+    return checksum(target) if read(source, target) else None
+
+
 def copy_blocks(
-    header: KVBlocks, read: Callable[[int, memoryview], bool], destination: Callable[[int], memoryview | None]
+    header: KVBlocks, copy: Callable[[int, int], int | None], wants: Callable[[int], bool]
 ) -> tuple[list[int], str]:
     """Copy the blocks that `header` names: the block indices that were copied intact, and what was wrong (or "").
 
-    `read` copies one of the sender's blocks into a memory; False when the sender has no block of that number.
-    The checksum is verified on the copy, so it fails for a block that the sender reused meanwhile.
+    `copy(source, index)` copies one of the sender's blocks, and returns the checksum of the bytes that it copied; None
+    when the sender has no block of that number. The checksum is wrong for a block that the sender reused meanwhile.
     """
     received: list[int] = []
     if len(header.sources) != len(header.checksums):
         return received, f"{len(header.checksums)} checksums for {len(header.sources)} blocks"
     for offset, (source, expected) in enumerate(zip(header.sources, header.checksums, strict=True)):
         index = header.first_block + offset
-        target = destination(index)
-        if target is None:
+        if not wants(index):
             continue
-        if not read(source, target):
+        found = copy(source, index)
+        if found is None:
             return received, f"block {index} is to be copied from block {source}, which cannot be read"
-        if checksum(target) != expected:
+        if found != expected:
             return received, f"block {index} is corrupt, or its sender took it back while it was copied"
         received.append(index)
     return received, ""

@@ -18,7 +18,8 @@ from itertools import groupby
 import zmq
 
 from common.errors import WireError
-from common.transfer.frames import blocks_per_message, checksum
+from common.kv.checksum import checksum
+from common.transfer.frames import blocks_per_message
 from common.transfer.lendable import Lendable, LentBlock
 from common.transfer.mailbox import Mailbox
 from common.wire.bind import bind

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 
 import zmq
 
-from common.kv.shared_memory import NotShared, PeerMemory
-from common.wire.messages import KVOpen
+from common.errors import DiptychError
+from common.kv.shared_memory import NotShared, PeerMemory, Reached
+from common.wire.messages import KVMemory, KVOpen
 
 log = logging.getLogger(__name__)
 MAX_WORKERS = 256
 """More than any host runs: bounds how many hostile offers this worker remembers."""
+MOST_REACHED = 2**30
+"""Bytes of a ring that this worker's device may pin: some times what any worker's has."""
 RETRY_S = 30.0
 """After so long a refused offer is tried again: its cause (open files, memory, rights) may be gone."""
 
@@ -37,6 +40,11 @@ class PeerMemories:
         self._share, self._clock = share, clock
         self._known: OrderedDict[_Key, PeerMemory | _Refused] = OrderedDict()
         self._poller: zmq.Poller | None = None
+        self._reach: Callable[[PeerMemory], Reached] | None = None
+
+    def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
+        """Before the first offer: rings are copied from by this worker's device itself, where `reach` can do that."""
+        self._reach = reach
 
     def watch(self, poller: zmq.Poller) -> None:
         """Let `poller` wake its thread when the owner of a memory dies."""
@@ -44,10 +52,13 @@ class PeerMemories:
 
     def of(self, opened: KVOpen) -> PeerMemory | None:
         """The memory that a prefill worker offers, if this process can read it."""
-        key = (opened.worker_id, opened.epoch, opened.memory.nonce if opened.memory else b"")
+        offer = opened.memory or opened.ring
+        key = (opened.worker_id, opened.epoch, offer.nonce if offer else b"")
         known = self._known.get(key)
+        if known is None:
+            self._drop_former(opened)
         if known is None or (isinstance(known, _Refused) and known.until <= self._clock()):
-            known = self._known[key] = self._open(opened, known.why if known else "")
+            known = self._known[key] = self._open(opened, offer, known.why if known else "")
             if len(self._known) > MAX_WORKERS:
                 _, oldest = self._known.popitem(last=False)
                 self._release(oldest)
@@ -62,30 +73,51 @@ class PeerMemories:
                 del self._known[key]
                 self._release(memory)
 
+    def _drop_former(self, opened: KVOpen) -> None:
+        """Unmap what the worker offered in an earlier duty: its process may live on, and with it the pages."""
+        for key, memory in list(self._known.items()):
+            if key[0] == opened.worker_id and key[1] < opened.epoch:
+                del self._known[key]
+                self._release(memory)
+
     def close(self) -> None:
         for memory in self._known.values():
             self._release(memory)
         self._known.clear()
 
-    def _open(self, opened: KVOpen, refused_before: str) -> PeerMemory | _Refused:
+    def _open(self, opened: KVOpen, offer: KVMemory | None, refused_before: str) -> PeerMemory | _Refused:
         """Map the offered memory; `refused_before` is why that failed the last time, or ""."""
-        if opened.memory is None:
+        if offer is None:
             why = "shared memory is not offered"
         elif not self._share:
             why = "shared memory is not used here"
         else:
             try:
-                memory = PeerMemory(opened.memory)
+                memory = PeerMemory(offer, is_ring=opened.memory is None)
             except NotShared as error:
                 why = str(error)
             else:
-                log.info("KV from %s comes through shared memory", opened.worker_id)
+                log.info("KV from %s comes through shared memory%s", opened.worker_id, self._reached(memory))
                 if self._poller is not None:
                     self._poller.register(memory.process, zmq.POLLIN)
                 return memory
         if why != refused_before:
             log.info("KV from %s comes over TCP: %s", opened.worker_id, why)
         return _Refused(why, self._clock() + RETRY_S)
+
+    def _reached(self, memory: PeerMemory) -> str:
+        """Let the device reach a ring, if it can: how blocks get from there into the cache, for the log."""
+        if self._reach is None:
+            return ""
+        if not memory.is_ring:
+            return " and this worker's own buffers: it is a whole cache, too much to pin"
+        if memory.offer.num_bytes > MOST_REACHED:
+            return f" and this worker's own buffers: a ring of {memory.offer.num_bytes:,} bytes is too much to pin"
+        try:
+            memory.reached = self._reach(memory)
+        except DiptychError as error:
+            return f" and this worker's own buffers: {error}"
+        return ", copied into the cache without a buffer"
 
     def _release(self, memory: PeerMemory | _Refused) -> None:
         if isinstance(memory, _Refused):

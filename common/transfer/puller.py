@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from common.errors import WireError
+from common.kv.checksum import checksum
 from common.kv.shared_memory import PeerMemory
 from common.latency.link_model import LinkFit, LinkModel
 from common.tiers.block_read import BlockRead
@@ -26,7 +27,6 @@ from common.transfer.connection import KVConnection
 from common.transfer.frames import (
     MAX_FRAME_BYTES,
     blocks_per_message,
-    checksum,
     discard_rest,
     events,
     try_send,

@@ -4,8 +4,8 @@ The engine owns the blocks and lends them with `expect`; once `release` has retu
 them. It holds no lock while it reads, verifies and copies: only a `release` of the transfer whose block it writes at
 that moment waits, until that block is written. It reads frames that match no transfer (unknown request, old attempt,
 token of another grant, block received before) off the socket and drops them, so a late or forged frame does no harm. It
-copies the blocks of a prefill worker whose memory it can read from there. Frames of 8-bit numbers arrive in buffers,
-from which they are dequantised.
+copies the blocks of a prefill worker whose memory it can read from there; places of a ring it gives back once their
+blocks are verified. Frames of 8-bit numbers arrive in buffers, from which they are dequantised.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from common.errors import BlockError, WireError
-from common.kv.shared_memory import PeerMemory
-from common.transfer.frames import MAX_FRAME_BYTES, copy_blocks, discard_rest, receive_blocks
+from common.kv.shared_memory import PeerMemory, Reached
+from common.transfer.frames import MAX_FRAME_BYTES, copy_blocks, discard_rest, read_block, receive_blocks
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.mailbox import Mailbox
 from common.transfer.peer_memories import PeerMemories
@@ -29,7 +29,7 @@ from common.wire.bind import bind
 from common.wire.codec import decode, encode
 from common.wire.curve import Curve
 from common.wire.drop_log import DropLog
-from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, Message
+from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTaken, Message
 
 if TYPE_CHECKING:
     from common.kv.staging import IncomingBlocks
@@ -128,6 +128,10 @@ class KVReceiver:
         """Before `start`: where frames of 8-bit numbers arrive, and from where they are committed."""
         self._quantised = blocks
 
+    def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
+        """Before `start`: how a device copies out of the rings of other workers, without a buffer."""
+        self._memories.reach_with(reach)
+
     def start(self) -> None:
         self._thread.start()
 
@@ -222,7 +226,7 @@ class KVReceiver:
             self._drop(str(error))
             return
         if isinstance(message, KVBlocks):
-            self._receive_blocks(message)
+            self._receive_blocks(peer, message)
             return
         if discard_rest(self._socket):
             self._drop(f"{type(message).__name__} with frames behind it")
@@ -238,12 +242,13 @@ class KVReceiver:
             case _:
                 self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
 
-    def _receive_blocks(self, header: KVBlocks) -> None:
+    def _receive_blocks(self, peer: bytes, header: KVBlocks) -> None:
         with self._lock:
             self._writing = transfer = self._transfer_of(header)
         if transfer is None:
             discard_rest(self._socket)
             self._drop_late(f"{len(header.checksums)} blocks", header)
+            self._give_back(peer, header)
             return
         began = time.monotonic()
         try:
@@ -261,6 +266,13 @@ class KVReceiver:
             self._fail(transfer, problem)
         elif transfer.complete:
             self._complete(transfer)
+        elif transfer.memory is not None and transfer.memory.is_ring:
+            self._give_back(peer, header)
+
+    def _give_back(self, peer: bytes, header: KVBlocks) -> None:
+        """The blocks of this message are not read any more, or again: their sender may fill the places."""
+        if header.sources:
+            self._answer(peer, KVTaken(request_id=header.request_id, attempt=header.attempt, places=header.sources))
 
     def _write_blocks(self, transfer: IncomingTransfer, header: KVBlocks) -> tuple[int, str]:
         """Write the blocks of a message into the cache: the bytes of those that are intact, and what was wrong."""
@@ -273,17 +285,30 @@ class KVReceiver:
             received, problem = receive_blocks(self._socket, header, destination)
         elif extra := discard_rest(self._socket):
             received, problem = [], f"{extra} frames behind blocks that are to be copied"
-        elif transfer.memory is None:
+        elif (memory := transfer.memory) is None:
             received, problem = [], "blocks are to be copied from memory that this worker cannot read"
+        elif (reached := memory.reached) is not None:
+            received, problem = copy_blocks(
+                header, lambda place, index: reached.copy(place, transfer.blocks[index]), transfer.wants
+            )
+            return self._count(transfer, received, len(received) * reached.block_bytes), problem
         else:
-            received, problem = copy_blocks(header, transfer.memory.read, destination)
+            received, problem = copy_blocks(
+                header,
+                lambda source, index: read_block(memory.read, source, view(transfer.blocks[index])),
+                transfer.wants,
+            )
         blocks = [transfer.blocks[index] for index in received]
         num_bytes = sum(len(view(block)) for block in blocks)
         commit(blocks)
+        return self._count(transfer, received, num_bytes), problem
+
+    def _count(self, transfer: IncomingTransfer, received: Sequence[int], num_bytes: int) -> int:
+        """These blocks are verified and in the cache: `num_bytes`."""
         transfer.received.update(received)
         transfer.num_bytes += num_bytes
         self.num_bytes += num_bytes
-        return num_bytes, problem
+        return num_bytes
 
     def _places_of(
         self, transfer: IncomingTransfer

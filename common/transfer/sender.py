@@ -1,8 +1,8 @@
 """Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next step's compute.
 
 A prefill worker ships prompts; a decode worker that drains ships the sequences that it hands over. A receiver that can
-read this worker's memory gets the numbers of the blocks and copies them; the others get frames, of 8-bit numbers if
-these were offered and taken.
+read this worker's memory gets the numbers of the blocks, or of the places that they were copied to, and copies them;
+the others get frames, of 8-bit numbers if these were offered and taken.
 
 The engine owns the blocks; this thread reads them from `open` until `cancel` has returned or it has reported the end. A
 block that is freed while ZeroMQ still points at it can only spoil a frame, and the receiver sees that by the checksum,
@@ -22,13 +22,14 @@ from msgspec.structs import replace
 
 from common.errors import WireError
 from common.transfer.connection import KVConnection
-from common.transfer.frames import blocks_per_message, events, try_send, try_send_blocks
+from common.transfer.frames import blocks_per_message, events, try_send
 from common.transfer.mailbox import Mailbox
 from common.transfer.outgoing import OutgoingTransfer, TransferAdvanced, TransferEnded, Way
+from common.transfer.shipping import Shipping
 from common.wire.codec import decode
 from common.wire.curve import Curve
 from common.wire.drop_log import DropLog
-from common.wire.messages import KVAck, KVDone, KVFailed, KVGrant, KVMemory, KVOpen, KVTarget, KVWait
+from common.wire.messages import KVAck, KVDone, KVFailed, KVGrant, KVOpen, KVTaken, KVTarget, KVWait, ToPrefill
 
 log = logging.getLogger(__name__)
 IDLE_CONNECTION_S = 60.0
@@ -61,29 +62,21 @@ class KVSender:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        block_view: Callable[[int], memoryview],
+        shipping: Shipping,
         block_bytes: int,
         hello: tuple[str, int, str],
         on_ended: Callable[[TransferEnded], None],
         *,
         lease_s: float,
         num_streams: int,
-        memory: KVMemory | None = None,
-        require_shared: bool = False,
         on_advanced: Callable[[TransferAdvanced], None] = lambda event: None,
         curve: Curve | None = None,
-        quantise: Callable[[int], memoryview] | None = None,
     ) -> None:
-        """Every decode worker is offered `memory`; with `require_shared` one that cannot read it gets nothing.
-
-        `quantise` gives a view of a block as 8-bit numbers, which do not change while the view lives. The sender offers
-        them to every decode worker.
-        """
-        self._context, self._block_view, self._quantise = context, block_view, quantise
+        """`shipping` is offered to every decode worker, and closed with the sender."""
+        self._context, self._shipping = context, shipping
         self._on_ended, self._on_advanced = on_ended, on_advanced
         self._worker_id, self._epoch, self._fingerprint = hello
-        self._lease_s, self._num_streams = lease_s, num_streams
-        self._memory, self._require_shared, self._curve = memory, require_shared, curve
+        self._lease_s, self._num_streams, self._curve = lease_s, num_streams, curve
         self._batch = blocks_per_message(block_bytes)
         self._commands: Mailbox[OutgoingTransfer | _Progress | _Cancel | None] = Mailbox(context)
         self._lent: dict[tuple[str, int], OutgoingTransfer] = {}  # the engine's record: opened and not cancelled
@@ -104,7 +97,7 @@ class KVSender:
     @property
     def quantises(self) -> bool:
         """Whether blocks are quantised, for which they are read as a whole, unused slots included."""
-        return self._quantise is not None
+        return self._shipping.quantise is not None
 
     def start(self) -> None:
         self._thread.start()
@@ -155,6 +148,7 @@ class KVSender:
             for connection in self._connections.values():
                 connection.close()
             self._commands.close()
+            self._shipping.close()
 
     def _turn(self) -> bool:
         """One round: commands, replies, shipping, leases. False to stop."""
@@ -237,14 +231,12 @@ class KVSender:
                 self._drop(str(error))
                 continue
             match message:
-                case KVGrant() | KVWait() | KVAck() | KVFailed():
+                case KVGrant() | KVWait() | KVTaken() | KVAck() | KVFailed():
                     self._reply(connection, stream, message)
                 case _:
                     self._drop(f"{type(message).__name__} is not for a sender's KV socket")
 
-    def _reply(
-        self, connection: KVConnection, stream: zmq.Socket[bytes], message: KVGrant | KVWait | KVAck | KVFailed
-    ) -> None:
+    def _reply(self, connection: KVConnection, stream: zmq.Socket[bytes], message: ToPrefill) -> None:
         transfer = self._transfers.get((message.request_id, message.attempt))
         if transfer is None:
             if isinstance(message, KVGrant | KVWait):  # else it would keep room, or a place in its queue
@@ -261,17 +253,18 @@ class KVSender:
                 self._on_grant(transfer, message, now)
             case KVWait():
                 transfer.answer()
+            case KVTaken(places=places):
+                if not self._shipping.taken(transfer, places):
+                    self._drop(f"places that were not lent to {transfer.request_id} are given back")
             case KVAck():
                 self._end(transfer, "")
             case KVFailed(reason=reason):
                 self._end(transfer, f"the decode worker gave up: {reason}")
 
     def _on_grant(self, transfer: OutgoingTransfer, grant: KVGrant, now: float) -> None:
-        if grant.shared and self._memory is None:
-            self._drop(f"grant for shared memory that was not offered for {transfer.request_id}")
-        elif grant.quantised and (grant.shared or self._quantise is None):
-            self._drop(f"grant for 8-bit frames that were not offered for {transfer.request_id}")
-        elif self._require_shared and not grant.shared:
+        if what := self._shipping.refusal(grant):
+            self._drop(f"grant for {what} that was not offered for {transfer.request_id}")
+        elif self._shipping.require_shared and not grant.shared:
             why = f"decode worker {transfer.target.worker_id} cannot read this worker's memory, and kv_transport is shm"
             self._tell_failed(transfer, why)
             self._end(transfer, why)
@@ -280,8 +273,7 @@ class KVSender:
         else:
             transfer.token = grant.token
             connection = self._connections[transfer.target.address]
-            way = "through shared memory" if grant.shared else "over TCP" + ", in 8 bits" * grant.quantised
-            if connection.way != way:
+            if connection.way != (way := self._shipping.in_words(grant)):
                 connection.way = way
                 log.info("KV to %s goes %s", transfer.target.worker_id, way)
 
@@ -312,22 +304,18 @@ class KVSender:
             if not events(stream) & zmq.POLLOUT:  # checked first: a view may cost a copy, or quantising
                 blocked.add(stream)
                 return False
-            blocks = [transfer.blocks[index] for index in indices]
-            view = (self._quantise if transfer.way is Way.SMALL_FRAMES else None) or self._block_view
-            views = [view(block) for block in blocks]
-            sources = blocks if transfer.way is Way.SHARED else ()
+            if (parcel := self._shipping.parcel(transfer, indices)) is None:
+                return False  # the receiver answers
             with self._lock:
-                if transfer.revoked:
-                    return False
-                sent = try_send_blocks(stream, *transfer.key, indices.start, views, sources, transfer.token)
+                sent = not transfer.revoked and parcel.try_send(stream, transfer)
             if not sent:
-                blocked.add(stream)
+                self._shipping.undo(transfer, parcel)
+                blocked.update(() if transfer.revoked else (stream,))
                 return False
-            transfer.next_block, transfer.stream = indices.stop, transfer.stream + 1
+            transfer.next_block, transfer.stream = parcel.indices.stop, transfer.stream + 1
             transfer.lease_until = time.monotonic() + self._lease_s
-            num_bytes = sum(map(len, views))
-            transfer.num_bytes += num_bytes
-            self.num_bytes += num_bytes
+            transfer.num_bytes += parcel.num_bytes
+            self.num_bytes += parcel.num_bytes
             return bool(transfer.shippable(1)) or transfer.can_finish
         if transfer.can_finish and transfer.done is not None:
             if try_send(streams[0], replace(transfer.done, token=transfer.token)):
@@ -374,6 +362,7 @@ class KVSender:
     def _forget(self, transfer: OutgoingTransfer) -> None:
         del self._transfers[transfer.key]
         self._unopened.pop(transfer.key, None)
+        self._shipping.end(transfer)
         connection = self._connections[transfer.target.address]
         connection.num_transfers -= 1
         connection.used_at = time.monotonic()
@@ -391,9 +380,10 @@ class KVSender:
             fingerprint=self._fingerprint,
             num_blocks=transfer.num_announced,
             sent_at=time.monotonic(),
-            memory=self._memory,
+            memory=self._shipping.memory,
             quantised=self.quantises,
             first_block=transfer.first_kept,
+            ring=self._shipping.ring_offer,
         )
 
     def _drop(self, why: str) -> None:

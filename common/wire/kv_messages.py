@@ -20,7 +20,7 @@ BLOCK_HASH_BYTES = 16
 
 
 class KVMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process of the same host finds P's blocks: file descriptor `fd` of process `pid`.
+    """Where a process of the same host finds P's blocks, or places for them: file descriptor `fd` of process `pid`.
 
     The memory holds `num_bytes` of blocks and then the secret `nonce`: D trusts the memory once it has read the same
     nonce there.
@@ -38,7 +38,8 @@ class KVMemory(msgspec.Struct, frozen=True, array_like=True):
 class KVOpen(Message, frozen=True, tag=40):
     """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds.
 
-    With `memory` P offers that D copies the blocks itself, which works on the same host only. With `quantised` P
+    With `memory` P offers that D copies the blocks itself, which works on the same host only. With `ring` it offers the
+    same for places that P copies blocks into, because its cache cannot be mapped; never both. With `quantised` P
     offers frames of 8-bit numbers, in the format of `kernels.blocks`. The blocks before `first_block` are out of the
     model's window: P has given them back, or will, and ships none of them.
     """
@@ -54,6 +55,7 @@ class KVOpen(Message, frozen=True, tag=40):
     memory: KVMemory | None = None
     quantised: bool = False
     first_block: Count = 0
+    ring: KVMemory | None = None
 
 
 class KVBlocks(Message, frozen=True, tag=41):
@@ -61,7 +63,8 @@ class KVBlocks(Message, frozen=True, tag=41):
 
     They are the prompt's blocks from `first_block` on, as many as there are checksums, each xxh3-64 of one frame.
     P and D go on owning their own copies. With `sources` no frames follow: these are the numbers of P's blocks in
-    shared memory, one for each checksum, and P holds them until `KVAck`. `token` is the grant's.
+    shared memory, one for each checksum, and P holds them until `KVAck`. If P offered a ring, they are the numbers of
+    places, which are lent to this transfer until `KVTaken` names them, or the transfer ends. `token` is the grant's.
     """
 
     request_id: Name
@@ -103,9 +106,9 @@ class KVGrant(Message, frozen=True, tag=43):
 
     It is at least the `first_block` of `KVOpen`: D needs none before that, and owns none.
     `first_block` equal to the prompt's number of blocks means that nothing needs shipping. `shared`: D can read the
-    memory that P offered, so P sends numbers of blocks instead of frames. `quantised`: D takes the frames of 8-bit
-    numbers that P offered; never both. `token` is a secret of this grant: D accepts `KVBlocks` and `KVDone` that repeat
-    it, over any connection.
+    memory that P offered, so P sends numbers of blocks, or of places, instead of frames; frames of native numbers are
+    still accepted. `quantised`: D takes the frames of 8-bit numbers that P offered; never both. `token` is a secret of
+    this grant: D accepts `KVBlocks` and `KVDone` that repeat it, over any connection.
     """
 
     request_id: Name
@@ -124,6 +127,17 @@ class KVWait(Message, frozen=True, tag=44):
 
     request_id: Name
     attempt: Count
+
+
+class KVTaken(Message, frozen=True, tag=48):
+    """D has copied and verified the blocks in these `places` of P's ring, or drops them: P owns the places again.
+
+    P's blocks stay held until `KVAck`.
+    """
+
+    request_id: Name
+    attempt: Count
+    places: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_BLOCKS_PER_FRAME)]
 
 
 class KVAck(Message, frozen=True, tag=45):
@@ -170,4 +184,4 @@ class KVPull(Message, frozen=True, tag=47):
 
 ToLender = KVPull | KVAck
 ToDecode = KVOpen | KVBlocks | KVDone | KVFailed
-ToPrefill = KVGrant | KVWait | KVAck | KVFailed
+ToPrefill = KVGrant | KVWait | KVTaken | KVAck | KVFailed

@@ -6,6 +6,7 @@ and KV memory (docs/decisions/0030-roles-without-restart.md).
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import zmq
 
 from common.config import WorkerConfig
+from common.errors import ConfigError
 from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.model_files.files import ModelFiles
@@ -23,6 +25,7 @@ from common.transfer.outgoing import TransferEnded
 from common.transfer.peer_caches import PeerCaches
 from common.transfer.puller import KVPuller
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.curve import Curve
 from common.wire.message_fields import Role
 from common.worker.engine import Engine, EngineConfig, Send
@@ -31,8 +34,12 @@ from common.worker.vitals import WorkerIdentity
 
 if TYPE_CHECKING:
     from common.grammar.grammars import Grammars
+    from common.kv.block_ring import BlockRing
+    from common.kv.staging import StagedOutgoing
     from common.runner.loaded import LoadedModel
     from common.tiers.block_tiers import BlockTiers, ReadEnded
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +158,50 @@ class Duty(ABC):
         puller.start()
         return PeerCaches(lender, puller)
 
-    def new_sender(self, loaded: LoadedModel, on_ended: Callable[[TransferEnded], None], **options: Any) -> KVSender:
-        """Ships blocks of this worker's cache; `options` are the settings of `KVSender` that differ by role."""
-        from common.kv.staging import outgoing_blocks  # which imports torch, as the model has by now
+    def new_sender(
+        self,
+        loaded: LoadedModel,
+        on_ended: Callable[[TransferEnded], None],
+        quantise: Callable[[int], memoryview] | None = None,
+        **options: Any,
+    ) -> KVSender:
+        """Ships blocks of this worker's cache; `options` are the settings of `KVSender` that differ by role.
 
-        identity = self.parts.identity
+        Raises ConfigError where other workers have to read this one's memory, and cannot.
+        """
+        from common.kv.staging import StagedOutgoing, outgoing_blocks  # which imports torch, as the model has by now
+
+        identity, kv, config = self.parts.identity, loaded.kv, self.config
+        outgoing = outgoing_blocks(kv)
+        memory = kv.shared.offer if kv.shared is not None else None
+        # A cache that others cannot map, a GPU's or that of several ranks, is copied through places that they can.
+        ring = None
+        if isinstance(outgoing, StagedOutgoing) and config.kv_transport != "tcp":
+            ring = _ring(outgoing, kv.num_blocks)
+        require_shared = config.kv_transport == "shm"
+        if require_shared and memory is None and ring is None:
+            raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         return KVSender(
             self.parts.context,
-            outgoing_blocks(loaded.kv).view,
-            loaded.kv.wire_bytes,
+            Shipping(outgoing.view, quantise, memory, ring, require_shared),
+            kv.wire_bytes,
             (identity.worker_id, identity.epoch, loaded.fingerprint),
             on_ended,
-            memory=loaded.kv.shared.offer if loaded.kv.shared else None,
-            require_shared=self.config.kv_transport == "shm",
             curve=self.parts.curve,
             **options,
         )
+
+
+def _ring(outgoing: StagedOutgoing, num_blocks: int) -> BlockRing | None:
+    """Places for blocks in shared memory; None, and frames are sent, where there can be none."""
+    from common.kv.block_ring import ring_for  # which imports torch, as the model has by now
+    from common.kv.shared_memory import NotShared
+
+    try:
+        return ring_for(outgoing, num_blocks)
+    except NotShared as error:
+        log.warning("KV goes over TCP to decode workers of this host too: %s", error)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 import zmq
 import zmq.asyncio
 
-from common.errors import ConfigError, DiptychError, ModelError
+from common.errors import DiptychError, ModelError
 from common.machine.allocator import keep_large_buffers
 from common.machine.file_limit import raise_file_limit
 from common.model_files.files import ModelFiles
@@ -66,7 +66,7 @@ class WorkerProcess:
     def __init__(self, home: DutyOffer, other: DutyOffer | None = None) -> None:
         self.config = config = home.config
         identity = WorkerIdentity.create(home.role, config.worker_id)
-        self.context = zmq.asyncio.Context()
+        self.context = zmq.asyncio.Context(io_threads=config.io_threads)
         self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
         goals_ms = (getattr(offer.config, "slo_tpot_ms", 0.0) for offer in (home, other) if offer is not None)
         self.metrics = WorkerMetrics(
@@ -169,8 +169,6 @@ class WorkerProcess:
         files, loaded = await asyncio.to_thread(self._load)
         if loaded.adapters is not None:
             await self.adapters.load_flags(loaded.adapters, self.config.lora)
-        if self.config.kv_transport == "shm" and loaded.kv.shared is None:
-            raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
         grammars = await asyncio.to_thread(_grammars, files, loaded)
         self.metrics.describe_cache(self.config.block_tokens, loaded.kv.num_blocks, loaded.kv_dtype)

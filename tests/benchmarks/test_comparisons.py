@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import interference, kv_wire, overlap
+from benchmarks import interference, kv_threads, kv_wire, overlap
 from benchmarks.arms import Target
 from benchmarks.interference import ARMS, Result, Run
 from benchmarks.load.conditions import conditions
 from benchmarks.load.summary import RequestRecord
 from benchmarks.overlap import DISAGGREGATED, LENGTHS, LOCAL, Cell
+from benchmarks.quantised_blocks import HEAD_BYTES
 
 from .conftest import ScriptedServer
 
@@ -89,10 +90,11 @@ def test_pinned_pools_share_no_core() -> None:
             assert not set(arm.decode_cores) & set(arm.prefill_cores)
 
 
-def test_kv_wire_moves_blocks_between_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block_bytes", [65537, 16 * HEAD_BYTES])
+def test_kv_wire_moves_blocks_between_processes(tmp_path: Path, block_bytes: int) -> None:
     output, picture = tmp_path / "k.json", tmp_path / "k.png"
-    flags = ["--mib=2", "--repeats=1", "--block-bytes=65537", "--curve", f"--output={output}", f"--plot={picture}"]
-    assert kv_wire.main(flags) == 0
+    flags = ["--mib=2", "--repeats=1", f"--block-bytes={block_bytes}", "--curve", f"--output={output}"]
+    assert kv_wire.main([*flags, f"--plot={picture}"]) == 0
     result = json.loads(output.read_text())
     rows = result["rows"]
     assert len([row for row in rows if row["path"].endswith("CURVE")]) == len(result["curve_of_plain"]) == 3
@@ -102,5 +104,22 @@ def test_kv_wire_moves_blocks_between_processes(tmp_path: Path) -> None:
         "KV, shared memory",
         "KV, shared memory, no checksum",
     ]
+    assert ("KV, through a ring" in {row["path"] for row in rows}) == (block_bytes % HEAD_BYTES == 0)
     assert all(row["gb_per_s"] > 0 for row in rows)
     assert picture.exists()
+
+
+def test_kv_threads_tells_the_busiest_of_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_threads, "CASES", ((2, 2),))
+    output = tmp_path / "t.json"
+    assert kv_threads.main(["--mib=8", "--repeats=1", f"--output={output}"]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["way"] for row in rows] == [
+        "2 sockets, 2 I/O threads",
+        "2 sockets, 2 I/O threads, CURVE",
+        "TLS 1.3, AES-256-GCM",
+    ]
+    for row in rows:
+        busiest = max(row["sender_s_per_gb"], row["receiver_s_per_gb"])
+        assert min(row["sender_s_per_gb"], row["receiver_s_per_gb"]) > 0
+        assert row["most_gb_per_s"] == pytest.approx(1 / busiest, rel=0.1)

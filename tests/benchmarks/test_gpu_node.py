@@ -54,7 +54,7 @@ def test_a_dry_run_of_everything_else(tmp_path: Path) -> None:
     done, lines, found = dry_run(tmp_path / "out", *rest)
     assert done.returncode == node.PASSED, done.stdout + done.stderr
     assert set(found["problems"].values()) == {""}
-    assert found["landing"][0]["transfers"] > 0 and found["landing"][0]["tokens"] > 0
+    assert found["landing"][0]["transfers"] > 1 and found["landing"][0]["tokens"] > 0
     assert {one["part"] for one in found["verdicts"]} == set(rest) - {"families"}  # a dry run has one family
     assert "flashinfer" in done.stdout and "fa3" in done.stdout
     assert [line for line in lines if line.startswith("SKIP  serving: 1P1D")]
@@ -90,6 +90,9 @@ def test_steps_transfers_and_the_service_are_judged() -> None:
     paths = [{"path": "device to pinned", "gb_per_s": 9.0, "one_block": 3.0}, {"path": "raw", "gb_per_s": 2.0}]
     paths += [{"path": "KV", "gb_per_s": 2.0, "of_raw": 0.8}]
     assert [one.ok for one in verdict.of_transfer(paths)] == [False, True]
+    ring = {"path": "KV through a ring", "gb_per_s": 11.0, "direct": True}
+    rings = [ring, ring | {"gb_per_s": 9.0}, ring | {"direct": False}]
+    assert [one.ok for one in verdict.of_transfer(rings)] == [True, False, False]
     arm = {"arm": "1P1D", "requests": 8, "output_tokens_per_s": 9.0, "ttft_p50_ms": 9.0, "tpot_p50_ms": 21.0}
     assert [next(verdict.of_serving([arm], step)).ok for step in (0.0, 10.0, 11.0)] == [True, False, True]
 

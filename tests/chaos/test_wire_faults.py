@@ -31,6 +31,7 @@ from common.wire.messages import (
     KVGrant,
     KVOpen,
     KVPull,
+    KVTaken,
     KVWait,
     Message,
     PooledOutput,
@@ -292,8 +293,9 @@ HEARTBEATS = (RouterHeartbeat, WorkerHeartbeat)
 # The roles of these workers are pinned, so no router orders another: tests/e2e/test_role_change.py repeats such orders.
 # They generate text: tests/router/dispatch/test_pooled_prompts.py loses and repeats vectors.
 # They compute prompts faster than they could pull them, and have no places for adapters: test_pull_faults.py and
-# test_adapter_faults.py have workers that do and have.
-APART = {ChangeRole, PooledOutput, KVPull, SetAdapter}
+# test_adapter_faults.py have workers that do and have. Their caches can be mapped, so they have no ring:
+# tests/prefill_worker/test_ring.py loses and forges what gives its places back.
+APART = {ChangeRole, PooledOutput, KVPull, KVTaken, SetAdapter}
 KINDS = sorted(set(typing.get_args(AnyMessage)) - APART, key=lambda kind: kind.__name__)
 
 

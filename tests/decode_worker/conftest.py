@@ -22,6 +22,7 @@ from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
 from common.transfer.receiver import KVReceiver
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
     AbortRequest,
@@ -148,13 +149,12 @@ class EngineRig(RouterSide):
         notify = lambda event: self.engine.notify(event)  # noqa: E731
         return KVSender(
             self.context,
-            self.kv.block,
+            Shipping(self.kv.block, memory=self.kv.shared.offer if self.kv.shared else None),
             self.kv.block_bytes,
             (worker_id, 7, "layout"),
             notify,
             lease_s=30.0,
             num_streams=1,
-            memory=self.kv.shared.offer if self.kv.shared else None,
             on_advanced=notify,
         )
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import zmq
 
+from common.kv.checksum import checksum
 from common.kv.shared_memory import SharedMemory
-from common.transfer.frames import checksum
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.wire.codec import decode, encode
@@ -101,10 +101,11 @@ class ReceiverRig:
         return self.peers[-1]
 
     def expect(
-        self, peer: Peer, blocks: Sequence[int] = range(4), name: str = "a", *, first: int = 0, attempt: int = 0
-    ) -> IncomingTransfer:
-        """Lend `blocks` to a prefill worker that announces itself and gets its grant."""
-        peer.open(name, len(blocks), attempt=attempt, memory=peer.offer)
+        self, peer: Peer, blocks: Sequence[int] = range(4), name: str = "a", *, first: int = 0, attempt: int = 0,
+        in_ring: bool = False,
+    ) -> IncomingTransfer:  # fmt: skip
+        """Lend `blocks` to a prefill worker that announces itself and gets its grant. `in_ring`: it offers a ring."""
+        peer.open(name, len(blocks), attempt=attempt, **{"ring" if in_ring else "memory": peer.offer})
         wait(lambda: self.events)
         opened = self.events.pop()
         assert isinstance(opened, TransferOpened)

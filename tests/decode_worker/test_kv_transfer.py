@@ -14,18 +14,23 @@ from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
 from ..engine_rig import wait
+from ..late_stream import LateStream, reach_into, ring_over
 
-NUM_BLOCKS = 48
+NUM_BLOCKS, NUM_PLACES = 48, 5
 Rig = Any
 
 
 class Pair:
-    """A prefill worker's sender, and a decode worker's receiver that grants what `plan` says: (blocks, first)."""
+    """A prefill worker's sender, and a decode worker's receiver that grants what `plan` says: (blocks, first).
 
-    def __init__(self, rig: Rig, num_streams: int, lease_s: float = 30.0, *, shared: bool = False) -> None:
+    `way`: tcp, shm, or through a ring: to a cache in host memory, or of a device that copies out of the ring itself.
+    """
+
+    def __init__(self, rig: Rig, num_streams: int, lease_s: float = 30.0, *, way: str = "tcp") -> None:
         self.rig = rig
         self.shared = SharedMemory(NUM_BLOCKS * rig.block_bytes)
         pages = memoryview(self.shared.pages)[: NUM_BLOCKS * rig.block_bytes]
@@ -36,15 +41,22 @@ class Pair:
         self.ended: dict[str, TransferEnded] = {}
         self.failed: list[TransferFailed] = []
         rig.on_event = self.on_event
+        self.device = LateStream()
+        self.ring = ring_over(self.source, NUM_PLACES, self.device) if "ring" in way else None
+        if way == "ring to device":
+            rig.receiver.reach_with(reach_into(rig.memory, self.device))
         self.sender = KVSender(
             rig.context,
-            lambda index: memoryview(self.source[index]),
+            Shipping(
+                lambda index: memoryview(self.source[index]),
+                memory=self.shared.offer if way == "shm" else None,
+                ring=self.ring,
+            ),
             rig.block_bytes,
             ("p", 5, "layout"),
             lambda event: self.ended.update({event.request_id: event}),
             lease_s=lease_s,
             num_streams=num_streams,
-            memory=self.shared.offer if shared else None,
         )
         self.sender.start()
 
@@ -73,19 +85,23 @@ class Pair:
         wait(condition)
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=["tcp", "shm", "ring", "ring to device"])
 def make_pair(make_rig: Callable[..., Rig], request: pytest.FixtureRequest) -> Iterator[Callable[..., Pair]]:
     pairs: list[Pair] = []
 
     def make(block_bytes: int = 64, num_streams: int = 1, lease_s: float = 30.0) -> Pair:
         rig = make_rig(num_blocks=NUM_BLOCKS, block_bytes=block_bytes)
-        pairs.append(Pair(rig, num_streams, lease_s, shared=request.param == "shm"))
+        pairs.append(Pair(rig, num_streams, lease_s, way=request.param))
         return pairs[-1]
 
     yield make
     for pair in pairs:
+        if pair.ring is not None:
+            pair.wait(lambda ring=pair.ring: ring.num_free == NUM_PLACES)  # type: ignore[misc]
         pair.sender.stop()
-        assert {event.shared for event in pair.ended.values() if not event.reason} <= {request.param == "shm"}
+        if pair.ring is not None:
+            pair.ring.check_integrity()
+        assert {event.shared for event in pair.ended.values() if not event.reason} <= {request.param != "tcp"}
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from common.kv.cache import KVCache
+from common.kv.checksum import checksum
+from common.kv.copy_stream import CopyStream
 from common.kv.quantised_staging import QuantisedIncoming, QuantisedOutgoing, quantised_outgoing
-from common.kv.staging import CopyStream
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
-from common.transfer.frames import checksum
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVTarget
 from kernels import gather_blocks, scatter_blocks
 
@@ -65,13 +66,12 @@ class Caches:
         rig.on_event = self.on_event
         self.sender = KVSender(
             rig.context,
-            self.source.block,
+            Shipping(self.source.block, self.outgoing.view if offer else None),
             self.source.block_bytes,
             ("p", 5, "layout"),
             self.ended.append,
             lease_s=30.0,
             num_streams=1,
-            quantise=self.outgoing.view if offer else None,
         )
         self.sender.start()
 

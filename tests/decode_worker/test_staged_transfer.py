@@ -11,14 +11,17 @@ import pytest
 import torch
 import zmq
 
+from common.kv.block_ring import BlockRing
 from common.kv.cache import KVCache
-from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
+from common.kv.copy_stream import CopyStream
+from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.outgoing import TransferEnded
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
 NUM_BLOCKS = 40
@@ -35,7 +38,10 @@ def cache(folder: Path) -> KVCache:
     return KVCache(from_hf(folder / "config.json"), NUM_BLOCKS, 128, "float32")
 
 
-def test_a_transfer_through_buffers(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+@pytest.mark.parametrize("num_places", [0, 3], ids=["buffers", "ring"])
+def test_a_transfer_of_blocks_that_are_not_in_host_memory(
+    context: zmq.Context[zmq.Socket[bytes]], num_places: int
+) -> None:
     folder = resolve_model("tiny-random").weights[0].parent
     source, target = cache(folder), cache(folder)
     source.tensor.normal_()
@@ -48,9 +54,17 @@ def test_a_transfer_through_buffers(context: zmq.Context[zmq.Socket[bytes]]) -> 
         committed.extend(blocks)
         incoming.commit(blocks)
 
-    receiver = KVReceiver(context, "127.0.0.1", 0, incoming.view, events.put, share=False, commit=commit)
+    receiver = KVReceiver(context, "127.0.0.1", 0, incoming.view, events.put, commit=commit)
+    receiver.reach_with(lambda memory: ReachedPlaces(incoming, memory))
+    ring = BlockRing(outgoing, num_places) if num_places else None
     sender = KVSender(
-        context, outgoing.view, source.block_bytes, ("p", 1, "layout"), ended.put, lease_s=30.0, num_streams=1
+        context,
+        Shipping(outgoing.view, ring=ring),
+        source.block_bytes,
+        ("p", 1, "layout"),
+        ended.put,
+        lease_s=30.0,
+        num_streams=1,
     )
     receiver.start()
     sender.start()
@@ -59,15 +73,17 @@ def test_a_transfer_through_buffers(context: zmq.Context[zmq.Socket[bytes]]) -> 
         opened = events.get(timeout=60)
         assert isinstance(opened, TransferOpened)
         blocks, now = tuple(reversed(range(NUM_BLOCKS))), time.monotonic()
-        receiver.expect(IncomingTransfer("a", 0, opened.peer, blocks, 1, now, now))
-        receiver.send(opened.peer, KVGrant(request_id="a", attempt=0, first_block=1))
+        receiver.expect(IncomingTransfer("a", 0, opened.peer, blocks, 1, now, now, memory=opened.memory))
+        shared = opened.memory is not None
+        assert shared == bool(num_places)
+        receiver.send(opened.peer, KVGrant(request_id="a", attempt=0, first_block=1, shared=shared))
         sender.progress("a", 0, NUM_BLOCKS, KVDone(request_id="a", attempt=0, first_token=3))
         assert isinstance(events.get(timeout=60), TransferCompleted)
         assert ended.get(timeout=60).reason == ""
     finally:
         sender.stop()
         receiver.stop()
-    assert sorted(committed) == list(range(NUM_BLOCKS - 1))
+    assert sorted(committed) == ([] if num_places else list(range(NUM_BLOCKS - 1)))
     for index in range(1, NUM_BLOCKS):
         assert torch.equal(target.tensor[blocks[index]], source.tensor[index])
     assert not target.tensor[blocks[0]].any()

@@ -17,6 +17,7 @@ from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
     AbortRequest,
@@ -45,14 +46,12 @@ class Service:
         self.sent: list[tuple[bytes, Message]] = []
         sender = KVSender(
             decode.context,
-            self.kv.block,
+            Shipping(self.kv.block, memory=self.kv.shared.offer if self.kv.shared else None, require_shared=shared),
             self.kv.block_bytes,
             ("p", 5, "layout"),
             lambda event: self.prefill.notify(event),
             lease_s=30.0,
             num_streams=num_streams,
-            memory=self.kv.shared.offer if self.kv.shared else None,
-            require_shared=shared,
         )
         self.prefill = PrefillEngine(
             self.sent.extend,

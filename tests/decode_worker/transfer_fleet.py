@@ -19,6 +19,7 @@ from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
     AbortRequest,
@@ -66,7 +67,7 @@ class Fleet:
         self.sent: list[tuple[bytes, Message]] = []
         self.computing, self.linger = False, 1
         sender = KVSender(
-            first.context, self.kv.block, self.kv.block_bytes, ("p", 5, "layout"),
+            first.context, Shipping(self.kv.block), self.kv.block_bytes, ("p", 5, "layout"),
             lambda event: self.prefill.notify(event), lease_s=30.0, num_streams=2,
         )  # fmt: skip
         self.prefill = PrefillEngine(

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.grammar.grammars import Grammars
 from common.kv.block_hash import block_hashes
 from common.kv.block_pool import BlockPool
+from common.kv.block_ring import BlockRing
 from common.kv.cache import KVCache
 from common.kv.quantised_staging import quantised_outgoing
 from common.model.batch import SequenceChunk
@@ -24,6 +25,7 @@ from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
 from common.transfer.outgoing import TransferEnded
 from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
 from common.wire.codec import decode, encode
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
@@ -73,19 +75,16 @@ class DecodeSide:
     def make_sender(
         self, view: Callable[[int], memoryview], block_bytes: int, on_ended: Callable[[TransferEnded], None],
         lease_s: float, num_streams: int, memory: KVMemory | None = None, require_shared: bool = False,
-        quantise: Callable[[int], memoryview] | None = None,
+        quantise: Callable[[int], memoryview] | None = None, ring: BlockRing | None = None,
     ) -> KVSender:  # fmt: skip
         return KVSender(
             self.context,
-            view,
+            Shipping(view, quantise, memory, ring, require_shared),
             block_bytes,
             ("p", 5, "layout"),
             on_ended,
             lease_s=lease_s,
             num_streams=num_streams,
-            memory=memory,
-            require_shared=require_shared,
-            quantise=quantise,
         )
 
     def grant(self, name: str = "a", first_block: int = 0, *, attempt: int = 0, **fields: bool) -> None:
@@ -94,6 +93,9 @@ class DecodeSide:
 
     def ack(self, name: str = "a", *, attempt: int = 0) -> None:
         self.reply(KVAck(request_id=name, attempt=attempt))
+
+    def fail(self, name: str = "a", *, attempt: int = 0) -> None:
+        self.reply(KVFailed(request_id=name, attempt=attempt, reason="no room"))
 
     def reply(self, message: Message) -> None:
         self.router.send_multipart([self.peer, encode(message)])
@@ -132,13 +134,22 @@ class SenderRig(DecodeSide):
         memory: KVMemory | None = None,
         require_shared: bool = False,
         quantise: Callable[[int], memoryview] | None = None,
+        ring: BlockRing | None = None,
     ) -> None:
         super().__init__()
         self.memory = np.random.default_rng(0).integers(0, 255, (num_blocks, block_bytes), np.uint8)
         self.ended: list[TransferEnded] = []
         self.on_view: Callable[[int], None] = lambda index: None
         self.sender = self.make_sender(
-            self.view, block_bytes, self.ended.append, lease_s, num_streams, memory, require_shared, quantise
+            self.view,
+            block_bytes,
+            self.ended.append,
+            lease_s,
+            num_streams,
+            memory,
+            require_shared,
+            quantise,
+            ring,
         )
         self.sender.start()
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.kv.staging import CopyStream, StagedIncoming, StagedOutgoing
+from common.kv.copy_stream import CopyStream
+from common.kv.staging import StagedIncoming, StagedOutgoing
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, KVBlocks, KVDone, ResetPrefixCache
 

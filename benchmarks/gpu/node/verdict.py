@@ -20,6 +20,8 @@ LEAST_OF_MATMUL = 0.5
 """Of a prefill of the longest prompt."""
 LEAST_PINNED, LEAST_OF_RAW = 10.0, 0.5
 """GB/s of copies to and from pinned memory; share of raw TCP that a transfer from device to device reaches."""
+LEAST_RING = 10.0
+"""GB/s from device to device through a ring, whose copies are pinned: what one thread takes checksums at, at least."""
 MOST_TPOT = 2.0
 """Times the engine's own step at as many requests."""
 SHEETS = {
@@ -100,6 +102,11 @@ def of_transfer(rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
             yield Verdict("transfer", row["path"], rate >= LEAST_PINNED, f"{rate:,.1f} GB/s", wanted)
         elif "of_raw" in row:
             yield at_least("transfer", row["path"], row["of_raw"], LEAST_OF_RAW, "raw TCP")
+        elif "direct" in row:
+            how = "copied by the device" if row["direct"] else "through buffers: read-only memory is not registered"
+            wanted = f"at least {LEAST_RING:g}, by the device"
+            ok = row["direct"] and rate >= LEAST_RING
+            yield Verdict("transfer", row["path"], ok, f"{rate:,.1f} GB/s, {how}", wanted)
 
 
 def of_serving(rows: Sequence[Mapping[str, Any]], step_ms: float) -> Iterator[Verdict]:

@@ -82,7 +82,6 @@ def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> 
         (["--port", "65536"], {}, "port", "to 65535"),
         (["--device", "tpu"], {}, "device", "cpu, cuda or cuda:N"),
         (["--kv-transport", "rdma"], {}, "kv_transport", "one of auto, tcp, shm"),
-        (["--kv-transport", "shm", "--device", "cuda"], {}, "kv_transport", "not in host memory"),
         (["--cores", "3-1"], {}, "cores", "rising"),
         (["--host", "0.0.0.0"], {}, "host", "--allow-remote"),
         (["--heartbeat-s", "5"], {}, "router_timeout_s", "two heartbeats"),

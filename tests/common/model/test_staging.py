@@ -14,9 +14,9 @@ import zmq
 from benchmarks.stack import free_port
 from common.errors import BlockError
 from common.kv.cache import KVCache
+from common.kv.copy_stream import CopyStream
 from common.kv.staging import (
     BlocksInPlace,
-    CopyStream,
     StagedIncoming,
     StagedOutgoing,
     incoming_blocks,

@@ -34,6 +34,7 @@ from common.wire.messages import (
     KVOpen,
     KVPeer,
     KVPull,
+    KVTaken,
     KVTarget,
     KVWait,
     Message,
@@ -109,6 +110,10 @@ MESSAGES: list[Message] = [
         request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1,
         memory=KVMemory(7, 8, 2**40, b"n" * 16),
     ),
+    KVOpen(
+        request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1,
+        ring=KVMemory(7, 8, 2**20, b"n" * 16),
+    ),
     KVBlocks(request_id="a", attempt=0, first_block=5, checksums=(0, 2**64 - 1)),
     KVBlocks(request_id="a", attempt=0, first_block=5, checksums=(0, 1), sources=(2**40, 3)),
     KVDone(request_id="a", attempt=0, first_token=3, logprobs=LOGPROBS, prefill_s=0.1, computed_at=0.2),
@@ -120,6 +125,7 @@ MESSAGES: list[Message] = [
     KVGrant(request_id="a", attempt=0, first_block=0, shared=True),
     KVPull(request_id="a", attempt=0, epoch=1, fingerprint="f", first_block=9, hashes=b"h" * 16 * 256, token=2**62),
     KVWait(request_id="a", attempt=0),
+    KVTaken(request_id="a", attempt=0, places=(0, 7)),
     KVAck(request_id="a", attempt=0),
     KVFailed(request_id="a", attempt=0, reason="x" * 4096),
 ]  # fmt: skip
