@@ -26,6 +26,11 @@ def backend(kind: str) -> Kernels:
     return triton_backend(kind) or plain_backend
 
 
+def has_own_kernels(kind: str) -> bool:
+    """Whether this device type has more than plain torch."""
+    return backend(kind) is not plain_backend
+
+
 def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> AttentionPlan:
     """See `Kernels.plan_attention`."""
     return backend(device.type).plan_attention(spans, layout, num_heads, device)

@@ -72,11 +72,12 @@ class Experts:
     """out[t] = sum of shares[t, j] * expert chosen[t, j] of x[t].
 
     On a CPU each expert's matrices are packed as `Linear` packs them, so a row's result is the same in every batch.
-    On a GPU with kernels quantised weights stay so, where those of all experts are alike.
+    On a GPU with kernels quantised weights stay so, where those of all experts are alike; `batch_invariant` as `Linear`
+    has it.
     """
 
-    def __init__(self, experts: Sequence[Expert], *, dtype: torch.dtype) -> None:
-        self.count, self.dtype = len(experts), dtype
+    def __init__(self, experts: Sequence[Expert], *, dtype: torch.dtype, batch_invariant: bool = False) -> None:
+        self.count, self.dtype, self.batch_invariant = len(experts), dtype, batch_invariant
         first = experts[0].gate_up
         place = first.device if isinstance(first, Tensor) else first.numbers.device
         self._device_kernels = triton_backend(place.type)
@@ -96,7 +97,7 @@ class Experts:
             return x.recorder.experts(x, chosen, shares, first, second, activation)
         if self._device_kernels is not None:
             weights = (self._gate_up, self._down, self._gate_up_bias, self._down_bias)
-            return self._device_kernels.experts(x, chosen, shares, *weights, activation)
+            return self._device_kernels.experts(x, chosen, shares, *weights, activation, self.batch_invariant)
         return self._by_expert(x, chosen, shares, activation)
 
     @property

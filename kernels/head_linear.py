@@ -7,29 +7,48 @@ from torch import Tensor
 
 from kernels.cpu.backend import native_backend
 from kernels.cpu.recorder import Slot
+from kernels.device import triton_backend
 from kernels.linear import Linear
 
 
 class HeadLinear:
     """y[h] = x[h] W[h]^T for each head h, of W [heads, out, in] in the model's dtype.
 
-    On a CPU each head's weights are packed as `Linear` packs them: a row's result is the same in every batch.
+    On a CPU each head's weights are packed as `Linear` packs them: a row's result is the same in every batch. So it is
+    on a GPU with kernels if it is to be `batch_invariant`.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, batch_invariant: bool = False) -> None:
         self.num_heads, self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._device_kernels = triton_backend(weight.device.type) if batch_invariant else None
         self._stacked: Tensor | None = None
         self.heads: list[Linear] = []
-        if weight.device.type == "cpu":
+        if self._device_kernels is not None:
+            self._stacked = weight.contiguous()
+        elif weight.device.type == "cpu":
             self.heads = [Linear(one.contiguous()) for one in weight]
         else:
             self._stacked = weight.transpose(1, 2).contiguous()  # [heads, in, out]
         self._packed = [head.native for head in self.heads if head.native is not None]
 
+    @property
+    def by_device(self) -> bool:
+        """Whether the device's own kernels multiply by it."""
+        return self._device_kernels is not None
+
+    @property
+    def weight(self) -> Tensor:
+        """[heads, out, in], where the device's own kernels multiply by it."""
+        assert self.by_device and self._stacked is not None
+        return self._stacked
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, heads * n] to [T, heads * out], of the first `in` of each head's n numbers."""
         if isinstance(x, Slot):
             return x.recorder.head_linear(x, self._packed, self.num_heads)
+        if self._device_kernels is not None and self._stacked is not None:
+            return self._device_kernels.invariant_linear(x, self._stacked, None)
         native = native_backend()
         if self.heads and len(self._packed) == self.num_heads and native is not None:
             return native.head_linear(x, self._packed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,35 +35,48 @@ class Linear:
 
     On a CPU it packs the weights for our own kernels, or for oneDNN where those cannot be built: a row's result is the
     same in every batch. It keeps only the packed copy, which `weight` unpacks. On a GPU with kernels quantised weights
-    stay `held`, and are widened as they are read. Where no kernel multiplies them it dequantises them to `dtype`.
+    stay `held`, and are widened as they are read. Where no kernel multiplies them it dequantises them to `dtype`. There
+    `batch_invariant` makes a row's result the same in every batch, as on a CPU, at the price of slower products.
     """
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
-        self._setup(weight, bias, dtype, alternate=False)
+    alternates: ClassVar[bool] = False
+    """Whether rows of both halves of W lie side by side where they are packed."""
 
-    def _setup(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None, *, alternate: bool) -> None:
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
         self.out_features, self.in_features = weight.shape
+        self.batch_invariant = batch_invariant
         if isinstance(weight, Tensor):
             self.dtype = weight.dtype
         elif dtype is None:
             raise ValueError("quantised weights need the dtype of their inputs")
         else:
             self.dtype = dtype
-        self.native = _native(weight, bias, self.dtype, alternate)
+        self.native = _native(weight, bias, self.dtype, self.alternates)
         self.bias = bias
         self._dense: Tensor | None = None
         self._onednn: Any = None
         self.held: HeldWeight | None = None
-        if isinstance(weight, QuantisedWeight):
-            self._device_kernels = triton_backend(weight.numbers.device.type)
-            if self._device_kernels is not None:
-                self.held = HeldWeight.of(weight)
+        self._device_kernels = triton_backend(_device_of(weight).type)
+        if isinstance(weight, QuantisedWeight) and self._device_kernels is not None:
+            self.held = HeldWeight.of(weight)
         if self.native is None and self.held is None:
             dense = weight if isinstance(weight, Tensor) else weight.dense(self.dtype)
-            self._onednn = _pack(dense)
+            self._onednn = None if self.by_device else _pack(dense)
             self._dense = dense if self._onednn is None else None
         # One row alone takes oneDNN's other kernel in float32, and sums in another order, by threads, where W is wide.
         self._lone_row_differs = self.dtype == torch.float32 or self.in_features > self.out_features
+
+    @property
+    def by_device(self) -> bool:
+        """Whether the device's own kernels multiply by it."""
+        return self._device_kernels is not None and (self.held is not None or self.batch_invariant)
 
     @property
     def packed(self) -> bool:
@@ -95,8 +108,12 @@ class Linear:
         return self._multiply(x, wide=wide)
 
     def _multiply(self, x: Tensor, *, wide: bool = False) -> Tensor:
-        if self.held is not None and self._device_kernels is not None:
-            return self._device_kernels.held_linear(x, self.held, self.bias, wide=wide)
+        if self._device_kernels is not None:
+            weight = self._dense if self.held is None else self.held
+            if self.batch_invariant and weight is not None:
+                return self._device_kernels.invariant_linear(x, weight, self.bias, wide=wide)
+            if self.held is not None:
+                return self._device_kernels.held_linear(x, self.held, self.bias, wide=wide)
         y = self._multiply_dense(x)
         return y.float() if wide else y
 
@@ -115,8 +132,7 @@ class Linear:
 class GatedLinear(Linear):
     """activation(x G^T) * x U^T for W = [G; U], [2 * n, in]: one pass where the kernels can."""
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> None:
-        self._setup(weight, bias, dtype, alternate=True)
+    alternates = True
 
     def activated(self, x: Tensor, activation: str, change: LoraChange | None = None) -> Tensor:
         """x [T, in] to [T, n]. `activation` as `kernels.gated` has it; a `change` is added before it."""
@@ -138,9 +154,12 @@ class GatedLinear(Linear):
         return gated(change.add(x, self._multiply(x)), activation)
 
 
+def _device_of(weight: Weight) -> torch.device:
+    return weight.numbers.device if isinstance(weight, QuantisedWeight) else weight.device
+
+
 def _native(weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: bool) -> PackedWeight | None:
-    place = weight.numbers.device if isinstance(weight, QuantisedWeight) else weight.device
-    if place.type != "cpu" or dtype not in FORMATS or (native := native_backend()) is None:
+    if _device_of(weight).type != "cpu" or dtype not in FORMATS or (native := native_backend()) is None:
         return None
     if isinstance(weight, QuantisedWeight):
         return pack_quantised(weight, bias, gated=alternate)

@@ -58,7 +58,7 @@ class LoraSite:
     """What adapters change at one matrix: up to `max_loras` of them, each in a place of its own.
 
     `parts`: by first output, how many outputs each part of the matrix has, such as q, k and v. With `panels` outputs
-    lie as in the panels of a packed gated product.
+    lie as in the panels of a packed gated product. `batch_invariant` as `Linear` has it.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class LoraSite:
         panels: bool,
         dtype: torch.dtype,
         device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
         self.in_features, self.parts, self.panels = in_features, tuple(parts), panels
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.batch_invariant = dtype, device, batch_invariant
         self._held: list[tuple[LoraPart, ...]] = [()] * max_loras
         self._native = _native(in_features, parts, dtype, device)
         self._changes = (LoraStruct * max_loras)() if self._native is not None else None
@@ -105,7 +106,8 @@ class LoraSite:
             return y
         assert rows is not None  # only slots have none
         if self._device_kernels is not None and self._stack is not None:
-            self._device_kernels.add_lora(x.contiguous(), y, self._stack, rows.grouped(len(self._held)))
+            grouped = rows.grouped(len(self._held))
+            self._device_kernels.add_lora(x.contiguous(), y, self._stack, grouped, batch_invariant=self.batch_invariant)
         elif self._native is not None and self._changes is not None:
             self._native.add_lora(x.contiguous(), y, rows.adapters, self._changes, self.panels)
         else:

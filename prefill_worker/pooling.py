@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from common.wire.sampling_params import Pooling
+from kernels import Linear
 from prefill_worker.scheduler import PrefillChunk
 
 
 class Pooler:
     """Pools by `pooling`; with `score`, float32 [labels, hidden_size], the vector is what this head makes of it."""
 
-    def __init__(self, pooling: Pooling, score: Tensor | None = None) -> None:
+    def __init__(self, pooling: Pooling, score: Linear | None = None) -> None:
         self.pooling, self._score = pooling, score
 
     @torch.inference_mode()
@@ -36,7 +37,7 @@ class Pooler:
             last = torch.stack(means).float() if means else last
         if not ended:
             return {}
-        vectors = last if self._score is None else last @ self._score.T
+        vectors = last if self._score is None else self._score(last)
         vectors = vectors.cpu()
         finite = torch.isfinite(vectors).all(1).tolist()
         packed = (row.astype("<f4").tobytes() for row in vectors.numpy())

@@ -1,4 +1,4 @@
-"""Cases of products with quantised weights beside the same in floats: a layer's gate and up, and its experts."""
+"""Cases of our products beside cuBLAS: with quantised weights, those of experts, and the batch-invariant ones."""
 
 from __future__ import annotations
 
@@ -55,6 +55,34 @@ def held_case(backend: Any, shape: GPUShape, rows: int, bits: int, device: torch
     name = f"product in {'4 bits' if bits == 4 else 'fp8'}"
     size = f"{rows:,} rows, {outputs:,} x {inputs:,}"
     return KernelCase(name, size, num_bytes, 2 * rows * outputs * inputs, calls, check, {"cuBLAS, floats": dense})
+
+
+def invariant_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
+    """Of one row, of a batch, and of a prompt, by a layer's gate and up and by its down."""
+    for outputs, inputs in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
+        for rows in (1, max(shape.decode_batches), max(shape.prefill_lengths)):
+            yield partial(invariant_case, backend, shape, rows, outputs, inputs, device)
+
+
+def invariant_case(
+    backend: Any, shape: GPUShape, rows: int, outputs: int, inputs: int, device: torch.device
+) -> KernelCase:
+    count = copies(outputs * inputs * shape.dtype.itemsize, shape.rotate_bytes)
+    weights = [torch.randn(outputs, inputs, device=device, dtype=shape.dtype).mul_(inputs**-0.5) for _ in range(count)]
+    x = torch.randn(rows, inputs, device=device).to(shape.dtype)
+
+    def check() -> str:
+        expected = torch.cat([x.float() @ part.float().T for part in torch.split(weights[0], 4096)], dim=1)
+        return difference(backend.invariant_linear(x, weights[0], None), expected, shape.dtype)
+
+    calls: list[Call] = [lambda one=one: backend.invariant_linear(x, one, None) for one in weights]  # type: ignore[misc]
+    dense: list[Call] = [lambda one=one: functional.linear(x, one) for one in weights]  # type: ignore[misc]
+    num_bytes = (outputs * inputs + rows * (inputs + outputs)) * shape.dtype.itemsize
+    size = f"{rows:,} rows, {outputs:,} x {inputs:,}"
+    num_flops = 2 * rows * outputs * inputs
+    return KernelCase(
+        "batch-invariant product", size, num_bytes, num_flops, calls, check, {"cuBLAS, floats": lambda: dense}
+    )
 
 
 def held(outputs: int, inputs: int, bits: int, group: int, device: torch.device) -> HeldWeight:

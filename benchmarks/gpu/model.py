@@ -58,10 +58,11 @@ class RandomWeights:
         return sizes[name.split(".")[-2]]
 
 
-def random_model(shape: GPUShape, device: torch.device) -> Llama:
+def random_model(shape: GPUShape, device: torch.device, *, batch_invariant: bool = False) -> Llama:
     """A model with random weights, different in every process."""
     source = RandomWeights(shape.config, shape.dtype, device)
-    return Llama(shape.config, Assembler(shape.config, source, shape.dtype, device).assemble())
+    assembler = Assembler(shape.config, source, shape.dtype, device, batch_invariant=batch_invariant)
+    return Llama(shape.config, assembler.assemble())
 
 
 def write_folder(shape: GPUShape, folder: Path) -> Path:

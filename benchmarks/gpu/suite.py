@@ -21,7 +21,7 @@ from benchmarks.gpu.chip import measure_chip, numbered, versions
 from benchmarks.gpu.elementwise import elementwise_cases
 from benchmarks.gpu.engine import engine_problem, measure_engine
 from benchmarks.gpu.gate import poisoned
-from benchmarks.gpu.held import experts_cases, held_cases
+from benchmarks.gpu.held import experts_cases, held_cases, invariant_cases
 from benchmarks.gpu.serving import measure_serving
 from benchmarks.gpu.shape import DRY, LLAMA_8B
 from benchmarks.gpu.tiles import measure_tiles
@@ -141,6 +141,7 @@ class Suite:
         yield from elementwise_cases(triton_backend, shape, device)
         yield from held_cases(triton_backend, shape, device)
         yield from experts_cases(triton_backend, shape, device)
+        yield from invariant_cases(triton_backend, shape, device)
 
     def measure_kernels(self) -> None:
         """Time the kernels that passed; a failure does not stop the others."""

@@ -104,6 +104,9 @@ class DecodeWorkerConfig(WorkerConfig):
             raise ConfigError(
                 "draft_model", self.draft_model, "empty with --max-draft-tokens 0: it would draft nothing"
             )
+        if self.batch_invariant and self.on_gpu and self.max_draft_tokens:
+            allowed = f"0 on {self.device} with --batch-invariant: rows that are checked together attend otherwise"
+            raise ConfigError("max_draft_tokens", self.max_draft_tokens, allowed)
         if self.device != "cpu" and self.draft_quantization in ("int8", "int4"):
             raise ConfigError("draft_quantization", self.draft_quantization, f"auto or none on {self.device}")
 

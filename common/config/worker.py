@@ -130,6 +130,12 @@ class WorkerConfig(CommonConfig, PodSettings):
         ge=1,
         le=64,
     )
+    batch_invariant: bool = setting(
+        False,
+        "compute each row of a step to the same bits whatever shares the step with it; on a GPU this makes matrix "
+        "products slower, on a CPU it is so already. The same on every worker",
+        group="Device",
+    )
     kernel_check: bool = setting(
         True,
         "compare every kernel with plain torch at the model's own shapes before this worker is ready, and refuse to "

@@ -34,13 +34,13 @@ class ExpertsReader:
         config, source = self.config, self.reader
         name = self.prefix + self.router
         bias = source.bias({f"{name}.bias": config.count}) if config.biased else None
-        router = Linear(source.matrix(f"{name}.weight", config.count, self.hidden), bias)
+        router = source.product(Linear, source.matrix(f"{name}.weight", config.count, self.hidden), bias)
         stack = STACKS.get(source.config.model_type)
         if stack is not None and source.source.has(self.prefix + stack.gate_up):
             experts = self._stacked(stack)
         else:  # so do GGUF files of any family
             experts = [self._expert(i) for i in range(config.count)]
-        made = Experts(experts, dtype=source.dtype)
+        made = Experts(experts, dtype=source.dtype, batch_invariant=source.batch_invariant)
         return MixtureOfExperts(router, made, self._routing(name), self._shared())
 
     def _routing(self, router: str) -> Routing:
@@ -106,7 +106,7 @@ class ExpertsReader:
             return SharedExpert(self.reader.mlp(f"{self.prefix}mlp.shared_experts.", self.config.shared_size), None)
         gate = self.reader.matrix(f"{self.prefix}mlp.shared_expert_gate.weight", 1, self.hidden)
         mlp = self.reader.mlp(f"{self.prefix}mlp.shared_expert.", self.config.shared_size)
-        return SharedExpert(mlp, Linear(gate))
+        return SharedExpert(mlp, self.reader.product(Linear, gate))
 
 
 def _named(parts: Mapping[str, int], kind: str) -> dict[str, int]:

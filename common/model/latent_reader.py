@@ -70,4 +70,5 @@ class LatentReader:
         whole = self.reader.matrix(f"{self.prefix}kv_b_proj.weight", self.heads * each, latent.rank)
         whole = whole.view(self.heads, each, latent.rank)
         keys, values = whole[:, : latent.nope_dim], whole[:, latent.nope_dim :]
-        return HeadLinear(keys.transpose(1, 2).contiguous()), HeadLinear(values.contiguous())
+        parts, invariant = (keys.transpose(1, 2).contiguous(), values.contiguous()), self.reader.batch_invariant
+        return HeadLinear(parts[0], batch_invariant=invariant), HeadLinear(parts[1], batch_invariant=invariant)

@@ -27,6 +27,7 @@ from common.model_files.config import ModelConfig, from_hf
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.quantization import Quantization
 from common.weight_formats.quantization_config import read_quantization_config
+from kernels import has_own_kernels
 
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
@@ -48,15 +49,19 @@ def load_model(
     device: str = "cpu",
     quantization: str = "none",
     with_head: bool = True,
+    batch_invariant: bool = False,
 ) -> Decoder:
     """Loads a model in `dtype`, "float32" or "bfloat16", on `device`; converts files of another dtype.
 
-    Without `with_head` it gives hidden states in place of logits.
+    Without `with_head` it gives hidden states in place of logits. `batch_invariant`: a row's bits do not depend on what
+    else is in its step.
 
     `quantization` is one of `Quantization`. ModelError, with the remedy, when a file is missing, damaged or truncated,
     a tensor is missing or has a wrong shape, or architecture or dtype are not supported.
     """
     kind, place = torch_dtype(dtype), torch_device(device)
+    if batch_invariant:
+        check_batch_invariant(place)
     config, source = open_model(files)
     wanted = effective_quantization(quantization, source, place)
     if config.extra_layers:
@@ -65,7 +70,7 @@ def load_model(
             "%s: layers %d to %d of the file, if it has them, predict further tokens (MTP) and are not read",
             *(files.model_id, first, first + config.extra_layers - 1),
         )
-    assembler = Assembler(config, source, kind, place, wanted)
+    assembler = Assembler(config, source, kind, place, wanted, batch_invariant=batch_invariant)
     weights = assembler.assemble(with_head=with_head)
     log_treated(files, assembler)
     return FAMILIES[config.family](config, weights)
@@ -84,6 +89,13 @@ def effective_quantization(quantization: str, source: WeightSource, place: torch
     if place.type != "cpu" and wanted in (Quantization.INT8, Quantization.INT4):
         raise ModelError(f"quantization {quantization!r} runs on the CPU only: use auto or none on {place}")
     return wanted
+
+
+def check_batch_invariant(place: torch.device) -> None:
+    """ModelError where only plain torch computes: its products and its attention depend on the batch."""
+    if not has_own_kernels(place.type):
+        wanted = "a C++ compiler or a wheel with kernels" if place.type == "cpu" else "Triton and a C compiler"
+        raise ModelError(f"--batch-invariant needs kernels of our own on {place}: install {wanted}, or leave it out")
 
 
 def load_score(files: ModelFiles, answers: tuple[int, int] | None = None, device: str = "cpu") -> Tensor:

@@ -62,6 +62,7 @@ def layer_sites(
             panels=panels,
             dtype=dtype,
             device=device,
+            batch_invariant=linear.batch_invariant,
         )
 
     qkv = site(weights.qkv, (config.num_heads * config.head_dim, kv, kv))

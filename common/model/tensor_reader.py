@@ -59,9 +59,12 @@ class TensorReader:
         dtype: torch.dtype,
         device: torch.device,
         quantization: Quantization = Quantization.NONE,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
+        """`batch_invariant`: of the products that are made, as `kernels.Linear` has it."""
         self.config, self.source, self.dtype, self.device = config, source, dtype, device
-        self.quantization = quantization
+        self.quantization, self.batch_invariant = quantization, batch_invariant
         self.treated: Counter[str] = Counter()
         """How many of the file's matrices are kept, in how many bits, or in floats."""
 
@@ -91,7 +94,11 @@ class TensorReader:
             order = order.to(self.device)
             weight = reordered(weight, order)
             bias = None if bias is None else bias[order]
-        return kind(weight, bias, dtype=self.dtype)
+        return self.product(kind, weight, bias)
+
+    def product(self, kind: type[L], weight: Weight, bias: Tensor | None = None) -> L:
+        """As this worker multiplies."""
+        return kind(weight, bias, dtype=self.dtype, batch_invariant=self.batch_invariant)
 
     def weight(self, parts: Mapping[str, int], columns: int, quantization: Quantization) -> Weight:
         """Matrices stacked by rows: as the file holds them, dense, or quantised."""

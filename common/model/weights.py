@@ -94,11 +94,11 @@ class Assembler(TensorReader):
         if not with_head:
             return Embedding(table), None
         if self.quantization is Quantization.NONE and config.tie_embeddings:
-            head = Linear(table)
+            head = self.product(Linear, table)
             return Embedding.tied(table, head), head
         name = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
         weight = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
-        return Embedding(table), Linear(weight, dtype=self.dtype)
+        return Embedding(table), self.product(Linear, weight)
 
     def layer(self, index: int) -> LayerWeights:
         config, hidden = self.config, self.config.hidden_size

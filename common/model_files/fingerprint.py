@@ -25,6 +25,7 @@ def layout_fingerprint(
     block_size: int,
     protocol_version: int,
     latent_dim: int = 0,
+    batch_invariant: bool = False,
 ) -> str:
     """32 hex digits over everything that gives the bytes of a KV block their meaning."""
     fields = {
@@ -41,6 +42,8 @@ def layout_fingerprint(
     }
     if kv_dtype != dtype:  # else the fingerprint stays that of earlier versions
         fields["kv_dtype"] = kv_dtype
+    if batch_invariant:  # KV whose last bits depend on a batch would undo the promise
+        fields["batch_invariant"] = True
     if latent_dim:
         fields |= {"latent_dim": latent_dim, "order": "block,layer,slot,dim"}
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

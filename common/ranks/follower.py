@@ -66,6 +66,7 @@ def prepare(plan: RankPlan) -> tuple[ModelRunner, RankPlaces | None]:
         device=plan.device,
         quantization=plan.quantization,
         with_head=plan.with_head,
+        batch_invariant=plan.batch_invariant,
     )
     shape = model.config
     kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=device.type == "cpu")

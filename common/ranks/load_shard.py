@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from common.kv.cache import torch_dtype
 from common.model.decoder import Decoder
-from common.model.load import FAMILIES, effective_quantization, log_treated, open_model, torch_device
+from common.model.load import (
+    FAMILIES,
+    check_batch_invariant,
+    effective_quantization,
+    log_treated,
+    open_model,
+    torch_device,
+)
 from common.model.tensor_parallel import Collectives, TensorParallel
 from common.model.tensor_reader import WeightSource
 from common.model.weights import Assembler
@@ -36,16 +43,19 @@ def load_shard(
     device: str,
     quantization: str,
     with_head: bool = True,
+    batch_invariant: bool = False,
 ) -> Decoder:
-    """Reads the slices of one rank, and no more. `with_head` and errors as `load_model`, and as `open_for_ranks`."""
+    """Reads the slices of one rank, and no more. Options and errors as `load_model`, and as `open_for_ranks`."""
     config, source = open_for_ranks(files, shard.size)
     place = torch_device(device)
+    if batch_invariant:
+        check_batch_invariant(place)
     wanted = effective_quantization(quantization, source, place)
     own = shard.of(config)
     held = replace(own, vocab_size=len(shard.part(config.vocab_size)))
     rounded = wanted if place.type == "cpu" else Quantization.NONE
     sliced = ShardedSource(source, config, shard, rounded)
-    assembler = Assembler(held, sliced, torch_dtype(dtype), place, wanted)
+    assembler = Assembler(held, sliced, torch_dtype(dtype), place, wanted, batch_invariant=batch_invariant)
     decoder = FAMILIES[config.family](own, assembler.assemble(with_head=with_head))
     if not shard.rank:
         log_treated(files, assembler)

@@ -106,6 +106,7 @@ def plans(
             kv_dtype=kv_dtype,
             quantization=config.quantization,
             with_head=task.generates,
+            batch_invariant=config.batch_invariant,
             device=device_of(config.device, rank),
             num_blocks=config.num_blocks,
             block_size=config.block_tokens,
@@ -148,6 +149,7 @@ def _load(
         device=config.device,
         quantization=config.quantization,
         with_head=task.generates,
+        batch_invariant=config.batch_invariant,
     )
 
     def cache(count: int) -> KVCache:

@@ -49,6 +49,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     quantization: str
     with_head: bool
+    batch_invariant: bool
     device: str
     num_blocks: int
     block_size: int

@@ -14,13 +14,13 @@ import torch
 
 from common.errors import ModelError
 from common.kv.cache import SMALL_DTYPES, KVCache
-from common.model.mlp import MLP, MixtureOfExperts
+from common.model.mlp import MLP, MixtureOfExperts, SharedExpert
 from common.model_files.config import ModelConfig
 from common.runner.runner import RunnableModel
-from kernels import AttentionRule
+from kernels import AttentionRule, HeadLinear, Linear
 from kernels.agreement.experts import experts_check
 from kernels.agreement.gate import Check
-from kernels.agreement.held import held_check
+from kernels.agreement.products import heads_check, product_check
 from kernels.agreement.run import SEED, check_kernels
 from kernels.agreement.shape import CheckedShape, LayerRule
 from kernels.device import has_device_kernels
@@ -36,7 +36,7 @@ def check_model_kernels(model: RunnableModel, kv: KVCache, *, samples: bool = Tr
     """
     began = time.perf_counter()
     shape = checked_shape(model, kv, samples=samples)
-    more = (*expert_checks(model, kv.device), *held_checks(model, kv.device))
+    more = (*expert_checks(model, kv.device), *product_checks(model, kv.device))
     findings = check_kernels(shape, kv.tensor, more)
     wrong = [str(one) for one in findings if one.problem]
     if wrong:
@@ -102,16 +102,40 @@ def expert_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]
             return
 
 
-def held_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]:
-    """Of one matrix of each shape and format that stays quantised."""
-    weights = getattr(model, "weights", None)
+def product_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]:
+    """Of one matrix of each shape and format that the device's kernels multiply by."""
     seen: set[tuple[object, ...]] = set()
+    for linear in matrices_of(model):
+        form: tuple[object, ...] = (linear.out_features, linear.in_features)
+        if isinstance(linear, HeadLinear):
+            form += (linear.num_heads,)
+        elif (held := linear.held) is not None:
+            form += (held.group, held.packed, held.floats, held.offset is None)
+        if not linear.by_device or form in seen:
+            continue
+        seen.add(form)
+        random = torch.Generator().manual_seed(SEED)
+        if isinstance(linear, HeadLinear):
+            yield partial(heads_check, linear, device, random)
+        else:
+            yield partial(product_check, linear, device, random)
+
+
+def matrices_of(model: RunnableModel) -> Iterator[Linear | HeadLinear]:
+    """What a step multiplies by, but for experts, and for a quantised head, whose floats may take gigabytes."""
+    weights = getattr(model, "weights", None)
     for layer in weights.layers if weights is not None else ():
-        mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, MLP) else ()
-        for linear in (layer.qkv, layer.output, *mlp):
-            if (held := linear.held) is None:
-                continue
-            form = (*held.shape, held.group, held.packed, held.floats, held.offset is None)
-            if form not in seen:
-                seen.add(form)
-                yield partial(held_check, linear, device, torch.Generator().manual_seed(SEED))
+        yield from (layer.qkv, layer.output)
+        if (latent := layer.latent) is not None:
+            yield from filter(None, (latent.query_down, latent.down, latent.absorb, latent.expand))
+        if isinstance(layer.mlp, MixtureOfExperts):
+            yield layer.mlp.router
+        mlp = layer.mlp.shared if isinstance(layer.mlp, MixtureOfExperts) else layer.mlp
+        if isinstance(mlp, SharedExpert):
+            yield from filter(None, (mlp.gate,))
+            mlp = mlp.mlp
+        if isinstance(mlp, MLP):
+            yield from (mlp.gate_up, mlp.down)
+    head = None if weights is None else weights.lm_head
+    if head is not None and head.held is None:
+        yield head

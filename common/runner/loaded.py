@@ -30,7 +30,7 @@ from common.runner.kv_memory import CUDAMemory, blocks_left
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import warmed_up
 from common.wire.messages import PROTOCOL_VERSION
-from kernels import share_cores
+from kernels import Linear, share_cores
 from kernels.device import triton_backend
 
 GIB = 2**30
@@ -77,7 +77,7 @@ class LoadedModel:
     num_threads: int
     task: ServedTask = GENERATES
     adapters: AdapterBank | None = None
-    score: torch.Tensor | None = None
+    score: Linear | None = None
     """The head of a model that scores, float32 [labels, hidden_size]."""
     draft: DraftModel | None = None
     """What a decode worker drafts with. Nothing of it leaves the worker, so the fingerprint does not cover it."""
@@ -129,7 +129,7 @@ class LoadedModel:
         if isinstance(config, DecodeWorkerConfig) and config.draft_model:
             plan = DraftPlan.of(files, config, dtype)
         loaded = cls.of(
-            lambda: load_model(files, **options, with_head=task.generates),
+            lambda: load_model(files, **options, with_head=task.generates, batch_invariant=config.batch_invariant),
             files,
             config,
             task=task,
@@ -182,7 +182,7 @@ class LoadedModel:
             dtype,
             kv_dtype,
             model.quantization,
-            fingerprint_of(files, model, kv, dtype, kv_dtype),
+            fingerprint_of(files, model, kv, dtype, kv_dtype, batch_invariant=config.batch_invariant),
             weights_fingerprint(files.model_id, files.weights_hash, model.quantization),
             config.max_model_len or longest,
             num_threads,
@@ -204,11 +204,15 @@ def task_of(files: ModelFiles, config: WorkerConfig) -> ServedTask:
 
 def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     """With the head of a model that scores. ModelError as `load_score`."""
-    task = loaded.task
-    return replace(loaded, score=load_score(files, task.answers, config.device)) if task.name == "score" else loaded
+    if loaded.task.name != "score":
+        return loaded
+    weight = load_score(files, loaded.task.answers, config.device)
+    return replace(loaded, score=Linear(weight, batch_invariant=config.batch_invariant))
 
 
-def fingerprint_of(files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: str, kv_dtype: str) -> str:
+def fingerprint_of(
+    files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: str, kv_dtype: str, *, batch_invariant: bool
+) -> str:
     """Of the blocks that `kv` ships and receives, whatever the number of ranks that they lie in."""
     shape = model.config
     return layout_fingerprint(
@@ -223,6 +227,7 @@ def fingerprint_of(files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: 
         block_size=kv.block_size,
         protocol_version=PROTOCOL_VERSION,
         latent_dim=shape.latent_dim,
+        batch_invariant=batch_invariant,
     )
 
 

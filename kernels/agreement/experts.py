@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kernels.agreement.attention import name
 from kernels.agreement.gate import Finding, finding
+from kernels.agreement.products import by_rows
 from kernels.experts import Expert, Experts
 from kernels.interface.quantised import QuantisedWeight
 from kernels.plain import backend as plain
 
 ROWS = 5
+ROWS_TOGETHER = 80
+"""Of the batch in which a row's bits are looked at."""
 
 
 def experts_check(
@@ -28,7 +33,16 @@ def experts_check(
         for index, part in zip(ids, parts, strict=True):
             expected[row] += part * _mlp(experts.expert(index), x[row : row + 1].float(), activation)[0]
     words = f"{per_token} of {experts.count} in {experts.kind}, {hidden_size} wide, {name(experts.dtype)}"
-    return finding("experts", words, [("output", found, expected, experts.dtype)])
+    compared = finding("experts", words, [("output", found, expected, experts.dtype)])
+    if not experts.batch_invariant:
+        return compared
+    repeated = torch.arange(ROWS_TOGETHER) % ROWS
+    inputs = (x[repeated.to(device)], chosen[repeated].to(device), shares[repeated].to(device))
+    return by_rows(compared, partial(_multiplied, experts, activation), *inputs)
+
+
+def _multiplied(experts: Experts, activation: str, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    return experts(x, chosen, shares, activation)
 
 
 def _mlp(expert: Expert, x: Tensor, activation: str) -> Tensor:

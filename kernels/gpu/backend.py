@@ -8,6 +8,7 @@ from kernels.gpu.latents import write_latents
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.products.experts import experts
 from kernels.gpu.products.held_linear import held_linear
+from kernels.gpu.products.invariant import invariant_linear
 from kernels.gpu.products.lora import add_lora
 from kernels.gpu.rotary import rotate_and_write
 from kernels.gpu.sampling import sample
@@ -20,6 +21,7 @@ __all__ = [
     "gated",
     "gather_blocks",
     "held_linear",
+    "invariant_linear",
     "paged_attention",
     "plan_attention",
     "rms_norm",

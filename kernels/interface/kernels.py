@@ -137,16 +137,30 @@ class DeviceKernels(Kernels, Protocol):
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: str,
+        batch_invariant: bool = False,
     ) -> Tensor:
         """As `kernels.Experts`: gate_up [experts, 2 * inner, hidden] and down [experts, hidden, inner], contiguous,
-        or stacks of quantised matrices, which are rounded to the type of x."""
+        or stacks of quantised matrices, which are rounded to the type of x. `batch_invariant`: as `invariant_linear`.
+        """
         ...
 
     def held_linear(self, x: Tensor, weight: HeldWeight, bias: Tensor | None, *, wide: bool = False) -> Tensor:
         """x [T, in] by the transpose of W, plus bias: [T, out], float32 when `wide`. W is rounded to the type of x."""
         ...
 
-    def add_lora(self, x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows) -> None:
+    def invariant_linear(
+        self, x: Tensor, weight: Tensor | HeldWeight, bias: Tensor | None, *, wide: bool = False
+    ) -> Tensor:
+        """As `held_linear`, also of floats; a row's bits depend on no other row, nor on how many there are.
+
+        Of W [heads, out, in] without bias, each head's columns of x [T, heads * n] by its own matrix, the first `in` of
+        them: [T, heads * out].
+        """
+        ...
+
+    def add_lora(
+        self, x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows, *, batch_invariant: bool = False
+    ) -> None:
         """Adds to y [T, out], in place, what the rows' adapters make of x [T, in]; both contiguous."""
         ...
 

@@ -17,6 +17,7 @@ from benchmarks.gpu.node import PARTS, verdict
 from benchmarks.gpu.node import __main__ as node
 from benchmarks.gpu.node.families import FAMILIES, of_family
 from benchmarks.gpu.node.graphs import of_bucket
+from benchmarks.gpu.node.invariance import of_invariance
 from benchmarks.gpu.node.landing import of_landing
 from common.config.worker import BLOCK_SIZES
 
@@ -112,6 +113,12 @@ def test_graphs_and_families_are_judged() -> None:
     agreed = {"family": "llama-8b", "kernels": 7, "seconds": 0.8, "problems": []}
     assert of_family(agreed).ok and not of_family(agreed | {"problems": ["decode attention: off"]}).ok
     assert {family.block for family in FAMILIES} == set(BLOCK_SIZES)
+
+
+def test_a_sequence_with_other_bits_is_a_failure() -> None:
+    row = {"step": "bucket of 8", "rows": 8, "different": 0}
+    assert of_invariance(row).ok
+    assert str(of_invariance(row | {"different": 1})).startswith("FAIL  invariance: bucket of 8: 1 of 8 sequences")
 
 
 def test_make_runs_it_with_the_folder_and_the_arguments(repository: Path) -> None:

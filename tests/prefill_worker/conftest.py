@@ -44,6 +44,7 @@ from common.wire.messages import (
 from common.wire.sampling_params import Pooling, SamplingParams
 from common.worker.engine import EngineConfig
 from common.worker.metrics import WorkerMetrics
+from kernels import Linear
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillScheduler
@@ -297,6 +298,6 @@ def make_pooling_engine() -> Iterator[Callable[..., EngineRig]]:
             make: Callable[..., EngineRig] = make,
             **options: object,
         ) -> EngineRig:
-            return make(pooler=Pooler(pooling, score), **options)
+            return make(pooler=Pooler(pooling, None if score is None else Linear(score)), **options)
 
         yield pooling_engine

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.shape import GPUShape
 from common.config.worker import BLOCK_SIZES
-from kernels import AttentionRule, blocks, sampling
+from kernels import AttentionRule, blocks, linear, sampling
 from kernels.agreement.run import check_kernels
 from kernels.agreement.shape import CheckedShape, LayerRule
 from kernels.gpu import backend as triton_backend
@@ -104,9 +104,10 @@ def family_row(family: Family, dtype: torch.dtype, device: torch.device, num_tok
 def everywhere_triton() -> Iterator[None]:
     """The kernels under test for tensors of the CPU too, which a dry run has: in the interpreter."""
     with ExitStack() as stack:
-        for module in (blocks, sampling):
+        for module in (blocks, linear, sampling):
             stack.enter_context(patch.object(module, "triton_backend", lambda kind: triton_backend))
-        stack.enter_context(patch.object(sampling, "native_backend", lambda: None))
+        for module in (linear, sampling):
+            stack.enter_context(patch.object(module, "native_backend", lambda: None))
         yield
 
 

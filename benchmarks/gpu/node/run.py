@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.gpu.node import PARTS, verdict
 from benchmarks.gpu.node.families import DRY, FAMILIES, family_of, family_row, family_rows, of_family
 from benchmarks.gpu.node.graphs import bucket_rows, of_bucket
+from benchmarks.gpu.node.invariance import invariance_rows, of_invariance
 from benchmarks.gpu.node.landing import measure_landing, of_landing
 from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.suite import CHECKED_LAYERS, Suite
@@ -36,6 +37,7 @@ class NodeRun(Suite):
             "chip": self.measure_chip,
             "agreement": self.check_agreement,
             "graphs": self.check_graphs,
+            "invariance": self.check_invariance,
             "landing": self.check_landing,
             "checks": self.check,
             "kernels": self.measure_kernels,
@@ -58,6 +60,10 @@ class NodeRun(Suite):
         most = DRY_BUCKETS if self.options.dry_run else BUCKETS_UP_TO
         rows = bucket_rows(self._few_layers, self.device, most)
         self.judge_rows("graphs", rows, lambda row: of_bucket(row, self.shape.dtype))
+
+    def check_invariance(self) -> None:
+        most = DRY_BUCKETS if self.options.dry_run else BUCKETS_UP_TO
+        self.judge_rows("invariance", invariance_rows(self._few_layers, self.device, most), of_invariance)
 
     def check_landing(self) -> None:
         row = measure_landing(self._few_layers, self.device, self.options.landing_s)

@@ -12,8 +12,9 @@ LEAST_COPY, LEAST_MATMUL = 0.8, 0.6
 LEAST_OF_FLOOR = {"decode attention": 0.7, "prefill attention": 0.5}
 LEAST_OF_FLOOR_ELSE = 0.4
 """Of the time that the chip's own rates allow; small kernels are bound by their launch."""
-MOST_OF_PEER = 1.1
-"""Times the fastest peer's time."""
+MOST_OF_PEER = {"batch-invariant product": 1.6}
+MOST_OF_PEER_ELSE = 1.1
+"""Times the fastest peer's time. A product that may not choose its algorithm by the batch has a price."""
 MOST_TIMES_FLOOR = 1.4
 """Of a recorded decode step, beside the reading of all weights and KV."""
 LEAST_OF_MATMUL = 0.5
@@ -81,7 +82,8 @@ def of_kernels(rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
         if times:
             fastest = min(times, key=lambda name: times[name])
             ratio = row["us"] / times[fastest]
-            yield at_most("kernels", f"{what} beside {fastest}", ratio, MOST_OF_PEER, "its time")
+            most = MOST_OF_PEER.get(row["kernel"], MOST_OF_PEER_ELSE)
+            yield at_most("kernels", f"{what} beside {fastest}", ratio, most, "its time")
 
 
 def of_engine(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Verdict]:

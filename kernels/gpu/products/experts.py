@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.tiles.activation import gated
-from kernels.gpu.tiles.held_tile import add_held_product
-from kernels.gpu.tiles.key_tile import product
+from kernels.gpu.tiles.held_tile import add_dense_product, add_held_product
 from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.held_weight import HeldWeight
 
 BLOCK_N, BLOCK_K = 64, 64
 FEW_ROWS, MANY_ROWS = 16, 64
-"""Of a tile: as few as tensor cores take where most experts have few rows, else more for each read of a weight."""
+"""Of a tile: as few as tensor cores take where most experts have few rows, else more for each read of a weight. Always
+many where a row's bits must not depend on the batch: Hopper multiplies 16 rows by another instruction than 64."""
 BLOCK = 1024
 
 
@@ -77,12 +77,9 @@ def multiply_grouped(
                     acc, p_x, m_row[:, None], numbers, factors, terms, o_n, k + o_k, N, K, GROUP, PACKED, FLOATS, OFFSET
                 )
         else:
-            p_w = weights + i_expert.to(tl.int64) * N * K + o_n[None, :] * K + o_k[:, None]
+            dense = weights + i_expert.to(tl.int64) * N * K
             for k in range(0, K, BLOCK_K):
-                m_k = k + o_k < K
-                b_x = tl.load(p_x + (k + o_k)[None, :], mask=m_row[:, None] & m_k[None, :], other=0.0)
-                b_w = tl.load(p_w + k, mask=m_k[:, None] & (o_n < N)[None, :], other=0.0)
-                acc = product(b_x, b_w, acc)
+                acc = add_dense_product(acc, p_x, m_row[:, None], dense, o_n, k + o_k, N, K)
         if BIAS:
             b_bias = tl.load(bias + i_expert * N + o_n, mask=o_n < N, other=0.0)
             acc += b_bias.to(tl.float32)[None, :]
@@ -112,6 +109,7 @@ def experts(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """As `DeviceKernels.experts`."""
     num_experts, per_token, width = len(_numbers(gate_up)), chosen.shape[1], down.shape[-2]
@@ -122,8 +120,9 @@ def experts(
     numbers = torch.arange(num_experts, device=x.device)
     ends = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
     order = order.int()
-    inner = _multiply(x.contiguous(), gate_up, gate_up_bias, order, ends, per_token, gather=True)
-    made = _multiply(gated(inner, activation), down, down_bias, order, ends, per_token, gather=False)
+    block_m = MANY_ROWS if batch_invariant else rows_of_tile(order.shape[0], num_experts)
+    inner = _multiply(x.contiguous(), gate_up, gate_up_bias, order, ends, per_token, block_m, gather=True)
+    made = _multiply(gated(inner, activation), down, down_bias, order, ends, per_token, block_m, gather=False)
     combine_pairs[(x.shape[0], triton.cdiv(width, BLOCK))](
         made, shares.contiguous(), out, PER_TOKEN=per_token, WIDTH=width, BLOCK=BLOCK, num_warps=4,
         enable_fp_fusion=False,
@@ -138,6 +137,7 @@ def _multiply(
     order: Tensor,
     ends: Tensor,
     per_token: int,
+    block_m: int,
     *,
     gather: bool,
 ) -> Tensor:
@@ -146,7 +146,6 @@ def _multiply(
     held = weights if isinstance(weights, HeldWeight) else None
     count, pairs = len(numbers), order.shape[0]
     out = torch.empty((pairs, n), dtype=x.dtype, device=x.device)
-    block_m = rows_of_tile(pairs, count)
     grid = (min(pairs, count) + pairs // block_m, triton.cdiv(n, BLOCK_N))
     multiply_grouped[grid](
         x, numbers, held and held.scale, held and held.offset, bias, out, order, ends, pairs,

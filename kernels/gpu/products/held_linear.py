@@ -4,10 +4,13 @@
 
 The inputs are cut into SPLITS parts where there are too few outputs to keep every multiprocessor reading; parts are
 added in order. How often depends on the shape of W alone, so a row's sum has the same terms in every batch. Steps of
-many rows read a weight often: they widen the matrix once, into memory, and leave the product to cuBLAS.
+many rows read a weight often: they widen the matrix once, into memory, and leave the product to cuBLAS. The kernel
+takes floats as well, for products that must not depend on the batch at all: see `invariant`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.tiles.held_tile import add_held_product, widened
+from kernels.gpu.tiles.held_tile import add_dense_product, add_held_product, widened
 from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.held_weight import HeldWeight
 
@@ -32,37 +35,63 @@ LEAST_BLOCKS = 8
 WIDE_ROWS, WIDE_COLUMNS = 16, 256
 
 
+class Tile(NamedTuple):
+    """Rows, outputs and inputs of a program's tile, the latter as weights of a byte or more; its warps and stages."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int = 4
+    stages: int = 4
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_held(
     x, numbers, scale, offset, bias, out, num_rows,
-    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, WHOLE: tl.constexpr,
     PACKED: tl.constexpr, FLOATS: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (rows, columns, split): a tile of the product over the split's inputs. Those of the same columns follow
     each other, so what one reads of W the next one finds in the cache.
 
-    out [num_rows, N], or float32 [SPLITS, num_rows, N] of several splits, which `add_splits` adds.
+    out [num_rows, N], or float32 [SPLITS, num_rows, N] of several splits, which `add_splits` adds. WHOLE: a program
+    takes all splits in turn and adds them in the same order. GROUP 0: `numbers` are floats. With HEADS each has a
+    matrix: x [num_rows, HEADS, WIDTH], of which K are read, W [HEADS, N, K], out [num_rows, HEADS, N].
     """
     i_row, i_col, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STORED: tl.constexpr = K // 2 if PACKED else K
     BLOCKS: tl.constexpr = (STORED + BLOCK_K - 1) // BLOCK_K
     PER_SPLIT: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
-    o_n = i_col * BLOCK_N + tl.arange(0, BLOCK_N)
+    SUMS: tl.constexpr = SPLITS if WHOLE else 1
+    i_head = i_col // COLUMNS
+    o_n = i_col % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = i_row * BLOCK_M + tl.arange(0, BLOCK_M)
     m_n, m_m = o_n < N, o_m < num_rows
-    p_x = x + o_m.to(tl.int64)[:, None] * K
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for i in range(PER_SPLIT):
-        o_k = (i_split * PER_SPLIT + i) * BLOCK_K + tl.arange(0, BLOCK_K)
-        acc = add_held_product(
-            acc, p_x, m_m[:, None], numbers, scale, offset, o_n, o_k, N, K, GROUP, PACKED, FLOATS, OFFSET
-        )
+    p_x = x + o_m.to(tl.int64)[:, None] * (HEADS * WIDTH) + i_head * WIDTH
+    p_w = numbers + i_head.to(tl.int64) * N * STORED
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for s in range(SUMS):
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for i in range(PER_SPLIT):
+            o_k = ((i_split * SUMS + s) * PER_SPLIT + i) * BLOCK_K + tl.arange(0, BLOCK_K)
+            if GROUP:
+                acc = add_held_product(
+                    acc, p_x, m_m[:, None], p_w, scale, offset, o_n, o_k, N, K, GROUP, PACKED, FLOATS, OFFSET
+                )
+            else:
+                acc = add_dense_product(acc, p_x, m_m[:, None], p_w, o_n, o_k, N, K)
+        if SUMS == 1:
+            total = acc
+        else:
+            total += acc
     m_out = m_m[:, None] & m_n[None, :]
-    p_out = (i_split * num_rows + o_m).to(tl.int64)[:, None] * N + o_n[None, :]
-    if SPLITS == 1 and BIAS:
-        acc += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + p_out, rounded(acc, out.dtype.element_ty), mask=m_out)
+    p_out = (i_split * num_rows + o_m).to(tl.int64)[:, None] * (HEADS * N) + i_head * N + o_n[None, :]
+    if SPLITS == SUMS and BIAS:
+        total += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + p_out, rounded(total, out.dtype.element_ty), mask=m_out)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -114,24 +143,47 @@ def held_linear(x: Tensor, weight: HeldWeight, bias: Tensor | None, *, wide: boo
     if rows > MOST_ROWS:
         made = functional.linear(x, widened_weight(weight, x.dtype), bias)
         return made.float() if wide else made
-    outputs, inputs = weight.shape
-    out = torch.empty((rows, outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    tile = Tile(min(MOST_TILE_ROWS, max(LEAST_ROWS, triton.next_power_of_2(rows))), BLOCK_N, BLOCK_K)
+    return multiplied(x, weight, bias, tile, torch.float32 if wide else x.dtype)
+
+
+def multiplied(
+    x: Tensor,
+    weight: Tensor | HeldWeight,
+    bias: Tensor | None,
+    tile: Tile,
+    dtype: torch.dtype,
+    *,
+    whole: bool = False,
+) -> Tensor:
+    """x [rows, heads * n] by W [out, in], or by each head's of W [heads, out, in]: [rows, heads * out] in `dtype`.
+
+    `whole`: no memory for splits, which one program adds up.
+    """
+    held = weight if isinstance(weight, HeldWeight) else None
+    numbers = weight.numbers if isinstance(weight, HeldWeight) else weight
+    outputs, inputs = weight.shape[-2:]
+    rows, heads = x.shape[0], numbers.shape[0] if numbers.ndim == 3 else 1
+    out = torch.empty((rows, heads * outputs), dtype=dtype, device=x.device)
     if not rows:
         return out
-    splits = num_splits(outputs, inputs)
-    target = out if splits == 1 else torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
-    block_m = min(MOST_TILE_ROWS, max(LEAST_ROWS, triton.next_power_of_2(rows)))
-    multiply_held[(triton.cdiv(rows, block_m), triton.cdiv(outputs, BLOCK_N), splits)](
-        x.contiguous(), weight.numbers, weight.scale, weight.offset, bias, target, rows,
-        N=outputs, K=inputs, GROUP=weight.group, SPLITS=splits,
-        PACKED=weight.packed, FLOATS=weight.floats, OFFSET=weight.offset is not None, BIAS=bias is not None,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K // (2 if weight.packed else 1),
-        num_warps=4, num_stages=4, enable_fp_fusion=False,
+    splits = num_splits(heads * outputs, inputs)
+    in_parts = splits > 1 and not whole
+    parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device) if in_parts else out
+    grid = (triton.cdiv(rows, tile.rows), heads * triton.cdiv(outputs, tile.outputs), splits if in_parts else 1)
+    multiply_held[grid](
+        x.contiguous(), numbers, held and held.scale, held and held.offset, bias, parts, rows,
+        N=outputs, K=inputs, HEADS=heads, WIDTH=x.shape[1] // heads, GROUP=held.group if held else 0,
+        SPLITS=splits, WHOLE=not in_parts, PACKED=held is not None and held.packed,
+        FLOATS=held is not None and held.floats, OFFSET=held is not None and held.offset is not None,
+        BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs // 2 if held and held.packed else tile.inputs,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    if splits > 1:
+    if in_parts:
         block = 256
-        add_splits[(rows, triton.cdiv(outputs, block))](
-            target, bias, out, rows, N=outputs, SPLITS=splits, BIAS=bias is not None, BLOCK=block, num_warps=4,
+        add_splits[(rows, triton.cdiv(heads * outputs, block))](
+            parts, bias, out, rows, N=heads * outputs, SPLITS=splits, BIAS=bias is not None, BLOCK=block, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.products.experts import multiply_grouped, pairs_of_tile, rows_of_tile
+from kernels.gpu.products.experts import MANY_ROWS, multiply_grouped, pairs_of_tile, rows_of_tile
 from kernels.gpu.tiles.key_tile import product
 from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.lora import GroupedRows, LoraStack
@@ -55,14 +55,14 @@ def expand_grouped(
         tl.store(p_out, rounded(acc, out.dtype.element_ty), mask=m)
 
 
-def add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows) -> None:
+def add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows, *, batch_invariant: bool = False) -> None:
     """As `DeviceKernels.add_lora`. What lies between the products is rounded to the type of x."""
     count, ranks, width = stack.a.shape
     num_rows, outputs, rank = x.shape[0], stack.b.shape[1], stack.max_rank
     if not num_rows:
         return
     low = torch.empty((num_rows, ranks), dtype=x.dtype, device=x.device)
-    block_m = rows_of_tile(num_rows, count)
+    block_m = MANY_ROWS if batch_invariant else rows_of_tile(num_rows, count)
     tiles = min(num_rows, count) + num_rows // block_m
     groups = triton.next_power_of_2(count)
     multiply_grouped[(tiles, triton.cdiv(ranks, BLOCK_N))](

@@ -1,4 +1,4 @@
-"""Tiles of quantised weights: stored numbers to the floats that they stand for, and their products."""
+"""Products with tiles of weights: of floats, and of stored numbers as the floats that they stand for."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def widened(b, HALF: tl.constexpr, FLOATS: tl.constexpr, PACKED: tl.constexpr):
             word = b.to(tl.uint32)
             return (((word & 8) << 28) | ((word & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
     return dequantised(b, tl.float32, FLOATS)
+
+
+@triton.jit
+def add_dense_product(acc, p_x, m_x, weights, o_n, o_k, N: tl.constexpr, K: tl.constexpr):
+    """As `add_held_product`, for W [N, K] of floats."""
+    m_k, m_n = o_k < K, o_n < N
+    b_x = tl.load(p_x + o_k[None, :], mask=m_x & m_k[None, :], other=0.0)
+    b_w = tl.load(weights + o_n.to(tl.int64)[None, :] * K + o_k[:, None], mask=m_k[:, None] & m_n[None, :], other=0.0)
+    return product(b_x, b_w, acc)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from common.model_files.config import from_hf
 from common.model_files.files import ModelFiles
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.quantization import Quantization
+from kernels.plain import backend as plain_backend
 
 from ...oracle import Oracle
 from .generation import Pool, files_of, load, prompt
@@ -271,3 +272,12 @@ def test_the_built_in_models_are_understood(smollm2_files: ModelFiles) -> None:
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert config.vocab_size == 49152 and config.tie_embeddings and config.layer_ropes[0].theta == 1e5
     assert source.read("model.layers.0.self_attn.k_proj.weight").shape == (192, 576)
+
+
+def test_batch_invariance_is_refused_where_plain_torch_computes(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: plain_backend)
+    with pytest.raises(ModelError, match="--batch-invariant needs kernels of our own on cpu: install a C"):
+        load_model(files_of(tiny_folder), batch_invariant=True)
+    assert load_model(files_of(tiny_folder)).config.num_layers

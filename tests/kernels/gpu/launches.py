@@ -32,7 +32,7 @@ from common.wire.sampling_params import SamplingParams
 from kernels import dispatch, linear, sampling
 from kernels.gpu import backend as triton_backend
 
-MAX_SEQS, SIZE, NUM_BLOCKS = 12, 16, 80
+MAX_SEQS, SIZE, NUM_BLOCKS, MOST_TOKENS = 12, 16, 80, 600
 
 
 class Pretended:
@@ -64,7 +64,7 @@ def steps(runner: ModelRunner, sampler: Sampler) -> None:
                 sampler.sample(logits, [SamplingRow(params, start + i) for i in range(count)])
 
 
-def main(architecture: Literal["llama", "gemma3"], folder: Path) -> None:
+def main(architecture: Literal["llama", "gemma3"], folder: Path, *, batch_invariant: bool) -> None:
     launched: set[tuple[str, str]] = set()
 
     def note(*, key: str, fn: Any, **_: Any) -> bool:
@@ -76,7 +76,10 @@ def main(architecture: Literal["llama", "gemma3"], folder: Path) -> None:
     dispatch.backend = cast(Any, lambda kind: triton_backend)
     sampling.triton_backend = cast(Any, lambda kind: triton_backend)
     sampling.native_backend = linear.native_backend = cast(Any, lambda: None)
-    model = load_model(resolve_model(str(make_tiny_model(folder / "model", architecture=architecture))))
+    if batch_invariant:
+        linear.triton_backend = cast(Any, lambda kind: triton_backend)
+    files = resolve_model(str(make_tiny_model(folder / "model", architecture=architecture)))
+    model = load_model(files, batch_invariant=batch_invariant)
     kv = KVCache(model.config, NUM_BLOCKS, SIZE, model.dtype)
     sampler, found = Sampler(model.config.vocab_size), {}
     for role in ("prefill", "decode"):
@@ -87,7 +90,7 @@ def main(architecture: Literal["llama", "gemma3"], folder: Path) -> None:
             launched.clear()  # it records nothing
         runner = plain if role == "prefill" else recorded
         runner.forward([SequenceChunk((0, 0), 0, (0,))])
-        run_every_kind(runner, 200)
+        run_every_kind(runner, MOST_TOKENS)
         begin = set(launched)
         steps(runner, sampler)
         found[role] = {"begin": sorted(name for name, _ in begin), "later": sorted(n for n, _ in launched - begin)}
@@ -95,4 +98,4 @@ def main(architecture: Literal["llama", "gemma3"], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(cast(Any, sys.argv[1]), Path(sys.argv[2]))
+    main(cast(Any, sys.argv[1]), Path(sys.argv[2]), batch_invariant="batch-invariant" in sys.argv)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.model.load import load_model
-from common.runner.kernel_check import held_checks
+from common.runner.kernel_check import product_checks
 from kernels import QuantisedWeight
 from kernels.gpu.products import held_linear as module
 from kernels.gpu.products.held_linear import LEAST_BLOCKS, MOST_ROWS, held_linear, num_splits, widened_weight
@@ -125,14 +125,14 @@ def test_a_checkpoint_is_held_and_answers_as_its_floats(
     assert Pool(model).greedy(prompt(20), 4, chunk=12) == expected
     assert len(counted) == 4 * 2 * 5  # matrices, layers, steps
     assert not model.weights.layers[0].qkv.packed
-    checks = [check() for check in held_checks(model, torch.device("cpu"))]
+    checks = [check() for check in product_checks(model, torch.device("cpu"))]
     assert len(checks) == 4 and not any(finding.problem for finding in checks)
     monkeypatch.setattr(
         "kernels.linear.triton_backend",
         lambda kind: SimpleNamespace(held_linear=lambda *a, **k: held_linear(*a, **k) * 1.1),
     )
     broken = load_model(files_of(tmp_path / "held"), quantization="auto")
-    found = [check() for check in held_checks(broken, torch.device("cpu"))]
+    found = [check() for check in product_checks(broken, torch.device("cpu"))]
     assert len(found) == 4 and all(finding.problem and "quantised product" in str(finding) for finding in found)
 
 
@@ -145,7 +145,8 @@ def test_compiled(capability: int) -> None:
     for packed, rows in ((True, 16), (True, 64), (False, 16), (False, 64)):
         factor = "*fp16" if packed else "*fp32"
         constants = {
-            **{"N": 28672, "K": 4096, "GROUP": 128, "SPLITS": 2, "PACKED": packed, "FLOATS": not packed},
+            **{"N": 28672, "K": 4096, "HEADS": 1, "WIDTH": 4096, "GROUP": 128, "SPLITS": 2, "WHOLE": False},
+            **{"PACKED": packed, "FLOATS": not packed},
             **{"OFFSET": packed, "BIAS": False, "bias": None},
             **{"BLOCK_M": rows, "BLOCK_N": module.BLOCK_N, "BLOCK_K": module.BLOCK_K // (2 if packed else 1)},
             **({} if packed else {"offset": None}),
