@@ -104,6 +104,8 @@ class DecodeWorkerConfig(WorkerConfig):
             raise ConfigError(
                 "draft_model", self.draft_model, "empty with --max-draft-tokens 0: it would draft nothing"
             )
+        if self.draft_model and self.draft_head:
+            raise ConfigError("draft_model", self.draft_model, f"empty with --draft-head {self.draft_head}: one drafts")
         if self.device != "cpu" and self.draft_quantization in ("int8", "int4"):
             raise ConfigError("draft_quantization", self.draft_quantization, f"auto or none on {self.device}")
 

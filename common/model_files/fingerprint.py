@@ -25,6 +25,7 @@ def layout_fingerprint(
     block_size: int,
     protocol_version: int,
     latent_dim: int = 0,
+    draft_head: str = "",
 ) -> str:
     """32 hex digits over everything that gives the bytes of a KV block their meaning."""
     fields = {
@@ -43,4 +44,6 @@ def layout_fingerprint(
         fields["kv_dtype"] = kv_dtype
     if latent_dim:
         fields |= {"latent_dim": latent_dim, "order": "block,layer,slot,dim"}
+    if draft_head:
+        fields["draft_head"] = draft_head
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

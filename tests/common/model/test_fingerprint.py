@@ -19,6 +19,7 @@ FIELDS = {
     "block_size": 16,
     "protocol_version": 1,
     "latent_dim": 0,
+    "draft_head": "",
 }
 
 
