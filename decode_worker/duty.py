@@ -9,6 +9,7 @@ from common.grammar.grammars import Grammars
 from common.kv.quantised_staging import quantised_incoming
 from common.kv.staging import IncomingBlocks, ReachedPlaces, StagedIncoming, incoming_blocks
 from common.model_files.files import ModelFiles
+from common.requests.hidden_places import HiddenPlaces, hidden_places
 from common.requests.parts import EngineParts
 from common.runner.loaded import LoadedModel
 from common.runner.runner import ModelRunner
@@ -21,6 +22,8 @@ from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
 from decode_worker.drafting.draft_cache import DraftCache
 from decode_worker.drafting.drafter import Drafter
+from decode_worker.drafting.head_drafter import HeadDrafter
+from decode_worker.drafting.token_drafter import TokenDrafter
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers
 from decode_worker.limits import DecodeLimits
@@ -95,6 +98,7 @@ class DecodeDuty(Duty):
             num_streams=1,
         )
         peers = self.new_peers(loaded, pool, lambda event: self._engine.notify(event))
+        hidden = hidden_places(loaded.drafting)
         self._engine = DecodeEngine(
             send,
             self.engine_config(files, loaded),
@@ -110,16 +114,18 @@ class DecodeDuty(Duty):
                 handover_timeout_s=settings.handover_timeout_s,
                 max_draft_tokens=settings.max_draft_tokens,
             ),
-            EngineParts(grammars, tiers, loaded.adapters, peers),
+            EngineParts(grammars, tiers, loaded.adapters, peers, hidden),
             launcher=step_launcher(loaded.runner, sampler),
-            drafter=self._drafter(loaded, sampler),
+            drafter=self._drafter(loaded, sampler, hidden),
         )
         receiver.start()
         sender.start()
         return self._engine
 
-    def _drafter(self, loaded: LoadedModel, sampler: Sampler) -> Drafter | None:
-        draft = loaded.draft
+    def _drafter(self, loaded: LoadedModel, sampler: Sampler, hidden: HiddenPlaces | None) -> TokenDrafter | None:
+        draft, drafting = loaded.draft, loaded.drafting
+        if drafting is not None and hidden is not None:
+            return HeadDrafter(loaded.runner, drafting, sampler, hidden)
         if draft is None:
             if self.settings.draft_model:
                 log.warning("no draft model: this process was started as a prefill worker, which loads none")

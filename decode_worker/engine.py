@@ -24,13 +24,13 @@ from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
 from decode_worker.counters import DecodeCounters
-from decode_worker.drafting.drafter import Drafter
 from decode_worker.drafting.model_drafts import DraftBounds
+from decode_worker.drafting.token_drafter import TokenDrafter
 from decode_worker.grants import IncomingTransfers
 from decode_worker.handover import Handovers
 from decode_worker.limits import DecodeLimits
 from decode_worker.pace import StepPace
-from decode_worker.pipeline import Launcher, Pipeline, StepInFlight, by_chunk, model_chunks
+from decode_worker.pipeline import Launcher, Pipeline, StepInFlight, by_chunk
 from decode_worker.remote_prefill import RemotePrefills
 from decode_worker.reporting import DecodeReports
 from decode_worker.rules import DecodeRules
@@ -68,7 +68,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         parts: EngineParts = NO_PARTS,
         *,
         launcher: Launcher | None = None,
-        drafter: Drafter | None = None,
+        drafter: TokenDrafter | None = None,
     ) -> None:
         """A `launcher` launches the steps that it takes before the tokens of the step before are known."""
         longest = scheduler.window.longest(scheduler.pool.num_blocks, config.max_model_len)
@@ -93,7 +93,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             grant_timeout_s=limits.grant_timeout_s,
             transfer_timeout_s=limits.transfer_timeout_s,
         )
-        self._pipeline = Pipeline(scheduler, launcher)
+        self._pipeline = Pipeline(scheduler, launcher, parts.hidden)
         bounds = DraftBounds(limits.max_draft_tokens, scheduler.max_num_seqs, scheduler.goal)
         self._speculation = Speculation(rules, bounds, drafter)
         self._pace, self._gaps = StepPace(scheduler.goal), TokenGaps(scheduler.goal)
@@ -187,7 +187,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         """Run a step from begin to end. No step may be in flight."""
         if not chunks:
             return
-        prepared = model_chunks(chunks)
+        prepared = self._pipeline.chunks(chunks)
         logits, prompt_logits = separate(self._runner.forward(prepared), prepared)
         spans = by_chunk(prompt_logits, [chunk.num_spans for chunk in chunks])
         for chunk, (of_prompt, *_) in zip(chunks, spans, strict=True):

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
-from common.model.batch import SequenceChunk
+from common.model.batch import NO_PLACE, ROW_BEFORE, SequenceChunk
+from common.requests.hidden_places import HiddenPlaces, RowPlaces
 from common.sampling.sampler import SamplingRow
 from common.wire.sampling_params import SampledToken, SamplingParams
 from decode_worker.rules import DecodeRules
@@ -68,8 +69,10 @@ class StepInFlight:
 class Pipeline:
     """At most one step is in flight between two turns of the engine; during a launch there are two."""
 
-    def __init__(self, scheduler: DecodeScheduler, launcher: Launcher | None) -> None:
-        self._scheduler, self._launcher = scheduler, launcher
+    def __init__(
+        self, scheduler: DecodeScheduler, launcher: Launcher | None, hidden: HiddenPlaces | None = None
+    ) -> None:
+        self._scheduler, self._launcher, self._hidden = scheduler, launcher, hidden
         self.in_flight: StepInFlight | None = None
 
     def prepare(self, chunks: Sequence[DecodeChunk]) -> Sequence[SequenceChunk]:
@@ -77,7 +80,13 @@ class Pipeline:
         if self._launcher is None or not chunks:
             return ()
         prepared = model_chunks(chunks)
-        return prepared if self._launcher.takes(prepared) else ()
+        if not self._launcher.takes(prepared):
+            return ()
+        return prepared if self._hidden is None else self.chunks(chunks)
+
+    def chunks(self, chunks: Sequence[DecodeChunk]) -> Sequence[SequenceChunk]:
+        """The model's chunks for a step that will run, with places for the hidden states that a draft head reads."""
+        return model_chunks(chunks, self._hidden)
 
     def launch(
         self,
@@ -136,7 +145,7 @@ class Pipeline:
             self._launcher.close()
 
 
-def model_chunks(chunks: Sequence[DecodeChunk]) -> list[SequenceChunk]:
+def model_chunks(chunks: Sequence[DecodeChunk], hidden: HiddenPlaces | None = None) -> list[SequenceChunk]:
     """The model's chunks. A token that is still being sampled is unknown here: 0 stands for it.
 
     Each draft token is a chunk of its own, computed as in a step of its own.
@@ -144,14 +153,16 @@ def model_chunks(chunks: Sequence[DecodeChunk]) -> list[SequenceChunk]:
     prepared = []
     for chunk in chunks:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
-        tokens = sequence.token_ids[chunk.start : end]
+        tokens, drafted = sequence.token_ids[chunk.start : end] or (0,), chunk.draft.token_ids
+        places = RowPlaces(NO_PLACE, [NO_PLACE] * chunk.num_spans)
+        if hidden is not None:
+            places = hidden.take(sequence, chunk.start, chunk.num_tokens, len(drafted))
+        (before, kept), table, adapter = places, sequence.blocks, sequence.adapter
         prepared.append(
-            SequenceChunk(
-                tokens or (0,), chunk.start, sequence.blocks, chunk.sample, chunk.all_logits, sequence.adapter
-            )
+            SequenceChunk(tokens, chunk.start, table, chunk.sample, chunk.all_logits, adapter, before, kept[0])
         )
-        for place, token_id in enumerate(chunk.draft.token_ids, end):
-            prepared.append(SequenceChunk((token_id,), place, sequence.blocks, adapter=sequence.adapter))
+        for place, (token_id, to) in enumerate(zip(drafted, kept[1:], strict=True), end):
+            prepared.append(SequenceChunk((token_id,), place, table, adapter=adapter, before=ROW_BEFORE, kept=to))
     return prepared
 
 

@@ -20,7 +20,7 @@ from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk
 
 if TYPE_CHECKING:  # torch
-    from decode_worker.drafting.drafter import Drafter
+    from decode_worker.drafting.token_drafter import TokenDrafter
 
 MAX_SEQUENCES = 32
 """In larger batches a row costs what a token brings, and the search for draft tokens takes longer than it saves."""
@@ -29,7 +29,7 @@ MAX_SEQUENCES = 32
 class Speculation:
     """Drafts tokens for the sequences of one engine, and learns which are accepted."""
 
-    def __init__(self, rules: DecodeRules, bounds: DraftBounds, drafter: Drafter | None = None) -> None:
+    def __init__(self, rules: DecodeRules, bounds: DraftBounds, drafter: TokenDrafter | None = None) -> None:
         self._rules, self._goal = rules, bounds.goal
         self._max_tokens, self._max_rows = bounds.max_tokens, bounds.max_rows
         self._rates, self._costs = HitRates(), RowCosts()

@@ -6,6 +6,7 @@ from common.config import PrefillWorkerConfig
 from common.grammar.grammars import Grammars
 from common.kv.quantised_staging import quantised_outgoing
 from common.model_files.files import ModelFiles
+from common.requests.hidden_places import hidden_places
 from common.requests.parts import EngineParts
 from common.runner.loaded import LoadedModel
 from common.sampling.logprobs import max_prompt_logprobs
@@ -54,7 +55,7 @@ class PrefillDuty(Duty):
             Sampler(loaded.vocab_size),
             sender,
             self.parts.metrics,
-            EngineParts(grammars, tiers, loaded.adapters, peers),
+            EngineParts(grammars, tiers, loaded.adapters, peers, hidden_places(loaded.drafting)),
             None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score),
         )
         sender.start()

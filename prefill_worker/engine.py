@@ -10,6 +10,7 @@ from common.kv.block_hash import BlockHasher
 from common.latency.step_model import StepShape
 from common.model.batch import SequenceChunk
 from common.requests.engine import RequestEngine
+from common.requests.hidden_places import NO_PLACES, HiddenPlaces
 from common.requests.parts import NO_PARTS, EngineParts
 from common.requests.reports import Reports
 from common.requests.rules import RequestRules
@@ -159,7 +160,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         """Run the chunks; what each prompt ends in that ends with one of them: its first token, or its vector."""
         if self._sender.quantises:
             self._clear_unused(chunks)
-        asked = [_model_chunk(chunk) for chunk in chunks]
+        asked = [_model_chunk(chunk, self._hidden) for chunk in chunks]
         last, rows_of_chunks = separate(self._runner.forward(asked), asked)
         if self._pooler is not None:
             return self._pooler.pooled(chunks, last, rows_of_chunks)
@@ -282,7 +283,17 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self.scheduler.remove(sequence)
 
 
-def _model_chunk(chunk: PrefillChunk) -> SequenceChunk:
+def _model_chunk(chunk: PrefillChunk, hidden: HiddenPlaces | None) -> SequenceChunk:
     sequence = chunk.sequence
     tokens = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    return SequenceChunk(tokens, chunk.start, sequence.blocks, chunk.sample, chunk.all_logits, sequence.adapter)
+    places = NO_PLACES if hidden is None else hidden.take(sequence, chunk.start, chunk.num_tokens)
+    return SequenceChunk(
+        tokens,
+        chunk.start,
+        sequence.blocks,
+        chunk.sample,
+        chunk.all_logits,
+        sequence.adapter,
+        places.before,
+        places.kept[0],
+    )

@@ -67,8 +67,8 @@ ROOMS = {
     "kernels": ("interface", "plain", "cpu", "gpu", "agreement"),
     "common": (
         "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_config", "model_files",
-        "kv", "tiers", "transfer",
-        "grammar", "weight_formats", "model", "adapters", "sampling", "runner", "ranks", "worker", "requests",
+        "kv", "tiers", "transfer", "grammar", "weight_formats", "model", "draft_heads", "adapters", "sampling",
+        "runner", "ranks", "worker", "requests",
     ),
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",

@@ -107,6 +107,8 @@ class DecodeWorkerConfig(WorkerConfig):
         if self.batch_invariant and self.on_gpu and self.max_draft_tokens:
             allowed = f"0 on {self.device} with --batch-invariant: rows that are checked together attend otherwise"
             raise ConfigError("max_draft_tokens", self.max_draft_tokens, allowed)
+        if self.draft_model and self.draft_head:
+            raise ConfigError("draft_model", self.draft_model, f"empty with --draft-head {self.draft_head}: one drafts")
         if self.device != "cpu" and self.draft_quantization in ("int8", "int4"):
             raise ConfigError("draft_quantization", self.draft_quantization, f"auto or none on {self.device}")
 

@@ -97,6 +97,14 @@ class WorkerConfig(CommonConfig, PodSettings):
         ge=0,
         le=1_000_000_000,
     )
+    draft_head: str = setting(
+        "",
+        "a head that reads the model's hidden states and drafts tokens where that pays: mtp, the one in the model's "
+        "own checkpoint, or the folder of an EAGLE head; its KV lies in the model's blocks, so all workers need the "
+        "same; empty: none",
+        group="Model",
+        metavar="NAME",
+    )
     lora: tuple[str, ...] = setting(
         (),
         "LoRA adapters to load at the start: a folder in PEFT's layout, under the name that requests give as model",
@@ -275,6 +283,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         if self.kv_cache_dtype == "int8" and self.device != "cpu":
             raise ConfigError("kv_cache_dtype", "int8", f"auto or fp8 on {self.device}")
         parse_cores(self.cores)
+        self._check_draft_head()
         self._check_tiers()
         self._check_adapters()
         if self.tensor_parallel_size > 1:
@@ -290,6 +299,16 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "above 0 with --kv-disk-path, and 0 without")
         if self.kv_disk_gib and not self.enable_prefix_caching:
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "0 without prefix caching: it holds cached blocks")
+
+    def _check_draft_head(self) -> None:
+        """What is not served with a draft head."""
+        others = (
+            (self.tensor_parallel_size > 1, f"--tensor-parallel-size {self.tensor_parallel_size}"),
+            (self.lora_places > 0, "LoRA adapters"),
+        )
+        for is_given, other in others:
+            if is_given and self.draft_head:
+                raise ConfigError("draft_head", self.draft_head, f"empty with {other}")
 
     def _check_adapters(self) -> None:
         names = [one.partition("=")[0] for one in self.lora]

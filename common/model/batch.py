@@ -15,6 +15,9 @@ from common.kv.window import Window
 from common.model_files.config import ModelConfig
 from kernels import NO_ADAPTER, AttentionPlan, QuerySpan, plan_attention
 
+NO_PLACE, ROW_BEFORE = -1, -2
+"""Where a hidden state is that is nowhere, or that the row before makes in the same step."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
@@ -24,6 +27,9 @@ class SequenceChunk:
     window of every layer may be holes (`common/kv/window.py`). With `sample`, the runner
     returns the logits that follow the chunk's last token, with `all_logits` those that follow each of its tokens.
     `adapter` is the place of the adapter that its tokens use.
+
+    For a model with a draft head, `before` is the place of the hidden state of the token before the chunk, or
+    ROW_BEFORE, and `kept` where that of its last token goes.
     """
 
     token_ids: Sequence[int]
@@ -32,6 +38,19 @@ class SequenceChunk:
     sample: bool = True
     all_logits: bool = False
     adapter: int = NO_ADAPTER
+    before: int = NO_PLACE
+    kept: int = NO_PLACE
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Of each row of a step, int64 [T]: the place of the hidden state before it, or ROW_BEFORE, and where its own goes.
+
+    NO_PLACE: zeros stand for the one, and the other is not kept.
+    """
+
+    before: Tensor
+    kept: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +62,7 @@ class ForwardBatch:
     sampled                int64 [n], rows of [T] whose logits are wanted, or None when those are all T rows
     plan                   of attention, shared by all layers
     adapters               int64 [T], places of the adapters that rows use; None where none uses one
+    hidden                 places of hidden states; None for a model without a draft head
     """
 
     num_tokens: int
@@ -52,6 +72,7 @@ class ForwardBatch:
     sampled: Tensor | None
     plan: AttentionPlan
     adapters: Tensor | None = None
+    hidden: HiddenRows | None = None
 
     @classmethod
     def build(cls, chunks: Sequence[SequenceChunk], config: ModelConfig, kv: KVCache) -> ForwardBatch:
@@ -83,7 +104,20 @@ class ForwardBatch:
             sampled=None if len(sampled) == len(ids) else torch.tensor(sampled, dtype=torch.int64, device=kv.device),
             plan=plan_attention(spans, kv.layout, config.num_heads, kv.device),
             adapters=_adapters(places, [span.num_rows for span in spans], kv.device),
+            hidden=_hidden(chunks, spans, len(ids), kv.device) if config.draft_head else None,
         )
+
+
+def _hidden(
+    chunks: Sequence[SequenceChunk], spans: Sequence[QuerySpan], num_tokens: int, device: torch.device
+) -> HiddenRows:
+    before = np.full(num_tokens, ROW_BEFORE, dtype=np.int64)
+    kept = np.full(num_tokens, NO_PLACE, dtype=np.int64)
+    for chunk, span in zip(chunks, spans, strict=True):
+        before[span.row] = chunk.before
+        kept[span.row + span.num_rows - 1] = chunk.kept
+    before[0] = max(before[0], NO_PLACE)  # no row is before it
+    return HiddenRows(torch.from_numpy(before).to(device), torch.from_numpy(kept).to(device))
 
 
 def _adapters(places: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor | None:

@@ -76,23 +76,30 @@ class Decoder(ABC):
 
         A model without a head returns its normed hidden states instead, float32 [num sampled, hidden_size].
         """
+        return self._finished(self.rows(batch, kv))
+
+    def rows(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """As `forward`, but hidden states in the model's type, and logits before they are capped."""
         if batch.adapters is not None and not self._sites:
             raise ModelError("a step names adapters, and this model has none")
         program = self._program_for(batch, kv)
         if program and isinstance(batch.plan, NativePlan):
             index = (batch.token_ids, batch.positions, batch.slots, batch.sampled)
-            return self._finished(program.run(*index, kv.tensor, batch.plan, batch.adapters))
+            return program.run(*index, kv.tensor, batch.plan, batch.adapters)
+        hidden = self._embedded(batch.token_ids)
+        if self.config.embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        return self._headed(self.layers(hidden, self.step(batch, kv)))
+
+    def step(self, batch: ForwardBatch, kv: KVCache) -> Step:
+        """What all layers share in a step that runs operation by operation."""
         ropes = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         growth = {
             rope: table.growth[batch.positions].to(self.dtype)[:, None, None]
             for rope, table in self._ropes.items()
             if table.growth is not None
         }
-        step = Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes, self._changes(batch), growth)
-        hidden = self._embedded(batch.token_ids)
-        if self.config.embedding_scale != 1.0:
-            hidden = hidden * self._embedding_scale
-        return self._finished(self._headed(self.layers(hidden, step)))
+        return Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes, self._changes(batch), growth)
 
     @property
     def quantization(self) -> str:
@@ -154,20 +161,7 @@ class Decoder(ABC):
     def attention(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """Projections, rotary embedding, KV write and attention of one layer: [T or sampled, hidden_size]."""
         config, kv = self.config, step.kv
-        qkv = weights.qkv(normed, change=self._change(step, index, "qkv"))
-        is_normed = config.wide_qk_norm and self._ranks is not None
-        if is_normed:
-            qkv = self._normed_over_ranks(qkv, weights)
-        q = rotate_and_write(
-            qkv,
-            *step.ropes[config.layer_ropes[index]],
-            kv,
-            index,
-            step.slots,
-            q_norm=None if is_normed else weights.q_norm,
-            k_norm=None if is_normed else weights.k_norm,
-            eps=config.rms_norm_eps,
-        )
+        q = self.write_kv(index, weights, normed, step)
         growth = step.growth.get(config.layer_ropes[index])
         mixed = paged_attention(
             q if growth is None else q * growth,
@@ -181,6 +175,24 @@ class Decoder(ABC):
         )
         rows = self.wanted(index, mixed.flatten(1), step)
         return self._summed(weights.output(rows, change=self._change(step, index, "output")))
+
+    def write_kv(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
+        """The first half of one layer's attention: keys and values go into the cache; returns the queries."""
+        config = self.config
+        qkv = weights.qkv(normed, change=self._change(step, index, "qkv"))
+        is_normed = config.wide_qk_norm and self._ranks is not None
+        if is_normed:
+            qkv = self._normed_over_ranks(qkv, weights)
+        return rotate_and_write(
+            qkv,
+            *step.ropes[config.layer_ropes[index]],
+            step.kv,
+            index,
+            step.slots,
+            q_norm=None if is_normed else weights.q_norm,
+            k_norm=None if is_normed else weights.k_norm,
+            eps=config.rms_norm_eps,
+        )
 
     def _normed_over_ranks(self, qkv: Tensor, weights: LayerWeights) -> Tensor:
         """qkv with the query heads of all ranks normalised as one, and their key heads."""

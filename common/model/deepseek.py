@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.errors import ModelError
 from common.model.decoder import Step
+from common.model.latent_reader import LatentWeights
 from common.model.llama import Llama
 from common.model.weights import LayerWeights
 from common.model_config.latent import NORM_EPS
@@ -21,27 +22,35 @@ class DeepSeek(Llama):
     """Llama's layers with other attention. Chunks and single rows take the same way, so they have the same bits."""
 
     def attention(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
-        config, latent = self.config, weights.latent
-        if latent is None:
-            raise ModelError(f"layer {index} lacks the matrices of latent attention: load it again")
-        q = normed
-        if latent.query_down is not None and latent.query_norm is not None:
-            q = rms_norm(latent.query_down(normed), latent.query_norm, NORM_EPS)
-        q = weights.qkv(q)
-        queries = write_latents(
-            q,
-            latent.absorb(q),
-            latent.down(normed),
-            *step.ropes[config.layer_ropes[index]],
-            step.kv,
-            index,
-            step.slots,
-            norm=latent.norm,
-            eps=NORM_EPS,
-        )
+        config, latent = self.config, _latent(index, weights)
+        queries = self.write_kv(index, weights, normed, step)
         growth = step.growth.get(config.layer_ropes[index])  # of Mistral Small 4
         queries = queries if growth is None else queries * growth
         summed = paged_attention(
             queries, step.kv, index, step.plan, scale=config.attention_scale, latent_dim=config.latent_dim
         )
         return self._summed(weights.output(latent.expand(self.wanted(index, summed.flatten(1), step))))
+
+    def write_kv(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
+        latent = _latent(index, weights)
+        q = normed
+        if latent.query_down is not None and latent.query_norm is not None:
+            q = rms_norm(latent.query_down(normed), latent.query_norm, NORM_EPS)
+        q = weights.qkv(q)
+        return write_latents(
+            q,
+            latent.absorb(q),
+            latent.down(normed),
+            *step.ropes[self.config.layer_ropes[index]],
+            step.kv,
+            index,
+            step.slots,
+            norm=latent.norm,
+            eps=NORM_EPS,
+        )
+
+
+def _latent(index: int, weights: LayerWeights) -> LatentWeights:
+    if weights.latent is None:
+        raise ModelError(f"layer {index} lacks the matrices of latent attention: load it again")
+    return weights.latent

@@ -35,6 +35,7 @@ NORMS: Mapping[str, Mapping[NormPlace, str]] = {
         "after_mlp": "post_mlp_layernorm",
     },
     "olmo": {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
+    "eagle": {"before_mlp": "post_attention_layernorm"},
 }
 """By family: where a layer has norms of hidden states, and what its file calls them."""
 
@@ -100,16 +101,17 @@ class Assembler(TensorReader):
         weight = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
         return Embedding(table), self.product(Linear, weight)
 
-    def layer(self, index: int) -> LayerWeights:
+    def layer(self, index: int, number: int | None = None) -> LayerWeights:
+        """Layer `index` of the configuration; `number`: which one it is in the file, if that is another."""
         config, hidden = self.config, self.config.hidden_size
-        prefix, q = f"model.layers.{index}.", config.num_heads * config.value_dim
+        prefix, q = f"model.layers.{index if number is None else number}.", config.num_heads * config.value_dim
         order = None if config.latent else rotation_order(config.layer_ropes[index], config.head_dim)
         latents = None if config.latent is None else LatentReader(self, config.latent, f"{prefix}self_attn.")
         return LayerWeights(
             norms={place: self.norm(f"{prefix}{name}.weight", hidden) for place, name in NORMS[config.family].items()},
             qkv=self.attention_inputs(prefix, order) if latents is None else latents.queries(),
             output=self.linear(Linear, prefix, {"self_attn.o_proj": hidden}, q, config.output_bias),
-            mlp=self.feed_forward(index),
+            mlp=self.feed_forward(index, prefix),
             q_norm=self.head_norm(f"{prefix}self_attn.q_norm.weight", config.num_heads, order),
             k_norm=self.head_norm(f"{prefix}self_attn.k_norm.weight", config.num_kv_heads, order),
             sinks=self.sinks(f"{prefix}self_attn.sinks"),
@@ -129,8 +131,8 @@ class Assembler(TensorReader):
             rows = torch.cat(((heads + order).flatten(), torch.arange(q + kv, q + 2 * kv)))
         return self.linear(Linear, prefix, parts, config.hidden_size, config.qkv_bias, rows)
 
-    def feed_forward(self, index: int) -> FeedForward:
-        config, prefix = self.config, f"model.layers.{index}."
+    def feed_forward(self, index: int, prefix: str) -> FeedForward:
+        config = self.config
         if config.experts is not None and config.experts.layers[index]:
             return ExpertsReader(self, config.experts, prefix).read()
         return self.mlp(f"{prefix}mlp.", config.intermediate_size)

@@ -71,6 +71,8 @@ class ModelConfig:
     latent: LatentConfig | None = None
     extra_layers: int = 0
     """Layers of the file behind those that are computed: they predict more tokens at once, and are not read."""
+    draft_head: str = ""
+    """Which draft head the last layer belongs to: "mtp", or a hash of its weights. "" for a model alone."""
 
     @property
     def kv_numbers(self) -> int:

@@ -26,6 +26,7 @@ def layout_fingerprint(
     protocol_version: int,
     latent_dim: int = 0,
     batch_invariant: bool = False,
+    draft_head: str = "",
 ) -> str:
     """32 hex digits over everything that gives the bytes of a KV block their meaning."""
     fields = {
@@ -46,4 +47,6 @@ def layout_fingerprint(
         fields["batch_invariant"] = True
     if latent_dim:
         fields |= {"latent_dim": latent_dim, "order": "block,layer,slot,dim"}
+    if draft_head:
+        fields["draft_head"] = draft_head
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

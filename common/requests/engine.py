@@ -56,7 +56,7 @@ class RequestEngine(Engine, Generic[R, S]):
         parts: EngineParts,
     ) -> None:
         super().__init__(send)
-        self._tiers, self._adapters = parts.tiers, parts.adapters
+        self._tiers, self._adapters, self._hidden = parts.tiers, parts.adapters, parts.hidden
         self._restores = Restores(parts.tiers, scheduler.block_size, metrics, parts.peers)
         self.scheduler: Scheduler[S] = scheduler
         self.metrics = metrics
@@ -243,6 +243,13 @@ class RequestEngine(Engine, Generic[R, S]):
                 self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
             else:
                 self._grammars.expire(sequence, now)
+        if self._hidden is not None:
+            self._hidden.retain(self._needs_hidden)
+
+    def _needs_hidden(self, sequence: WorkerSequence) -> bool:
+        """Whether a later step may read the hidden states of this one's last tokens."""
+        is_here = self.scheduler.find(sequence.request_id) is sequence
+        return is_here and bool(sequence.blocks) and sequence.num_remaining > 0
 
     def _fail(self, sequence: S, phase: str, why: str, *, retryable: bool) -> None:
         self._drop(sequence, why)

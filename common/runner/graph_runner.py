@@ -21,7 +21,7 @@ from torch import Tensor
 from common.errors import InvalidRequest
 from common.kv.cache import KVCache
 from common.kv.window import Window
-from common.model.batch import ForwardBatch, SequenceChunk, check_chunk
+from common.model.batch import NO_PLACE, ForwardBatch, HiddenRows, SequenceChunk, check_chunk
 from common.runner.buckets import bucket_for, bucket_sizes
 from common.runner.graph_capture import StepRecorder
 from common.runner.runner import ModelRunner, RunnableModel, StepProfile
@@ -30,8 +30,8 @@ from kernels.gpu.device_plan import GPUPlan, Staging
 
 log = logging.getLogger(__name__)
 
-TOKEN, POSITION, SLOT, SOURCE, ADAPTER = range(5)  # rows of a step's inputs
-NUM_INPUTS = 5
+TOKEN, POSITION, SLOT, SOURCE, ADAPTER, BEFORE, KEPT = range(7)  # rows of a step's inputs
+NUM_INPUTS = 7
 FROM_HOST = -1
 """The source of a row whose token comes from the host; others name a row of the step before."""
 
@@ -147,6 +147,7 @@ class GraphRunner(ModelRunner):
         inputs = self._memory[: NUM_INPUTS * size].view(NUM_INPUTS, size)
         inputs.zero_()
         inputs[SLOT], inputs[SOURCE], inputs[ADAPTER] = -1, FROM_HOST, NO_ADAPTER
+        inputs[BEFORE] = inputs[KEPT] = NO_PLACE
         plan = GPUPlan.empty(size, self._max_blocks, kv.layout, config.num_heads, kv.device)
 
         def run() -> None:
@@ -155,7 +156,8 @@ class GraphRunner(ModelRunner):
             token_ids = torch.where(inputs[SOURCE] < 0, inputs[TOKEN], before)
             plan.prepare()
             adapters = inputs[ADAPTER] if adapted else None
-            batch = ForwardBatch(size, token_ids, inputs[POSITION], inputs[SLOT], None, plan, adapters)
+            hidden = HiddenRows(inputs[BEFORE], inputs[KEPT]) if config.draft_head else None
+            batch = ForwardBatch(size, token_ids, inputs[POSITION], inputs[SLOT], None, plan, adapters, hidden)
             self.logits[:size].copy_(self.model.forward(batch, kv))
 
         return RecordedStep(size, inputs, plan, recorder.record(run))
@@ -186,5 +188,6 @@ def _write_inputs(
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"token id {token_id} is outside of the vocabulary of {vocab_size}")
         slot = chunk.block_table[start // block_size] * block_size + start % block_size
-        host[:, i] = (token_id, start, slot, sources[i], chunk.adapter)
-    host[:, count:] = np.array([[0], [0], [-1], [FROM_HOST], [NO_ADAPTER]])
+        before = chunk.before if i else max(chunk.before, NO_PLACE)  # no row is before the first
+        host[:, i] = (token_id, start, slot, sources[i], chunk.adapter, before, chunk.kept)
+    host[:, count:] = np.array([[0], [0], [-1], [FROM_HOST], [NO_ADAPTER], [NO_PLACE], [NO_PLACE]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,9 @@ import torch
 from common.adapters.bank import AdapterBank
 from common.adapters.places import AdapterPlaces
 from common.config import DecodeWorkerConfig, WorkerConfig
+from common.config.decode_worker import USUAL_SEQS
+from common.draft_heads.drafting_model import DraftingModel
+from common.draft_heads.load import load_drafting_model
 from common.errors import ConfigError, ModelError
 from common.kv.cache import KVCache, block_bytes
 from common.kv.unread import in_words
@@ -84,6 +87,12 @@ class LoadedModel:
     others: OtherRanks | None = None
 
     @property
+    def drafting(self) -> DraftingModel | None:
+        """The model, if it has a draft head."""
+        model = self.runner.model
+        return model if isinstance(model, DraftingModel) else None
+
+    @property
     def precision(self) -> str:
         """Types of activations, weights and KV, in words."""
         kept = {"auto": "the file's own quantised weights", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
@@ -125,6 +134,8 @@ class LoadedModel:
             raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
         dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
         options = {"dtype": dtype, "device": config.device, "quantization": config.quantization}
+        if config.draft_head:
+            return cls._with_draft_head(files, config, task, options)
         plan = None
         if isinstance(config, DecodeWorkerConfig) and config.draft_model:
             plan = DraftPlan.of(files, config, dtype)
@@ -139,6 +150,17 @@ class LoadedModel:
             make = runner_of(config)
             return replace(loaded, draft=plan.load(config, loaded.kv.num_blocks, make))
         return with_score(loaded, files, config)
+
+    @classmethod
+    def _with_draft_head(
+        cls, files: ModelFiles, config: WorkerConfig, task: ServedTask, options: Mapping[str, str]
+    ) -> LoadedModel:
+        if not task.generates:
+            raise ConfigError("draft_head", config.draft_head, f"empty for a model that is served to {task.name}")
+        num_places = 2 * max(config.places, USUAL_SEQS)  # of the home's role, or the other's; drafts have some, too
+        return cls.of(
+            lambda: load_drafting_model(files, config.draft_head, num_places=num_places, **options), files, config
+        )
 
     @classmethod
     def of(
@@ -228,6 +250,7 @@ def fingerprint_of(
         protocol_version=PROTOCOL_VERSION,
         latent_dim=shape.latent_dim,
         batch_invariant=batch_invariant,
+        draft_head=shape.draft_head,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from common.kv.block_pool import BlockCounts
 from common.model.batch import SequenceChunk
 from common.observe.ewma import Ewma
 from common.runner.runner import ModelRunner
@@ -124,6 +125,19 @@ class Drafter:
             *known, last = chain.sequence.token_ids
             self.cache.computed(chain.sequence, len(known), [last, *chain.token_ids[:-1]])
         return {chain.sequence: tuple(chain.token_ids) for chain in chains}
+
+    @property
+    def counts(self) -> BlockCounts:
+        """Of the blocks of its KV."""
+        return self.cache.pool.counts
+
+    def reset(self) -> None:
+        """Forget KV that no sequence owns."""
+        self.cache.reset()
+
+    def check_integrity(self) -> None:
+        """Raises BlockError unless each owned block belongs to a sequence that is here."""
+        self.cache.check_integrity()
 
     def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
         """Forget sequences that are not here any more."""

@@ -1,4 +1,4 @@
-"""Decides when a draft model drafts, how many tokens, and when it catches up with sequences it has no KV of.
+"""Decides when a draft model or head drafts, how many tokens, and when it catches up with sequences it has no KV of.
 
 A sequence whose KV came from a prefill worker, or from another decode worker, has no draft KV. The model computes it in
 chunks: at best while the worker has nothing else to compute, as when the prompt's own KV is still on its way; else
@@ -23,7 +23,7 @@ from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates
 from decode_worker.drafting.row_costs import RowCosts, longest
 
 if TYPE_CHECKING:
-    from decode_worker.drafting.drafter import Drafter
+    from decode_worker.drafting.token_drafter import TokenDrafter
     from decode_worker.rules import DecodeRules
     from decode_worker.sequence import DecodeSequence
     from decode_worker.step import DecodeChunk
@@ -61,7 +61,7 @@ class ModelDrafts:
     """The draft tokens of a model, for the sequences of one engine. Belongs to the engine's thread."""
 
     def __init__(
-        self, drafter: Drafter, rules: DecodeRules, bounds: DraftBounds, rates: HitRates, steps: RowCosts
+        self, drafter: TokenDrafter, rules: DecodeRules, bounds: DraftBounds, rates: HitRates, steps: RowCosts
     ) -> None:
         """`rates` and `steps` are learnt from by others: how often tokens are accepted, what rows of a step cost."""
         self._drafter, self._rules, self._bounds = drafter, rules, bounds
@@ -74,7 +74,7 @@ class ModelDrafts:
 
     @property
     def counts(self) -> BlockCounts:
-        return self._drafter.cache.pool.counts
+        return self._drafter.counts
 
     def wants_tokens(self, running: Sequence[DecodeSequence]) -> bool:
         """Whether the next step would better begin from known tokens: to draft behind them, or to catch up."""
@@ -166,10 +166,10 @@ class ModelDrafts:
         self._drafter.retain(lambda each: not self._has_failed and has(each) and (each.runs or each.waits_to_run))
 
     def reset(self) -> None:
-        self._drafter.cache.reset()
+        self._drafter.reset()
 
-    def check_integrity(self) -> BlockCounts:
-        return self._drafter.cache.check_integrity()
+    def check_integrity(self) -> None:
+        self._drafter.check_integrity()
 
     def _may(self, chunk: DecodeChunk, draft: Draft) -> bool:
         """Whether the model can draft behind a chunk: its token is known, and no grammar forces the next one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ from decode_worker.scheduler import DecodeScheduler
 from ..engine_rig import ROUTER, RouterSide, made, prompt
 from ..peer_rig import peer_caches
 from ..tier_rig import DiskTier
-from .drafter_rig import drafter_of, patient_limits
+from .drafter_rig import Headed, drafter_of, head_drafter_of, patient_limits
 from .handover_pair import Pair
 from .receiver_rig import Peer, ReceiverRig
 
@@ -99,24 +100,26 @@ class EngineRig(RouterSide):
         lends: bool = False,
         draft: Decoder | None = None,
         num_draft_blocks: int = 64,
+        headed: Headed | None = None,
     ) -> None:
         """Blocks are kept in a file at `disk`, too. With `lends` other engines may copy them, and this one theirs.
 
-        A `draft` model drafts.
+        A `draft` model drafts, or the head of `headed`, which is then what is served.
         """
-        self.model, self.eos = model, eos
+        self.model, self.eos = model if headed is None else headed.alone, eos
+        self.served = model if headed is None else headed.together
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.kv = KVCache(model.config, num_blocks, 16, "float32", share=shared)
+        self.kv = KVCache(self.served.config, num_blocks, 16, "float32", share=shared)
         self.receiver = KVReceiver(self.context, "127.0.0.1", 0, self.kv.block, lambda event: self.engine.notify(event))
         if quantised:
             self.receiver.take_quantised(quantised_incoming(self.kv))
         self.sent: list[tuple[bytes, Message]] = []
         self.sender = self._new_sender(worker_id)
-        runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
+        runner, sampler = ModelRunner(self.served, self.kv), Sampler(self.served.config.vocab_size)
         pool = BlockPool(num_blocks, 16)
-        parts = self._parts(pool, worker_id, disk, lends)
         self.drafter = None if draft is None else drafter_of(draft, sampler, num_draft_blocks)
+        head = None if headed is None else head_drafter_of(headed, runner, sampler)
         self.engine = DecodeEngine(
             self.sent.extend,
             EngineConfig(identity=(worker_id, 7), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
@@ -129,9 +132,9 @@ class EngineRig(RouterSide):
             self.sender,
             WorkerMetrics("m", "d", lambda: self.engine.status),
             patient_limits(max_draft_tokens),
-            parts,
+            replace(self._parts(pool, worker_id, disk, lends), hidden=None if head is None else head.hidden),
             launcher=None if launcher is None else launcher(runner, sampler),
-            drafter=self.drafter,
+            drafter=self.drafter or head,
         )
         self.receiver.start()
         self.sender.start()
@@ -223,8 +226,8 @@ class EngineRig(RouterSide):
     def compute(self, tokens: list[int], peer: Peer | None = None) -> None:
         """Let `peer` hold the true KV of `tokens`."""
         num_blocks = -(-len(tokens) // 16)
-        kv = KVCache(self.model.config, num_blocks, 16, "float32")
-        ModelRunner(self.model, kv).forward([SequenceChunk(tokens, 0, range(num_blocks))])
+        kv = KVCache(self.served.config, num_blocks, 16, "float32")
+        ModelRunner(self.served, kv).forward([SequenceChunk(tokens, 0, range(num_blocks))])
         (peer or self.peer).blocks = [bytes(kv.block(index)) for index in range(num_blocks)]
 
     def granted(self, tokens: list[int], name: str = "a", *, attempt: int = 0, peer: Peer | None = None) -> int:

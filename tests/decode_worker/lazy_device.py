@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.model.batch import SequenceChunk
 from common.runner.runner import ModelRunner
@@ -58,7 +58,7 @@ class LazyDevice:
         if self.num_launched + 1 == self.refuse_at:
             self.refuse_at = 0
             raise RuntimeError("nothing can be launched")
-        copies = [SequenceChunk(tuple(c.token_ids), c.start, tuple(c.block_table), c.sample) for c in chunks]
+        copies = [replace(c, token_ids=tuple(c.token_ids), block_table=tuple(c.block_table)) for c in chunks]
         self.last = LazyTokens(self, self.last, copies, list(sources))
         self.num_launched += 1
         self.num_fed += sum(source >= 0 for source in sources)

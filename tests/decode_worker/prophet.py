@@ -50,7 +50,8 @@ def counted(rig: Rig) -> dict[str, int]:
     return {name: int(total(counter)) for name, counter in counters.items()}
 
 
-def total(counter: Counter) -> float:
-    """The sum of a counter's series."""
+def total(counter: Counter, **labels: str) -> float:
+    """The sum of a counter's series, or of those that have these labels."""
     samples = (sample for family in counter.collect() for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
+    asked = (sample for sample in samples if sample.name.endswith("_total") and labels.items() <= sample.labels.items())
+    return sum(sample.value for sample in asked)

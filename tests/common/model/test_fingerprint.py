@@ -20,6 +20,7 @@ FIELDS = {
     "protocol_version": 1,
     "latent_dim": 0,
     "batch_invariant": False,
+    "draft_head": "",
 }
 
 

@@ -11,9 +11,10 @@ import torch
 
 from common.adapters.bank import AdapterBank
 from common.adapters.places import AdapterPlaces
+from common.draft_heads.load import load_drafting_model
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
+from common.model.batch import ROW_BEFORE, SequenceChunk
 from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.tiny import make_tiny_model
@@ -28,6 +29,7 @@ from kernels.gpu.device_plan import GPUPlan
 
 from ...adapters import make_adapter
 from ...common.model.generation import files_of, prompt
+from ...draft_heads import eagle_folder
 from ...oracle import generate
 from .conftest import ON_GPU
 
@@ -282,6 +284,31 @@ def test_bad_chunks_are_refused_before_anything_runs(runner: GraphRunner, model:
     with pytest.raises(InvalidRequest, match="5 sequences do not fit a step of 4"):
         runner.launch([good] * 5, [FROM_HOST] * 5)
     assert not runner.kv.tensor.any()
+
+
+def test_hidden_states_go_from_step_to_step(tmp_path: Path) -> None:
+    """Rows of following steps, and of draft tokens in one, write the head's KV that steps without recordings write."""
+    served = make_tiny_model(tmp_path / "model")
+    head, tokens, table = eagle_folder(tmp_path / "head", served), prompt(14, seed=13), (5, 7)
+    rows = [SequenceChunk((9,), 14, table, before=2, kept=0)]
+    rows += [SequenceChunk((10 + i,), 15 + i, table, before=ROW_BEFORE, kept=3 + i) for i in range(2)]
+    found = []
+    for is_recorded in (True, False):
+        model = load_drafting_model(files_of(served), str(head), num_places=6, device=str(DEVICE))
+        kv = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE)
+        recorder, runner = CountingRecorder(), ModelRunner(model, kv)
+        if is_recorded:
+            runner = GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64)
+        before = recorder.num_replays
+        runner.forward([SequenceChunk(tokens[:-1], 0, table, kept=2)])
+        runner.forward([SequenceChunk(tokens[-1:], 13, table, before=2, kept=2)])
+        runner.forward(rows)
+        runner.forward([SequenceChunk((11,), 16, table, before=3, kept=1)])
+        assert recorder.num_replays - before == (3 if is_recorded else 0)
+        found.append((kv.tensor[list(table), -1], model._hidden[:6]))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.count_nonzero() > ours.numel() // 4
 
 
 def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:

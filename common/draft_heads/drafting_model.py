@@ -1,0 +1,84 @@
+"""The served model with its draft head: logits as those of the model alone, and the head's KV beside the model's.
+
+Each step writes the head's keys and values of all its tokens, so a block is complete in all layers at once, and moves,
+is cached and found like any other. The hidden state before a chunk's first token comes from the step that ran that
+token: it is kept in a place until then (`common/requests/hidden_places.py`). Where nobody has it, zeros stand for it:
+behind a cached prefix, and for the first token that a decode worker runs. That can cost a draft token, and no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from common.draft_heads.draft_head import DraftHead
+from common.kv.cache import KVCache
+from common.model.batch import ROW_BEFORE, ForwardBatch, HiddenRows
+from common.model.decoder import Decoder
+from common.model.weights import ModelWeights
+from common.model_files.config import ModelConfig
+from kernels import Linear
+
+
+class DraftingModel:
+    """Implements `RunnableModel`. `config` counts the head as its last layer."""
+
+    def __init__(
+        self, body: Decoder, lm_head: Linear, draft_head: DraftHead, config: ModelConfig, num_places: int
+    ) -> None:
+        """`body` is the model without `lm_head`. It keeps the hidden states of `num_places` tokens."""
+        self.config, self.num_places = config, num_places
+        self._body, self._lm_head, self._draft_head = body, lm_head, draft_head
+        # Behind the places, a row of zeros, and one for what is not kept.
+        self._hidden = torch.zeros(num_places + 2, config.hidden_size, dtype=body.dtype, device=body.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._body.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._body.device
+
+    @property
+    def quantization(self) -> str:
+        return self._body.quantization
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Those of the model alone."""
+        return self._body.weights
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Writes the KV of the batch's tokens, the head's as well; returns the model's logits, float32."""
+        hidden = self._body.rows(replace(batch, sampled=None), kv)
+        if batch.hidden is not None:
+            before = self._before(batch.hidden, hidden)
+            self._keep(batch.hidden, hidden)
+            self._draft_head.write(batch, before, kv)
+        rows = hidden if batch.sampled is None else hidden.index_select(0, batch.sampled)
+        return self._lm_head(rows, wide=True)
+
+    def draft(self, batch: ForwardBatch, kv: KVCache, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits of the tokens behind those of the batch, and the head's hidden states, [T, ...] each.
+
+        Without `before` the hidden states that it reads are those in the batch's places.
+        """
+        assert batch.hidden is not None  # as `config` asks for
+        if before is None:
+            before = self._hidden[self._places(batch.hidden.before)]
+        return self._draft_head.forward(batch, before, kv)
+
+    def _before(self, places: HiddenRows, hidden: Tensor) -> Tensor:
+        """The hidden state before each row, [T, hidden_size]."""
+        kept = self._hidden[self._places(places.before)]
+        return torch.where((places.before == ROW_BEFORE)[:, None], hidden.roll(1, dims=0), kept)
+
+    def _keep(self, places: HiddenRows, hidden: Tensor) -> None:
+        rows = torch.where(places.kept < 0, self.num_places + 1, places.kept)
+        self._hidden.index_copy_(0, rows, hidden)
+
+    def _places(self, before: Tensor) -> Tensor:
+        return torch.where(before < 0, self.num_places, before)

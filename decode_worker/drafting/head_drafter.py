@@ -1,0 +1,115 @@
+"""Runs the served model's draft head: the next tokens that it would say, from hidden states of the model's last step.
+
+    hidden state of token n - 2, token n - 1  ─> draft token n      (a draft step: one row for each sequence)
+    the head's own state,        token n      ─> draft token n + 1  ...
+
+The KV that these steps write lies in slots of the sequence's blocks whose tokens are not computed yet. The step that
+checks the draft tokens writes them again, from the model's own hidden states.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from common.draft_heads.drafting_model import DraftingModel
+from common.kv.block_pool import BlockCounts
+from common.model.batch import NO_PLACE, SequenceChunk
+from common.requests.hidden_places import HiddenPlaces
+from common.runner.runner import ModelRunner
+from common.sampling.sampler import Sampler
+from decode_worker.drafting.row_costs import RowCosts
+from kernels import on_device
+
+if TYPE_CHECKING:
+    from decode_worker.rules import DecodeRules
+    from decode_worker.sequence import DecodeSequence
+
+
+@dataclass(slots=True, eq=False)
+class _HeadChain:
+    """The draft of one sequence, as far as it is known: at most `limit` tokens."""
+
+    sequence: DecodeSequence
+    limit: int
+    token_ids: list[int] = field(default_factory=list)
+
+    def next_chunk(self, hidden: HiddenPlaces) -> SequenceChunk:
+        """The newest token, and for the first draft token the place of the hidden state before it."""
+        sequence, place = self.sequence, self.sequence.num_tokens - 1 + len(self.token_ids)
+        before = NO_PLACE if self.token_ids else hidden.at(sequence, place - 1)
+        newest = self.token_ids[-1] if self.token_ids else sequence.token_ids[-1]
+        return SequenceChunk((newest,), place, sequence.blocks, before=before)
+
+    def goes_on(self, rules: DecodeRules) -> bool:
+        return len(self.token_ids) < self.limit and not rules.may_end(self.sequence, self.token_ids[-1])
+
+
+class HeadDrafter:
+    """Implements `TokenDrafter`. It owns no blocks, and has nothing to catch up with: steps of the model wrote its KV.
+
+    Draft tokens are drawn as `Drafter` draws them: as the tokens themselves will be.
+    """
+
+    token_s = 0.0
+    counts = BlockCounts(0, 0, 0)
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        model: DraftingModel,
+        sampler: Sampler,
+        hidden: HiddenPlaces,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`runner` prepares steps of `model`; `hidden` says where it kept hidden states."""
+        self.costs, self.hidden = RowCosts(), hidden
+        self._runner, self._model, self._sampler, self._clock = runner, model, sampler, clock
+
+    def is_ready(self, sequence: DecodeSequence) -> bool:
+        """Whether the last step, which may be in flight, was one of this worker, and had a place for its state."""
+        return self.hidden.at(sequence, sequence.num_planned - 2) != NO_PLACE
+
+    def num_behind(self, sequence: DecodeSequence) -> int:
+        return 0
+
+    def catch_up(self, sequence: DecodeSequence, most_tokens: int) -> int:
+        return 0
+
+    def draft(
+        self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
+    ) -> dict[DecodeSequence, tuple[int, ...]]:
+        chains = [_HeadChain(sequence, limit) for sequence, limit in wanted if limit > 0 and self.is_ready(sequence)]
+        active, before = chains, None
+        while active:
+            began = self._clock()
+            logits, hidden = self._run([each.next_chunk(self.hidden) for each in active], before)
+            drawn = self._sampler.draw(logits, [rules.row(each.sequence, tuple(each.token_ids)) for each in active])
+            for chain, token_id in zip(active, drawn, strict=True):
+                chain.token_ids.append(token_id)
+            self.costs.add(len(active), self._clock() - began)
+            left = [row for row, each in enumerate(active) if each.goes_on(rules)]
+            before = hidden if len(left) == len(active) else hidden[left]
+            active = [active[row] for row in left]
+        return {chain.sequence: tuple(chain.token_ids) for chain in chains}
+
+    def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
+        """The engine has places of sequences that are gone used again."""
+
+    def reset(self) -> None:
+        """Nothing is kept that no sequence owns."""
+
+    def check_integrity(self) -> None:
+        """It owns no blocks."""
+
+    def _run(self, chunks: Sequence[SequenceChunk], before: Tensor | None) -> tuple[Tensor, Tensor]:
+        kv = self._runner.kv
+        batch = self._runner.prepare(chunks)
+        with on_device(kv.device), torch.inference_mode():
+            return self._model.draft(batch, kv, before)
