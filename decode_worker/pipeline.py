@@ -13,28 +13,26 @@ ahead; any other step waits until nothing is in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from common.model.batch import SequenceChunk
 from common.sampling.sampler import SamplingRow
-from common.wire.sampling_params import SampledToken, SamplingParams
+from common.wire.sampling_params import SampledToken
 from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import DecodeChunk
 
 Sampled = TypeVar("Sampled")
-DROPPED = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
-"""Samples the row of a sequence that has ended: its token is dropped."""
 
 
 class LaunchedStep(Protocol):
     """A step that a device runs."""
 
-    def sample(self, rows: Sequence[SamplingRow]) -> None:
-        """Say how each of its rows samples, before the next step is launched."""
+    def sample(self, rows: Mapping[int, SamplingRow]) -> None:
+        """Say how `rows` sample, before the next step is launched; the others do by their chunks' parameters alone."""
 
     def read(self) -> list[SampledToken]:
         """Wait for the step: a token for each of its rows. Raises the device's error."""
@@ -94,16 +92,18 @@ class Pipeline:
         assert self._launcher is not None  # `prepare` found one
         before = self.in_flight
         row_of = {id(chunk.sequence): row for row, chunk in enumerate(before.chunks)} if before else {}
-        sources = [
-            row_of.get(id(chunk.sequence), -1) if row == 0 else -1 for chunk in chunks for row in range(chunk.num_spans)
-        ]
+        sources: list[int] = []
+        for chunk in chunks:
+            sources.append(row_of.get(id(chunk.sequence), -1))
+            sources += [-1] * len(chunk.draft.token_ids)
         step = self._launcher.launch(prepared, sources)
         for chunk in chunks:
             self._scheduler.launched(chunk)
         self.in_flight = StepInFlight(tuple(chunks), step, now)
-        follows = any(rules.follows_tokens(chunk.sequence) for chunk in chunks)
+        special = [chunk for chunk in chunks if not chunk.is_plain]
+        follows = any(rules.follows_tokens(chunk.sequence) for chunk in special)
         if not follows:
-            step.sample(self._rows(chunks, rules))
+            step.sample(self._rows(chunks, rules) if special else {})
         if before is not None:
             complete(before)
         if follows:
@@ -123,11 +123,15 @@ class Pipeline:
         rows_of = by_chunk(tokens, [chunk.num_spans for chunk in step.chunks])
         return [rows if is_wanted else [] for rows, is_wanted in zip(rows_of, wanted, strict=True)]
 
-    def _rows(self, chunks: Sequence[DecodeChunk], rules: DecodeRules) -> list[SamplingRow]:
-        """How to sample the rows of a launched step: anyhow, where the sequence has ended with the step before."""
-        rows: list[SamplingRow] = []
-        for chunk in chunks:
-            rows += rules.rows(chunk) if self._scheduler.has(chunk.sequence) else [DROPPED] * chunk.num_spans
+    def _rows(self, chunks: Sequence[DecodeChunk], rules: DecodeRules) -> dict[int, SamplingRow]:
+        """How the rows of a launched step sample that need more than their parameters.
+
+        Those of a sequence that has ended with the step before do not: their tokens are dropped.
+        """
+        rows: dict[int, SamplingRow] = {}
+        for chunk, first in zip(chunks, starts_of([chunk.num_spans for chunk in chunks]), strict=True):
+            if not chunk.is_plain and self._scheduler.has(chunk.sequence):
+                rows.update(enumerate(rules.rows(chunk), first))
         return rows
 
     def close(self) -> None:
@@ -144,18 +148,19 @@ def model_chunks(chunks: Sequence[DecodeChunk]) -> list[SequenceChunk]:
     prepared = []
     for chunk in chunks:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
-        tokens = sequence.token_ids[chunk.start : end]
-        prepared.append(
-            SequenceChunk(
-                tokens or (0,), chunk.start, sequence.blocks, chunk.sample, chunk.all_logits, sequence.adapter
-            )
-        )
+        blocks, adapter, params = sequence.blocks, sequence.adapter, sequence.request.params
+        tokens = sequence.token_ids[chunk.start : end] or (0,)
+        prepared.append(SequenceChunk(tokens, chunk.start, blocks, chunk.sample, chunk.all_logits, adapter, params))
         for place, token_id in enumerate(chunk.draft.token_ids, end):
-            prepared.append(SequenceChunk((token_id,), place, sequence.blocks, adapter=sequence.adapter))
+            prepared.append(SequenceChunk((token_id,), place, blocks, adapter=adapter, params=params))
     return prepared
 
 
 def by_chunk(sampled: Sequence[Sampled], counts: Sequence[int]) -> list[Sequence[Sampled]]:
     """Split the rows of a step: `counts` rows for each chunk."""
-    ends = list(accumulate(counts))
-    return [sampled[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    return [sampled[start : start + count] for start, count in zip(starts_of(counts), counts, strict=True)]
+
+
+def starts_of(counts: Sequence[int]) -> list[int]:
+    """The first row of each chunk of `counts` rows."""
+    return [0, *accumulate(counts)][:-1]

@@ -38,6 +38,11 @@ class DecodeChunk(NamedTuple):
         return self.start + self.num_tokens == self.sequence.num_planned
 
     @property
+    def is_plain(self) -> bool:
+        """Whether parameters and position alone say how its rows are sampled."""
+        return self.start + self.num_tokens >= self.sequence.plain_from
+
+    @property
     def all_logits(self) -> bool:
         return self.sequence.wants_prompt_logprobs and self.start + 1 < self.sequence.num_request_tokens
 
