@@ -171,8 +171,9 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         chunks = self._speculation.extend(certain, self._room, may_compute=is_alone, idle=idle)
         now += self._speculation.drafting_s
         if chunks:
-            self._num_rows = sum(chunk.num_rows for chunk in chunks)
-            self.planned(shape_of(chunks))
+            shape = shape_of(chunks)
+            self._num_rows = shape.num_tokens + shape.num_rows
+            self.planned(shape)
         if prepared := self._pipeline.prepare(chunks):
             self._pipeline.launch(chunks, prepared, self._rules, now, self._complete_step)
         else:
@@ -223,7 +224,10 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         accepted: dict[DecodeSequence, int] = {}
         for chunk, tokens in zip(chunks, sampled, strict=True):
             if tokens:
-                count = accepted[chunk.sequence] = self._speculation.learn(chunk, [token.token_id for token in tokens])
+                count = 0
+                if chunk.draft.token_ids:
+                    count = self._speculation.learn(chunk, [token.token_id for token in tokens])
+                    accepted[chunk.sequence] = count
                 num_tokens += self._on_tokens(chunk.sequence, tokens[: count + 1], now)
         self._reports.flush()
         self._speculation.stepped(chunks, step_s)

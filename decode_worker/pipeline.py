@@ -13,7 +13,7 @@ ahead; any other step waits until nothing is in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
@@ -21,21 +21,19 @@ from typing import Protocol, TypeVar
 from common.model.batch import NO_PLACE, ROW_BEFORE, SequenceChunk
 from common.requests.hidden_places import HiddenPlaces, RowPlaces
 from common.sampling.sampler import SamplingRow
-from common.wire.sampling_params import SampledToken, SamplingParams
+from common.wire.sampling_params import SampledToken
 from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import DecodeChunk
 
 Sampled = TypeVar("Sampled")
-DROPPED = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
-"""Samples the row of a sequence that has ended: its token is dropped."""
 
 
 class LaunchedStep(Protocol):
     """A step that a device runs."""
 
-    def sample(self, rows: Sequence[SamplingRow]) -> None:
-        """Say how each of its rows samples, before the next step is launched."""
+    def sample(self, rows: Mapping[int, SamplingRow]) -> None:
+        """Say how `rows` sample, before the next step is launched; the others do by their chunks' parameters alone."""
 
     def read(self) -> list[SampledToken]:
         """Wait for the step: a token for each of its rows. Raises the device's error."""
@@ -103,16 +101,18 @@ class Pipeline:
         assert self._launcher is not None  # `prepare` found one
         before = self.in_flight
         row_of = {id(chunk.sequence): row for row, chunk in enumerate(before.chunks)} if before else {}
-        sources = [
-            row_of.get(id(chunk.sequence), -1) if row == 0 else -1 for chunk in chunks for row in range(chunk.num_spans)
-        ]
+        sources: list[int] = []
+        for chunk in chunks:
+            sources.append(row_of.get(id(chunk.sequence), -1))
+            sources += [-1] * len(chunk.draft.token_ids)
         step = self._launcher.launch(prepared, sources)
         for chunk in chunks:
             self._scheduler.launched(chunk)
         self.in_flight = StepInFlight(tuple(chunks), step, now)
-        follows = any(rules.follows_tokens(chunk.sequence) for chunk in chunks)
+        special = [chunk for chunk in chunks if not chunk.is_plain]
+        follows = any(rules.follows_tokens(chunk.sequence) for chunk in special)
         if not follows:
-            step.sample(self._rows(chunks, rules))
+            step.sample(self._rows(chunks, rules) if special else {})
         if before is not None:
             complete(before)
         if follows:
@@ -132,11 +132,15 @@ class Pipeline:
         rows_of = by_chunk(tokens, [chunk.num_spans for chunk in step.chunks])
         return [rows if is_wanted else [] for rows, is_wanted in zip(rows_of, wanted, strict=True)]
 
-    def _rows(self, chunks: Sequence[DecodeChunk], rules: DecodeRules) -> list[SamplingRow]:
-        """How to sample the rows of a launched step: anyhow, where the sequence has ended with the step before."""
-        rows: list[SamplingRow] = []
-        for chunk in chunks:
-            rows += rules.rows(chunk) if self._scheduler.has(chunk.sequence) else [DROPPED] * chunk.num_spans
+    def _rows(self, chunks: Sequence[DecodeChunk], rules: DecodeRules) -> dict[int, SamplingRow]:
+        """How the rows of a launched step sample that need more than their parameters.
+
+        Those of a sequence that has ended with the step before do not: their tokens are dropped.
+        """
+        rows: dict[int, SamplingRow] = {}
+        for chunk, first in zip(chunks, starts_of([chunk.num_spans for chunk in chunks]), strict=True):
+            if not chunk.is_plain and self._scheduler.has(chunk.sequence):
+                rows.update(enumerate(rules.rows(chunk), first))
         return rows
 
     def close(self) -> None:
@@ -154,19 +158,26 @@ def model_chunks(chunks: Sequence[DecodeChunk], hidden: HiddenPlaces | None = No
     for chunk in chunks:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         tokens, drafted = sequence.token_ids[chunk.start : end] or (0,), chunk.draft.token_ids
+        table, adapter, params = sequence.blocks, sequence.adapter, sequence.request.params
         places = RowPlaces(NO_PLACE, [NO_PLACE] * chunk.num_spans)
         if hidden is not None:
             places = hidden.take(sequence, chunk.start, chunk.num_tokens, len(drafted))
-        (before, kept), table, adapter = places, sequence.blocks, sequence.adapter
+        before, kept = places
         prepared.append(
-            SequenceChunk(tokens, chunk.start, table, chunk.sample, chunk.all_logits, adapter, before, kept[0])
+            SequenceChunk(tokens, chunk.start, table, chunk.sample, chunk.all_logits, adapter, params, before, kept[0])
         )
         for place, (token_id, to) in enumerate(zip(drafted, kept[1:], strict=True), end):
-            prepared.append(SequenceChunk((token_id,), place, table, adapter=adapter, before=ROW_BEFORE, kept=to))
+            prepared.append(
+                SequenceChunk((token_id,), place, table, adapter=adapter, params=params, before=ROW_BEFORE, kept=to)
+            )
     return prepared
 
 
 def by_chunk(sampled: Sequence[Sampled], counts: Sequence[int]) -> list[Sequence[Sampled]]:
     """Split the rows of a step: `counts` rows for each chunk."""
-    ends = list(accumulate(counts))
-    return [sampled[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    return [sampled[start : start + count] for start, count in zip(starts_of(counts), counts, strict=True)]
+
+
+def starts_of(counts: Sequence[int]) -> list[int]:
+    """The first row of each chunk of `counts` rows."""
+    return [0, *accumulate(counts)][:-1]

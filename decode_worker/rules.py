@@ -15,8 +15,6 @@ from common.wire.sampling_params import SampledToken
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk
 
-NO_TOKEN = -1
-
 
 class DecodeRules(RequestRules):
     """`max_model_len` is what model and cache take together."""
@@ -98,4 +96,7 @@ class DecodeRules(RequestRules):
 
     def ends_in_flight(self, sequence: DecodeSequence) -> bool:
         """Whether the sequence ends with the steps in flight, for any tokens that they sample."""
-        return bool(sequence.num_pending and self.finish_reason(sequence, NO_TOKEN, sequence.num_pending))
+        if not sequence.num_pending:
+            return False
+        planned = sequence.num_planned
+        return planned >= self.max_model_len or planned - sequence.num_prompt_tokens >= sequence.params.max_tokens

@@ -158,8 +158,11 @@ class DecodeScheduler(DecodeQueue):
         self.batch_cap = batch_cap(model, self._mean_context, self.goal, self.max_num_seqs, self._usual_num_seqs)
         preempted = self._make_room(withdraw)
         granted = self._admit(now, restore)
-        chunks = [DecodeChunk(s, s.num_computed, 1) for s in self.running if s.num_remaining == 1]
-        prompts = [sequence for sequence in self.running if sequence.num_remaining > 1 and sequence.read is None]
+        remaining = [sequence.num_remaining for sequence in self.running]
+        chunks = [
+            DecodeChunk(s, s.num_computed, 1) for s, left in zip(self.running, remaining, strict=True) if left == 1
+        ]
+        prompts = [s for s, left in zip(self.running, remaining, strict=True) if left > 1 and s.read is None]
         rows = StepShape.of_rows(len(chunks), sum(chunk.start + 1 for chunk in chunks))
         start = max((sequence.num_computed for sequence in prompts), default=0)
         self.step_tokens = local_chunk(model, rows, start, self.goal, self.most_step_tokens, self._usual_chunk)
@@ -265,6 +268,8 @@ class DecodeScheduler(DecodeQueue):
 
     def _num_missing(self, sequence: DecodeSequence) -> int:
         """Blocks that the sequence lacks for its next tokens."""
+        if sequence.num_planned <= len(sequence.blocks) * self.block_size:
+            return 0  # most sequences in most steps
         return max(0, self._table_end(_position(sequence), sequence.num_planned) - len(sequence.blocks))
 
     def _slide(self, sequence: DecodeSequence) -> None:
@@ -278,7 +283,7 @@ class DecodeScheduler(DecodeQueue):
         The lowest priority goes first, of those the youngest.
         """
         preempted: list[DecodeSequence] = []
-        for sequence in sorted(self.running, key=_last_to_go):
+        for sequence in sorted(filter(self._num_missing, self.running), key=_last_to_go):
             while sequence.status is RequestStatus.RUNNING:
                 missing = self._num_missing(sequence)
                 if not missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -52,6 +53,8 @@ class DecodeSequence(WorkerSequence):
     Where the request wants log-probabilities of its prompt, the router has those that follow the first
     `num_logprobs_sent` tokens.
 
+    From `plain_from` tokens on a row is sampled by parameters and position alone; never: infinity.
+
     Output token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those reported
     under the present attempt.
     """
@@ -65,6 +68,7 @@ class DecodeSequence(WorkerSequence):
     num_received_blocks: int = 0
     first_block: int = 0
     num_reported: int = field(init=False)
+    plain_from: float = field(init=False)
     num_preemptions: int = 0
     num_passing_blocks: int = 0
     first_token_at: float = 0.0
@@ -86,6 +90,8 @@ class DecodeSequence(WorkerSequence):
     def __post_init__(self) -> None:
         WorkerSequence.__post_init__(self)  # `super()` fails in a dataclass with slots
         self.num_reported = self.request.num_output_tokens
+        params = self.params
+        self.plain_from = self.num_prompt_tokens + params.min_tokens if params.is_plain else math.inf
 
     @property
     def rank(self) -> float:

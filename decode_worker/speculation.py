@@ -7,7 +7,6 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from common.kv.block_pool import BlockCounts
@@ -110,7 +109,7 @@ class Speculation:
         for _, _, index in candidates[:best]:
             taken[index] += 1
         return [
-            replace(chunk, draft=draft.first(count)) if count else chunk
+            chunk._replace(draft=draft.first(count)) if count else chunk
             for chunk, draft, count in zip(chunks, drafts, taken, strict=True)
         ]
 
@@ -153,15 +152,14 @@ class Speculation:
     def _drafts(
         self, chunks: Sequence[DecodeChunk], room: Callable[[DecodeSequence, int], int], *, may_compute: bool
     ) -> Sequence[Draft]:
-        """What may be drafted behind each of the chunks."""
-        nothing = (NOTHING,) * len(chunks)
+        """What may be drafted behind each of the chunks; empty where nothing may behind any."""
         if not self._max_tokens or not 0 < len(chunks) <= min(self._most_sequences, self._max_rows - 1):
-            return nothing
+            return ()
         if not all(chunk.sample and chunk.num_tokens == 1 for chunk in chunks):
-            return nothing
+            return ()
         # Whether a draft token that is surely accepted would pay. If not, there is no search.
         pays = len(chunks) <= MAX_SEQUENCES and self._costs.worthwhile(len(chunks), [1.0], self._goal)
-        drafts = [self._draft_for(chunk.sequence, room) for chunk in chunks] if pays else nothing
+        drafts = [self._draft_for(chunk.sequence, room) for chunk in chunks] if pays else [NOTHING] * len(chunks)
         if self._model is None or not may_compute:
             return drafts
         chances = sorted((chance for draft in drafts for chance in self._rates.chances(draft)), reverse=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.latency.step_model import StepShape
 from decode_worker.drafting.draft_tokens import NOTHING, Draft
 from decode_worker.sequence import DecodeSequence
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeChunk:
+class DecodeChunk(NamedTuple):
     """Compute `num_tokens` tokens of `sequence` from `start` on; sample if that reaches its last token.
 
     With `all_logits`, the logits of every token are kept: the request wants log-probabilities of its prompt. A single
@@ -38,6 +38,11 @@ class DecodeChunk:
         return self.start + self.num_tokens == self.sequence.num_planned
 
     @property
+    def is_plain(self) -> bool:
+        """Whether parameters and position alone say how its rows are sampled."""
+        return self.start + self.num_tokens >= self.sequence.plain_from
+
+    @property
     def all_logits(self) -> bool:
         return self.sequence.wants_prompt_logprobs and self.start + 1 < self.sequence.num_request_tokens
 
@@ -53,8 +58,11 @@ class SchedulerOutput:
 
 def shape_of(chunks: Sequence[DecodeChunk]) -> StepShape:
     """What a step of these chunks computes; draft tokens are rows of their own."""
-    rows = [chunk for chunk in chunks if chunk.num_tokens == 1]
+    num_rows = context = 0
+    for chunk in chunks:
+        if chunk.num_tokens == 1:
+            rows = 1 + len(chunk.draft.token_ids)
+            num_rows, context = num_rows + rows, context + rows * (chunk.start + 1)
     prompts = (chunk for chunk in chunks if chunk.num_tokens > 1)
-    context = sum(chunk.num_rows * (chunk.start + 1) for chunk in rows)
     of_prompts = StepShape.sum(StepShape.of_prompt(chunk.start, chunk.start + chunk.num_tokens) for chunk in prompts)
-    return StepShape.of_rows(sum(chunk.num_rows for chunk in rows), context) + of_prompts
+    return StepShape.of_rows(num_rows, context) + of_prompts

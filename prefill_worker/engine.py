@@ -294,6 +294,6 @@ def _model_chunk(chunk: PrefillChunk, hidden: HiddenPlaces | None) -> SequenceCh
         chunk.sample,
         chunk.all_logits,
         sequence.adapter,
-        places.before,
-        places.kept[0],
+        before=places.before,
+        kept=places.kept[0],
     )

@@ -15,7 +15,9 @@ from benchmarks.gpu.gate import difference, first_problem
 from benchmarks.gpu.shape import GPUShape
 from benchmarks.gpu.timer import Call
 from kernels import Draw, SamplingTensors
+from kernels.agreement.seats import random_seats, seats_check, unwritten_rows
 from kernels.blocks import gather_by_torch, scatter_by_torch, wire_bytes
+from kernels.interface.seats import POSITION, SeatLayout
 from kernels.plain import reference
 from kernels.sampling import sample_by_sorting
 
@@ -31,6 +33,7 @@ def elementwise_cases(backend: Any, shape: GPUShape, device: torch.device) -> It
             yield partial(make, backend, shape, tokens, device)
     for greedy in (True, False):
         yield partial(sampling_case, backend, shape, device, greedy=greedy)
+    yield partial(seats_case, backend, shape, device)
     for quantised in (False, True):
         for gathers in (True, False):
             yield partial(block_case, backend, shape, device, quantised=quantised, gathers=gathers)
@@ -122,6 +125,27 @@ def sampling_case(backend: Any, shape: GPUShape, device: torch.device, *, greedy
     calls: list[Call] = [lambda i=i: backend.sample(logits[i], rows) for i in range(count)]  # type: ignore[misc]
     name = "greedy tokens" if greedy else "top-k and top-p"
     return KernelCase(name, f"{num_draws} x {shape.vocab_size:,}", num_bytes, 0, calls, check)
+
+
+def seats_case(backend: Any, shape: GPUShape, device: torch.device) -> KernelCase:
+    """A full decode step's rows from seats; the floor copies the block tables, 8 bytes an entry to 4."""
+    count, size = max(shape.decode_batches), shape.block_size
+    layout = SeatLayout(count, shape.decode_context // size + 1, size)
+    memory = random_seats(layout, range(count), [shape.decode_context - 1] * count, torch.Generator().manual_seed(1))
+    sampled = torch.arange(count) % shape.vocab_size
+    memory, sampled = memory.to(device), sampled.to(device)
+    rows = unwritten_rows(layout, count, device)
+
+    def check() -> str:
+        found = seats_check(backend.fill_rows, size, shape.decode_context, device, torch.Generator().manual_seed(2))
+        return found.problem
+
+    def call() -> None:
+        memory[count:].view(count, -1)[:, POSITION] = shape.decode_context - 1  # it moves on each time
+        backend.fill_rows(memory, layout, sampled, shape.vocab_size, rows)
+
+    num_bytes = 12 * count * (shape.decode_context // size)
+    return KernelCase("rows from seats", f"{count} of {shape.decode_context:,}", num_bytes, 0, [call], check)
 
 
 def block_case(backend: Any, shape: GPUShape, device: torch.device, *, quantised: bool, gathers: bool) -> KernelCase:

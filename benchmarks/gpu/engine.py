@@ -16,8 +16,9 @@ from common.kv.cache import KVCache
 from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.runner.graph_capture import GraphRecorder, PlainRecorder
-from common.runner.graph_runner import FROM_HOST, GraphRunner
+from common.runner.graph_runner import GraphRunner
 from common.runner.runner import ModelRunner
+from common.runner.seats import FROM_HOST
 from common.runner.step_launcher import GraphStep, StepLauncher
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
@@ -88,18 +89,14 @@ def decode_row(runner: ModelRunner, shape: GPUShape, batch: int, chip: Chip, tim
 
 def launched_row(runner: GraphRunner, shape: GPUShape, batch: int, chip: Chip) -> dict[str, Any]:
     """Recorded steps, each launched before the tokens of the one before are read, as the engine does."""
-    launcher, rows, chunks = (
-        StepLauncher(runner, Sampler(shape.vocab_size)),
-        [_row(shape)] * batch,
-        _chunks(shape, batch),
-    )
+    launcher, chunks = StepLauncher(runner, Sampler(shape.vocab_size)), _chunks(shape, batch)
     before: GraphStep | None = None
 
     def steps(count: int, sources: Sequence[int]) -> None:
         nonlocal before
         for _ in range(count):
             launched = launcher.launch(chunks, sources)
-            launched.sample(rows)
+            launched.sample({})
             if before is not None:
                 before.read()
             before = launched
@@ -164,7 +161,7 @@ def engine_problem(shape: GPUShape, device: torch.device) -> str:
             # What the launched steps do not get from the host they must have from each other.
             hidden = [SequenceChunk((0,), position, chunk.block_table) for chunk in chunks] if pending else chunks
             pending = launcher.launch(hidden, sources)
-            pending.sample([_row(shape)] * count)
+            pending.sample({})
             error = float((graphs.logits[:count] - expected).norm() / expected.norm())
             if not error < LOGIT_TOLERANCE[shape.dtype]:
                 return f"{count} sequences at position {position}: logits are off by {error:.2g} of their norm"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,20 +14,22 @@ from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.kv.cache import KVCache
 from common.kv.window import Window
 from common.model_files.config import ModelConfig
+from common.wire.sampling_params import SamplingParams
 from kernels import NO_ADAPTER, AttentionPlan, QuerySpan, plan_attention
 
 NO_PLACE, ROW_BEFORE = -1, -2
 """Where a hidden state is that is nowhere, or that the row before makes in the same step."""
 
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
-@dataclass(frozen=True, slots=True)
-class SequenceChunk:
+
+class SequenceChunk(NamedTuple):
     """Asks to run `token_ids`, which follow the `start` tokens whose KV the cache holds.
 
     `block_table` names the sequence's blocks in order, and may be longer than needed. Its entries that are out of the
     window of every layer may be holes (`common/kv/window.py`). With `sample`, the runner
     returns the logits that follow the chunk's last token, with `all_logits` those that follow each of its tokens.
-    `adapter` is the place of the adapter that its tokens use.
+    `adapter` is the place of the adapter that its tokens use. A step that samples by itself does so by `params`.
 
     For a model with a draft head, `before` is the place of the hidden state of the token before the chunk, or
     ROW_BEFORE, and `kept` where that of its last token goes.
@@ -38,6 +41,7 @@ class SequenceChunk:
     sample: bool = True
     all_logits: bool = False
     adapter: int = NO_ADAPTER
+    params: SamplingParams = GREEDY
     before: int = NO_PLACE
     kept: int = NO_PLACE
 

@@ -75,11 +75,12 @@ class RequestRules:
 
         `num_more` tokens, `token_id` included, are not in the sequence yet.
         """
+        num_tokens = len(sequence.token_ids) + num_more
         return finish_reason(
-            sequence.params,
+            sequence.request.params,
             self._eos,
-            num_output_tokens=sequence.num_output_tokens + num_more,
+            num_output_tokens=num_tokens - sequence.num_prompt_tokens,
             token_id=token_id,
-            num_tokens=sequence.num_tokens + num_more,
+            num_tokens=num_tokens,
             max_model_len=self.max_model_len,
         )

@@ -92,7 +92,7 @@ class Scheduler(ABC, Generic[S]):
 
     def has(self, sequence: S) -> bool:
         """Whether the sequence is still here, and not another one of its id."""
-        return self.find(sequence.request_id) is sequence
+        return self._by_id.get(sequence.request.request_id) is sequence
 
     def constrain(self, sequence: S, constraint: Constraint) -> None:
         """The grammar of a request is compiled: it may get blocks."""

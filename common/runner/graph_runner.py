@@ -1,8 +1,9 @@
 """Runs decode rows as recorded graphs, one for each of a few batch sizes; everything else as `ModelRunner` does.
 
-A step's inputs go to memory that the graph reads. Rows that pad it to its size have slot -1, so no KV is written, and
-no span, so attention skips them; their logits are dropped. A row may take its token from the step before on the device,
-so `launch` does not wait for tokens that are still being sampled.
+Each sequence has a seat on the device, from which a step reads what it runs (`seats.py`); the step before leaves its
+token and its position there, so `launch` does not wait for tokens that are still being sampled, and sends only what has
+changed. Rows that pad a step to its size have slot -1, so no KV is written, and no span, so attention skips them; their
+logits are dropped.
 """
 
 from __future__ import annotations
@@ -13,37 +14,45 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from common.errors import InvalidRequest
 from common.kv.cache import KVCache
 from common.kv.window import Window
-from common.model.batch import NO_PLACE, ForwardBatch, HiddenRows, SequenceChunk, check_chunk
+from common.model.batch import ForwardBatch, SequenceChunk
 from common.runner.buckets import bucket_for, bucket_sizes
 from common.runner.graph_capture import StepRecorder
+from common.runner.hidden_inputs import HiddenInputs
 from common.runner.runner import ModelRunner, RunnableModel, StepProfile
-from kernels import NO_ADAPTER, QuerySpan, on_device
-from kernels.gpu.device_plan import GPUPlan, Staging
+from common.runner.seats import FROM_HOST, Seats
+from kernels import SamplingTensors, on_device, sample
+from kernels.gpu.device_plan import GPUPlan
+from kernels.gpu.seats import fill_rows
+from kernels.interface.seats import (
+    NUM_NARROW,
+    NUM_WIDE,
+    RUN_ADAPTER,
+    RUN_POSITION,
+    RUN_SLOT,
+    RUN_TOKEN,
+    SeatLayout,
+    StepRows,
+)
 
 log = logging.getLogger(__name__)
-
-TOKEN, POSITION, SLOT, SOURCE, ADAPTER, BEFORE, KEPT = range(7)  # rows of a step's inputs
-NUM_INPUTS = 7
-FROM_HOST = -1
-"""The source of a row whose token comes from the host; others name a row of the step before."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A decode step of `size` rows. A replay reads `inputs` int64 [NUM_INPUTS, size] and `plan`."""
+    """A decode step of `size` rows. `replay` fills `rows` and `plan` from the seats, and runs the model on them; `draw`
+    samples a token for each row as its sequence's parameters say."""
 
     size: int
-    inputs: Tensor
+    rows: StepRows
     plan: GPUPlan
     replay: Callable[[], None]
+    draw: Callable[[], None]
 
 
 class GraphRunner(ModelRunner):
@@ -66,19 +75,22 @@ class GraphRunner(ModelRunner):
         super().__init__(model, kv)
         longest = Window(model.config.window, kv.block_size).longest(kv.num_blocks, max_model_len)
         self._max_blocks = -(-longest // kv.block_size)
-        self._sizes = bucket_sizes(max_num_seqs)
+        self._sizes, self._adapts = bucket_sizes(max_num_seqs), adapts
         largest = self._sizes[-1]
         with torch.inference_mode():
-            self._memory = torch.zeros(NUM_INPUTS * largest, dtype=torch.int64, device=kv.device)
-            self._staging = Staging(self._memory, copies=2)
+            self._seats = Seats(SeatLayout(largest, self._max_blocks, kv.block_size), model.config, kv)
+            self._wide = torch.zeros(NUM_WIDE * largest, dtype=torch.int64, device=kv.device)
+            self._narrow = torch.zeros(NUM_NARROW * largest, dtype=torch.int32, device=kv.device)
             self.logits = torch.zeros(largest, model.config.vocab_size, dtype=torch.float32, device=kv.device)
             self.sampled = torch.zeros(largest, dtype=torch.int64, device=kv.device)
+            self._hidden = HiddenInputs(largest, kv.device) if model.config.draft_head else None
             began = time.perf_counter()
             self._steps = {
                 (size, adapted): self._record(size, recorder, adapted=adapted)
                 for size in reversed(self._sizes)
                 for adapted in ((True, False) if adapts else (False,))
             }
+        self._last = self._steps[largest, False]
         log.info("recorded %d decode steps in %.1f s", len(self._steps), time.perf_counter() - began)
 
     @property
@@ -108,34 +120,52 @@ class GraphRunner(ModelRunner):
     def replays(self, chunks: Sequence[SequenceChunk]) -> bool:
         """Whether a recorded step can run `chunks`."""
         size = bucket_for(self._sizes, len(chunks))
-        if size is None or not all(map(self._is_row, chunks)):
+        if size is None or not all(chunk.sample and len(chunk.token_ids) == 1 for chunk in chunks):
             return False
-        return self._steps[size, False].plan.takes(chunk.start + 1 for chunk in chunks)
+        lengths = [chunk.start + 1 for chunk in chunks]
+        return max(lengths) <= self._max_blocks * self.kv.block_size and self._steps[size, False].plan.takes(lengths)
 
     def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> Tensor:
         """Replay a step of `chunks`, which `replays` them: logits float32 [len(chunks), vocab_size], when it has run.
 
-        Row i runs token `self.sampled[sources[i]]` instead of its chunk's own unless that is FROM_HOST; `sampled`,
-        int64 [max_num_seqs], is the caller's to write after each step. The logits are the first rows of `self.logits`.
-        Errors as `forward`, before anything runs.
+        Row i goes on from row `sources[i]` of the step before, whose token it runs, unless that is FROM_HOST: the
+        caller has written it to `sampled`, int64 [max_num_seqs], or `draw` has. The logits are the first rows of
+        `self.logits`. Errors as `forward`, before anything runs.
         """
         began = time.perf_counter()
         size = bucket_for(self._sizes, len(chunks))
         if size is None:
             raise InvalidRequest(f"{len(chunks)} sequences do not fit a step of {self._sizes[-1]}")
-        for chunk in chunks:
-            check_chunk(chunk, self.model.config, self.kv)
+        plan = self._steps[size, False].plan
+        if not plan.takes([chunk.start + 1 for chunk in chunks]):
+            raise InvalidRequest(f"{len(chunks)} sequences have more than {plan.num_places} partial results together")
         with on_device(self.kv.device), torch.inference_mode():
-            step = self._steps[size, any(chunk.adapter != NO_ADAPTER for chunk in chunks)]
-            host = self._staging.next()[: NUM_INPUTS * size].reshape(NUM_INPUTS, size)
-            _write_inputs(host, chunks, sources, self.kv.block_size, self.model.config.vocab_size)
-            self._staging.send(NUM_INPUTS * size)
-            step.plan.fill([QuerySpan(i, 1, chunk.start, chunk.block_table) for i, chunk in enumerate(chunks)])
+            self._seats.take(chunks, sources)
+            if self._hidden is not None:
+                self._hidden.send(chunks, size)
+            self._last = self._steps[size, self._adapts and self._seats.has_adapters]
             prepared = time.perf_counter()
-            step.replay()
+            try:
+                self._last.replay()
+            except BaseException:
+                self._seats.forget()
+                raise
         done = time.perf_counter()
         self.profile = StepProfile(len(chunks), len(chunks), prepared - began, done - prepared)
         return self.logits[: len(chunks)]
+
+    def draw(self, count: int) -> Tensor:
+        """Sample the `count` rows of the last step as their sequences' parameters say: int64 [count] of `sampled`."""
+        self._last.draw()
+        return self.sampled[:count]
+
+    def draws(self, count: int) -> SamplingTensors:
+        """How they draw, for a caller that samples itself, until the next step is launched."""
+        return self._last.rows.draws(count, searches=self._seats.searches)
+
+    def check_integrity(self) -> None:
+        """Waits for the last step. BlockError unless the device has what the host thinks (`Seats`)."""
+        self._seats.check_integrity()
 
     def _is_row(self, chunk: SequenceChunk) -> bool:
         """Whether a chunk fits into a recorded step: one sampled token."""
@@ -143,24 +173,23 @@ class GraphRunner(ModelRunner):
         return is_single and -(-(chunk.start + 1) // self.kv.block_size) <= self._max_blocks
 
     def _record(self, size: int, recorder: StepRecorder, *, adapted: bool) -> RecordedStep:
-        config, kv = self.model.config, self.kv
-        inputs = self._memory[: NUM_INPUTS * size].view(NUM_INPUTS, size)
-        inputs.zero_()
-        inputs[SLOT], inputs[SOURCE], inputs[ADAPTER] = -1, FROM_HOST, NO_ADAPTER
-        inputs[BEFORE] = inputs[KEPT] = NO_PLACE
+        config, kv, seats = self.model.config, self.kv, self._seats
         plan = GPUPlan.empty(size, self._max_blocks, kv.layout, config.num_heads, kv.device)
+        rows = StepRows.within(self._wide, self._narrow, size, plan.spans, plan.block_tables)
 
         def run() -> None:
-            # An id that is no token marks logits that are not finite: the host ends its request later.
-            before = self.sampled.index_select(0, inputs[SOURCE].clamp_min(0)).clamp(0, config.vocab_size - 1)
-            token_ids = torch.where(inputs[SOURCE] < 0, inputs[TOKEN], before)
+            fill_rows(seats.memory, seats.layout, self.sampled, config.vocab_size, rows)
             plan.prepare()
-            adapters = inputs[ADAPTER] if adapted else None
-            hidden = HiddenRows(inputs[BEFORE], inputs[KEPT]) if config.draft_head else None
-            batch = ForwardBatch(size, token_ids, inputs[POSITION], inputs[SLOT], None, plan, adapters, hidden)
+            adapters = rows.wide[RUN_ADAPTER] if adapted else None
+            numbers = rows.wide[RUN_TOKEN], rows.wide[RUN_POSITION], rows.wide[RUN_SLOT]
+            hidden = self._hidden.rows(size) if self._hidden is not None else None
+            batch = ForwardBatch(size, *numbers, None, plan, adapters, hidden)
             self.logits[:size].copy_(self.model.forward(batch, kv))
 
-        return RecordedStep(size, inputs, plan, recorder.record(run))
+        def draw() -> None:
+            self.sampled[:size].copy_(sample(self.logits[:size], rows.draws(size)))
+
+        return RecordedStep(size, rows, plan, recorder.record(run), recorder.record(draw))
 
 
 def _in_order(chunks: Sequence[SequenceChunk], recorded: Sequence[bool], rows: Tensor, others: Tensor) -> Tensor:
@@ -172,22 +201,3 @@ def _in_order(chunks: Sequence[SequenceChunk], recorded: Sequence[bool], rows: T
         first, taken[is_row] = taken[is_row], taken[is_row] + count
         pieces.append((rows if is_row else others)[first : first + count])
     return torch.cat(pieces)
-
-
-def _write_inputs(
-    host: npt.NDArray[np.int64],
-    chunks: Sequence[SequenceChunk],
-    sources: Sequence[int],
-    block_size: int,
-    vocab_size: int,
-) -> None:
-    """Fill inputs [NUM_INPUTS, size], behind `chunks` with padding. InvalidRequest for an id that is no token."""
-    count = len(chunks)
-    for i, chunk in enumerate(chunks):
-        token_id, start = chunk.token_ids[0], chunk.start
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"token id {token_id} is outside of the vocabulary of {vocab_size}")
-        slot = chunk.block_table[start // block_size] * block_size + start % block_size
-        before = chunk.before if i else max(chunk.before, NO_PLACE)  # no row is before the first
-        host[:, i] = (token_id, start, slot, sources[i], chunk.adapter, before, chunk.kept)
-    host[:, count:] = np.array([[0], [0], [-1], [FROM_HOST], [NO_ADAPTER], [NO_PLACE], [NO_PLACE]])

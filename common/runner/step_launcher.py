@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,11 +25,16 @@ class GraphStep:
         self._runner, self._sampler, self._logits = runner, sampler, logits
         self._tokens: LaunchedTokens | None = None
 
-    def sample(self, rows: Sequence[SamplingRow]) -> None:
-        """Launches the sampling of each row."""
+    def sample(self, rows: Mapping[int, SamplingRow]) -> None:
+        """Launches the sampling of each row: a replay, if all rows sample by their chunks' parameters alone."""
+        count = len(self._logits)
         with on_device(self._logits.device), torch.inference_mode():
-            self._tokens = self._sampler.launch(self._logits, self._sampler.prepare(rows))
-            self._runner.sampled[: len(rows)].copy_(self._tokens.ids)
+            if not rows:
+                self._tokens = LaunchedTokens(self._runner.draw(count), (), self._sampler.vocab_size)
+                return
+            prepared = self._sampler.prepare([rows.get(row) for row in range(count)])
+            self._tokens = self._sampler.launch(self._logits, prepared, self._runner.draws(count))
+            self._runner.sampled[:count].copy_(self._tokens.ids)
 
     def read(self) -> list[SampledToken]:
         """Waits until the step has ended. Raises RuntimeError when it failed, or nothing was sampled."""

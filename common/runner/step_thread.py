@@ -9,7 +9,7 @@ the next step already runs. How the rows of a step are sampled may follow while 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -24,13 +24,13 @@ from common.wire.sampling_params import SampledToken
 class ThreadStep:
     """A step on its way. What is asked of `thread` runs in the order in which it was asked."""
 
-    def __init__(self, thread: StepThread, logits: Future[Tensor]) -> None:
-        self._thread, self._logits = thread, logits
+    def __init__(self, thread: StepThread, chunks: Sequence[SequenceChunk], logits: Future[Tensor]) -> None:
+        self._thread, self._chunks, self._logits = thread, chunks, logits
         self._tokens: Future[list[SampledToken]] | None = None
 
-    def sample(self, rows: Sequence[SamplingRow]) -> None:
+    def sample(self, rows: Mapping[int, SamplingRow]) -> None:
         """Has each row sampled once the model has run. The rows' sequences may go on at once."""
-        self._tokens = self._thread.submit_sampling(self._logits, rows)
+        self._tokens = self._thread.submit_sampling(self._logits, rows_of(self._chunks, rows))
 
     def read(self) -> list[SampledToken]:
         """Waits for the step. Raises its error, or that of the step before, or RuntimeError if nothing was sampled."""
@@ -60,7 +60,7 @@ class StepThread:
         batch = self._runner.prepare(chunks)
         before = self._last if max(sources) >= 0 else None
         self._last = ThreadStep(
-            self, self._steps.submit(self._run, batch, before, tuple(sources), torch.get_num_threads())
+            self, chunks, self._steps.submit(self._run, batch, before, tuple(sources), torch.get_num_threads())
         )
         return self._last
 
@@ -85,3 +85,8 @@ class StepThread:
 
     def _sample(self, logits: Future[Tensor], prepared: PreparedRows) -> list[SampledToken]:
         return self._sampler.launch(logits.result(), prepared).read()
+
+
+def rows_of(chunks: Sequence[SequenceChunk], rows: Mapping[int, SamplingRow]) -> list[SamplingRow]:
+    """How each row samples: as `rows` say, or by its chunk's parameters alone."""
+    return [rows.get(row) or SamplingRow(chunk.params, chunk.start + 1) for row, chunk in enumerate(chunks)]

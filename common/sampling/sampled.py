@@ -33,6 +33,8 @@ class LaunchedTokens:
         """
         if self._event is not None:
             self._event.synchronize()
+        if not self._logprobs:
+            return [SampledToken(token_id) for token_id in self._host.tolist()]
         found: dict[int, TokenLogprobs] = {}
         for launched in self._logprobs:
             found |= zip(launched.rows, launched.read(), strict=True)

@@ -50,10 +50,11 @@ class SamplingRow:
 class PreparedRows:
     """All that a step's rows are sampled by, on the host: it reads no sequence any more, which may go on meanwhile.
 
-    The rows with bias, penalties or bans are `adjusted`, by `changes`. `allowed` are masks of 32 tokens an int32.
+    None stands for a row of which nothing but its draw matters, which the device knows. The rows with bias, penalties
+    or bans are `adjusted`, by `changes`. `allowed` are masks of 32 tokens an int32.
     """
 
-    rows: Sequence[SamplingRow]
+    rows: Sequence[SamplingRow | None]
     adjusted: Sequence[int]
     changes: LogitChanges | None
     allowed: Sequence[Tensor | None]
@@ -80,22 +81,28 @@ class Sampler:
         prepared = replace(self.prepare(rows), logprobs={})
         return [token.token_id for token in self.launch(logits, prepared).read()]
 
-    def prepare(self, rows: Sequence[SamplingRow]) -> PreparedRows:
+    def prepare(self, rows: Sequence[SamplingRow | None]) -> PreparedRows:
         """What the host does for a step's rows, whose sequences' tokens must all be known where rows depend on them."""
-        adjusted = [i for i, row in enumerate(rows) if _adjusts(row)]
+        wanted = [(i, row) for i, row in enumerate(rows) if row is not None]
+        adjusted = [(i, row) for i, row in wanted if _adjusts(row)]
         return PreparedRows(
             rows,
-            adjusted,
-            LogitChanges.of([_adjustment(rows[i]) for i in adjusted], self.vocab_size) if adjusted else None,
-            [_allowed(row, self.vocab_size) for row in rows],
-            {i: _wanted(row.params) for i, row in enumerate(rows) if row.params.logprobs >= 0},
+            [i for i, _ in adjusted],
+            LogitChanges.of([_adjustment(row) for _, row in adjusted], self.vocab_size) if adjusted else None,
+            [None if row is None else _allowed(row, self.vocab_size) for row in rows],
+            {i: _wanted(row.params) for i, row in wanted if row.params.logprobs >= 0},
         )
 
-    def launch(self, logits: Tensor, prepared: PreparedRows) -> LaunchedTokens:
-        """The tokens that `sample` would give. On a GPU the host waits for nothing before it reads them."""
+    def launch(self, logits: Tensor, prepared: PreparedRows, draws: SamplingTensors | None = None) -> LaunchedTokens:
+        """The tokens that `sample` would give. On a GPU the host waits for nothing before it reads them.
+
+        `draws` are those of all rows, where they are on the device; without them no row may be None.
+        """
         with on_device(logits.device), torch.inference_mode():
             logits = logits.float()
-            draws = SamplingTensors.pack([_draw_of(row) for row in prepared.rows], logits.device)
+            if draws is None:
+                rows = [row for row in prepared.rows if row is not None]
+                draws = SamplingTensors.pack([_draw_of(row) for row in rows], logits.device)
             ids = sample(_adjusted(logits, prepared), draws, prepared.allowed)
             logprobs = launch_logprobs(logits, ids, prepared.logprobs) if prepared.logprobs else ()
             return LaunchedTokens(ids, logprobs, self.vocab_size)

@@ -77,6 +77,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     def greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits and a row's draw say all, once `min_tokens` is reached: no other token, list or grammar does,
+        and nothing but the token is wanted."""
+        lists = self.logit_bias or self.allowed_token_ids or self.bad_words or self.grammar
+        counts = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return not (lists or counts or self.thinking is not None or self.logprobs >= 0)
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of one position: its token's own, and (token id, logprob) alternatives, best first.

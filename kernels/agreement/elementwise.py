@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from kernels import dispatch
 from kernels.agreement.attention import name
 from kernels.agreement.gate import Check, Finding, finding
 from kernels.agreement.poisoned_cache import PoisonedCache
+from kernels.agreement.seats import seats_check
 from kernels.agreement.shape import CheckedShape
 from kernels.blocks import gather_blocks, gather_by_torch, scatter_blocks, scatter_by_torch, wire_bytes
 from kernels.interface.draws import Draw, SamplingTensors
-from kernels.interface.kernels import HeadNorms, LatentNorm
+from kernels.interface.kernels import DeviceKernels, HeadNorms, LatentNorm
 from kernels.plain import backend as plain
 from kernels.sampling import sample, sample_by_sorting
 
@@ -34,6 +35,9 @@ def elementwise_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Ch
     if shape.vocab_size:
         yield partial(sampling, shape, cache)
     if shape.device_kernels:
+        layout, device = cache.layout, cache.kv.device
+        kernels = cast(DeviceKernels, dispatch.backend(device.type))
+        yield partial(seats_check, kernels.fill_rows, layout.block_size, shape.longest, device, cache.random)
         for quantised in (False, True) if shape.quantised_wire else (False,):
             yield partial(copies, cache, quantised)
 

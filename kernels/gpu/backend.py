@@ -12,12 +12,14 @@ from kernels.gpu.products.invariant import invariant_linear
 from kernels.gpu.products.lora import add_lora
 from kernels.gpu.rotary import rotate_and_write
 from kernels.gpu.sampling import sample
+from kernels.gpu.seats import fill_rows
 from kernels.gpu.tiles.activation import gated
 
 __all__ = [
     "add_lora",
     "add_rms_norm",
     "experts",
+    "fill_rows",
     "gated",
     "gather_blocks",
     "held_linear",

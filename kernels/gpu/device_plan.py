@@ -1,7 +1,7 @@
 """A step's attention plan in device memory: written in place, so that a CUDA graph can be replayed for other sequences.
 
     plan = GPUPlan.empty(...)      once, outside of the graph
-    plan.fill(spans)               before every replay
+    plan.fill(spans)               before every replay, unless the graph writes spans and tables itself
     plan.prepare()                 first in the captured region: the device lays out its own work
 
 Kernels read spans, block tables and work lists from the device. The host keeps only what never changes between replays.
@@ -83,13 +83,14 @@ class GPUPlan(AttentionPlan):
         self.layout, self.num_heads, self.device = layout, num_heads, device
         self.num_multiprocessors = num_multiprocessors(device)
         self.num_places = num_spans * num_places(width * layout.block_size) if places is None else places
+        self._has_all_places = self.num_places >= num_spans * num_places(width * layout.block_size)
         self.single, self.wide = True, max_rows > 1
         fields = num_spans * SPAN_FIELDS
         self._tables_at = -(-fields // ALIGNMENT) * ALIGNMENT
         memory = torch.zeros(self._tables_at + num_spans * width, dtype=torch.int32, device=device)
         self.spans = memory[:fields].view(num_spans, SPAN_FIELDS)
         self.block_tables = memory[self._tables_at :].view(num_spans, width)
-        self._staging = Staging(memory, host_copies)
+        self._memory, self._host_copies = memory, host_copies
         self._host_spans: list[tuple[int, int, int]] = []
         self._decode_work: dict[int, DecodeWork] = {}
         self._query_tiles: dict[int, Tensor] = {}
@@ -115,8 +116,15 @@ class GPUPlan(AttentionPlan):
         plan.single = any(span.num_rows == 1 for span in spans)
         return plan
 
+    @functools.cached_property
+    def _staging(self) -> Staging:
+        """Made when the host first fills the plan: a recorded step's plan is filled on the device."""
+        return Staging(self._memory, self._host_copies)
+
     def takes(self, lengths: Iterable[int]) -> bool:
         """Whether there is room for the partial results of single-row spans of these lengths."""
+        if self._has_all_places:
+            return True
         found = list(lengths)
         if len(found) + sum(found) // SPLIT_TOKENS <= self.num_places:  # never less than the exact number
             return True

@@ -33,6 +33,6 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 def to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, which is there once the device has done all that was launched so far."""
     if tensor.device.type == "cpu":
-        return tensor
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor, non_blocking=True)

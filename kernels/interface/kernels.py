@@ -12,6 +12,7 @@ from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import SamplingTensors
 from kernels.interface.held_weight import HeldWeight
 from kernels.interface.lora import GroupedRows, LoraStack
+from kernels.interface.seats import SeatLayout, StepRows
 
 
 class AttentionRule(NamedTuple):
@@ -121,10 +122,14 @@ class Kernels(Protocol):
 
 
 class DeviceKernels(Kernels, Protocol):
-    """A backend that also samples and moves blocks without leaving the device."""
+    """A backend that also samples, moves blocks and fills a step's rows without leaving the device."""
 
     def sample(self, logits: Tensor, rows: SamplingTensors) -> Tensor:
         """Token ids int64 [n] of logits float32 [n, vocab]: see `kernels.sample`."""
+        ...
+
+    def fill_rows(self, memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows) -> None:
+        """Writes `rows` from where their sequences sit, and moves the seats on: see `kernels.interface.seats`."""
         ...
 
     def experts(

@@ -42,7 +42,7 @@ def test_a_dry_run_tells_the_most_important_first(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines].count("FAIL") == 0
     parts = [one["part"] for one in found["verdicts"]]
     assert list(dict.fromkeys(parts)) == list(QUICK) and [one["line"] for one in found["verdicts"]] == lines
-    assert found["agreement"][0]["kernels"] == 10 and not found["agreement"][0]["problems"]
+    assert found["agreement"][0]["kernels"] == 11 and not found["agreement"][0]["problems"]
     assert [row["bucket"] for row in found["graphs"]] == [1, 2]
     assert (tmp_path / "out" / "gpu.png").stat().st_size > 10_000
     assert all(line in done.stdout for line in lines)

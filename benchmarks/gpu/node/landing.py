@@ -26,14 +26,13 @@ from common.kv.copy_stream import CopyStream
 from common.kv.shared_memory import PeerMemory
 from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
 from common.model.batch import SequenceChunk
-from common.runner.graph_runner import FROM_HOST, GraphRunner
+from common.runner.graph_runner import GraphRunner
 from common.runner.runner import ModelRunner
+from common.runner.seats import FROM_HOST
 from common.runner.step_launcher import GraphStep, StepLauncher
-from common.sampling.sampler import Sampler, SamplingRow
+from common.sampling.sampler import Sampler
 from common.transfer.receiver import KVReceiver
-from common.wire.sampling_params import SamplingParams
 
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 END_S = 90.0
 """For the last transfer."""
 
@@ -156,14 +155,13 @@ class _Generations:
         """All tokens, step by step."""
         prompts = [SequenceChunk(tokens, 0, (2 * i, 2 * i + 1), sample=False) for i, tokens in enumerate(self._prompts)]
         self._plain.forward(prompts)
-        rows = [SamplingRow(GREEDY, self._start)] * self._count
         sources: Sequence[int] = [FROM_HOST] * self._count
         before: GraphStep | None = None
         tokens: list[int] = []
         for step in range(self.num_steps):
             chunks = [SequenceChunk((i % 7,), self._start + step, (2 * i, 2 * i + 1)) for i in range(self._count)]
             launched = self._launcher.launch(chunks, sources)
-            launched.sample(rows)
+            launched.sample({})
             if before is not None:
                 tokens += [token.token_id for token in before.read()]
             before, sources = launched, range(self._count)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu import blocks, norm, rotary, sampling
+from kernels.gpu import blocks, norm, rotary, sampling, seats
 from kernels.gpu.tiles import activation
 
 from .compiled import Compiled, Job, compile_kernels
@@ -69,6 +69,13 @@ def sampling_job(search: bool) -> Job:
     return Job("kernels.gpu.sampling:draw_tokens", signature, constants, 90, 16, 3, ("vocab", "stride_row"))
 
 
+def seats_job() -> Job:
+    signature = {"memory": "*i64", "sampled": "*i64", "wide": "*i64", "narrow": "*i32", "spans": "*i32"}
+    signature |= {"tables": "*i32", **dict.fromkeys(("size", "vocab", "num_seats", "seat_words", "width"), "i32")}
+    constants = {"BLOCK_SIZE": 64, "ENTRIES": seats.ENTRIES}
+    return Job("kernels.gpu.seats:place_rows", signature, constants, num_warps=seats.WARPS)
+
+
 # What it is -> the job, the widest reads and writes that are expected of it (32-bit words), and a limit on registers.
 JOBS: dict[str, tuple[Job, int, int, int]] = {
     "norm of 4,096": (norm_job(4096, False), 4, 4, 64),
@@ -85,6 +92,7 @@ JOBS: dict[str, tuple[Job, int, int, int]] = {
     "blocks in": (copy_job(False), 4, 4, 64),
     "blocks out, e4m3": (quantised_job("quantise_heads"), 4, 2, 128),
     "blocks in, e4m3": (quantised_job("dequantise_heads"), 2, 4, 128),
+    "rows from seats": (seats_job(), 2, 1, 64),
     "sampling": (sampling_job(False), 4, 0, 96),
     "sampling, top_k and top_p": (sampling_job(True), 4, 0, 128),
 }

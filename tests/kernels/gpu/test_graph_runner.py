@@ -19,8 +19,9 @@ from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.tiny import make_tiny_model
 from common.runner.graph_capture import GraphRecorder, PlainRecorder, nothing_collected
-from common.runner.graph_runner import FROM_HOST, GraphRunner
+from common.runner.graph_runner import GraphRunner
 from common.runner.runner import ModelRunner
+from common.runner.seats import FROM_HOST
 from common.runner.step_launcher import GraphStep, StepLauncher
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SampledToken, SamplingParams
@@ -44,6 +45,19 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.dispatch.backend", lambda kind: triton_backend)
     monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
     monkeypatch.setattr("kernels.lora.triton_backend", lambda kind: triton_backend)
+
+
+@pytest.fixture(autouse=True)
+def seats_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each launched step the device must have in its seats what the host thinks."""
+    launch = GraphRunner.launch
+
+    def checked(runner: GraphRunner, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> torch.Tensor:
+        logits = launch(runner, chunks, sources)
+        runner.check_integrity()
+        return logits
+
+    monkeypatch.setattr(GraphRunner, "launch", checked)
 
 
 class CountingRecorder:
@@ -78,11 +92,9 @@ def runner(model: Decoder) -> Iterator[GraphRunner]:
     yield GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64)
 
 
-def launch(
-    launcher: StepLauncher, chunks: Sequence[SequenceChunk], sources: Sequence[int], rows: Sequence[SamplingRow]
-) -> GraphStep:
+def launch(launcher: StepLauncher, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> GraphStep:
     step = launcher.launch(chunks, sources)
-    step.sample(rows)
+    step.sample({})
     return step
 
 
@@ -103,7 +115,7 @@ def test_steps_fed_by_each_other_give_the_oracles_tokens(runner: GraphRunner, mo
     for step in range(2):
         chunks = [SequenceChunk((first[i] if step == 0 else 0,), len(prompts[i]) + step, tables[i]) for i in range(3)]
         assert launcher.takes(chunks)
-        flights.append(launch(launcher, chunks, sources, [row] * 3))
+        flights.append(launch(launcher, chunks, sources))
         sources = [0, 1, 2]
     for flight in flights:
         for tokens, token_id in zip(found, ids(flight), strict=True):
@@ -117,20 +129,20 @@ def test_steps_fed_by_each_other_give_the_oracles_tokens(runner: GraphRunner, mo
 
 def test_rows_of_one_sequence_are_those_of_steps_of_its_own(runner: GraphRunner, model: Decoder) -> None:
     """A step that checks draft tokens: right ones, a wrong one, and one behind it that crosses into the next block."""
-    tokens, row = prompt(14, seed=13), SamplingRow(GREEDY, 0)
+    tokens = prompt(14, seed=13)
     launcher = StepLauncher(runner, Sampler(model.config.vocab_size))
     plain = ModelRunner(model, runner.kv)
     plain.forward([SequenceChunk(tokens[:-1], 0, (5, 7))])
     found = []
     for place in range(3):
         chunk = SequenceChunk((tokens[13] if not found else found[-1],), 13 + place, (5, 7))
-        found += ids(launch(launcher, [chunk], [FROM_HOST], [row]))
+        found += ids(launch(launcher, [chunk], [FROM_HOST]))
     runner.kv.tensor[7] = float("nan")
     drafts = [tokens[13], found[0], (found[1] + 1) % 250, 9]
     chunks = [SequenceChunk((token,), 13 + place, (5, 7)) for place, token in enumerate(drafts)]
-    assert ids(launch(launcher, chunks, [FROM_HOST] * 4, [row] * 4))[:2] == found[:2]
+    assert ids(launch(launcher, chunks, [FROM_HOST] * 4))[:2] == found[:2]
     last = [SequenceChunk((found[1],), 15, (5, 7))]
-    assert ids(launch(launcher, last, [FROM_HOST], [row])) == found[2:]
+    assert ids(launch(launcher, last, [FROM_HOST])) == found[2:]
 
 
 KINDS: list[dict[str, object]] = [
@@ -157,17 +169,18 @@ def test_a_mixed_batch_replays_what_was_recorded(model: Decoder, monkeypatch: py
     step: GraphStep | None = None
     for number in range(5):
         places = [len(prompts[i]) - 1 + number for i in range(4)]
-        chunks = [SequenceChunk((0,) if number else (prompts[i][-1],), places[i], tables[i]) for i in range(4)]
+        tokens_of = [(0,) if number else (prompts[i][-1],) for i in range(4)]
+        chunks = [SequenceChunk(tokens_of[i], places[i], tables[i], params=params[i]) for i in range(4)]
         assert launcher.takes(chunks)
         launched = launcher.launch(chunks, [FROM_HOST] * 4 if step is None else range(4))
         if step is not None:
             for tokens, token in zip(found, step.read(), strict=True):
                 tokens.append(token)
         launched.sample(
-            [
-                SamplingRow(params[i], places[i] + 1, [token.token_id for token in found[i]], prompts[i])
-                for i in range(4)
-            ]
+            {
+                i: SamplingRow(params[i], places[i] + 1, [token.token_id for token in found[i]], prompts[i])
+                for i in range(3)  # the last one needs no more than its parameters
+            }
         )
         step = launched
     assert step is not None and recorder.num_replays == 5
@@ -178,6 +191,54 @@ def test_a_mixed_batch_replays_what_was_recorded(model: Decoder, monkeypatch: py
             assert [token.token_id for token in found[i]] == generate(model, prompts[i], params[i])
     assert all(token.logprobs and len(token.logprobs.top) == 3 for token in found[0])
     assert all(token.logprobs is None for tokens in found[1:] for token in tokens)
+
+
+DRAWS: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": -5, "min_p": 0.05},
+    {"temperature": 1.3, "seed": 2**62, "top_k": 9, "top_p": 0.8},
+]
+
+
+def test_rows_that_need_nothing_else_are_sampled_by_the_recording(model: Decoder) -> None:
+    """Two replays a step, and the tokens that the host's sampler draws from the same logits."""
+    kv, recorder = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE), CountingRecorder()
+    runner = GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64)
+    params = [SamplingParams(max_tokens=5, ignore_eos=True, **draw) for draw in DRAWS]  # type: ignore[arg-type]
+    prompts, tables = [prompt(5 + i, seed=i) for i in range(3)], [[i, 4 + i] for i in range(3)]
+    sampler = Sampler(model.config.vocab_size)
+    launcher = StepLauncher(runner, sampler)
+    ModelRunner(model, kv).forward([SequenceChunk(tokens[:-1], 0, tables[i]) for i, tokens in enumerate(prompts)])
+    recorder.num_replays = 0
+    for step in range(3):
+        starts = [len(tokens) - 1 + step for tokens in prompts]
+        chunks = [SequenceChunk((prompts[i][-1],), starts[i], tables[i], params=params[i]) for i in range(3)]
+        launched = launch(launcher, chunks, range(3) if step else [FROM_HOST] * 3)
+        expected = sampler.sample(runner.logits[:3], [SamplingRow(params[i], starts[i] + 1) for i in range(3)])
+        assert launched.read() == expected
+    assert recorder.num_replays == 2 * 3
+
+
+def test_a_sequence_that_leaves_and_blocks_that_go_to_another(runner: GraphRunner, model: Decoder) -> None:
+    """Rows move up, a block of the one that left is another's at once; logits are those of steps filled anew."""
+    prompts, tables = [prompt(14 + i, seed=i) for i in range(3)], [[0, 1], [2, 3], [4, 5]]
+    plain = ModelRunner(model, runner.kv)
+    plain.forward([SequenceChunk(tokens, 0, tables[i]) for i, tokens in enumerate(prompts)])
+
+    def both(chunks: Sequence[SequenceChunk], sources: Sequence[int], tokens: Sequence[int]) -> None:
+        given = [chunk._replace(token_ids=(token,)) for chunk, token in zip(chunks, tokens, strict=True)]
+        expected = plain.forward(given).clone()
+        torch.testing.assert_close(runner.launch(chunks, sources), expected)
+        with torch.inference_mode():
+            runner.sampled[: len(chunks)] = torch.arange(len(chunks), device=DEVICE) + 40
+
+    both([SequenceChunk((7 + i,), 14 + i, tables[i]) for i in range(3)], [FROM_HOST] * 3, (7, 8, 9))
+    runner.kv.tensor[2:4] = float("nan")  # sequence 1 has left, and its blocks hold nothing
+    tables[2].append(3)
+    both([SequenceChunk((0,), 15 + i, tables[i]) for i in (0, 2)], [0, 2], (40, 42))
+    newcomer = SequenceChunk((11,), 0, [2])
+    moved = [SequenceChunk((0,), 18, tables[2]), newcomer, SequenceChunk((0,), 16, [0, 1])]
+    both(moved, [1, FROM_HOST, 0], (41, 11, 40))
 
 
 def test_rows_beside_prompts_are_replayed(runner: GraphRunner, model: Decoder) -> None:
@@ -236,11 +297,12 @@ def test_forward_replays_what_was_recorded(runner: GraphRunner, model: Decoder) 
 def test_a_row_whose_logits_are_no_numbers_feeds_a_token_all_the_same(runner: GraphRunner, model: Decoder) -> None:
     """Its id is no token; the step that is launched before the host has seen it must stay inside of the weights."""
     plain = ModelRunner(model, runner.kv)
-    plain.forward([SequenceChunk(prompt(10), 0, (2, 4))])
-    expected = plain.forward([SequenceChunk((model.config.vocab_size - 1,), 10, (2, 4))]).clone()
+    plain.forward([SequenceChunk(prompt(11), 0, (2, 4))])
+    expected = plain.forward([SequenceChunk((model.config.vocab_size - 1,), 11, (2, 4))]).clone()
+    runner.launch([SequenceChunk((prompt(11)[10],), 10, (2, 4))], [FROM_HOST])
     with torch.inference_mode():
         runner.sampled[0] = 2**31 - 1
-    logits = runner.launch([SequenceChunk((0,), 10, (2, 4))], [0])
+    logits = runner.launch([SequenceChunk((0,), 11, (2, 4))], [0])
     torch.testing.assert_close(logits, expected)
 
 
