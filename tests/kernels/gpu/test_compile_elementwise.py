@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.config.worker import BLOCK_SIZES
 from kernels.gpu import blocks, norm, rotary, sampling, seats
 from kernels.gpu.tiles import activation
 
@@ -27,13 +28,13 @@ def norm_job(width: int, add: bool) -> Job:
     return Job("kernels.gpu.norm:norm_rows", signature | numbers, constants, 90, warps, 3, aligned)
 
 
-def rotary_job(heads: int, kv_heads: int, dim: int, normed: int, fp8: bool) -> Job:
+def rotary_job(heads: int, kv_heads: int, dim: int, normed: int, fp8: bool, block_size: int = 64) -> Job:
     half, block_heads, warps = rotary.rotary_tile(heads, dim)
     signature = {"qkv": "*bf16", "cos": "*fp32", "sin": "*fp32", "q": "*bf16", "kv": "*u8" if fp8 else "*bf16"}
     signature |= {"slots": "*i64", "q_norm": "*fp32", "k_norm": "*fp32", "layer": "i32", "num_layers": "i32"}
     signature |= {"stride_qkv": "i32", "eps": "fp32", "k_scale": "fp32", "v_scale": "fp32"}
-    constants = {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": dim, "BLOCK_SIZE": 64, "BLOCK_HALF": half}
-    constants |= {"BLOCK_HEADS": block_heads, "NORM": normed, "FP8": fp8}
+    constants = {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": dim, "BLOCK_SIZE": block_size}
+    constants |= {"BLOCK_HALF": half, "BLOCK_HEADS": block_heads, "NORM": normed, "FP8": fp8}
     if not normed:
         constants |= {"q_norm": None, "k_norm": None}
     return Job("kernels.gpu.rotary:rotate_tokens", signature, constants, 90, warps, 3, ("stride_qkv",))
@@ -51,13 +52,13 @@ def copy_job(to_buffer: bool) -> Job:
     return Job("kernels.gpu.blocks:copy_words", signature, constants, aligned=("num_words",))
 
 
-def quantised_job(name: str) -> Job:
-    slots, width = blocks.quantised_tile(64, 128)
+def quantised_job(name: str, block_size: int = 64) -> Job:
+    slots, width = blocks.quantised_tile(block_size, 128)
     signature = {"kv": "*bf16", "buffer": "*u8", "scales": "*fp32", "block_ids": "*i64", "row_bytes": "i32"}
     if name == "quantise_heads":
         signature |= {"largest": "fp32", "least_scale": "fp32"}
-    constants = {"NUMBERS": 32 * 8 * 64 * 2 * 128, "HEADS": 32 * 8, "BLOCK_SIZE": 64, "KINDS": 2, "HEAD_DIM": 128}
-    constants |= {"BLOCK_SLOTS": slots, "BLOCK_D": width}
+    constants = {"NUMBERS": 32 * 8 * block_size * 2 * 128, "HEADS": 32 * 8, "BLOCK_SIZE": block_size, "KINDS": 2}
+    constants |= {"HEAD_DIM": 128, "BLOCK_SLOTS": slots, "BLOCK_D": width}
     return Job(f"kernels.gpu.blocks:{name}", signature, constants, aligned=("row_bytes",))
 
 
@@ -81,7 +82,6 @@ JOBS: dict[str, tuple[Job, int, int, int]] = {
     "norm of 4,096": (norm_job(4096, False), 4, 4, 64),
     "sum and norm of 576": (norm_job(576, True), 4, 4, 64),
     "sum and norm of 4,096": (norm_job(4096, True), 4, 4, 80),
-    "rotary, Llama 8B": (rotary_job(32, 8, 128, rotary.PLAIN, False), 4, 4, 64),
     "rotary, Gemma 3": (rotary_job(4, 1, 256, rotary.EACH, False), 4, 4, 64),
     "rotary, OLMo 3 32B": (rotary_job(40, 8, 128, rotary.WIDE, False), 4, 4, 64),
     "rotary, e4m3 cache": (rotary_job(32, 8, 128, rotary.PLAIN, True), 4, 2, 64),
@@ -90,12 +90,14 @@ JOBS: dict[str, tuple[Job, int, int, int]] = {
     "clamped swiglu": (gated_job(2), 4, 4, 64),
     "blocks out": (copy_job(True), 4, 4, 64),
     "blocks in": (copy_job(False), 4, 4, 64),
-    "blocks out, e4m3": (quantised_job("quantise_heads"), 4, 2, 128),
-    "blocks in, e4m3": (quantised_job("dequantise_heads"), 2, 4, 128),
     "rows from seats": (seats_job(), 2, 1, 64),
     "sampling": (sampling_job(False), 4, 0, 96),
     "sampling, top_k and top_p": (sampling_job(True), 4, 0, 128),
 }
+for size in BLOCK_SIZES:
+    JOBS[f"rotary, blocks of {size}"] = (rotary_job(32, 8, 128, rotary.PLAIN, False, size), 4, 4, 64)
+    JOBS[f"blocks of {size} out, e4m3"] = (quantised_job("quantise_heads", size), 4, 2, 128)
+    JOBS[f"blocks of {size} in, e4m3"] = (quantised_job("dequantise_heads", size), 2, 4, 128)
 CAPABILITIES = (80, 90)
 
 
@@ -123,7 +125,7 @@ def test_compiled(compiled: dict[str, Compiled], name: str) -> None:
 
 def test_addresses_of_blocks_are_64_bits_wide(compiled: dict[str, Compiled]) -> None:
     """Those of the bytes of 100,000 blocks of 8 MiB: the product with the block's number is made of 64-bit integers."""
-    for name in ("blocks out", "blocks in, e4m3", "blocks out, e4m3", "rotary, Llama 8B"):
+    for name in ("blocks out", "blocks of 64 in, e4m3", "blocks of 64 out, e4m3", "rotary, blocks of 64"):
         ttir = compiled[name].ttir
         blocks_read = re.findall(r"(%\w+) = (?:tt\.load .* : !tt\.ptr<i64>|arith\.(?:divsi|addi) .* : i64)", ttir)
         factors = re.findall(r"arith\.muli (%\w+), %\w+ : i64", ttir)
