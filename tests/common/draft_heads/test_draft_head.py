@@ -127,3 +127,14 @@ def test_a_hidden_state_that_nobody_has_is_zeros(heads: Heads) -> None:
         for a, b in ((runner.kv.tensor[block, -1], other.kv.tensor[block, -1]) for block in table[:3])
     ]
     assert [slots.tolist() for slots in differs] == [[False] * 16, [False] * 16, [True] + [False] * 15]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_its_matrices_are_rounded_as_the_models_are(heads: Heads, quantization: str) -> None:
+    """Logits move by what rounding moves them, and not to other ones."""
+    exact, rounded = (
+        drafted(*run(heads.load("deepseek-v3", **given), TOKENS, (48,)), TOKENS)[0]
+        for given in ({}, {"quantization": quantization})
+    )
+    assert not torch.equal(exact, rounded)
+    assert torch.corrcoef(torch.stack((exact, rounded)))[0, 1] > {"int8": 0.99, "int4": 0.8}[quantization]
