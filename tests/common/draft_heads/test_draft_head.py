@@ -18,6 +18,8 @@ from common.runner.runner import ModelRunner
 
 from ...draft_heads import PlainHead, eagle_folder, mtp_checkpoint, plain_eagle, plain_mtp
 from ..model.generation import files_of, prompt, random_checkpoint
+from ..model.test_deepseek import V3_FP8
+from ..weight_formats.checkpoints import write_checkpoint
 
 KINDS = ("deepseek-v3", "glm4-moe", "eagle", "eagle with a bias")
 TOKENS = prompt(50)
@@ -127,3 +129,27 @@ def test_a_hidden_state_that_nobody_has_is_zeros(heads: Heads) -> None:
         for a, b in ((runner.kv.tensor[block, -1], other.kv.tensor[block, -1]) for block in table[:3])
     ]
     assert [slots.tolist() for slots in differs] == [[False] * 16, [False] * 16, [True] + [False] * 15]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_its_matrices_are_rounded_as_the_models_are(heads: Heads, quantization: str) -> None:
+    """Logits move by what rounding moves them, and not to other ones."""
+    exact, rounded = (
+        drafted(*run(heads.load("deepseek-v3", **given), TOKENS, (48,)), TOKENS)[0]
+        for given in ({}, {"quantization": quantization})
+    )
+    assert not torch.equal(exact, rounded)
+    assert torch.corrcoef(torch.stack((exact, rounded)))[0, 1] > {"int8": 0.99, "int4": 0.8}[quantization]
+
+
+def test_a_quantised_checkpoint_has_a_quantised_head(heads: Heads, tmp_path: Path) -> None:
+    """DeepSeek's own form, fp8 in blocks: the head says what the floats say that its numbers stand for."""
+    folder, _ = heads.folders("deepseek-v3")
+    dense = write_checkpoint(folder, tmp_path / "fp8", V3_FP8, ignored="head")
+    found = [
+        drafted(*run(load_drafting_model(files_of(each), "mtp", num_places=8), TOKENS, (48,)), TOKENS)
+        for each in (tmp_path / "fp8", dense)
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+    assert not torch.equal(found[0][0], drafted(*run(heads.load("deepseek-v3"), TOKENS, (48,)), TOKENS)[0])
