@@ -117,8 +117,10 @@ def test_blocks_on_the_wire(device: torch.device) -> None:
         assert torch.equal(there.cpu(), back)
 
 
-def job(kernel: str, config: LatentTile, capability: int, heads: int, cache: str = "bf16", **more: Any) -> Job:
-    """Of DeepSeek's attention, in blocks of 64 tokens."""
+def job(
+    kernel: str, config: LatentTile, capability: int, heads: int, cache: str = "bf16", block: int = 64, **more: Any
+) -> Job:
+    """Of DeepSeek's attention."""
     signature = {
         **dict.fromkeys(("q", "out"), "*bf16"),
         **{"kv": f"*{cache}", "partial": "*fp32", "lse": "*fp32", "scale": "fp32", "v_scale": "fp32"},
@@ -126,7 +128,7 @@ def job(kernel: str, config: LatentTile, capability: int, heads: int, cache: str
         **dict.fromkeys(("layer", "table_width", "stride_q_row", "stride_q_head"), "i32"),
     }
     constants = {
-        **{"NUM_LAYERS": 61, "NUM_HEADS": heads, "BLOCK_SIZE": 64, "RANK": 512, "ROPE": 64, "BLOCK_C": 512},
+        **{"NUM_LAYERS": 61, "NUM_HEADS": heads, "BLOCK_SIZE": block, "RANK": 512, "ROPE": 64, "BLOCK_C": 512},
         **{"BLOCK_R": 64, "BLOCK_N": config.tile, "STAGES": config.stages, "FP8_BITS": cache == "u8", **more},
     }
     aligned = ("stride_q_row", "stride_q_head")
@@ -172,3 +174,17 @@ def test_compiled(capability: int) -> None:
         assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability], one
         assert "HMMA" in found.sass
         assert "LDGSTS" in found.sass, "keys are not copied ahead"
+
+
+@pytest.mark.cpu
+@pytest.mark.timeout(900)
+def test_compiled_for_every_size_of_block() -> None:
+    """For Hopper; with blocks of 16, half a tile of keys, single rows spill three registers."""
+    decode, prefill = decode_config(torch.bfloat16, (9, 0)), prefill_config(torch.bfloat16)
+    sizes = [size for size in BLOCK_SIZES if size != 64]
+    rows = [job("attend_latent_splits", decode, 90, 16, block=size, BLOCK_G=decode.rows) for size in sizes]
+    tiles = {"BLOCK_M": prefill.rows, "GROUP": prefill.rows}
+    chunks = [job("attend_latent_tiles", prefill, 90, 128, block=size, **tiles) for size in sizes]
+    found = [compiled.spills for compiled in compile_kernels([*rows, *chunks])]
+    assert all(spills <= (12 if size == 16 else 0) for size, spills in zip(sizes, found[: len(sizes)], strict=True))
+    assert found[len(sizes) :] == [0] * len(sizes)
