@@ -305,6 +305,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         others = (
             (self.tensor_parallel_size > 1, f"--tensor-parallel-size {self.tensor_parallel_size}"),
             (self.lora_places > 0, "LoRA adapters"),
+            (self.batch_invariant and self.on_gpu, f"--batch-invariant on {self.device}"),
         )
         for is_given, other in others:
             if is_given and self.draft_head:

@@ -109,6 +109,10 @@ def test_families_with_hidden_states_of_their_own_are_refused(served: Path, tmp_
         ({"tensor_parallel_size": 2}, "empty with --tensor-parallel-size 2"),
         ({"max_loras": 1}, "empty with LoRA adapters"),
         ({"draft_model": "tiny-random"}, "empty with --draft-head mtp"),
+        (
+            {"batch_invariant": True, "device": "cuda", "max_draft_tokens": 0},
+            "draft_head.*empty with --batch-invariant on cuda",
+        ),
     ],
 )
 def test_settings_that_contradict_it(more: dict[str, Any], why: str) -> None:
