@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,9 +40,10 @@ def test_a_target_that_is_told_to_forget_it(pair: Pair) -> None:
 
 def test_a_block_that_arrives_spoilt(make_engine: Callable[..., Rig]) -> None:
     pair = Pair(make_engine)
-    view = pair.old.sender._block_view
+    sender = pair.old.sender
+    view = sender._shipping.view
     pair.start(100)
-    pair.old.sender._block_view = lambda index: memoryview(bytes(view(index)))
+    sender._shipping = replace(sender._shipping, view=lambda index: memoryview(bytes(view(index))))
     pair.new.receiver._block_view = lambda index: memoryview(bytearray(7))
     pair.hand_over()
     pair.goes_on(why="bytes")

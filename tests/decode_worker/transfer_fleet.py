@@ -6,6 +6,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,8 @@ class Fleet:
         self.owners: dict[int, tuple[Any, int]] = {}  # of a view that a sender took: its engine, and the block
         senders = (sender, *(rig.sender for rig in self.decode))
         for engine, its_sender in zip(self.engines, senders, strict=True):
-            its_sender._block_view = self.remembering(engine, its_sender._block_view)
+            shipping = its_sender._shipping
+            its_sender._shipping = replace(shipping, view=self.remembering(engine, shipping.view))
         self.texts: dict[bytes, tuple[tuple[int, ...], int]] = {}  # of a hash: a text, and which of its blocks
 
     def beside(self, engine: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
