@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from common.transfer import sender as sender_module
+from common.transfer import shipping
 from common.wire.messages import (
     ResetPrefixCache,
 )
@@ -28,13 +28,13 @@ from .transfer_fleet import NUM_TOKENS, ROUTER, Asked, Fleet, Rig
 @pytest.fixture
 def fleet(make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     fleet = Fleet(make_engine, num_blocks=16)
-    send = sender_module.try_send_blocks
+    send = shipping.try_send_blocks
 
     def checked(stream: Any, request_id: str, attempt: int, first: int, views: Any, *rest: Any) -> bool:
         fleet.check_lent(request_id, views)
         return send(stream, request_id, attempt, first, views, *rest)
 
-    monkeypatch.setattr(sender_module, "try_send_blocks", checked)
+    monkeypatch.setattr(shipping, "try_send_blocks", checked)
     yield fleet
     fleet.settle()
     fleet.close()
