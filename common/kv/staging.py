@@ -165,7 +165,7 @@ class ReachedPlaces:
     def __init__(self, blocks: StagedIncoming, memory: PeerMemory) -> None:
         """Raises NotRegistered."""
         self._blocks, self.block_bytes = blocks, blocks.block_bytes
-        # Through its address: torch has no tensors that nobody may write to, and warns of each.
+        # Through its address: torch has no read-only tensors, and warns of each.
         address, num_bytes = memory.address, memory.offer.num_bytes
         self._flat = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
         blocks.stream.register(self._flat, read_only=True)

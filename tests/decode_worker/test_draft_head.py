@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from common.runner.runner import ModelRunner
-from common.runner.step_thread import StepThread
-from common.sampling.sampler import Sampler
 from common.wire.messages import AbortRequest
 from decode_worker import speculation
 from decode_worker.drafting import row_costs
@@ -18,13 +15,14 @@ from decode_worker.drafting import row_costs
 from ..draft_heads import certain_model, eagle_folder, right_eagle, right_mtp, with_tokenizer
 from ..engine_rig import prompt
 from .drafter_rig import Headed
+from .drafting_engines import KINDS, LAUNCHERS, NoLookup, TrueAnswers, engines_that_draft
 from .handover_pair import Pair
 from .lazy_device import LazyDevice
 from .prophet import counted, total
-from .test_draft_model import KINDS, NoLookup
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
-ANSWERS: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
+ANSWERS = TrueAnswers()
+truth, answered = ANSWERS.truth, ANSWERS.answered
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def wrong(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Headed:
     return Headed.load(served, str(eagle_folder(tmp_path_factory.mktemp("wrong") / "head", served)))
 
 
-@pytest.fixture(params=["waited for", "on a thread", "on a lazy device"])
+@pytest.fixture(params=LAUNCHERS)
 def drafting(
     request: pytest.FixtureRequest,
     make_engine: Callable[..., Rig],
@@ -52,38 +50,8 @@ def drafting(
     right: Headed,
 ) -> Iterator[Callable[..., Rig]]:
     """Engines with a draft head, by default the right one, to which rows cost nothing."""
-    threads: list[StepThread] = []
-
-    def threaded(runner: ModelRunner, sampler: Sampler) -> StepThread:
-        threads.append(StepThread(runner, sampler))
-        return threads[-1]
-
-    launchers = {"waited for": None, "on a thread": threaded, "on a lazy device": LazyDevice}
-    monkeypatch.setattr(speculation, "Lookup", NoLookup)
-    monkeypatch.setattr(row_costs.RowCosts, "seconds", lambda costs, num_rows: 1.0)
-    yield lambda **options: make_engine(
-        **{"launcher": launchers[request.param], "max_draft_tokens": 5, "headed": right} | options
-    )
-    for thread in threads:
-        thread.close()
-
-
-def truth(rig: Rig, tokens: list[int], count: int = 40, **params: Any) -> list[int]:
-    """The answer of the model alone, which is the same for every engine of this module."""
-    key = (tuple(tokens), count, repr(params))
-    if key not in ANSWERS:
-        ANSWERS[key] = rig.oracle(tokens, count, **params)
-    return ANSWERS[key]
-
-
-def answered(rig: Rig, lengths: tuple[int, ...] = (1, 17, 40), **params: Any) -> dict[str, int]:
-    """The counts after some answers of 40 tokens, which are the true ones."""
-    for length in lengths:
-        rig.ask(prompt(length, length), f"r{length}", max_tokens=40, **params)
-    rig.until(lambda: rig.is_clean)
-    for length in lengths:
-        assert rig.tokens(f"r{length}") == truth(rig, prompt(length, length), **params), length
-    return counted(rig)
+    with engines_that_draft(request.param, make_engine, monkeypatch, headed=right) as make:
+        yield make
 
 
 @pytest.mark.parametrize("kind", KINDS)

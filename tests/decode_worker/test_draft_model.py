@@ -13,39 +13,19 @@ from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
-from common.runner.runner import ModelRunner
-from common.runner.step_thread import StepThread
-from common.sampling.sampler import Sampler
 from common.wire.messages import AbortRequest, ResetPrefixCache
-from common.wire.sampling_params import ThinkingBudget
 from decode_worker import speculation
 from decode_worker.drafting import row_costs
-from decode_worker.drafting.draft_tokens import NOTHING
 
 from ..engine_rig import prompt
+from .drafting_engines import KINDS, LAUNCHERS, NoLookup, TrueAnswers, engines_that_draft
 from .handover_pair import Pair
 from .lazy_device import LazyDevice
 from .prophet import counted
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
-ANSWERS: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "seeded": {"temperature": 0.9, "seed": 3, "top_p": 0.9, "min_p": 0.02},
-    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "temperature": 0.5},
-    "logprobs": {"min_tokens": 30, "logprobs": 2},
-    "bias": {"logit_bias": ((5, 4.0), (6, 4.0)), "temperature": 1.0},
-    "allowed": {"allowed_token_ids": (65, 66, 67), "bad_words": ((65, 65), (67, 66, 67)), "temperature": 1.0},
-    "thoughts": {"thinking": ThinkingBudget(9, (70, 71, 72))},
-    "grammar": {"grammar": r"start: /[a-p]{30,60}/", "temperature": 1.0},
-}
-
-
-class NoLookup:
-    """Finds nothing in texts: all draft tokens are the model's."""
-
-    def draft_for(self, *arguments: object) -> Any:
-        return NOTHING
+ANSWERS = TrueAnswers()
+truth, answered = ANSWERS.truth, ANSWERS.answered
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +34,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_model(resolve_model(str(make_tiny_model(tmp_path_factory.mktemp("other") / "tiny", seed=1))))
 
 
-@pytest.fixture(params=["waited for", "on a thread", "on a lazy device"])
+@pytest.fixture(params=LAUNCHERS)
 def drafting(
     request: pytest.FixtureRequest,
     make_engine: Callable[..., Rig],
@@ -62,38 +42,8 @@ def drafting(
     tiny: tuple[Decoder, tuple[int, ...]],
 ) -> Iterator[Callable[..., Rig]]:
     """Engines with a draft model, by default the model itself, to which rows cost nothing."""
-    threads: list[StepThread] = []
-
-    def threaded(runner: ModelRunner, sampler: Sampler) -> StepThread:
-        threads.append(StepThread(runner, sampler))
-        return threads[-1]
-
-    launchers = {"waited for": None, "on a thread": threaded, "on a lazy device": LazyDevice}
-    monkeypatch.setattr(speculation, "Lookup", NoLookup)
-    monkeypatch.setattr(row_costs.RowCosts, "seconds", lambda costs, num_rows: 1.0)
-    yield lambda **options: make_engine(
-        **{"launcher": launchers[request.param], "max_draft_tokens": 5, "draft": tiny[0]} | options
-    )
-    for thread in threads:
-        thread.close()
-
-
-def truth(rig: Rig, tokens: list[int], count: int = 40, **params: Any) -> list[int]:
-    """The oracle's answer, which is the same for every engine of this module."""
-    key = (tuple(tokens), count, repr(params))
-    if key not in ANSWERS:
-        ANSWERS[key] = rig.oracle(tokens, count, **params)
-    return ANSWERS[key]
-
-
-def answered(rig: Rig, lengths: tuple[int, ...] = (1, 17, 40), **params: Any) -> dict[str, int]:
-    """The counts after some answers of 40 tokens, which are the true ones."""
-    for length in lengths:
-        rig.ask(prompt(length, length), f"r{length}", max_tokens=40, **params)
-    rig.until(lambda: rig.is_clean)
-    for length in lengths:
-        assert rig.tokens(f"r{length}") == truth(rig, prompt(length, length), **params), length
-    return counted(rig)
+    with engines_that_draft(request.param, make_engine, monkeypatch, draft=tiny[0]) as make:
+        yield make
 
 
 @pytest.mark.parametrize("kind", KINDS)

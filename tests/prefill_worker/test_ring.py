@@ -1,4 +1,4 @@
-"""A sender whose blocks leave through places: which it fills when, and that nobody's silence holds them for ever."""
+"""A sender whose blocks leave through places: when it fills them, and that no silent receiver holds them for ever."""
 
 from __future__ import annotations
 

@@ -1,0 +1,82 @@
+"""Engines that draft, to which rows cost nothing, and the true answers of their models, for tests of all drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from common.runner.runner import ModelRunner
+from common.runner.step_thread import StepThread
+from common.sampling.sampler import Sampler
+from common.wire.sampling_params import ThinkingBudget
+from decode_worker import speculation
+from decode_worker.drafting import row_costs
+from decode_worker.drafting.draft_tokens import NOTHING
+
+from ..engine_rig import prompt
+from .lazy_device import LazyDevice
+from .prophet import counted
+
+Rig = Any  # EngineRig of conftest, which test modules cannot import
+LAUNCHERS = ("waited for", "on a thread", "on a lazy device")
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "seed": 3, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "temperature": 0.5},
+    "logprobs": {"min_tokens": 30, "logprobs": 2},
+    "bias": {"logit_bias": ((5, 4.0), (6, 4.0)), "temperature": 1.0},
+    "allowed": {"allowed_token_ids": (65, 66, 67), "bad_words": ((65, 65), (67, 66, 67)), "temperature": 1.0},
+    "thoughts": {"thinking": ThinkingBudget(9, (70, 71, 72))},
+    "grammar": {"grammar": r"start: /[a-p]{30,60}/", "temperature": 1.0},
+}
+
+
+class NoLookup:
+    """Finds nothing in texts: all draft tokens are the model's."""
+
+    def draft_for(self, *arguments: object) -> Any:
+        return NOTHING
+
+
+@contextmanager
+def engines_that_draft(
+    kind: str, make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, **drafter: object
+) -> Iterator[Callable[..., Rig]]:
+    """Makes engines whose steps run as `kind` of LAUNCHERS says, by default with `drafter`."""
+    threads: list[StepThread] = []
+
+    def threaded(runner: ModelRunner, sampler: Sampler) -> StepThread:
+        threads.append(StepThread(runner, sampler))
+        return threads[-1]
+
+    launcher = dict(zip(LAUNCHERS, (None, threaded, LazyDevice), strict=True))[kind]
+    monkeypatch.setattr(speculation, "Lookup", NoLookup)
+    monkeypatch.setattr(row_costs.RowCosts, "seconds", lambda costs, num_rows: 1.0)
+    yield lambda **options: make_engine(**{"launcher": launcher, "max_draft_tokens": 5} | drafter | options)
+    for thread in threads:
+        thread.close()
+
+
+class TrueAnswers:
+    """The oracle's answers, which are the same for every engine of a module: each is computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
+
+    def truth(self, rig: Rig, tokens: list[int], count: int = 40, **params: Any) -> list[int]:
+        key = (tuple(tokens), count, repr(params))
+        if key not in self._known:
+            self._known[key] = rig.oracle(tokens, count, **params)
+        return self._known[key]
+
+    def answered(self, rig: Rig, lengths: tuple[int, ...] = (1, 17, 40), **params: Any) -> dict[str, int]:
+        """The counts after some answers of 40 tokens, which are the true ones."""
+        for length in lengths:
+            rig.ask(prompt(length, length), f"r{length}", max_tokens=40, **params)
+        rig.until(lambda: rig.is_clean)
+        for length in lengths:
+            assert rig.tokens(f"r{length}") == self.truth(rig, prompt(length, length), **params), length
+        return counted(rig)
