@@ -272,7 +272,7 @@ def test_a_worker_says_how_many_agree(loaded: tuple[Any, KVCache], caplog: pytes
 def test_a_worker_refuses_to_start(loaded: tuple[Any, KVCache], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "attend_tile", sees_one_more)
     with pytest.raises(
-        ModelError, match="2 of 10 kernels on cpu do not compute .* decode attention .* window 32"
+        ModelError, match="2 of 11 kernels on cpu do not compute .* decode attention .* window 32"
     ) as error:
         check_model_kernels(*loaded)
     assert "--no-kernel-check" in str(error.value)
