@@ -10,9 +10,8 @@ import pytest
 from ..common.model.generation import transformers_model
 from ..draft_heads import certain_model, right_eagle, right_mtp, with_tokenizer
 from .conftest import Oracle
-from .test_draft_model import KINDS, answers, counted
-from .test_failures import ALL_REMOTE, SLOW_PREFILL, run_with
-from .test_handover import leave, under_load
+from .test_draft_model import KINDS, answers, answers_survive_a_kill_and_a_drain, counted
+from .test_failures import ALL_REMOTE, SLOW_PREFILL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 NUM_LAYERS = 24
@@ -89,18 +88,7 @@ def test_a_killed_decode_worker_and_one_that_drains(
     given["router_flags"] += ("--drain-timeout-s", "60")
     system = system_of(1, 2, model=served, **given)
     prompts = random_prompts((30, 200, 350), vocab_size=256, seed=64)
-    expected = system.generate(prompts, max_tokens=400, temperature=1.0, seed=5)
-    victim = system.stack.workers("decode")[0]
-    got = run_with(system, prompts, victim, victim.kill, cache_salt="killed", temperature=1.0, seed=5)
-    system.stack.restart(victim)
-    system.wait_for_workers()
-    assert got == expected
-    with under_load(system, prompts) as load:
-        load.wait_for_streams(4)
-        leave(victim)
-    system.stack.restart(victim)
-    system.wait_for_workers()
-    assert counted(system, "model")["accepted_tokens"] > 0
+    answers_survive_a_kill_and_a_drain(system, prompts)
 
 
 def test_workers_with_and_without_a_head_are_not_paired(

@@ -138,6 +138,11 @@ def test_a_killed_decode_worker_and_one_that_drains(system_of: Any, random_promp
         router_flags=(*ALL_REMOTE, "--drain-timeout-s", "60"), worker_flags=("--drain-timeout-s", "60"),
     )  # fmt: skip
     prompts = random_prompts((30, 200, 350), vocab_size=256, seed=3)
+    answers_survive_a_kill_and_a_drain(system, prompts)
+
+
+def answers_survive_a_kill_and_a_drain(system: Any, prompts: Any) -> None:
+    """A decode worker is killed amid sampled answers, then one drains under load; draft tokens were accepted."""
     params = {"temperature": 1.0, "seed": 5}
     expected = system.generate(prompts, max_tokens=400, **params)
     victim = system.stack.workers("decode")[0]
