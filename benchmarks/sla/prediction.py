@@ -6,8 +6,9 @@ get loads in proportion to their own rate, so that the same share of it is used 
 queues grow without bound and what is measured is chance. Beside the errors of one paced prefill worker stands their
 floor: the same arrivals at a virtual worker (`foresight.py`). Beside those of a real one stand the errors of a virtual
 worker with its model that knew all arrivals, those of the worker's model of steps where it was known how many draft
-tokens would be accepted, and, where each worker has a core, how far the same load served a second time by new processes
-is from the first: a predictor that had seen everything happen once would be that far off.
+tokens would be accepted, or, without draft tokens, which answers would run side by side (`batches.py`), and, where each
+worker has a core, how far the same load served a second time by new processes is from the first: a predictor that had
+seen everything happen once would be that far off.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.load.workload import LengthRange
 from benchmarks.paced.model import Coefficients
 from benchmarks.paced.stack import EXAMPLE, PacedStack
 from benchmarks.prompt_order import VirtualPrompt, serve
+from benchmarks.sla.batches import Decoded, token_seconds
 from benchmarks.sla.foresight import foreseen
 from benchmarks.sla.real import ANSWER_S, requests_logged, served
 from benchmarks.sla.step import Numbers, Settings, Step
@@ -52,6 +54,7 @@ PACED, POOLS, LIGHT, SHARED, OWN, OWN_PLAIN = (
 FLOOR: Final = "paced 1P1D, all known but later prompts"
 HINDSIGHT: Final = ", all known and all later prompts"
 ACCEPTED: Final = ", the accepted draft tokens known"
+BESIDE: Final = ", the answers beside each known"
 AGAIN: Final = ", the same load once more"
 LEARNING: Final = 0.3
 """Of the requests, while workers fit their models."""
@@ -82,7 +85,7 @@ class Place:
 
     def profile(self, stack: Stack, seconds: float) -> RateProfile:
         """The rates over so many seconds, for workers that are warm."""
-        unit = 1.0 if self.num_paced else prompts_per_s(*prefill_worker(stack), LengthRange.parse(self.lengths[0]))
+        unit = 1.0 if self.num_paced else prompts_per_s(*said_by(stack, "prefill"), LengthRange.parse(self.lengths[0]))
         each_s = seconds / len(self.loads)
         return RateProfile.steps(",".join(f"{unit * load:.4f}x{each_s:g}" for load in self.loads))
 
@@ -161,9 +164,11 @@ def run_at(
         records = served(stack, once_warm, place.lengths, seed=settings.seed)
         lines = requests_logged(stack.router.log, sum(record.ok for record in records))
         if place.name == PACED:
-            floors[FLOOR] = {"TTFT": foreseen_ms(records, prefill_worker(stack)[1])}
-        elif not place.num_paced:
-            floors[place.name + HINDSIGHT] = {"TTFT": hindsight_ms(lines, *prefill_worker(stack))}
+            floors[FLOOR] = {"TTFT": foreseen_ms(records, said_by(stack, "prefill")[1])}
+        if place.num_paced == 1 or not place.drafts:  # one decode worker, and a token a step
+            floors[place.name + BESIDE] = {"TPOT": beside_ms(lines, said_by(stack, "decode")[0])}
+        if not place.num_paced:
+            floors[place.name + HINDSIGHT] = {"TTFT": hindsight_ms(lines, *said_by(stack, "prefill"))}
             if place.drafts:
                 floors[place.name + ACCEPTED] = {"TPOT": accepted_ms(lines[int(LEARNING * len(lines)) :])}
     return Run(rates[0], records, pairs_of(lines[int(LEARNING * len(lines)) :]), floors)
@@ -179,11 +184,11 @@ def twice_ms(first: Sequence[RequestRecord], second: Sequence[RequestRecord]) ->
     return {"TTFT": ttft, "TPOT": [pair for pair in tpot if not any(map(math.isnan, pair))]}
 
 
-def prefill_worker(stack: Stack) -> tuple[StepModel, int]:
-    """What the stack's prefill worker says now: its model, and the prompt tokens of a step."""
+def said_by(stack: Stack, role: str) -> tuple[StepModel, int]:
+    """What the stack's first worker of this role says now: its model, and the prompt tokens of a step."""
     answer = httpx.get(f"{stack.url}/load", timeout=ANSWER_S, trust_env=False)
     workers = answer.raise_for_status().json()["workers"]
-    worker = next(worker for worker in workers if worker["role"] == "prefill")
+    worker = next(worker for worker in workers if worker["role"] == role)
     return StepModel(**worker["step_model"]), int(worker["step_tokens"])
 
 
@@ -224,6 +229,21 @@ def accepted_ms(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]
         (line["predicted_step_ms"] * (1.0 - line.get("accepted", 0) / later), line["decode_ms"] / later)
         for line in lines
         if line.get("attempts") == 1 and (later := line["output"] - 1) > 0 and line["predicted_step_ms"] > 0
+    ]
+
+
+def beside_ms(lines: Sequence[Mapping[str, Any]], model: StepModel) -> list[tuple[float, float]]:
+    """(said, measured) TPOT in ms, of a router's log of one decode worker, where all answers beside each are known."""
+    answers = []
+    for line in lines:
+        if line["attempts"] == 1 and line["output"] > 1:
+            last_at = datetime.fromisoformat(line["time"]).timestamp()
+            first_at = last_at - line["decode_ms"] / 1e3
+            answers.append(Decoded(first_at, last_at, line["output"] - 1, line["prompt"]))
+    answers.sort(key=lambda answer: answer.first_at)
+    return [
+        (1e3 * token_seconds(answer, answers, model), 1e3 * (answer.last_at - answer.first_at) / answer.num_later)
+        for answer in answers[int(LEARNING * len(answers)) :]
     ]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from benchmarks.load.workload import LengthRange
 from benchmarks.prompt_order import VirtualPrompt
 from benchmarks.sla import __main__ as sla
 from benchmarks.sla import knobs, prediction, reality
+from benchmarks.sla.batches import Decoded, token_seconds
 from benchmarks.sla.foresight import foreseen
 from benchmarks.sla.real import requests_logged, served
 from benchmarks.sla.step import Settings, Skipped
@@ -78,6 +80,26 @@ def test_accepted_draft_tokens_that_were_known_save_their_steps() -> None:
     others = [fields | {"attempts": 2}, fields | {"output": 1}, fields | {"predicted_step_ms": 0.0}]
     found = prediction.accepted_ms([fields, fields | {"drafted": 9, "accepted": 4}, *others])
     assert found == [(10.0, 6.0), (6.0, 6.0)]
+
+
+def test_a_token_takes_the_steps_that_its_answer_shares() -> None:
+    model = StepModel(row_s=0.01, context_s=1e-4, num_steps=1)
+    alone, other = Decoded(0.0, 10.0, 100, 500), Decoded(5.0, 15.0, 100, 1000)
+    assert token_seconds(alone, [alone], model) == pytest.approx(0.01 + 1e-4 * 550, rel=0.01)
+    half_s = (0.01 + 1e-4 * 525, 0.02 + 1e-4 * (575 + 1025))  # of the answer, without and beside the other
+    beside_s = 2 / (1 / half_s[0] + 1 / half_s[1])
+    assert token_seconds(alone, [alone, other], model) == pytest.approx(beside_s, rel=0.01)
+    assert token_seconds(alone, [other, Decoded(20.0, 30.0, 9, 9)], model) == pytest.approx(beside_s, rel=0.01)
+
+
+def test_answers_beside_each_other_are_read_from_the_routers_log() -> None:
+    line: dict[str, Any] = {"attempts": 1, "output": 11, "prompt": 100, "decode_ms": 10_000.0}
+    lines = [line | {"time": f"2026-11-27T10:00:{second:02}+00:00"} for second in range(10, 20)]
+    model = StepModel(row_s=0.1, num_steps=1)
+    found = prediction.beside_ms([*lines, lines[0] | {"attempts": 2}, lines[0] | {"output": 1}], model)
+    assert len(found) == 7, "of ten that count, three were answered while workers learned"
+    assert [measured for _, measured in found] == pytest.approx([1000.0] * 7)
+    assert found[-1][0] == pytest.approx(100.0 / np.mean([1 / rows for rows in range(10, 0, -1)]), rel=0.02)
 
 
 def test_a_real_workers_load_is_in_proportion_to_its_rate() -> None:
