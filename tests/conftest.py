@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported to collect the tests stays: each later search for garbage would go through all of it."""
+    """Modules that were imported to collect the tests stay: each later search for garbage would go through all of them."""
     gc.collect()
     gc.freeze()
 
@@ -112,7 +112,7 @@ def state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 def what_a_file_leaves_open_is_its_own() -> Iterator[None]:
     """A socket that a test forgot is found in its own file, not in a later one in which garbage is collected.
 
-    What is left after a file stays, as what was imported does: to go through it after each file took 0.1 s.
+    Objects left after a file stay, as imported modules do: to go through it after each file took 0.1 s.
     """
     yield
     gc.collect()

@@ -117,7 +117,7 @@ class RouterSide:
         wait(condition)
 
     def deltas(self, name: str = "a", *, attempt: int | None = None) -> list[TokenDelta]:
-        """What was reported of a request, under one attempt or any; not that it makes progress, as some time says."""
+        """Reports on a request, under one attempt or any; not that it makes progress, as some time says."""
         deltas = self._told(name)
         return [d for d in deltas if attempt in (None, d.attempt) and (d.token_ids or d.finish_reason)]
 

@@ -50,7 +50,7 @@ class SeatedDevice:
         self.sampled = torch.zeros(num_seats, dtype=torch.int64)
 
     def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> SeatedStep:
-        """What is sent now reaches the device with this step, or with the next one if this raises."""
+        """Differences sent now reach the device with this step, or with the next one if this raises."""
         self.seats.take(chunks, sources)
         sent, self.seats.sent = self.seats.sent, []
         return SeatedStep(self, chunks, sent)

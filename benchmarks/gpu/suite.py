@@ -95,7 +95,7 @@ class Suite:
         return not self.errors and not any(self.problems.values())
 
     def parts(self) -> dict[str, Callable[[], None]]:
-        """What is run, in order."""
+        """The parts of the run, in order."""
         sections = {
             "kernels": self.measure_kernels,
             "engine": self.measure_engine,

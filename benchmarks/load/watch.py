@@ -88,7 +88,7 @@ class DraftsMade:
 
 
 def drafts_between(before: str, after: str) -> DraftsMade | None:
-    """What was drafted between two readings of `/metrics`; None if nothing was."""
+    """Draft tokens made between two readings of `/metrics`; None if there were none."""
     old, new = _counters(before), _counters(after)
     grown = {key: value - old.get(key, 0.0) for key, value in new.items()}
     num_drafts, num_tokens = (int(grown.get((name, -1), 0)) for name in ("drafts", "draft_tokens"))

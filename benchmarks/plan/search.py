@@ -142,7 +142,7 @@ class Search:
     def _first_to_meet(self, asked: Sequence[Candidate]) -> list[Evidence]:
         """Simulate all of them once, then judge them from the cheapest on until one meets the goals.
 
-        What was judged, without those that cost more than that one.
+        Returns the judged ones, without those that cost more than that one.
         """
         self.trials.run(Question(one, self.trials.spec.seed, 1.0, self.trials.spec.goals) for one in asked)
         judged = []

@@ -18,7 +18,7 @@ begin nothing is cached."""
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What is planned for, and a line on what it leaves out; "" when it is everything."""
+    """The load to plan for, and a line on what it leaves out; "" when it is everything."""
 
     spec: PlanSpec
     note: str = ""

@@ -1,4 +1,4 @@
-"""What is measured: a real router between stand-ins, or the plain application; each with its processes and commands."""
+"""The servers under test: a real router between stand-ins, or the plain application; each with its processes and commands."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Conserved:
-    """What was counted. Computed tokens are more than those of answers where work was done twice."""
+    """Counts of a run. Computed tokens are more than those of answers where work was done twice."""
 
     num_requests: int
     num_answer_tokens: int

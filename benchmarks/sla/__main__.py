@@ -88,7 +88,7 @@ def settings_of(options: Namespace, step: Step) -> Settings:
         cases=tuple(options.cases),
     )
     file = options.results / f"sla-{step.name}.partial.jsonl"
-    # What is not part of a simulation may differ.
+    # Settings that no simulation reads may differ.
     traces = None if settings.traces is None else Path(".")
     same = replace(settings, reality=None, real_s=0.0, model="", traces=traces, cases=())
     return replace(settings, journal=Journal(file, repr(same), resume=options.resume))

@@ -301,7 +301,7 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("kv_disk_gib", self.kv_disk_gib, "0 without prefix caching: it holds cached blocks")
 
     def _check_draft_head(self) -> None:
-        """What is not served with a draft head."""
+        """Refuse settings that are not served with a draft head."""
         others = (
             (self.tensor_parallel_size > 1, f"--tensor-parallel-size {self.tensor_parallel_size}"),
             (self.lora_places > 0, "LoRA adapters"),

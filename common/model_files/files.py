@@ -14,7 +14,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     `eos_token_ids` are all tokens that end a turn, the model's own first. `chat_template` is Jinja source, or None for
     a base model. `weights_hash` is 16 hex digits over all weights and what says how to use them. `config` is
-    config.json for "hf". What was resolved without weights has none and no hash.
+    config.json for "hf". A model that was resolved without weights has none and no hash.
     """
 
     model_id: str

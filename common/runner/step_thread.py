@@ -22,7 +22,7 @@ from common.wire.sampling_params import SampledToken
 
 
 class ThreadStep:
-    """A step on its way. What is asked of `thread` runs in the order in which it was asked."""
+    """A step on its way. Jobs of `thread` run in the order in which they were asked for."""
 
     def __init__(self, thread: StepThread, chunks: Sequence[SequenceChunk], logits: Future[Tensor]) -> None:
         self._thread, self._chunks, self._logits = thread, chunks, logits

@@ -1,7 +1,7 @@
 """Lets other workers copy cached blocks, from a thread of its own: a pull waits for no step of this worker's engine.
 
 The lender owns no block and keeps none from being evicted. It finds a block by its hash, takes its checksum, and then
-looks whether the cache still has it under that hash: if so, nothing was written to it meanwhile. What is evicted later,
+looks whether the cache still has it under that hash: if so, nothing was written to it meanwhile. A block evicted later,
 while a frame still points at it or a puller copies it, fails that checksum at the puller, which then computes.
 """
 

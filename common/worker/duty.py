@@ -117,7 +117,7 @@ class Duty(ABC):
         )
 
     def new_tiers(self, loaded: LoadedModel, pool: BlockPool, notify: Callable[[ReadEnded], None]) -> BlockTiers | None:
-        """What is below the prefix cache, started; None without. Raises ConfigError or OSError.
+        """The tiers below the prefix cache, started; None without. Raises ConfigError or OSError.
 
         Called before any socket is made that only the engine would close.
         """

@@ -104,7 +104,7 @@ async def list_files(request: Request) -> Response:
 
 @file_routes.get(ONE, tags=TAGS, **documented(None, FileBody))
 async def show_file(file_id: str, request: Request) -> Response:
-    """What is known of a file."""
+    """A file's record, without its content."""
     return json_answer(file_object(await batches_of(request).file(file_id, owner_of(request))))
 
 

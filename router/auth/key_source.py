@@ -70,7 +70,7 @@ class KeySource:
         return None if agreed in (self._content, self._refused) else agreed
 
     def _accept(self) -> None:
-        """What was read last is in force."""
+        """Put the content that was read last in force."""
         if self._agreed is not None and self._agreed.read() != self._content:
             try:
                 self._agreed.agree(self._content)

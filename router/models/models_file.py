@@ -65,7 +65,7 @@ def read_models(path: str) -> ModelTable:
 
 
 def content_of(path: str) -> bytes:
-    """What is in a file, which may be too long by a byte. Raises ConfigError."""
+    """A file's content, which may be too long by a byte. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
             return file.read(MAX_FILE_BYTES + 1)

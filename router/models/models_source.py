@@ -42,7 +42,7 @@ class ModelsSource:
         return models_of(self._path, self._content)
 
     def accept(self) -> None:
-        """What was read last is in force."""
+        """Put the content that was read last in force."""
         if self._agreed is not None:
             try:
                 self._agreed.agree(self._content)

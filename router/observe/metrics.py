@@ -133,7 +133,7 @@ class RouterMetrics:
         )
 
     def _add_store(self) -> None:
-        """What is kept of the Responses API."""
+        """Metrics of the store of the Responses API."""
         self._store_failures = self._labelled(
             "diptych_response_store_failures", "Times that the store of responses failed, by reason", "reason"
         )
@@ -246,7 +246,7 @@ class RouterMetrics:
                 self._compare(line, choice, decode_s)
 
     def _compare(self, line: RequestTimeline, choice: ChoiceRecord, decode_s: float) -> None:
-        """What was predicted for a choice with what happened. Messages between processes count as waiting."""
+        """Compare the prediction for a choice with its times. Messages between processes count as waiting."""
         if line.forecast.ttft_s > 0:
             self.ttft_ratio.observe((line.queue_s + line.prefill_s) / line.forecast.ttft_s)
         if line.forecast.token_s > 0 and choice.num_tokens > 1:

@@ -61,7 +61,7 @@ class Plan:
 
 @dataclass(slots=True)
 class _Pool:
-    """What was wanted of a pool last, and (when, needed to keep it) for as long as a need must last."""
+    """The number of workers wanted of a pool last, and (when, needed to keep it) for as long as a need must last."""
 
     wanted: int
     needs: deque[tuple[float, int]]

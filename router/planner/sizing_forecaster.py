@@ -83,7 +83,7 @@ def _candidates(least: int, most: int, present: int, num: int) -> list[int]:
 def _running(
     workers: Collection[Worker], pools: dict[Role, PoolState], num_waiting: float, load: OfferedLoad, now: float
 ) -> UnderWay:
-    """What is under way on ready workers. `num_waiting` requests are on none."""
+    """Work under way on ready workers. `num_waiting` requests are on none."""
     kind = pools["prefill"].kind
     mean_s = sum(packed_s(kind, one) for one in load.requests) / len(load.requests)
     ready = [worker for worker in workers if worker.ready]

@@ -1,4 +1,4 @@
-"""What is weighed of a request when a place for it is chosen. Pure."""
+"""The sides of a request that are weighed when a place for it is chosen. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What is weighed of a request. `hits`: prompt tokens that a worker has cached, by its address. `fetches`: what a
+    """A request as it is weighed. `hits`: prompt tokens that a worker has cached, by its address. `fetches`: what a
     worker that computes the prompt takes from its disk or from a peer.
 
     `alone`: the worker that computes the prompt also makes the whole answer. Of the `num_remaining` tokens that the

@@ -38,7 +38,7 @@ def merged(texts: Mapping[int, bytes], ended: Iterable[bytes] = ()) -> bytes:
 
 
 def counters(texts: Sequence[bytes]) -> bytes:
-    """What is added up, alone."""
+    """The families that are added up, alone."""
     return merged({}, texts)
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a file and of a batch."""
+"""The records of a file and of a batch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StoredBatch:
 
     @property
     def details(self) -> bytes:
-        """What is stored as JSON, because nothing is looked up by it."""
+        """Fields that are stored as JSON, because nothing is looked up by them."""
         return orjson.dumps(
             {"metadata": self.metadata, "model": self.model, "times": self.times, "problems": self.problems}
         )

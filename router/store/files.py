@@ -211,7 +211,7 @@ class FileStore:
         self.size = StoreSize(int(row[0]), int(row[1]))
 
     def _purge(self, connection: sqlite3.Connection) -> None:
-        """Delete pieces of deleted files. What is left of them counts as stored."""
+        """Delete pieces of deleted files. The rest of them counts as stored."""
         num_rows = num_bytes = 0
         for (file_id,) in connection.execute("SELECT id FROM files WHERE state = ?", (DELETED,)).fetchall():
             doomed, freed = [], 0

@@ -69,7 +69,7 @@ class KnownPrefixes:
 
     @property
     def num_bytes(self) -> int:
-        """What is kept."""
+        """The size of all that is kept."""
         return self._num_bytes
 
     def encode(self, text: str, salt: str = "") -> list[int]:

@@ -128,8 +128,8 @@ class TextPipeline:
 
         `continue_final_message` leaves the last message open for the model to continue; it excludes
         `add_generation_prompt`. `extra` holds further template variables. The prompt describes `functions`, by the
-        template or in words; `dialect` is that of the template, found out if it is not given. What is known of
-        conversations of the same `salt` is not tokenised again. Raises as `encode` does.
+        template or in words; `dialect` is that of the template, found out if it is not given. Known parts
+        of conversations of the same `salt` are not tokenised again. Raises as `encode` does.
         """
 
         def job() -> list[int]:

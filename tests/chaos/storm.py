@@ -80,7 +80,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Act:
-    """What was done to a worker. Times are seconds after the storm's begin; `back_s`: until it was ready again."""
+    """One blow to a worker. Times are seconds after the storm's begin; `back_s`: until it was ready again."""
 
     at_s: float
     worker: str

@@ -40,7 +40,7 @@ ASKS = [
 
 @dataclass
 class Attempt:
-    """What was said of one attempt on the KV wire. `received`: blocks of messages that got through.
+    """Messages of one attempt on the KV wire. `received`: blocks of messages that got through.
 
     `num_messages` of blocks were sent, the first spoilt one of them as the `first_spoilt`-th of the tape.
     """

@@ -132,7 +132,7 @@ async def test_duplicate_done(rig: Rig) -> None:
 
 @only_tcp
 async def test_a_restarted_peer_on_the_same_address(rig: Rig) -> None:
-    """What was announced to a worker's earlier life reaches the later one, which knows that it is not meant.
+    """An announcement to a worker's earlier life reaches the later one, which knows that it is not meant.
 
     Every decode worker is a victim: which of them gets the requests is the router's choice.
     """

@@ -1,1 +1,1 @@
-"""What is simulated: clock, network and load of a scenario, and the cost of its steps."""
+"""The simulated world: clock, network and load of a scenario, and the cost of its steps."""

@@ -1,4 +1,4 @@
-"""What is simulated: pools of workers, links, routers, a load, goals, and what happens meanwhile.
+"""A scenario: pools of workers, links, routers, a load, goals, and what happens meanwhile.
 
 A scenario is a TOML or JSON file; docs/simulator.md describes it with examples.
 """

@@ -86,7 +86,7 @@ def shown(record: StoredResponse, **changed: object) -> Object:
 
 
 def conversation_items(turns: Sequence[StoredTurn]) -> list[Item]:
-    """What was said in a conversation so far, for another request that goes on from it."""
+    """A conversation so far, for another request that goes on from it."""
     return [item for turn in turns for part in (turn.input, turn.output) for item in ITEMS.validate_json(part)]
 
 

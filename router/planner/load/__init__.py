@@ -1,1 +1,1 @@
-"""What is asked of the pools: arrivals, lengths, cached tokens, answers."""
+"""The load of the pools: arrivals, lengths, cached tokens, answers."""

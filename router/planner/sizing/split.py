@@ -33,7 +33,7 @@ NUM_PARTS = 10
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """What is under way: prompts that take one prefill worker `waiting_s`, and answers that `num_decode` workers make.
+    """Work under way: prompts that take one prefill worker `waiting_s`, and answers that `num_decode` workers make.
 
     An answer sees `context` tokens and has `tokens_left` to come. Answers have had half of theirs on average.
     """

@@ -1,4 +1,4 @@
-"""What is not given depends on the device."""
+"""Settings that are not given depend on the device."""
 
 from __future__ import annotations
 

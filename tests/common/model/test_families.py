@@ -61,7 +61,7 @@ def test_longrope_takes_the_short_factors_where_contexts_end_before_the_long_one
 
 
 def refusal(folder: Path, **fields: Any) -> str:
-    """What is said of a tiny model with other fields in its configuration, before its weights are looked at."""
+    """The description of a tiny model with other fields in its configuration, before its weights are looked at."""
     path = make_tiny_model(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     (folder / "model.safetensors").write_bytes(b"not weights")

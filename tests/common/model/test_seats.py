@@ -74,7 +74,7 @@ class Engine:
             self.running.append(Sequence(tokens, params, self.random.choice((-1, 0, 3))))
 
     def leave(self) -> None:
-        """Whoever ends while a step of it is in flight keeps its blocks until that has ended."""
+        """A sequence that ends while a step of it is in flight keeps its blocks until that has ended."""
         if self.running:
             sequence = self.running.pop(self.random.randrange(len(self.running)))
             if sequence.pending:

@@ -1,4 +1,4 @@
-"""What is wrong with a batch: its input, its request, its lines, a busy service, the store."""
+"""Faults of a batch: its input, its request, its lines, a busy service, the store."""
 
 from __future__ import annotations
 

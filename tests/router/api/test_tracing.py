@@ -31,7 +31,7 @@ def collector() -> Iterator[Collector]:
 
 
 async def gathered(running: Any, collector: Collector) -> Collector:
-    """What was made so far is sent."""
+    """All spans so far are sent."""
     await asyncio.to_thread(running.app.state.service.tracing._provider.force_flush, 10_000)
     return collector
 

@@ -14,7 +14,7 @@ DISCRIMINATORS = ("type", "role")
 def paths(root: Any, is_served: Callable[[str], bool], path: str = "") -> Iterator[str]:
     """The possible contents of `root`: `a.b` for a field, `a[kind]` for a variant of it, `a=value` for a value.
 
-    What is inside of a path is asked for only where `is_served`.
+    Paths inside of a path are asked for only where `is_served`.
     """
     members = [*_members(root)]
     if any(get_origin(member) is dict for member in members):
