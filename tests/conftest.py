@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Modules that were imported to collect the tests stay: each later search for garbage would go through all of them."""
+    """Modules that were imported to collect the tests stay: no later search for garbage should see them."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""The servers under test: a real router between stand-ins, or the plain application; each with its processes and commands."""
+"""The servers under test: a real router between stand-ins or the plain application, with processes and commands."""
 
 from __future__ import annotations
 

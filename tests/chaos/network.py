@@ -124,7 +124,7 @@ class Network:
             ip("-n", namespace, "link", "set", "lo", "up")
 
     def _remove(self) -> None:
-        """Parts that were not built are not there to be removed. Cables would go with their namespaces, but some time later."""
+        """Parts that were not built are not there to be removed. Cables would go with their namespaces, but later."""
         cables = [("link", "del", self._cable(name)) for name in self._hosts]
         namespaces = [("netns", "del", self._namespace(name)) for name in self._hosts]
         for one in (*cables, *namespaces, ("link", "del", self._bridge())):
