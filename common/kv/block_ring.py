@@ -47,7 +47,8 @@ class BlockRing:
         except OSError as error:
             raise NotShared(f"no room for {num_places} places of {self.block_bytes:,} bytes: {error}") from error
         num_bytes = num_places * self.block_bytes
-        self._flat = torch.frombuffer(self._memory.pages, dtype=torch.uint8, count=num_bytes)
+        with torch.inference_mode(False):  # else a sender's thread without that mode might not write to it
+            self._flat = torch.frombuffer(self._memory.pages, dtype=torch.uint8, count=num_bytes)
         try:
             blocks.stream.register(self._flat)
         except NotRegistered as error:

@@ -81,6 +81,14 @@ def test_a_transfer_that_ends_holds_nothing(ring: BlockRing) -> None:
     assert ring.num_free == 3 and not ring.waits_for(HERE) and ring.waits_for(THERE)
 
 
+def test_any_thread_fills_a_ring_that_was_made_in_inference_mode(rows: np.typing.NDArray[np.uint8]) -> None:
+    with torch.inference_mode():
+        ring = ring_over(rows, 4, LateStream())
+    with torch.inference_mode(False):
+        assert ring.put(A, HERE, [1, 2])[0]
+    ring.close()
+
+
 def test_a_lost_place_is_found(rows: np.typing.NDArray[np.uint8]) -> None:
     ring = ring_over(rows, 4, LateStream())
     ring.put(A, HERE, [0])
