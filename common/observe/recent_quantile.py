@@ -14,7 +14,8 @@ LOWEST, GROWTH, NUM_BUCKETS = 1e-5, 1.05, 425
 """Buckets grow by 5 % from 10 us to about three hours, which bounds the error of a quantile."""
 NUM_SLOTS = 6
 """Of the window: the oldest sixth of the observations expires at once."""
-_LOG_GROWTH = math.log(GROWTH)
+_PER_LOG = 1.0 / math.log(GROWTH)
+_BEGIN = math.log(LOWEST) * _PER_LOG
 
 
 class RecentQuantile:
@@ -26,7 +27,9 @@ class RecentQuantile:
 
     def observe(self, value: float, now: float, num: int = 1) -> None:
         """A value in seconds, above 0, that was seen `num` times."""
-        bucket = min(NUM_BUCKETS - 1, max(0, math.ceil(math.log(max(value, LOWEST) / LOWEST) / _LOG_GROWTH)))
+        bucket = math.ceil(math.log(value) * _PER_LOG - _BEGIN) if value > LOWEST else 0
+        if bucket >= NUM_BUCKETS:
+            bucket = NUM_BUCKETS - 1
         with self._lock:
             self._window.current(now)[bucket] += num
 

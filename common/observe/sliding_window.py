@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -18,12 +19,15 @@ class SlidingWindow(Generic[Slot]):
     def __init__(self, window_s: float, num_slots: int, make: Callable[[], Slot]) -> None:
         self._slot_s, self._num_slots, self._make = window_s / num_slots, num_slots, make
         self._slots: deque[tuple[int, Slot]] = deque(maxlen=num_slots)
+        self._ends_at = -math.inf  # the newest slot
 
     def current(self, now: float) -> Slot:
         """The slot that observations of `now` belong to."""
-        number = int(now / self._slot_s)
-        if not self._slots or self._slots[-1][0] < number:
-            self._slots.append((number, self._make()))
+        if now >= self._ends_at:
+            number = int(now / self._slot_s)
+            if not self._slots or self._slots[-1][0] < number:
+                self._slots.append((number, self._make()))
+            self._ends_at = (number + 1) * self._slot_s
         return self._slots[-1][1]
 
     def recent(self, now: float) -> list[Slot]:

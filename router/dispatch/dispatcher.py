@@ -47,7 +47,7 @@ class Dispatcher:
         Nothing is served without a worker of the role that is `needed`: prefill for a model that generates no text.
         """
         self._clock = time.monotonic
-        self._wakes: dict[str, asyncio.Future[None]] = {}
+        self._wakes: dict[str, asyncio.Future[TokenEvent | None]] = {}
         self._last_max_model_len = 0
         self._open = False
         self._needed = needed
@@ -78,9 +78,10 @@ class Dispatcher:
         loop, request_id = asyncio.get_running_loop(), request.request_id
         try:
             while True:
-                while (event := state.take_event()) is None:  # raises the request's error behind the last event
+                event = state.take_event()  # raises the request's error behind the last event
+                while event is None:
                     wake = self._wakes[request_id] = loop.create_future()
-                    await wake
+                    event = await wake or state.take_event()
                 yield event
                 if event.finish_reason:
                     return
@@ -168,9 +169,20 @@ class Dispatcher:
         return loop.call_later(delay_s, lambda: then(self._clock())).cancel
 
     def _wake(self, request_id: str) -> None:
+        """Pass what is new of a stream to its sink, or wake `generate`, which waits, for it."""
         wake = self._wakes.get(request_id)
-        if wake is not None and not wake.done():
+        if wake is None or wake.done():
+            return
+        state = self.core.states.get(request_id)
+        if state is None or state.done or state.stream.finish_reason or (sink := state.request.sink) is None:
             wake.set_result(None)
+            return
+        try:
+            event = state.take_event()
+            if event is None or not sink(event):
+                wake.set_result(event)
+        except Exception as error:  # a bug ends the answer, not what its worker sent to others
+            wake.set_exception(error)
 
     def _check_open(self) -> None:
         if not self._open:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -41,7 +43,7 @@ class Arrival:
     error: RequestError | None = None
 
 
-Sink = Callable[[int, float, TokenEvent], bool]
+ChoiceSink = Callable[[int, float, TokenEvent], bool]
 """Takes an event of a choice, with its time, or says False."""
 
 
@@ -49,7 +51,7 @@ class Generations:
     """Runs the streams, one task each. `close` and `leave` abort unfinished ones on the workers.
 
     `unread` counts the bytes that wait for the client, and may give the answer up. While `next` waits, events go to the
-    `sink` first, in the task of their stream: `next` returns those that it refuses, and what comes behind them.
+    `sink` first, in the turn in which they came: `next` returns those that it refuses, and what comes behind them.
     """
 
     def __init__(self, client: TokenSource, unread: UnreadBudget) -> None:
@@ -62,7 +64,7 @@ class Generations:
         self._waiter: asyncio.Future[None] | None = None
         self._gone = self._failed = False
         self._aborting: asyncio.Task[None] | None = None
-        self.sink: Sink | None = None
+        self.sink: ChoiceSink | None = None
 
     async def start(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin the stream of each choice, until the client leaves or one of them fails.
@@ -126,6 +128,7 @@ class Generations:
 
     async def _pump(self, index: int, request: GenerationRequest) -> None:
         finished = False
+        request = dataclasses.replace(request, sink=partial(self._pass_on, index))
         try:
             async with aclosing(self._client.generate(request)) as events:
                 async for event in events:
@@ -139,13 +142,18 @@ class Generations:
             self._failed = True
             self._put(Arrival(index, time.perf_counter(), error=as_request_error(error)))
 
+    def _pass_on(self, index: int, event: TokenEvent) -> bool:
+        """Implements `router.streams.client.Sink`."""
+        waiter = self._waiter
+        if self.sink is None or waiter is None or waiter.done() or self._aborting is not None:
+            return False
+        return self.sink(index, time.perf_counter(), event)
+
     def _add(self, index: int, event: TokenEvent) -> None:
         """Keep an event for the client with its log-probabilities packed, separately or joined to the last one."""
         if self._aborting is not None:
             return
-        at, waiter = time.perf_counter(), self._waiter
-        if self.sink is not None and waiter is not None and not waiter.done() and self.sink(index, at, event):
-            return
+        at = time.perf_counter()
         last, packed = self._last.get(index), PackedLogprobs(event.logprobs)
         self._num_bytes += packed.num_bytes + TOKEN_BYTES * len(event.token_ids)
         if last is None or last.event is None or self._num_waiting[index] < MAX_WAITING:

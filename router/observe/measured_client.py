@@ -35,7 +35,16 @@ class MeasuredClient:
         failed = refused = False
         name, window = request.request_class, self._window
         self._load.arrived(began)
-        stream = self._client.generate(request)
+        sink = request.sink
+
+        def passed_on(event: TokenEvent) -> bool:
+            nonlocal last, num_tokens
+            if sink is None or not num_tokens or not sink(event):
+                return False
+            last, num_tokens = self._clock(), num_tokens + len(event.token_ids)
+            return True
+
+        stream = self._client.generate(request if sink is None else replace(request, sink=passed_on))
         try:
             async for event in stream:
                 now, count = self._clock(), len(event.token_ids) or int(bool(event.pooled))

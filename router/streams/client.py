@@ -23,6 +23,12 @@ RETRY_AFTER_S = 1.0
 """The hint of a refusal for lack of room that cannot tell when there will be some."""
 
 
+Sink = Callable[["TokenEvent"], bool]
+"""Takes an event at once, in the turn of the event loop in which a worker sent it, or says False: then `generate`
+brings it. Called while whoever reads `generate` waits for an event, so all earlier ones were taken. Without it each
+token would cost a turn of one more task."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to generate. The router makes `request_id`: it is unique and never a client's text.
@@ -34,6 +40,7 @@ class GenerationRequest:
     `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. Requests that
     answer the same prompt share `prompt`, which has the same tokens and salt. With `params.pooling` the answer is one
     vector of `pooled_width` numbers. `adapter` is the digest of the LoRA weights that it uses, "" for the base model.
+    `sink` is offered events in the middle of the answer: see `Sink`.
     """
 
     request_id: str
@@ -51,6 +58,7 @@ class GenerationRequest:
     share: float = 0.0
     pooled_width: int = 0
     adapter: str = ""
+    sink: Sink | None = None
 
     @property
     def lane(self) -> str:

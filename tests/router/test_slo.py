@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
@@ -77,6 +78,22 @@ async def attained(script: Script, *, take: int = 100) -> tuple[dict[str, float]
     await stream.aclose()
     assert script.closed
     return window.attainment(script.now), window
+
+
+async def test_tokens_that_went_to_a_sink_count_as_others() -> None:
+    script, window, sunk = Script((0.4, 1), (0.3, 1), (0.3, 1), (0.0, 1)), SLOWindow(0.5, 0.1), list[TokenEvent]()
+
+    async def generate(request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        async for event in Script.generate(script, request):
+            assert request.sink is not None
+            if not request.sink(event):
+                yield event
+
+    script.generate = generate  # type: ignore[method-assign]
+    client = MeasuredClient(cast(Dispatcher, script), window, lambda: script.now)
+    request = dataclasses.replace(REQUEST, sink=lambda event: not sunk.append(event))
+    assert len([event async for event in client.generate(request)]) == 1, "the first token has no sink"
+    assert len(sunk) == 3 and window.attainment(script.now) == {"ttft": 1.0, "tpot": 0.0}
 
 
 async def test_a_stream_within_its_goals() -> None:

@@ -114,6 +114,7 @@ class BeamClient:
                                 params=params,
                                 prompt=None,
                                 deadline_s=remaining_s,
+                                sink=None,
                             )
                         )
                     )

@@ -77,7 +77,8 @@ class Engine:
         try:
             async for event in self._events(request):
                 done = bool(event.finish_reason)
-                yield event
+                if done or request.sink is None or not request.sink(event):
+                    yield event
         finally:
             if not done and self.error is None:
                 self.aborted.append(request.request_id)

@@ -1,6 +1,7 @@
 """The dispatcher on real sockets when all goes well, and at its bounds."""
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
 from collections import Counter
@@ -50,6 +51,40 @@ async def test_first_token_does_not_wait_for_the_decode_worker(cluster, tools):
     assert dispatcher.load().stages["transfer"] == 1
     assert (event.timeline.prefill_worker, event.timeline.prefill_s) == (cluster.prefill[0].worker_id, 0.5)
     await stream.aclose()
+
+
+async def test_a_sink_gets_each_event_but_the_last_in_its_turn(cluster, tools):
+    """Events that it leaves, and the one that ends the answer, come by `generate`, none twice and none out of order."""
+    dispatcher = await cluster.start()
+    taken: list[int] = []
+    ways: list[str] = []
+
+    def sink(event) -> bool:
+        takes = len(taken) % 3 != 2 or bool(ways) and ways[-1] == "left"
+        ways.append("sunk" if takes else "left")
+        if takes:
+            taken.extend(event.token_ids)
+        return takes
+
+    request = tools.request(PROMPT, max_tokens=300)
+    async for event in dispatcher.generate(dataclasses.replace(request, sink=sink)):
+        taken.extend(event.token_ids)
+    assert taken == tools.expected(PROMPT, 300)
+    assert event.finish_reason == "length" and {"sunk", "left"} == set(ways)
+
+
+async def test_a_sink_that_fails_ends_its_own_answer(cluster, tools):
+    dispatcher = await cluster.start()
+
+    def sink(event) -> bool:
+        raise ZeroDivisionError
+
+    request = tools.request(PROMPT, max_tokens=300)
+    with pytest.raises(ZeroDivisionError):
+        async for _ in dispatcher.generate(dataclasses.replace(request, sink=sink)):
+            pass
+    assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
+    await tools.until(lambda: not dispatcher.core.states)
 
 
 async def test_decode_worker_may_be_heard_first(cluster, tools):
