@@ -366,7 +366,7 @@ def test_hidden_states_go_from_step_to_step(tmp_path: Path) -> None:
         runner.forward(rows)
         runner.forward([SequenceChunk((11,), 16, table, before=3, kept=1)])
         assert recorder.num_replays - before == (3 if is_recorded else 0)
-        found.append((kv.tensor[list(table), -1], model._hidden[:6]))
+        found.append((kv.tensor[list(table), -1], model._states[:6]))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
         assert ours.count_nonzero() > ours.numel() // 4
