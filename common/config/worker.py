@@ -100,8 +100,8 @@ class WorkerConfig(CommonConfig, PodSettings):
     draft_head: str = setting(
         "",
         "a head that reads the model's hidden states and drafts tokens where that pays: mtp, the one in the model's "
-        "own checkpoint, or the folder of an EAGLE head; its KV lies in the model's blocks, so all workers need the "
-        "same; empty: none",
+        "own checkpoint, or the folder of an EAGLE, EAGLE-2 or EAGLE-3 head; its KV lies in the model's blocks, so all "
+        "workers need the same; empty: none",
         group="Model",
         metavar="NAME",
     )

@@ -1,73 +1,73 @@
 """One more decoder layer, which guesses the token after the next from a hidden state of the model and the next token.
 
-    x_t = W [embedding of token t, hidden state of token t - 1]      each normalised first in MTP layers
-    x_t -> decoder layer -> hidden state of its own -> (norm) -> logits of token t + 1
+    embedding of token t, state behind token t - 1 -> decoder layer -> a state of its own -> logits of token t + 1
 
-Its keys and values of token t are those of x_t, in slot t of one more layer of the served model's blocks. Its own
-hidden state takes the place of the model's where that is not known yet: for tokens behind a draft token.
+Its keys and values of token t are those of that pair, in slot t of one more layer of the served model's blocks. Its own
+state takes the place of the model's where that is not known yet: for tokens behind a draft token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from common.kv.cache import KVCache
 from common.model.batch import ForwardBatch
 from common.model.decoder import Decoder
 from common.model.weights import LayerWeights
-from kernels import Linear, add_rms_norm, rms_norm
+from common.model_files.config import ModelConfig
+from kernels import add_rms_norm
 
 
-@dataclass(frozen=True, slots=True)
-class HeadWeights:
-    """merge: [hidden_size, 2 * hidden_size]. Norms that a kind of heads lacks are None: EAGLE has none of these."""
+class DraftHead(ABC):
+    """Steps run operation by operation: there are few of them in one layer.
 
-    layer: LayerWeights
-    merge: Linear
-    embedding_norm: Tensor | None
-    hidden_norm: Tensor | None
-    norm: Tensor | None
-    lm_head: Linear
+    States are rows of `config.hidden_size` numbers: what a head keeps of the model's hidden states, and its own.
+    """
 
+    reads_layers: tuple[int, ...] = ()
+    """Layers of the model whose inputs `states` reads, see `LayerStates`."""
 
-class DraftHead:
-    """Steps run operation by operation: there are few of them in one layer."""
-
-    def __init__(self, decoder: Decoder, weights: HeadWeights) -> None:
+    def __init__(self, decoder: Decoder, layer: LayerWeights) -> None:
         """`decoder` computes attention and MLP: the head is the last layer of its configuration."""
-        self._decoder, self._weights = decoder, weights
+        self._decoder, self._layer = decoder, layer
         self._index, self._eps = decoder.config.num_layers - 1, decoder.config.rms_norm_eps
         decoder.run_by_operation()
 
+    @property
+    def config(self) -> ModelConfig:
+        """As that of the model with this layer behind its own, with the head's own sizes."""
+        return self._decoder.config
+
+    @property
+    @abstractmethod
+    def reads_last(self) -> bool:
+        """Whether `states` reads what follows the model's last layer, which then runs all rows of a step."""
+
+    @abstractmethod
+    def states(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """What is kept of all rows: from the normed hidden states, or from the `inputs` of `reads_layers`."""
+
     def write(self, batch: ForwardBatch, before: Tensor, kv: KVCache) -> None:
-        """Writes keys and values of the batch's tokens. `before` [T, hidden_size]: hidden states of those before."""
+        """Writes keys and values of the batch's tokens. `before` [T, hidden_size]: the states of the tokens before."""
         normed, _ = self._merged(batch, before)
-        self._decoder.write_kv(self._index, self._weights.layer, normed, self._decoder.step(batch, kv))
+        self._decoder.write_kv(self._index, self._layer, normed, self._decoder.step(batch, kv))
 
     def forward(self, batch: ForwardBatch, before: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
-        """The same; returns logits float32 and hidden states of its own, [num sampled, vocab_size and hidden_size]."""
-        decoder, weights, step = self._decoder, self._weights, self._decoder.step(batch, kv)
+        """The same; returns logits float32 and states of its own, [num sampled, vocab_size and hidden_size]."""
+        decoder, layer, step = self._decoder, self._layer, self._decoder.step(batch, kv)
         normed, merged = self._merged(batch, before)
-        mixed = decoder.attention(self._index, weights.layer, normed, step)
+        mixed = decoder.attention(self._index, layer, normed, step)
         merged = decoder.wanted(self._index, merged, step)
-        hidden, normed = add_rms_norm(merged, mixed, weights.layer.norms["before_mlp"], self._eps)
-        change = decoder.mlp(self._index, weights.layer, normed, step)
-        if weights.norm is None:
-            hidden = normed = hidden + change
-        else:
-            hidden, normed = add_rms_norm(hidden, change, weights.norm, self._eps)
-        return weights.lm_head(normed, wide=True), hidden
+        hidden, normed = add_rms_norm(merged, mixed, layer.norms["before_mlp"], self._eps)
+        return self._guessed(hidden, decoder.mlp(self._index, layer, normed, step))
 
+    @abstractmethod
     def _merged(self, batch: ForwardBatch, before: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads, and what it is added to."""
-        weights = self._weights
-        embedded = self._decoder.weights.embedding(batch.token_ids)
-        if weights.embedding_norm is not None and weights.hidden_norm is not None:
-            embedded = rms_norm(embedded, weights.embedding_norm, self._eps)
-            before = rms_norm(before, weights.hidden_norm, self._eps)
-        merged = weights.merge(torch.cat((embedded, before), dim=1))
-        norm = weights.layer.norms.get("before_attention")
-        return merged if norm is None else rms_norm(merged, norm, self._eps), merged
+
+    @abstractmethod
+    def _guessed(self, hidden: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and the head's states, from the layer's hidden states and what its MLP adds to them."""

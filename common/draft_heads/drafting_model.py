@@ -28,11 +28,12 @@ class DraftingModel:
     def __init__(
         self, body: Decoder, lm_head: Linear, draft_head: DraftHead, config: ModelConfig, num_places: int
     ) -> None:
-        """`body` is the model without `lm_head`. It keeps the hidden states of `num_places` tokens."""
+        """`body` is the model without `lm_head`. It keeps the states of `num_places` tokens."""
         self.config, self.num_places = config, num_places
         self._body, self._lm_head, self._draft_head = body, lm_head, draft_head
         # Behind the places, a row of zeros, and one for what is not kept.
-        self._hidden = torch.zeros(num_places + 2, config.hidden_size, dtype=body.dtype, device=body.device)
+        width = draft_head.config.hidden_size
+        self._states = torch.zeros(num_places + 2, width, dtype=body.dtype, device=body.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,34 +52,42 @@ class DraftingModel:
         """Those of the model alone."""
         return self._body.weights
 
+    @property
+    def draft_config(self) -> ModelConfig:
+        """What batches of draft steps are built by: as `config`, with the head's own sizes."""
+        return self._draft_head.config
+
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Writes the KV of the batch's tokens, the head's as well; returns the model's logits, float32."""
-        hidden = self._body.rows(replace(batch, sampled=None), kv)
+        head = self._draft_head
+        hidden, inputs = self._body.rows_and_states(replace(batch, sampled=None) if head.reads_last else batch, kv)
         if batch.hidden is not None:
-            before = self._before(batch.hidden, hidden)
-            self._keep(batch.hidden, hidden)
-            self._draft_head.write(batch, before, kv)
-        rows = hidden if batch.sampled is None else hidden.index_select(0, batch.sampled)
-        return self._lm_head(rows, wide=True)
+            states = head.states(hidden, inputs)
+            before = self._before(batch.hidden, states)
+            self._keep(batch.hidden, states)
+            head.write(batch, before, kv)
+        if head.reads_last and batch.sampled is not None:
+            hidden = hidden.index_select(0, batch.sampled)
+        return self._body.capped(self._lm_head(hidden, wide=True))
 
     def draft(self, batch: ForwardBatch, kv: KVCache, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of the tokens behind those of the batch, and the head's hidden states, [T, ...] each.
+        """Logits of the tokens behind those of the batch, and the head's own states, [T, ...] each.
 
-        Without `before` the hidden states that it reads are those in the batch's places.
+        Without `before` the states that it reads are those in the batch's places.
         """
         assert batch.hidden is not None  # as `config` asks for
         if before is None:
-            before = self._hidden[self._places(batch.hidden.before)]
+            before = self._states[self._places(batch.hidden.before)]
         return self._draft_head.forward(batch, before, kv)
 
-    def _before(self, places: HiddenRows, hidden: Tensor) -> Tensor:
-        """The hidden state before each row, [T, hidden_size]."""
-        kept = self._hidden[self._places(places.before)]
-        return torch.where((places.before == ROW_BEFORE)[:, None], hidden.roll(1, dims=0), kept)
+    def _before(self, places: HiddenRows, states: Tensor) -> Tensor:
+        """The state before each row, [T, the head's hidden_size]."""
+        kept = self._states[self._places(places.before)]
+        return torch.where((places.before == ROW_BEFORE)[:, None], states.roll(1, dims=0), kept)
 
-    def _keep(self, places: HiddenRows, hidden: Tensor) -> None:
+    def _keep(self, places: HiddenRows, states: Tensor) -> None:
         rows = torch.where(places.kept < 0, self.num_places + 1, places.kept)
-        self._hidden.index_copy_(0, rows, hidden)
+        self._states.index_copy_(0, rows, states)
 
     def _places(self, before: Tensor) -> Tensor:
         return torch.where(before < 0, self.num_places, before)

@@ -1,18 +1,21 @@
 """Where a draft head is, and what makes it one for the served model. No torch.
 
 MTP layers lie in the model's own files behind its last layer (DeepSeek-V3, arXiv 2412.19437, section 2.2). EAGLE heads
-have a folder of their own: config.json, and one decoder layer behind a matrix `fc` (arXiv 2401.15077, section 4.1).
+have a folder of their own: config.json, and one decoder layer behind a matrix `fc` (arXiv 2401.15077, section 4.1);
+what differs in EAGLE-3 is told in `eagle3_form.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common.draft_heads.eagle3_form import Eagle3Form, is_eagle3, layer_fields, read_form
 from common.errors import ConfigError, ModelError
 from common.model_config.rope import RopeConfig
-from common.model_files.config import ModelConfig, from_hf
+from common.model_files.config import HFReader, ModelConfig
 from common.model_files.files import ModelFiles
 from common.model_files.json_file import read_json
 from common.model_files.stamp import hash_weights
@@ -22,19 +25,23 @@ MTP_TYPES = ("deepseek_v3", "glm4_moe")
 """Model types whose MTP layers have the form that is known here."""
 EAGLE_TYPES = ("llama",)
 """Model types of an EAGLE head's layer."""
+EAGLE3_SIZES = ("num_kv_heads", "head_dim", "vocab_size")
+EAGLE_SIZES = ("hidden_size", "num_heads", *EAGLE3_SIZES)
+"""What heads have in common with their model: KV and vocabulary in any case, EAGLE and EAGLE-2 all of its sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
     """A draft head: `layer` is the configuration of its own layer, `whole` that of the model with it as one more layer.
 
-    `weights` are its files, none for MTP.
+    `weights` are its files, none for MTP. `form`: of an EAGLE-3 head, None for others.
     """
 
     name: str
     weights: tuple[Path, ...]
     layer: ModelConfig
     whole: ModelConfig
+    form: Eagle3Form | None = None
 
 
 def find_head(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
@@ -59,24 +66,47 @@ def _eagle(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
     if not weights:
         raise ModelError(f"{folder} has no .safetensors weights: convert the head (pickled weights are not loaded)")
     fields = read_json(folder / "config.json", required=True)
-    if fields.get("model_type") not in EAGLE_TYPES:
-        allowed = f"a head of model_type {', '.join(EAGLE_TYPES)}, not {fields.get('model_type')!r}"
+    is_third = is_eagle3(fields)
+    of_layer = layer_fields(fields) if is_third else fields
+    if of_layer.get("model_type") not in EAGLE_TYPES:
+        allowed = f"a head of model_type {', '.join(EAGLE_TYPES)}, not {of_layer.get('model_type')!r}"
         raise ConfigError("draft_head", name, allowed)
-    own = from_hf(folder / "config.json")
-    _check_fits(name, own, served, config)
+    if not (is_read_by_eagle3(config) if is_third else is_read_by_eagle(config)):
+        kind = "EAGLE-3" if is_third else "EAGLE"
+        allowed = f"empty: hidden states of {served.model_id} ({config.model_type}) are read by no {kind} head"
+        raise ConfigError("draft_head", name, allowed)
+    own = HFReader(of_layer, folder / "config.json").read()
+    _check_fits(name, own, served, config, EAGLE3_SIZES if is_third else EAGLE_SIZES)
+    form = read_form(name, fields, config) if is_third else None
     digest = hash_weights(weights, progress=False, also=_computation(fields))
     whole = with_layer(config, digest, own.layer_ropes[0], has_experts=False)
     index, window = config.num_layers, whole.layer_windows[-1]
     layer = replace(
         own,
-        family="eagle",
+        family="eagle3" if is_third else "eagle",
         num_layers=index + 1,
         layer_ropes=(own.layer_ropes[0],) * (index + 1),
         layer_windows=(window,) * (index + 1),
         max_model_len=config.max_model_len,
         draft_head=digest,
     )
-    return HeadFiles(name, weights, layer, whole)
+    return HeadFiles(name, weights, layer, whole, form)
+
+
+def is_read_by_eagle(config: ModelConfig) -> bool:
+    """Whether EAGLE heads read its hidden states, which they turn into logits as the model does."""
+    return config.family == "llama" and config.embedding_scale == 1.0 and has_plain_logits(config)
+
+
+def is_read_by_eagle3(config: ModelConfig) -> bool:
+    """Whether EAGLE-3 heads read its hidden states: they are not scaled here as Granite's are, see `HFReader`."""
+    is_scaled = config.logits_divisor != 1.0 or (config.embedding_scale != 1.0 and config.family != "gemma")
+    return config.latent is None and not is_scaled
+
+
+def has_plain_logits(config: ModelConfig) -> bool:
+    """Whether logits are what `lm_head` makes."""
+    return config.logits_divisor == 1.0 and not config.final_softcap
 
 
 def with_layer(config: ModelConfig, digest: str, rope: RopeConfig, *, has_experts: bool) -> ModelConfig:
@@ -94,13 +124,8 @@ def with_layer(config: ModelConfig, digest: str, rope: RopeConfig, *, has_expert
     )
 
 
-def _check_fits(name: str, own: ModelConfig, served: ModelFiles, config: ModelConfig) -> None:
-    """Its keys and values lie in the model's blocks, and it reads the model's hidden states and embeddings."""
-    plain = config.logits_divisor == config.embedding_scale == 1.0 and not config.final_softcap
-    if config.family != "llama" or not plain:
-        allowed = f"empty: hidden states of {served.model_id} ({config.model_type}) are read by no EAGLE head"
-        raise ConfigError("draft_head", name, allowed)
-    sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+def _check_fits(name: str, own: ModelConfig, served: ModelFiles, config: ModelConfig, sizes: Sequence[str]) -> None:
+    """Its keys and values lie in the model's blocks, and it reads the model's hidden states and tokens."""
     wrong = [
         f"{size} {getattr(own, size)} instead of {getattr(config, size)}"
         for size in sizes

@@ -7,14 +7,19 @@ from dataclasses import replace
 
 import torch
 
-from common.draft_heads.draft_head import DraftHead, HeadWeights
+from common.draft_heads.draft_head import DraftHead
 from common.draft_heads.drafting_model import DraftingModel
-from common.draft_heads.head_files import MTP, find_head
+from common.draft_heads.eagle3_form import Eagle3Form
+from common.draft_heads.eagle3_head import Eagle3Head
+from common.draft_heads.eagle3_reader import Eagle3Reader, Eagle3Tensors
+from common.draft_heads.head_files import MTP, HeadFiles, find_head, has_plain_logits
+from common.draft_heads.merging_head import HeadWeights, MergingHead
 from common.errors import ConfigError
 from common.kv.cache import torch_dtype
+from common.model.llama import Llama
 from common.model.load import FAMILIES, effective_quantization, log_treated, open_model, torch_device
 from common.model.safetensors_weights import SafetensorsWeights
-from common.model.weights import Assembler
+from common.model.weights import Assembler, ModelWeights
 from common.model_files.files import ModelFiles
 from kernels import Linear
 
@@ -44,13 +49,34 @@ def load_drafting_model(
     lm_head = weights.lm_head
     assert lm_head is not None  # it was asked for
     body = FAMILIES[config.family](config, replace(weights, lm_head=None))
+    head = _load_head(found, assembler, weights, lm_head)
+    body.keep_states(head.reads_layers)
+    log.info("draft head: %s", found.name if found.weights else f"layer {config.num_layers} of the checkpoint (MTP)")
+    return DraftingModel(body, lm_head, head, found.whole, num_places)
+
+
+def _load_head(found: HeadFiles, served: Assembler, weights: ModelWeights, lm_head: Linear) -> DraftHead:
+    """The head for a model that `served` made of its files: `weights`, and `lm_head`."""
+    if found.form is not None:
+        return _eagle3(found, found.form, served, weights, lm_head)
+    source = served.source
     if found.weights:
         source, weights = SafetensorsWeights(found.weights), replace(weights, rope_factors=None)
-    of_head = Assembler(found.layer, source, kind, place, wanted)
+    of_head = Assembler(found.layer, source, served.dtype, served.device, served.quantization)
     parts = _eagle(of_head, lm_head) if found.weights else _mtp(of_head, lm_head)
-    decoder = FAMILIES[config.family](found.layer, replace(weights, layers=(parts.layer,)))
-    log.info("draft head: %s", found.name if found.weights else f"layer {config.num_layers} of the checkpoint (MTP)")
-    return DraftingModel(body, lm_head, DraftHead(decoder, parts), found.whole, num_places)
+    return MergingHead(FAMILIES[served.config.family](found.layer, replace(weights, layers=(parts.layer,))), parts)
+
+
+def _eagle3(
+    found: HeadFiles, form: Eagle3Form, served: Assembler, weights: ModelWeights, lm_head: Linear
+) -> Eagle3Head:
+    source = Eagle3Tensors(found.weights)
+    of_head = Assembler(found.layer, source, served.dtype, served.device, served.quantization)
+    reader = Eagle3Reader(of_head, form, served.config.hidden_size)
+    own = reader.weights(lm_head if has_plain_logits(served.config) else None)
+    embedding = reader.embedding(served.source, weights.embedding)
+    decoder = Llama(found.layer, replace(weights, embedding=embedding, layers=(own.layer,), rope_factors=None))
+    return Eagle3Head(decoder, own, form)
 
 
 def _mtp(reader: Assembler, lm_head: Linear) -> HeadWeights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,6 +34,27 @@ from kernels import (
 )
 
 
+class LayerStates:
+    """Of one step: the inputs of the layers `wanted`, [T, hidden_size] each, before any norm of theirs.
+
+    A draft head may read them. The number of layers stands for the input of the final norm, of which there may be the
+    sampled rows alone.
+    """
+
+    def __init__(self, wanted: Sequence[int]) -> None:
+        self._wanted = wanted
+        self._found: dict[int, Tensor] = {}
+
+    def pass_by(self, layer: int, hidden: Tensor) -> None:
+        """`hidden` is the layer's input."""
+        if layer in self._wanted:
+            self._found[layer] = hidden
+
+    def in_order(self) -> tuple[Tensor, ...]:
+        """As they were wanted."""
+        return tuple(self._found[layer] for layer in self._wanted)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass: see `ForwardBatch`; the cache; cos / sin [T, head_dim / 2] of each rotary embedding.
@@ -47,6 +68,7 @@ class Step:
     plan: AttentionPlan
     kv: Tensor
     ropes: dict[RopeConfig, tuple[Tensor, Tensor]]
+    states: LayerStates
     changes: StepChanges | None = None
     growth: Mapping[RopeConfig, Tensor] = field(default_factory=dict)
 
@@ -68,6 +90,7 @@ class Decoder(ABC):
         self._adapted: Program | Literal[False] | None = None  # the same with what adapters add
         self._sites: tuple[LayerSites, ...] = ()
         self._ranks: TensorParallel | None = None
+        self._states_of: tuple[int, ...] = ()
         if any(table.growth is not None for table in self._ropes.values()):
             self.run_by_operation()  # a program has no product of queries and what grows with their positions
 
@@ -80,6 +103,10 @@ class Decoder(ABC):
 
     def rows(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """As `forward`, but hidden states in the model's type, and logits before they are capped."""
+        return self.rows_and_states(batch, kv)[0]
+
+    def rows_and_states(self, batch: ForwardBatch, kv: KVCache) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As `rows`, and the hidden states that `keep_states` asked for, in its order."""
         if batch.adapters is not None and not self._sites:
             raise ModelError("a step names adapters, and this model has none")
         program = self._program_for(batch, kv)
@@ -89,7 +116,8 @@ class Decoder(ABC):
         hidden = self._embedded(batch.token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        return self._headed(self.layers(hidden, self.step(batch, kv)))
+        step = self.step(batch, kv)
+        return self._headed(self.layers(hidden, step)), step.states.in_order()
 
     def step(self, batch: ForwardBatch, kv: KVCache) -> Step:
         """What all layers share in a step that runs operation by operation."""
@@ -99,7 +127,8 @@ class Decoder(ABC):
             for rope, table in self._ropes.items()
             if table.growth is not None
         }
-        return Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes, self._changes(batch), growth)
+        states = LayerStates(self._states_of)
+        return Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes, states, self._changes(batch), growth)
 
     @property
     def quantization(self) -> str:
@@ -110,6 +139,10 @@ class Decoder(ABC):
     def program(self) -> Program | None:
         """The program of a step, recorded in the first one; None where steps run operation by operation."""
         return self._program or None
+
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Makes steps keep the inputs of `layers`, see `LayerStates`. Call it before the first step."""
+        self._states_of = tuple(layers)
 
     def run_by_operation(self) -> None:
         """Makes later steps run operation by operation, as on devices without programs."""
@@ -150,9 +183,12 @@ class Decoder(ABC):
     def _record(self, recorder: ProgramRecorder, kv: Tensor, changes: StepChanges | None = None) -> Tensor:
         """Runs the layers on a recorder's slots; returns the slot of the logits, or of the hidden states."""
         ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
-        step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes, changes)
+        states = LayerStates(self._states_of)
+        step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes, states, changes)
         hidden = self.weights.embedding.record(recorder, self._embedding_scale)
-        return self._headed(self.layers(hidden, step))
+        rows = self._headed(self.layers(hidden, step))
+        recorder.yield_rows(states.in_order())
+        return rows
 
     @abstractmethod
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
@@ -236,8 +272,10 @@ class Decoder(ABC):
         """The sum of all ranks' parts of `rows`."""
         return rows if self._ranks is None else self._ranks.summed(rows)
 
-    def _finished(self, rows: Tensor) -> Tensor:
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits as the model says them, if something else than `forward` made them of its hidden states."""
         cap = self.config.final_softcap
-        if self.weights.lm_head is None:
-            return rows.float()
-        return torch.tanh(rows / cap) * cap if cap else rows
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def _finished(self, rows: Tensor) -> Tensor:
+        return rows.float() if self.weights.lm_head is None else self.capped(rows)

@@ -36,6 +36,7 @@ NORMS: Mapping[str, Mapping[NormPlace, str]] = {
     },
     "olmo": {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
     "eagle": {"before_mlp": "post_attention_layernorm"},
+    "eagle3": {"before_mlp": "post_attention_layernorm"},
 }
 """By family: where a layer has norms of hidden states, and what its file calls them."""
 
@@ -101,15 +102,18 @@ class Assembler(TensorReader):
         weight = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
         return Embedding(table), self.product(Linear, weight)
 
-    def layer(self, index: int, number: int | None = None) -> LayerWeights:
-        """Layer `index` of the configuration; `number`: which one it is in the file, if that is another."""
+    def layer(self, index: int, number: int | None = None, columns: int | None = None) -> LayerWeights:
+        """Layer `index` of the configuration; `number`: which one it is in the file, if that is another.
+
+        `columns`: of the matrices of keys, values and queries, if they read more than hidden states.
+        """
         config, hidden = self.config, self.config.hidden_size
         prefix, q = f"model.layers.{index if number is None else number}.", config.num_heads * config.value_dim
         order = None if config.latent else rotation_order(config.layer_ropes[index], config.head_dim)
         latents = None if config.latent is None else LatentReader(self, config.latent, f"{prefix}self_attn.")
         return LayerWeights(
             norms={place: self.norm(f"{prefix}{name}.weight", hidden) for place, name in NORMS[config.family].items()},
-            qkv=self.attention_inputs(prefix, order) if latents is None else latents.queries(),
+            qkv=self.attention_inputs(prefix, order, columns or hidden) if latents is None else latents.queries(),
             output=self.linear(Linear, prefix, {"self_attn.o_proj": hidden}, q, config.output_bias),
             mlp=self.feed_forward(index, prefix),
             q_norm=self.head_norm(f"{prefix}self_attn.q_norm.weight", config.num_heads, order),
@@ -118,8 +122,8 @@ class Assembler(TensorReader):
             latent=None if latents is None else latents.read(),
         )
 
-    def attention_inputs(self, prefix: str, order: Tensor | None) -> Linear:
-        """q, k and v; `order`: of the elements of each query and key head, see `rotation_order`."""
+    def attention_inputs(self, prefix: str, order: Tensor | None, columns: int) -> Linear:
+        """q, k and v of `columns` numbers; `order`: of the elements of query and key heads, see `rotation_order`."""
         config, dim = self.config, self.config.head_dim
         q, kv = config.num_heads * dim, config.num_kv_heads * dim
         parts = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
@@ -129,7 +133,7 @@ class Assembler(TensorReader):
         if order is not None:
             heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * dim
             rows = torch.cat(((heads + order).flatten(), torch.arange(q + kv, q + 2 * kv)))
-        return self.linear(Linear, prefix, parts, config.hidden_size, config.qkv_bias, rows)
+        return self.linear(Linear, prefix, parts, columns, config.qkv_bias, rows)
 
     def feed_forward(self, index: int, prefix: str) -> FeedForward:
         config = self.config

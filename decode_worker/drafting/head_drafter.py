@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.draft_heads.drafting_model import DraftingModel
 from common.kv.block_pool import BlockCounts
-from common.model.batch import NO_PLACE, SequenceChunk
+from common.model.batch import NO_PLACE, ForwardBatch, SequenceChunk
 from common.requests.hidden_places import HiddenPlaces
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
@@ -68,7 +68,7 @@ class HeadDrafter:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`runner` prepares steps of `model`; `hidden` says where it kept hidden states."""
+        """`runner` runs steps of `model`; `hidden` says where it kept hidden states."""
         self.costs, self.hidden = RowCosts(), hidden
         self._runner, self._model, self._sampler, self._clock = runner, model, sampler, clock
 
@@ -110,6 +110,6 @@ class HeadDrafter:
 
     def _run(self, chunks: Sequence[SequenceChunk], before: Tensor | None) -> tuple[Tensor, Tensor]:
         kv = self._runner.kv
-        batch = self._runner.prepare(chunks)
         with on_device(kv.device), torch.inference_mode():
+            batch = ForwardBatch.build(chunks, self._model.draft_config, kv)
             return self._model.draft(batch, kv, before)

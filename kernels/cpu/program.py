@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.backend import NativeBackend
 from kernels.cpu.native_plan import NativePlan
-from kernels.cpu.structs import LINEAR, OP_NAMES, OpStruct, StepStruct, WeightsStruct
+from kernels.cpu.structs import LINEAR, OP_NAMES, SAMPLED_ROWS, OpStruct, StepStruct, WeightsStruct
+
+
+class YieldedRows(NamedTuple):
+    """A buffer that a run returns beside its result: `width` elements a row, of all rows or of the sampled ones."""
+
+    buffer: int
+    width: int
+    dtype: torch.dtype
+    rows: int
 
 
 class Program:
@@ -25,9 +35,11 @@ class Program:
         result: int,
         width: int,
         result_dtype: torch.dtype,
+        yielded: tuple[YieldedRows, ...],
         kept: list[object],
     ) -> None:
         """`result` names the buffer that the result [rows, width] goes to; `kept` keeps alive what `ops` point at."""
+        self._yielded = yielded
         self._native, self._dtype, self._ops, self._row_bytes = native, dtype, ops, row_bytes
         self._result, self._width, self._result_dtype, self._kept = result, width, result_dtype, kept
         self._lock = threading.Lock()  # two engines of one process may share a model, and so these buffers
@@ -46,11 +58,11 @@ class Program:
         kv: Tensor,
         plan: NativePlan,
         adapters: Tensor | None = None,
-    ) -> Tensor:
-        """Runs one step: writes the tokens' KV, returns [num sampled rows, width]. Index tensors are int64.
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Runs one step: writes the tokens' KV, returns [num sampled rows, width], and copies of what is yielded.
 
-        Logits are float32, hidden states of the program's type. The cache is of that type or of 8 bits, which may
-        differ from run to run. `adapters`: of each row, for a program that adds what they change.
+        Index tensors are int64. Logits are float32, hidden states of the program's type. The cache is of that type or
+        of 8 bits, which may differ from run to run. `adapters`: of each row, for a program that adds what they change.
         """
         num_rows = token_ids.shape[0]
         num_sampled = num_rows if sampled is None else sampled.shape[0]
@@ -60,7 +72,8 @@ class Program:
             self._buffers[self._result] = out.data_ptr()
             step = self._step(num_sampled, token_ids, positions, slots, sampled, kv, plan, adapters)
             self._native.run(self._dtype, kv.dtype, self._ops, step)
-        return out
+            yielded = tuple(self._copy(each, num_rows, num_sampled) for each in self._yielded)
+        return out, yielded
 
     def time_operations(self) -> None:
         """Starts to add up the time of each operation, from zero."""
@@ -97,6 +110,11 @@ class Program:
             *self._native.shared_cores,
             0 if adapters is None else adapters.data_ptr(),
         )
+
+    def _copy(self, rows: YieldedRows, num_rows: int, num_sampled: int) -> Tensor:
+        count = num_sampled if rows.rows == SAMPLED_ROWS else num_rows
+        num_bytes = count * rows.width * rows.dtype.itemsize
+        return self._memory[rows.buffer][:num_bytes].view(rows.dtype).view(count, rows.width).clone()
 
     def _reserve(self, num_rows: int) -> None:
         if num_rows <= self._capacity:

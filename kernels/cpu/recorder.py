@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.cpu.backend import NativeBackend, native_backend
 from kernels.cpu.native_plan import WIDTH_MULTIPLE
 from kernels.cpu.packed import PackedWeight
-from kernels.cpu.program import Program
+from kernels.cpu.program import Program, YieldedRows
 from kernels.cpu.structs import (
     ADD_GATED,
     ALL_ROWS,
@@ -95,6 +95,7 @@ class ProgramRecorder:
         self._row_bytes: list[int] = []
         self._free: list[int] = []
         self._kept: list[object] = []
+        self._yielded: list[Slot] = []
 
     @property
     def open(self) -> Tensor:
@@ -241,6 +242,10 @@ class ProgramRecorder:
         """The sampled rows."""
         return self.add(SELECT, self.slot(source.width, SAMPLED_ROWS), input=source)
 
+    def yield_rows(self, rows: Sequence[Tensor]) -> None:
+        """Makes these slots results of the program, too: their buffers are not used for anything else."""
+        self._yielded += (slot_of(each) for each in rows)
+
     def finish(self, result: Tensor) -> Program:
         """The program with this result, which the last operation makes: logits, or hidden states."""
         last = slot_of(result)
@@ -251,7 +256,10 @@ class ProgramRecorder:
         self._ops[-1].output = len(self._row_bytes) - 1
         ops = (OpStruct * len(self._ops))(*self._ops)
         sizes = tuple(self._row_bytes)
-        return Program(self._native, self.dtype, ops, sizes, len(sizes) - 1, last.width, last.dtype, self._kept)
+        yielded = tuple(YieldedRows(slot.buffer, slot.width, slot.dtype, slot.rows) for slot in self._yielded)
+        return Program(
+            self._native, self.dtype, ops, sizes, len(sizes) - 1, last.width, last.dtype, yielded, self._kept
+        )
 
     def slot(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Slot:
         """A slot on a free buffer, or on a new one."""

@@ -9,6 +9,7 @@ import pytest
 
 from ..common.model.generation import transformers_model
 from ..draft_heads import certain_model, right_eagle, right_mtp, with_tokenizer
+from ..eagle3_heads import far_model, right_eagle3
 from .conftest import Oracle
 from .test_draft_model import KINDS, answers, answers_survive_a_kill_and_a_drain, counted
 from .test_failures import ALL_REMOTE, SLOW_PREFILL
@@ -20,12 +21,13 @@ LENGTHS = (1, 15, 16, 17, 40, 130, 300)
 NUM_TOKENS = 40
 
 
-@pytest.fixture(scope="module")
-def eagle(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A model in the form of Llama, and an EAGLE head that greedy tokens agree with."""
-    folder = tmp_path_factory.mktemp("eagle")
-    served = certain_model(folder / "model", num_layers=NUM_LAYERS)
-    return str(served), str(right_eagle(folder / "head", served))
+@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+def eagle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A model in the form of Llama, and an EAGLE or EAGLE-3 head that greedy tokens agree with."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make_model, make_head = (certain_model, right_eagle) if request.param == "eagle" else (far_model, right_eagle3)
+    served = make_model(folder / "model", num_layers=NUM_LAYERS)
+    return str(served), str(make_head(folder / "head", served))
 
 
 @pytest.fixture(scope="module", params=["glm4-moe", "deepseek-v3"])

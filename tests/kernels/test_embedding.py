@@ -56,5 +56,5 @@ def test_recorded(dtype: torch.dtype, scale: float) -> None:
     assert program is not None
     plan = plan_attention([QuerySpan(0, 8, 0, [0])], KVLayout(1, 1, 1, 16, 16), 1, torch.device("cpu"))
     place = torch.arange(8)
-    logits = program.run(IDS, place, place, None, torch.zeros(1, 1, 1, 16, 2, 16, dtype=dtype), plan)
+    logits, _ = program.run(IDS, place, place, None, torch.zeros(1, 1, 1, 16, 2, 16, dtype=dtype), plan)
     assert torch.equal(logits, head(rms_norm(table[IDS] * scale, norm, 1e-6), wide=True))

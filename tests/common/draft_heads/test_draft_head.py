@@ -12,7 +12,7 @@ from torch import Tensor
 from common.draft_heads.drafting_model import DraftingModel
 from common.draft_heads.load import load_drafting_model
 from common.kv.cache import KVCache
-from common.model.batch import NO_PLACE, ROW_BEFORE, SequenceChunk
+from common.model.batch import NO_PLACE, ROW_BEFORE, ForwardBatch, SequenceChunk
 from common.model.load import load_model
 from common.runner.runner import ModelRunner
 
@@ -73,11 +73,12 @@ def drafted(runner: ModelRunner, table: Sequence[int], tokens: Sequence[int]) ->
     """Logits of two draft steps in a row, behind all of `tokens` but the last of which the model has run."""
     model = runner.model
     assert isinstance(model, DraftingModel)
+    chunks = [SequenceChunk(tokens[-2:-1], len(tokens) - 2, table, before=3)]
+    chunks += [SequenceChunk(tokens[-1:], len(tokens) - 1, table)]
     with torch.inference_mode():
-        batch = runner.prepare([SequenceChunk(tokens[-2:-1], len(tokens) - 2, table, before=3)])
-        first, hidden = model.draft(batch, runner.kv)
-        batch = runner.prepare([SequenceChunk(tokens[-1:], len(tokens) - 1, table)])
-        return [first[0], model.draft(batch, runner.kv, hidden)[0][0]]
+        one, two = (ForwardBatch.build([chunk], model.draft_config, runner.kv) for chunk in chunks)
+        first, states = model.draft(one, runner.kv)
+        return [first[0], model.draft(two, runner.kv, states)[0][0]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

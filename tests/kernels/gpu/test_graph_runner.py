@@ -30,6 +30,7 @@ from kernels.gpu.device_plan import GPUPlan
 from ...adapters import make_adapter
 from ...common.model.generation import files_of, prompt
 from ...draft_heads import eagle_folder
+from ...eagle3_heads import eagle3_folder
 from ...oracle import generate
 from .conftest import ON_GPU
 
@@ -347,10 +348,11 @@ def test_bad_chunks_are_refused_before_anything_runs(runner: GraphRunner, model:
     assert not runner.kv.tensor.any()
 
 
-def test_hidden_states_go_from_step_to_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_head", [eagle_folder, eagle3_folder])
+def test_hidden_states_go_from_step_to_step(tmp_path: Path, make_head: Callable[..., Path]) -> None:
     """Rows of following steps, and of draft tokens in one, write the head's KV that steps without recordings write."""
     served = make_tiny_model(tmp_path / "model")
-    head, tokens, table = eagle_folder(tmp_path / "head", served), prompt(14, seed=13), (5, 7)
+    head, tokens, table = make_head(tmp_path / "head", served), prompt(14, seed=13), (5, 7)
     rows = [SequenceChunk((9,), 14, table, before=2, kept=0)]
     rows += [SequenceChunk((10 + i,), 15 + i, table, before=ROW_BEFORE, kept=3 + i) for i in range(2)]
     found = []
@@ -366,7 +368,7 @@ def test_hidden_states_go_from_step_to_step(tmp_path: Path) -> None:
         runner.forward(rows)
         runner.forward([SequenceChunk((11,), 16, table, before=3, kept=1)])
         assert recorder.num_replays - before == (3 if is_recorded else 0)
-        found.append((kv.tensor[list(table), -1], model._hidden[:6]))
+        found.append((kv.tensor[list(table), -1], model._states[:6]))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
         assert ours.count_nonzero() > ours.numel() // 4
