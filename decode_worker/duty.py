@@ -11,8 +11,10 @@ from common.kv.staging import IncomingBlocks, ReachedPlaces, StagedIncoming, inc
 from common.model_files.files import ModelFiles
 from common.requests.hidden_places import HiddenPlaces, hidden_places
 from common.requests.parts import EngineParts
+from common.runner.graph_runner import GraphRunner
 from common.runner.loaded import LoadedModel
 from common.runner.runner import ModelRunner
+from common.runner.step_launcher import StepLauncher
 from common.runner.step_thread import StepThread
 from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
@@ -152,10 +154,4 @@ def step_launcher(runner: ModelRunner, sampler: Sampler) -> Launcher | None:
     """Launches steps ahead: a thread does on a CPU, the device itself on a GPU with recorded steps."""
     if runner.kv.device.type == "cpu":
         return StepThread(runner, sampler)
-    if type(runner) is ModelRunner:
-        return None
-    # Imported here: they need Triton, which a machine without a GPU may lack.
-    from common.runner.graph_runner import GraphRunner
-    from common.runner.step_launcher import StepLauncher
-
     return StepLauncher(runner, sampler) if isinstance(runner, GraphRunner) else None

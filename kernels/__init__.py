@@ -1,6 +1,7 @@
 """Tensors in, tensors out: the operations that models are made of, chosen by the device that the tensors are on.
 
     QuerySpan, KVLayout, plan_attention     once a step: what every layer's attention shares
+    StepPlan, fill_rows                     the same of a recorded step, whose rows the device fills
     rotate_and_write                        q/k norm, rotary embedding, new keys and values into the cache
     write_latents                           latents into the cache, and whole queries for attention over them
     HeadLinear                              what takes each head's rows into the latents' space, and out of it
@@ -38,18 +39,20 @@ from kernels.device import on_device
 from kernels.dispatch import (
     add_rms_norm,
     backend,
+    fill_rows,
     gated,
     has_own_kernels,
     paged_attention,
     plan_attention,
     rms_norm,
     rotate_and_write,
+    step_plan,
     write_latents,
 )
 from kernels.embedding import Embedding
 from kernels.experts import Expert, Experts, add_gated, route
 from kernels.head_linear import HeadLinear
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan, StepPlan
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.host_copies import to_device, to_host
 from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, LatentNorm
@@ -86,10 +89,12 @@ __all__ = [
     "ProgramRecorder",
     "Routing",
     "SamplingTensors",
+    "StepPlan",
     "Weight",
     "add_gated",
     "add_rms_norm",
     "backend",
+    "fill_rows",
     "gated",
     "gather_blocks",
     "has_own_kernels",
@@ -105,6 +110,7 @@ __all__ = [
     "sample",
     "scatter_blocks",
     "share_cores",
+    "step_plan",
     "to_device",
     "to_host",
     "unified",

@@ -11,8 +11,9 @@ from torch import Tensor
 from kernels.cpu.backend import native_backend
 from kernels.cpu.recorded_kernels import RecordedKernels
 from kernels.device import triton_backend
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan, StepPlan
 from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, LatentNorm
+from kernels.interface.seats import SeatLayout, StepRows
 from kernels.plain import backend as plain_backend
 
 
@@ -34,6 +35,16 @@ def has_own_kernels(kind: str) -> bool:
 def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> AttentionPlan:
     """See `Kernels.plan_attention`."""
     return backend(device.type).plan_attention(spans, layout, num_heads, device)
+
+
+def step_plan(num_rows: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device) -> StepPlan:
+    """See `Kernels.step_plan`."""
+    return backend(device.type).step_plan(num_rows, max_blocks, layout, num_heads, device)
+
+
+def fill_rows(memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows) -> None:
+    """See `Kernels.fill_rows`."""
+    backend(memory.device.type).fill_rows(memory, layout, sampled, vocab_size, rows)
 
 
 def paged_attention(

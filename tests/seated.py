@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from common.kv.cache import KVCache
 from common.kv.window import Window
 from common.model.batch import SequenceChunk
 from common.model_files.config import ModelConfig
-from common.runner.seats import Seats
+from common.runner.seats import NO_SEAT, SeatChanges, Seats
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.seats import (
     NUM_NARROW,
@@ -29,48 +28,32 @@ from kernels.plain.seats import fill_rows
 UNWRITTEN = -77
 
 
-class LateSeats(Seats):
-    """Keeps what is sent for a device that has not got there yet: `sent` is in order."""
-
-    def __init__(self, layout: SeatLayout, config: ModelConfig, kv: KVCache) -> None:
-        super().__init__(layout, config, kv)
-        self.sent: list[tuple[Tensor, Tensor]] = []
-
-    def _send(self, places: np.ndarray) -> None:
-        self.sent.append((torch.from_numpy(places), torch.from_numpy(self._words[places])))
-
-
 class SeatedDevice:
     """The device's part of steps of up to `num_seats` rows, run whenever the test wants: `launch`, and `run` later."""
 
     def __init__(self, config: ModelConfig, kv: KVCache, num_seats: int, width: int) -> None:
         self.config, self.kv = config, kv
-        self.seats = LateSeats(SeatLayout(num_seats, width, kv.block_size), config, kv)
-        self.memory = self.seats.memory
+        self.seats = Seats(SeatLayout(num_seats, width, kv.block_size), config, kv)
+        self.memory = empty_seats(self.seats.layout)
         self.sampled = torch.zeros(num_seats, dtype=torch.int64)
 
     def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> SeatedStep:
-        """Differences sent now reach the device with this step, or with the next one if this raises."""
-        self.seats.take(chunks, sources)
-        sent, self.seats.sent = self.seats.sent, []
-        return SeatedStep(self, chunks, sent)
+        """All changes reach the device with this step."""
+        return SeatedStep(self, chunks, self.seats.take(chunks, sources))
 
 
 class SeatedStep:
     """A launched step, and what its chunks said at that time."""
 
-    def __init__(
-        self, device: SeatedDevice, chunks: Sequence[SequenceChunk], sent: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        self._device, self._sent = device, sent
+    def __init__(self, device: SeatedDevice, chunks: Sequence[SequenceChunk], changes: SeatChanges) -> None:
+        self._device, self.changes = device, changes
         self.chunks = [chunk._replace(block_table=tuple(chunk.block_table)) for chunk in chunks]
 
     def run(self, tokens: Sequence[int], size: int = 0) -> StepRows:
         """Runs in a step of `size` rows, or as many as there are. Each row must get its token of `tokens`, and all that
         its chunk says. Returns what the device wrote."""
         device, size = self._device, max(size, len(self.chunks))
-        for places, words in self._sent:
-            device.memory.index_copy_(0, places, words)
+        device.memory.index_copy_(0, *map(torch.from_numpy, self.changes))
         layout = device.seats.layout
         spans = torch.full((size, 3), UNWRITTEN, dtype=torch.int32)
         tables = torch.full((size, layout.width), UNWRITTEN, dtype=torch.int32)
@@ -80,6 +63,13 @@ class SeatedStep:
         fill_rows(device.memory, layout, device.sampled, device.config.vocab_size, rows)
         check_rows(rows, self.chunks, tokens, device.kv.block_size, device.config.window)
         return rows
+
+
+def empty_seats(layout: SeatLayout) -> Tensor:
+    """Of a device, before anything was sent."""
+    memory = torch.zeros(layout.num_words, dtype=torch.int64)
+    memory[: layout.num_seats].fill_(NO_SEAT)
+    return memory
 
 
 def check_rows(

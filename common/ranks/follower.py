@@ -8,7 +8,6 @@ import threading
 from typing import NoReturn
 
 import msgspec
-import numpy as np
 import torch
 
 from common.errors import DiptychError, ModelError, RankLost
@@ -16,11 +15,11 @@ from common.kv.cache import KVCache
 from common.model_config.shard import Shard
 from common.ranks.adapters import RankPlaces, take_adapters
 from common.ranks.channel import Channel
+from common.ranks.followed_steps import FollowedSteps
 from common.ranks.group import RankGroup
 from common.ranks.kv_memory import lend
 from common.ranks.load_shard import load_shard, open_for_ranks
 from common.ranks.processes import SEND_S, RankPlan, RankReport
-from common.ranks.step_message import unpack_step
 from common.runner.kernel_check import check_model_kernels
 from common.runner.loaded import compute_exactly
 from common.runner.runner import ModelRunner
@@ -36,17 +35,16 @@ def follow(plan: RankPlan, channel: Channel, orders: Channel) -> NoReturn:
     torch.set_num_threads(plan.threads)
     compute_exactly()
     try:
-        runner, places = prepare(plan)
+        steps, kv, places = prepare(plan)
     except (DiptychError, OSError) as error:
         channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
         raise
     if places is not None:
         threading.Thread(target=_take_adapters, args=(orders, places), name="adapters", daemon=True).start()
     channel.send(msgspec.json.encode(RankReport()), SEND_S)
-    lend(runner.kv, channel)
+    lend(kv, channel)
     while True:
-        message = np.frombuffer(channel.receive(None), dtype=np.int32)
-        runner.forward(unpack_step(message))
+        steps.run(channel.receive(None))
 
 
 def _take_adapters(orders: Channel, places: RankPlaces) -> None:
@@ -54,7 +52,7 @@ def _take_adapters(orders: Channel, places: RankPlaces) -> None:
         take_adapters(orders, places)
 
 
-def prepare(plan: RankPlan) -> tuple[ModelRunner, RankPlaces | None]:
+def prepare(plan: RankPlan) -> tuple[FollowedSteps, KVCache, RankPlaces | None]:
     """Loads the shard, and allocates its KV cache and places for adapters. Raises ModelError, ConfigError, RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
     group = RankGroup(shard, plan.meeting_file, device)
@@ -79,4 +77,4 @@ def prepare(plan: RankPlan) -> tuple[ModelRunner, RankPlaces | None]:
     if plan.max_loras:
         whole, _ = open_for_ranks(plan.files, plan.size)
         places = RankPlaces(model, whole, shard, max_loras=plan.max_loras, max_rank=plan.max_lora_rank)
-    return ModelRunner(model, kv), places
+    return FollowedSteps(ModelRunner(model, kv), group.spread), kv, places

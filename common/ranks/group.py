@@ -30,7 +30,7 @@ class RankGroup:
         self._shard = shard
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, LOOPBACK)  # ranks are processes of one host
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._backend = backend = "nccl" if device.type == "cuda" else "gloo"
         store = FileStore(meeting_file, shard.size)
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         deadline = timedelta(seconds=COLLECTIVE_S)
@@ -63,9 +63,15 @@ class RankGroup:
         self._run(lambda: dist.gather(own, parts))
         return torch.cat([one[:, :width] for one, width in zip(parts, widths, strict=True)], dim=1)
 
+    def spread(self, numbers: Tensor) -> None:
+        """Gives every rank the numbers that rank 0 has in this tensor, in place."""
+        self._run(lambda: dist.broadcast(numbers, src=0))
+
     def close(self) -> None:
-        """Leave. No collective may run."""
-        dist.destroy_process_group()
+        """Leave. No collective may run. On GPUs the end of the process does it: a communicator waits there for the end
+        of all graphs that hold its sums, which the runner keeps (pytorch 115388), and for ranks that may be gone."""
+        if self._backend == "gloo":
+            dist.destroy_process_group()
 
     @staticmethod
     def _run(collective: Callable[[], object]) -> None:

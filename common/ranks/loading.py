@@ -17,12 +17,14 @@ from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
 from common.model_files.task import ServedTask
 from common.ranks.adapters import AllPlaces
-from common.ranks.group import RankGroup
+from common.ranks.group import COLLECTIVE_S, RankGroup
 from common.ranks.kv_memory import borrow
 from common.ranks.load_shard import load_shard, open_for_ranks
 from common.ranks.processes import RankPlan, RankProcesses
-from common.ranks.runner import RankedRunner
+from common.ranks.runner import RankedGraphRunner, RankedRunner
+from common.ranks.wait_deadline import WaitDeadline
 from common.runner.draft_model import DraftPlan
+from common.runner.graph_capture import recorder_for
 from common.runner.kernel_check import check_model_kernels
 from common.runner.loaded import (
     LoadedModel,
@@ -30,10 +32,12 @@ from common.runner.loaded import (
     blocks_within,
     compute_exactly,
     native_dtype,
+    records_steps,
     runner_of,
     task_of,
     with_score,
 )
+from common.runner.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     except BaseException:
         others.close()
         raise
-    ranks = Ranks(others, group)
+    ranks = Ranks(others, group, WaitDeadline(COLLECTIVE_S))
     try:
         loaded = _load(files, config, task, whole, ranks, dtype, kv_dtype)
         others.forget_meeting()
@@ -82,10 +86,11 @@ class Ranks:
 
     processes: RankProcesses
     group: RankGroup
+    deadline: WaitDeadline
 
     @property
     def failure(self) -> str:
-        return self.processes.failure
+        return self.processes.failure or self.deadline.failure
 
     def close(self) -> None:
         self.processes.close()
@@ -155,13 +160,25 @@ def _load(
     def cache(count: int) -> KVCache:
         return ShardedCache(whole, size, count, config.block_tokens, kv_dtype, config.device)
 
-    def joined(kv: KVCache) -> RankedRunner:
+    def joined(kv: KVCache) -> ModelRunner:
         assert isinstance(kv, ShardedCache)  # made above
         for channel in others.wait_ready():
             borrow(kv, channel)
         if config.kernel_check:
             check_model_kernels(model, kv, samples=task.generates)
-        return RankedRunner(model, kv, others)
+        if not records_steps(config, kv.device):
+            return RankedRunner(model, kv, others)
+        return RankedGraphRunner(
+            model,
+            kv,
+            recorder_for(kv.device),
+            others,
+            ranks.group.spread,
+            ranks.deadline,
+            max_num_seqs=config.places,
+            max_model_len=config.max_model_len or whole.max_model_len,
+            adapts=config.lora_places > 0,
+        )
 
     def places(max_loras: int, max_rank: int) -> AdapterPlaces:
         return AllPlaces(model, whole, others.adapter_channels, max_loras=max_loras, max_rank=max_rank)

@@ -48,7 +48,8 @@ class GraphRecorder:
                     run()
             outside.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
+            # Of this thread's calls alone: NCCL's own ask CUDA about earlier sums meanwhile (pytorch 104487, 110665).
+            recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
             # `outside` again: a recording that fails leaves its own stream the current one.
             with nothing_collected(), torch.cuda.stream(outside), recording:
                 run()
@@ -61,6 +62,11 @@ class PlainRecorder:
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
         return run
+
+
+def recorder_for(device: torch.device) -> StepRecorder:
+    """What records the steps of this device."""
+    return GraphRecorder(device) if device.type == "cuda" else PlainRecorder()
 
 
 @contextmanager

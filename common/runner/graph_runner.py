@@ -2,16 +2,14 @@
 
 Each sequence has a seat on the device, from which a step reads what it runs (`seats.py`); the step before leaves its
 token and its position there, so `launch` does not wait for tokens that are still being sampled, and sends only what has
-changed. Rows that pad a step to its size have slot -1, so no KV is written, and no span, so attention skips them; their
-logits are dropped.
+changed.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
 import torch
@@ -20,39 +18,13 @@ from torch import Tensor
 from common.errors import InvalidRequest
 from common.kv.cache import KVCache
 from common.kv.window import Window
-from common.model.batch import ForwardBatch, SequenceChunk
-from common.runner.buckets import bucket_for, bucket_sizes
+from common.model.batch import SequenceChunk
+from common.runner.buckets import bucket_for
 from common.runner.graph_capture import StepRecorder
-from common.runner.hidden_inputs import HiddenInputs
+from common.runner.recorded_steps import RecordedSteps, StepLaunch, StepSizes
 from common.runner.runner import ModelRunner, RunnableModel, StepProfile
 from common.runner.seats import FROM_HOST, Seats
-from kernels import SamplingTensors, on_device, sample
-from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.seats import fill_rows
-from kernels.interface.seats import (
-    NUM_NARROW,
-    NUM_WIDE,
-    RUN_ADAPTER,
-    RUN_POSITION,
-    RUN_SLOT,
-    RUN_TOKEN,
-    SeatLayout,
-    StepRows,
-)
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedStep:
-    """A decode step of `size` rows. `replay` fills `rows` and `plan` from the seats, and runs the model on them; `draw`
-    samples a token for each row as its sequence's parameters say."""
-
-    size: int
-    rows: StepRows
-    plan: GPUPlan
-    replay: Callable[[], None]
-    draw: Callable[[], None]
+from kernels import SamplingTensors, on_device
 
 
 class GraphRunner(ModelRunner):
@@ -68,30 +40,14 @@ class GraphRunner(ModelRunner):
         max_model_len: int,
         adapts: bool = False,
     ) -> None:
-        """Records every step, largest first: takes seconds on a GPU, and memory for one step of the largest size.
-
-        With `adapts` it records each step once more, with what adapters add: steps without any do not pay for them.
-        """
+        """Records every step: see `RecordedSteps`. With `adapts` steps without any adapter do not pay for them."""
         super().__init__(model, kv)
         longest = Window(model.config.window, kv.block_size).longest(kv.num_blocks, max_model_len)
-        self._max_blocks = -(-longest // kv.block_size)
-        self._sizes, self._adapts = bucket_sizes(max_num_seqs), adapts
-        largest = self._sizes[-1]
-        with torch.inference_mode():
-            self._seats = Seats(SeatLayout(largest, self._max_blocks, kv.block_size), model.config, kv)
-            self._wide = torch.zeros(NUM_WIDE * largest, dtype=torch.int64, device=kv.device)
-            self._narrow = torch.zeros(NUM_NARROW * largest, dtype=torch.int32, device=kv.device)
-            self.logits = torch.zeros(largest, model.config.vocab_size, dtype=torch.float32, device=kv.device)
-            self.sampled = torch.zeros(largest, dtype=torch.int64, device=kv.device)
-            self._hidden = HiddenInputs(largest, kv.device) if model.config.draft_head else None
-            began = time.perf_counter()
-            self._steps = {
-                (size, adapted): self._record(size, recorder, adapted=adapted)
-                for size in reversed(self._sizes)
-                for adapted in ((True, False) if adapts else (False,))
-            }
-        self._last = self._steps[largest, False]
-        log.info("recorded %d decode steps in %.1f s", len(self._steps), time.perf_counter() - began)
+        sizes = StepSizes(max_num_seqs, -(-longest // kv.block_size), adapts)
+        self._max_tokens, self._sizes, self._adapts = sizes.max_blocks * kv.block_size, sizes.buckets, adapts
+        self._seats = Seats(sizes.layout(kv.block_size), model.config, kv)
+        self._steps = self._record(recorder, sizes)
+        self.logits, self.sampled = self._steps.logits, self._steps.sampled
 
     @property
     def max_num_seqs(self) -> int:
@@ -123,7 +79,7 @@ class GraphRunner(ModelRunner):
         if size is None or not all(chunk.sample and len(chunk.token_ids) == 1 for chunk in chunks):
             return False
         lengths = [chunk.start + 1 for chunk in chunks]
-        return max(lengths) <= self._max_blocks * self.kv.block_size and self._steps[size, False].plan.takes(lengths)
+        return max(lengths) <= self._max_tokens and self._steps.plan(size).takes(lengths)
 
     def launch(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> Tensor:
         """Replay a step of `chunks`, which `replays` them: logits float32 [len(chunks), vocab_size], when it has run.
@@ -136,60 +92,50 @@ class GraphRunner(ModelRunner):
         size = bucket_for(self._sizes, len(chunks))
         if size is None:
             raise InvalidRequest(f"{len(chunks)} sequences do not fit a step of {self._sizes[-1]}")
-        plan = self._steps[size, False].plan
+        plan = self._steps.plan(size)
         if not plan.takes([chunk.start + 1 for chunk in chunks]):
             raise InvalidRequest(f"{len(chunks)} sequences have more than {plan.num_places} partial results together")
-        with on_device(self.kv.device), torch.inference_mode():
-            self._seats.take(chunks, sources)
-            if self._hidden is not None:
-                self._hidden.send(chunks, size)
-            self._last = self._steps[size, self._adapts and self._seats.has_adapters]
-            prepared = time.perf_counter()
-            try:
-                self._last.replay()
-            except BaseException:
-                self._seats.forget()
-                raise
+        changes = self._seats.take(chunks, sources)
+        launch = StepLaunch(size, self._adapts and self._seats.has_adapters, changes)
+        prepared = time.perf_counter()
+        try:
+            self._replay(launch, chunks)
+        except BaseException:
+            self._seats.forget()
+            raise
         done = time.perf_counter()
         self.profile = StepProfile(len(chunks), len(chunks), prepared - began, done - prepared)
         return self.logits[: len(chunks)]
 
     def draw(self, count: int) -> Tensor:
         """Sample the `count` rows of the last step as their sequences' parameters say: int64 [count] of `sampled`."""
-        self._last.draw()
-        return self.sampled[:count]
+        return self._steps.draw(count)
 
     def draws(self, count: int) -> SamplingTensors:
         """How they draw, for a caller that samples itself, until the next step is launched."""
-        return self._last.rows.draws(count, searches=self._seats.searches)
+        return self._steps.draws(count, searches=self._seats.searches)
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """Around a wait for launched steps."""
+        return nullcontext()
 
     def check_integrity(self) -> None:
         """Waits for the last step. BlockError unless the device has what the host thinks (`Seats`)."""
-        self._seats.check_integrity()
+        self._seats.check_integrity(self._steps.seats)
+
+    def _record(self, recorder: StepRecorder, sizes: StepSizes) -> RecordedSteps:
+        return RecordedSteps(self.model, self.kv, recorder, sizes)
+
+    def _replay(self, launch: StepLaunch, chunks: Sequence[SequenceChunk]) -> None:
+        with on_device(self.kv.device), torch.inference_mode():
+            if self._steps.hidden is not None:
+                self._steps.hidden.send(chunks, launch.size)
+            self._steps.launch(launch)
 
     def _is_row(self, chunk: SequenceChunk) -> bool:
         """Whether a chunk fits into a recorded step: one sampled token."""
         is_single = chunk.sample and len(chunk.token_ids) == 1
-        return is_single and -(-(chunk.start + 1) // self.kv.block_size) <= self._max_blocks
-
-    def _record(self, size: int, recorder: StepRecorder, *, adapted: bool) -> RecordedStep:
-        config, kv, seats = self.model.config, self.kv, self._seats
-        plan = GPUPlan.empty(size, self._max_blocks, kv.layout, config.num_heads, kv.device)
-        rows = StepRows.within(self._wide, self._narrow, size, plan.spans, plan.block_tables)
-
-        def run() -> None:
-            fill_rows(seats.memory, seats.layout, self.sampled, config.vocab_size, rows)
-            plan.prepare()
-            adapters = rows.wide[RUN_ADAPTER] if adapted else None
-            numbers = rows.wide[RUN_TOKEN], rows.wide[RUN_POSITION], rows.wide[RUN_SLOT]
-            hidden = self._hidden.rows(size) if self._hidden is not None else None
-            batch = ForwardBatch(size, *numbers, None, plan, adapters, hidden)
-            self.logits[:size].copy_(self.model.forward(batch, kv))
-
-        def draw() -> None:
-            self.sampled[:size].copy_(sample(self.logits[:size], rows.draws(size)))
-
-        return RecordedStep(size, rows, plan, recorder.record(run), recorder.record(draw))
+        return is_single and chunk.start < self._max_tokens
 
 
 def _in_order(chunks: Sequence[SequenceChunk], recorded: Sequence[bool], rows: Tensor, others: Tensor) -> Tensor:

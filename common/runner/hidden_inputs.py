@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from common.model.batch import NO_PLACE, HiddenRows, SequenceChunk
-from kernels.gpu.device_plan import Staging
+from kernels.interface.host_copies import Staging
 
 
 class HiddenInputs:
@@ -18,9 +18,9 @@ class HiddenInputs:
         self._memory = torch.full((2 * most_rows,), NO_PLACE, dtype=torch.int64, device=device)
         self._staging = Staging(self._memory, copies=2)
 
-    def rows(self, size: int) -> HiddenRows:
-        """What a step of `size` rows reads."""
-        before, kept = self._memory[: 2 * size].view(2, size)
+    def rows(self, size: int, count: int) -> HiddenRows:
+        """What the first `count` rows of a step of `size` rows read."""
+        before, kept = self._memory[: 2 * size].view(2, size)[:, :count]
         return HiddenRows(before, kept)
 
     def send(self, chunks: Sequence[SequenceChunk], size: int) -> None:

@@ -28,6 +28,8 @@ from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
 from common.model_files.task import GENERATES, ServedTask, served_task
 from common.runner.draft_model import DraftModel, DraftPlan
+from common.runner.graph_capture import recorder_for
+from common.runner.graph_runner import GraphRunner
 from common.runner.kernel_check import check_model_kernels
 from common.runner.kv_memory import CUDAMemory, blocks_left
 from common.runner.runner import ModelRunner, RunnableModel
@@ -304,24 +306,23 @@ def runner_of(config: WorkerConfig) -> Callable[[RunnableModel, KVCache], ModelR
     return lambda model, kv: decode_graphs(model, kv, config) or ModelRunner(model, kv)
 
 
-def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
-    """A runner of recorded decode steps for a decode worker with a CUDA device and Triton, else None."""
-    if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or kv.device.type != "cuda":
-        return None
-    if triton_backend(kv.device.type) is None:
-        return None
-    # Imported here: it needs Triton, which a machine without a GPU may lack.
-    from common.runner.graph_capture import GraphRecorder
-    from common.runner.graph_runner import GraphRunner
+def records_steps(config: WorkerConfig, device: torch.device) -> bool:
+    """Whether decode steps are recorded: by decode workers with a CUDA device and Triton."""
+    if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or device.type != "cuda":
+        return False
+    return triton_backend(device.type) is not None
 
-    longest = config.max_model_len or model.config.max_model_len
-    recorder = GraphRecorder(kv.device)
+
+def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
+    """A runner of recorded decode steps where they are recorded, else None."""
+    if not records_steps(config, kv.device):
+        return None
     return GraphRunner(
         model,
         kv,
-        recorder,
+        recorder_for(kv.device),
         max_num_seqs=config.places,
-        max_model_len=longest,
+        max_model_len=config.max_model_len or model.config.max_model_len,
         adapts=config.lora_places > 0,
     )
 

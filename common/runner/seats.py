@@ -15,10 +15,10 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
@@ -26,7 +26,6 @@ from common.kv.cache import KVCache
 from common.kv.window import HOLE, Window
 from common.model.batch import SequenceChunk, check_chunk
 from common.model_files.config import ModelConfig
-from kernels import to_device
 from kernels.interface.seats import ADAPTER, BEFORE, POSITION, TABLE, TOP_K, TOP_P, SeatLayout
 
 FROM_HOST = -1
@@ -37,14 +36,19 @@ MAX_TOP_K = 2**31 - 1
 Numbers = npt.NDArray[np.int64]
 
 
+class SeatChanges(NamedTuple):
+    """What the device is to know before a step runs: `words` int64 [n] at `places` of its seats."""
+
+    places: Numbers
+    words: Numbers
+
+
 class Seats:
-    """Belongs to the thread that launches steps, in whose order the device gets what `take` sends."""
+    """Belongs to the thread that launches steps, in whose order each device gets what `take` returns."""
 
     def __init__(self, layout: SeatLayout, config: ModelConfig, kv: KVCache) -> None:
         self.layout, self._config, self._kv = layout, config, kv
         self._window = Window(config.window, kv.block_size)
-        self.memory: Tensor = torch.zeros(layout.num_words, dtype=torch.int64, device=kv.device)
-        self.memory[: layout.num_seats].fill_(NO_SEAT)
         self._words: Numbers = np.zeros(layout.num_words, dtype=np.int64)  # what the device has, or is about to have
         self._words[: layout.num_seats] = NO_SEAT
         self._rows = self._words[: layout.num_seats]
@@ -64,11 +68,11 @@ class Seats:
         top_k, top_p = self._seats[self._taken, TOP_K], self._seats[self._taken, TOP_P].view(np.float64)
         return bool(((top_k > 0) | (top_p < 1.0)).any())
 
-    def take(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> None:
+    def take(self, chunks: Sequence[SequenceChunk], sources: Sequence[int]) -> SeatChanges:
         """Seats the rows of the next step, chunk i going on from row `sources[i]` of the last one, or from FROM_HOST.
 
-        The step must run then, or `forget` be called. BlockError, InvalidRequest or ContextLengthExceeded, before
-        anything is sent.
+        The step must run with these changes then, or `forget` be called. BlockError, InvalidRequest or
+        ContextLengthExceeded, before anything has changed.
         """
         before, self._taken = self._taken, []
         if max(sources) >= len(before):
@@ -88,21 +92,23 @@ class Seats:
         taken = np.array(seats, dtype=np.int64)
         moved = taken[starts != self._seats[taken, POSITION]]
         self._seats[taken, POSITION] = starts
-        self._send(np.concatenate([*places, self._place_of(moved, POSITION), self._reorder(taken)]))
+        changed = np.concatenate([*places, self._place_of(moved, POSITION), self._reorder(taken)])
+        changes = SeatChanges(changed, self._words[changed])
         self._seats[taken, POSITION] += 1  # what the step will do
         self._seats[taken, BEFORE] = np.arange(len(taken))
         self._taken = seats
+        return changes
 
     def forget(self) -> None:
         """No row can go on from the last step any more."""
         self._taken = []
 
-    def check_integrity(self) -> None:
-        """Waits for the device, which must have what the host thinks, in every seat the table of its sequence.
+    def check_integrity(self, memory: Tensor) -> None:
+        """Waits for the device, whose `memory` must have what the host thinks, in every seat the table of its sequence.
 
         BlockError with the numbers otherwise. For tests: it takes as long as a step.
         """
-        found = self.memory.cpu().numpy()
+        found = memory.cpu().numpy()
         seats = found[self.layout.num_seats :].reshape(self._seats.shape)
         if not np.array_equal(found[: self.layout.num_seats], self._rows):
             raise BlockError(f"rows sit at {found[: self.layout.num_seats]} on the device, not at {self._rows}")
@@ -172,9 +178,3 @@ class Seats:
         differ = np.flatnonzero(wanted != self._rows)
         self._rows[:] = wanted
         return differ
-
-    def _send(self, places: Numbers) -> None:
-        """The words at these places, in one copy."""
-        if len(places):
-            where, words = to_device([places, self._words[places]], self.memory.device)
-            self.memory.index_copy_(0, where, words)

@@ -41,7 +41,8 @@ class GraphStep:
         if self._tokens is None:
             self._runner.wait()  # it still writes to blocks
             raise RuntimeError("its rows were not sampled")
-        return self._tokens.read()
+        with self._runner.waiting():
+            return self._tokens.read()
 
 
 class StepLauncher:

@@ -23,7 +23,9 @@ from kernels.interface.draws import SamplingTensors
 from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
 from kernels.interface.kv_region import head_dim_of
 from kernels.interface.routing import Routing
+from kernels.interface.seats import SeatLayout, StepRows
 from kernels.plain import backend as plain
+from kernels.plain.host_plan import HostPlan
 
 log = logging.getLogger("kernels")
 
@@ -223,6 +225,14 @@ class NativeBackend:
         if not fits(layout.head_dim, layout.latent_dim):
             return plain.plan_attention(spans, layout, num_heads, device)
         return native_plan(spans, layout, num_heads)
+
+    def step_plan(
+        self, num_rows: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device
+    ) -> HostPlan:
+        return HostPlan(self.plan_attention, num_rows, max_blocks, layout, num_heads, device)
+
+    def fill_rows(self, memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows) -> None:
+        plain.fill_rows(memory, layout, sampled, vocab_size, rows)
 
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
         if not isinstance(plan, NativePlan):

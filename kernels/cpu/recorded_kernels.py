@@ -15,6 +15,7 @@ from kernels.cpu.structs import ALL_ROWS, ATTEND, LATENTS, NORM, ROTATE
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
 from kernels.interface.kv_region import head_dim_of
+from kernels.interface.seats import SeatLayout, StepRows
 
 
 class RecordedKernels:
@@ -24,6 +25,16 @@ class RecordedKernels:
         self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
     ) -> NoReturn:
         raise NotRecordable("a plan belongs to one step")
+
+    def step_plan(
+        self, num_rows: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device
+    ) -> NoReturn:
+        raise NotRecordable("a plan belongs to one step")
+
+    def fill_rows(
+        self, memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows
+    ) -> NoReturn:
+        raise NotRecordable("seats belong to a worker")
 
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
         source = slot_of(q)

@@ -24,6 +24,11 @@ def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int,
     return GPUPlan.sized_for(spans, layout, num_heads, device)
 
 
+def step_plan(num_rows: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:
+    """As `Kernels.step_plan`."""
+    return GPUPlan.empty(num_rows, max_blocks, layout, num_heads, device)
+
+
 def paged_attention(q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
     """As `Kernels.paged_attention`. q may be a slice whose last dimension is contiguous."""
     if not isinstance(plan, GPUPlan):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.gpu.attention import paged_attention, plan_attention
+from kernels.gpu.attention import paged_attention, plan_attention, step_plan
 from kernels.gpu.blocks import gather_blocks, scatter_blocks
 from kernels.gpu.latents import write_latents
 from kernels.gpu.norm import add_rms_norm, rms_norm
@@ -30,5 +30,6 @@ __all__ = [
     "rotate_and_write",
     "sample",
     "scatter_blocks",
+    "step_plan",
     "write_latents",
 ]

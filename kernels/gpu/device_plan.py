@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.gpu.work_list import SPLIT_TOKENS, DecodeWork, num_places
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.host_copies import Staging
 
 SPAN_FIELDS = 3  # row, num_rows, start
 ALIGNMENT = 4  # numbers in 16 bytes: kernels are compiled anew for pointers that are less aligned
@@ -29,32 +29,6 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-class Staging:
-    """Host copies of a device buffer, used in turn: one is not overwritten while the device may still read it."""
-
-    def __init__(self, target: Tensor, copies: int) -> None:
-        pinned = target.device.type == "cuda"
-        self._target = target
-        self._hosts = [torch.zeros(target.shape, dtype=target.dtype, pin_memory=pinned) for _ in range(copies)]
-        self._done = [torch.cuda.Event() if pinned else None for _ in range(copies)]  # type: ignore[no-untyped-call]
-        self._next = 0
-
-    def next(self) -> np.ndarray:
-        """The copy to write. Waits until the device has read what `send` last sent from it."""
-        done = self._done[self._next]
-        if done is not None:
-            done.synchronize()
-        return self._hosts[self._next].numpy()
-
-    def send(self, count: int) -> None:
-        """Copies the first `count` numbers of it to the device, in the order of the current stream."""
-        self._target[:count].copy_(self._hosts[self._next][:count], non_blocking=True)
-        done = self._done[self._next]
-        if done is not None:
-            done.record()
-        self._next = (self._next + 1) % len(self._hosts)
 
 
 class GPUPlan(AttentionPlan):
@@ -158,13 +132,19 @@ class GPUPlan(AttentionPlan):
         self._host_spans = [(span.row, span.num_rows, span.start) for span in spans]
         self._query_tiles.clear()
 
-    def prepare(self) -> None:
+    @property
+    def num_rows(self) -> int:
+        """Padding included: it is on the device, whose kernels skip it."""
+        return self.num_spans
+
+    def prepare(self) -> GPUPlan:
         """Has the device lay out its work again, from the spans that are in its memory when this runs.
 
         One launch a window that was asked for before; attention with a window that is new launches it by itself.
         """
         for work in self._decode_work.values():
             work.build(self.spans)
+        return self
 
     def decode_work(self, window: int) -> DecodeWork:
         """The splits of the single-row spans, seen through `window`; built at first use, then by `prepare`."""

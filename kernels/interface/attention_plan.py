@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 
 class QuerySpan(NamedTuple):
@@ -39,3 +41,25 @@ class KVLayout(NamedTuple):
 
 class AttentionPlan:
     """A backend makes it for itself; it is opaque to others."""
+
+
+class StepPlan(Protocol):
+    """Of a recorded step of rows of single tokens: made once, and laid out anew whenever the step runs.
+
+    spans int32 [rows, 3] and block_tables int32 [rows, width], as `kernels.interface.seats.StepRows` has them, are
+    written before `prepare`. `num_places` partial results have room.
+    """
+
+    spans: Tensor
+    block_tables: Tensor
+    num_places: int
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the step runs once it is prepared: the first ones, with padding where the device does it."""
+
+    def takes(self, lengths: Iterable[int]) -> bool:
+        """Whether there is room for the partial results of rows whose sequences have these lengths."""
+
+    def prepare(self) -> AttentionPlan:
+        """What attention takes of the rows that are in `spans` when this runs."""

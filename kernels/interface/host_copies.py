@@ -36,3 +36,29 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor, non_blocking=True)
+
+
+class Staging:
+    """Host copies of a device buffer, used in turn: one is not overwritten while the device may still read it."""
+
+    def __init__(self, target: Tensor, copies: int) -> None:
+        pinned = target.device.type == "cuda"
+        self._target = target
+        self._hosts = [torch.zeros(target.shape, dtype=target.dtype, pin_memory=pinned) for _ in range(copies)]
+        self._done = [torch.cuda.Event() if pinned else None for _ in range(copies)]  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    def next(self) -> np.ndarray:
+        """The copy to write. Waits until the device has read what `send` last sent from it."""
+        done = self._done[self._next]
+        if done is not None:
+            done.synchronize()
+        return self._hosts[self._next].numpy()
+
+    def send(self, count: int) -> None:
+        """Copies the first `count` numbers of it to the device, in the order of the current stream."""
+        self._target[:count].copy_(self._hosts[self._next][:count], non_blocking=True)
+        done = self._done[self._next]
+        if done is not None:
+            done.record()
+        self._next = (self._next + 1) % len(self._hosts)

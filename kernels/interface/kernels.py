@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan, StepPlan
 from kernels.interface.draws import SamplingTensors
 from kernels.interface.held_weight import HeldWeight
 from kernels.interface.lora import GroupedRows, LoraStack
@@ -56,6 +56,16 @@ class Kernels(Protocol):
         self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
     ) -> AttentionPlan:
         """What all layers' attention of one step shares. Spans must not overlap; block tables must be long enough."""
+        ...
+
+    def step_plan(
+        self, num_rows: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device
+    ) -> StepPlan:
+        """For a recorded step of up to `num_rows` sequences of up to `max_blocks` blocks; all padding yet."""
+        ...
+
+    def fill_rows(self, memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows) -> None:
+        """Writes `rows` from where their sequences sit, and moves the seats on: see `kernels.interface.seats`."""
         ...
 
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
@@ -122,14 +132,10 @@ class Kernels(Protocol):
 
 
 class DeviceKernels(Kernels, Protocol):
-    """A backend that also samples, moves blocks and fills a step's rows without leaving the device."""
+    """A backend that also samples and moves blocks without leaving the device."""
 
     def sample(self, logits: Tensor, rows: SamplingTensors) -> Tensor:
         """Token ids int64 [n] of logits float32 [n, vocab]: see `kernels.sample`."""
-        ...
-
-    def fill_rows(self, memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows) -> None:
-        """Writes `rows` from where their sequences sit, and moves the seats on: see `kernels.interface.seats`."""
         ...
 
     def experts(

@@ -17,6 +17,8 @@ from torch.nn import functional
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
 from kernels.interface.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
+from kernels.plain.host_plan import HostPlan
+from kernels.plain.seats import fill_rows as fill_rows
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss' gate
 MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
@@ -70,6 +72,10 @@ class TorchPlan(AttentionPlan):
 
 def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> TorchPlan:
     return TorchPlan(spans, layout, device)
+
+
+def step_plan(num_rows: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device) -> HostPlan:
+    return HostPlan(plan_attention, num_rows, max_blocks, layout, num_heads, device)
 
 
 def _groups(plan: TorchPlan, window: int) -> list[list[QuerySpan]]:

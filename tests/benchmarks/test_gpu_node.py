@@ -19,6 +19,7 @@ from benchmarks.gpu.node.families import FAMILIES, of_family
 from benchmarks.gpu.node.graphs import of_bucket
 from benchmarks.gpu.node.invariance import of_invariance
 from benchmarks.gpu.node.landing import of_landing
+from benchmarks.gpu.node.ranks import of_ranks, too_few
 from common.config.worker import BLOCK_SIZES
 
 QUICK = ("chip", "agreement", "graphs")
@@ -59,6 +60,16 @@ def test_a_dry_run_of_everything_else(tmp_path: Path) -> None:
     assert {one["part"] for one in found["verdicts"]} == set(rest) - {"families"}  # a dry run has one family
     assert "flashinfer" in done.stdout and "fa3" in done.stdout
     assert [line for line in lines if line.startswith("SKIP  serving: 1P1D")]
+
+
+@pytest.mark.interpret
+@pytest.mark.timeout(600)
+def test_a_dry_run_of_two_ranks(tmp_path: Path) -> None:
+    done, lines, found = dry_run(tmp_path / "out", "ranks")
+    assert done.returncode == node.PASSED, done.stdout + done.stderr
+    (row,) = found["ranks"]
+    assert row["tokens"] == 200 and not row["other_tokens"]
+    assert lines[-1].startswith("PASS  ranks: recorded steps of two ranks: 0 of 200 tokens differ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
@@ -119,6 +130,16 @@ def test_a_sequence_with_other_bits_is_a_failure() -> None:
     row = {"step": "bucket of 8", "rows": 8, "different": 0}
     assert of_invariance(row).ok
     assert str(of_invariance(row | {"different": 1})).startswith("FAIL  invariance: bucket of 8: 1 of 8 sequences")
+
+
+def test_two_ranks_must_agree_and_recording_must_pay() -> None:
+    row = {"device": "cuda", "tokens": 200, "other_tokens": 0, "plain_ms": 3.0, "recorded_ms": 1.0}
+    assert of_ranks(row).ok
+    for wrong in ({"other_tokens": 1}, {"recorded_ms": 3.5}):
+        assert not of_ranks(row | wrong).ok
+    assert of_ranks(row | {"device": "cpu", "recorded_ms": 3.5}).ok
+    skipped = "SKIP  ranks: recorded steps of two ranks: 1 GPU here (needs 2 GPUs)"
+    assert str(too_few(1)) == skipped
 
 
 def test_make_runs_it_with_the_folder_and_the_arguments(repository: Path) -> None:

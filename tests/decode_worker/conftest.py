@@ -101,23 +101,23 @@ class EngineRig(RouterSide):
         draft: Decoder | None = None,
         num_draft_blocks: int = 64,
         headed: Headed | None = None,
+        runner: ModelRunner | None = None,
     ) -> None:
         """Blocks are kept in a file at `disk`, too. With `lends` other engines may copy them, and this one theirs.
 
-        A `draft` model drafts, or the head of `headed`, which is then what is served.
+        A `draft` model drafts, or the head of `headed`, which is then what is served. A `runner` brings its own cache.
         """
         self.model, self.eos = model if headed is None else headed.alone, eos
         self.served = model if headed is None else headed.together
         self.grammars = Grammars(resolve_model("tiny-random"), model.config.vocab_size) if grammars else None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.kv = KVCache(self.served.config, num_blocks, 16, "float32", share=shared)
-        self.receiver = KVReceiver(self.context, "127.0.0.1", 0, self.kv.block, lambda event: self.engine.notify(event))
-        if quantised:
-            self.receiver.take_quantised(quantised_incoming(self.kv))
+        kv = KVCache(self.served.config, num_blocks, 16, "float32", share=shared)
+        runner, sampler = runner or ModelRunner(self.served, kv), Sampler(self.served.config.vocab_size)
+        self.kv = runner.kv
+        self.receiver = self._new_receiver(quantised)
         self.sent: list[tuple[bytes, Message]] = []
         self.sender = self._new_sender(worker_id)
-        runner, sampler = ModelRunner(self.served, self.kv), Sampler(self.served.config.vocab_size)
-        pool = BlockPool(num_blocks, 16)
+        pool = BlockPool(self.kv.num_blocks, 16)
         self.drafter = None if draft is None else drafter_of(draft, sampler, num_draft_blocks)
         head = None if headed is None else head_drafter_of(headed, runner, sampler)
         self.engine = DecodeEngine(
@@ -147,6 +147,12 @@ class EngineRig(RouterSide):
         self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify)
         self.caches = peer_caches(self.context, self.kv, pool, notify, (worker_id, 7)) if lends else None
         return EngineParts(self.grammars, self.tiers, peers=self.caches)
+
+    def _new_receiver(self, quantised: bool) -> KVReceiver:
+        receiver = KVReceiver(self.context, "127.0.0.1", 0, self.kv.block, lambda event: self.engine.notify(event))
+        if quantised:
+            receiver.take_quantised(quantised_incoming(self.kv))
+        return receiver
 
     def _new_sender(self, worker_id: str) -> KVSender:
         notify = lambda event: self.engine.notify(event)  # noqa: E731

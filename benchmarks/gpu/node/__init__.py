@@ -2,6 +2,6 @@
 
 PARTS = (
     "chip", "agreement", "graphs", "invariance", "landing", "checks", "kernels", "engine", "serving", "transfer",
-    "families",
+    "families", "ranks",
 )  # fmt: skip
 """In the order in which they are run."""

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.node import PARTS, verdict
 from benchmarks.gpu.node.families import DRY, FAMILIES, family_of, family_row, family_rows, of_family
 from benchmarks.gpu.node.graphs import bucket_rows, of_bucket
 from benchmarks.gpu.node.invariance import invariance_rows, of_invariance
 from benchmarks.gpu.node.landing import measure_landing, of_landing
+from benchmarks.gpu.node.ranks import RANKS, of_ranks, ranks_row, too_few
 from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.suite import CHECKED_LAYERS, Suite
 
@@ -45,6 +48,7 @@ class NodeRun(Suite):
             "serving": self.measure_serving,
             "transfer": self.measure_transfer,
             "families": self.check_families,
+            "ranks": self.check_ranks,
         }
         return {name: known[name] for name in PARTS if name in ("chip", *self.options.parts)}
 
@@ -72,6 +76,13 @@ class NodeRun(Suite):
     def check_families(self) -> None:
         families = () if self.options.dry_run else FAMILIES[1:]
         self.judge_rows("families", family_rows(families, self.device), of_family)
+
+    def check_ranks(self) -> None:
+        count = 0 if self.options.dry_run else torch.cuda.device_count()
+        if count >= RANKS or self.options.dry_run:
+            self.judge_rows("ranks", [ranks_row(self.device, self.folder)], of_ranks)
+        else:
+            self.tell(too_few(count))
 
     def judge_rows(self, name: str, rows: Iterable[dict[str, Any]], judge: Callable[[dict[str, Any]], Verdict]) -> None:
         """Keep and judge each row as it comes."""

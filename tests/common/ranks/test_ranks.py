@@ -8,8 +8,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,19 @@ from common.model_files.resolve import resolve_model
 from common.model_files.tiny import FFN, make_tiny_model
 from common.ranks import group, loading
 from common.ranks.adapters import AllPlaces
-from common.ranks.loading import Ranks, load_ranked, plans
+from common.ranks.loading import load_ranked, plans
 from common.ranks.processes import RankPlan
+from common.ranks.runner import RankedGraphRunner
 from common.runner.loaded import LoadedModel
 from kernels import NO_ADAPTER
 
 from ...adapters import make_adapter, merge
+from ...rank_rig import rank_of, recording_worker, worker
 from ..model.generation import prompt, transformers_greedy, transformers_model
 
 pytestmark = pytest.mark.e2e
 
+MakeWorker = Callable[..., AbstractContextManager[LoadedModel]]
 WIDE = 131_072
 MEBI = 2**20
 
@@ -43,19 +46,6 @@ MEBI = 2**20
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("ranks") / "tiny")
-
-
-@contextmanager
-def worker(folder: Path, size: int, **settings: object) -> Iterator[LoadedModel]:
-    given = {"model": str(folder), "dtype": "float32", "quantization": "none", "num_blocks": 32, **settings}
-    config = DecodeWorkerConfig(**given, tensor_parallel_size=size)
-    files = resolve_model(str(folder))
-    loaded = load_ranked(files, config) if size > 1 else LoadedModel.load(files, config)
-    try:
-        yield loaded
-    finally:
-        if loaded.others is not None:
-            loaded.others.close()
 
 
 def run(
@@ -89,11 +79,12 @@ def copy_blocks(source: LoadedModel, blocks: Sequence[int], target: LoadedModel,
         incoming.commit([place])
 
 
-def test_a_worker_of_two_ranks_and_one_of_one_answer_as_one(folder: Path) -> None:
+@pytest.mark.parametrize("two_ranks", [worker, recording_worker])
+def test_a_worker_of_two_ranks_and_one_of_one_answer_as_one(folder: Path, two_ranks: MakeWorker) -> None:
     """P2 -> D1 -> P2: the prompt on two ranks, tokens on one, further tokens on two."""
     tokens = prompt(41)
     expected, _ = transformers_greedy(transformers_model(folder), tokens, 24)
-    with worker(folder, 2) as two, worker(folder, 1) as one:
+    with two_ranks(folder, 2) as two, worker(folder, 1) as one:
         assert two.fingerprint == one.fingerprint
         here, there, back = (7, 2, 30, 11, 4), (1, 20, 9, 3, 5), (8, 9, 10, 12, 13)
         first = run(two, tokens, 0, here)
@@ -106,12 +97,13 @@ def test_a_worker_of_two_ranks_and_one_of_one_answer_as_one(folder: Path) -> Non
         assert not two.others.failure
 
 
-def test_an_adapter_is_put_into_all_ranks(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("two_ranks", [worker, recording_worker])
+def test_an_adapter_is_put_into_all_ranks(folder: Path, tmp_path: Path, two_ranks: MakeWorker) -> None:
     paths = [make_adapter(tmp_path / f"{seed}", folder, seed=seed, rank=4) for seed in (1, 2)]
     merged = [merge(tmp_path / f"merged-{path.name}", folder, path) for path in paths]
     tokens, table = prompt(41), (7, 2, 30, 11)
     expected = [transformers_greedy(transformers_model(one), tokens, 12)[0] for one in (*merged, folder)]
-    with worker(folder, 2, max_loras=2) as loaded:
+    with two_ranks(folder, 2, max_loras=2, max_num_seqs=2) as loaded:
         assert loaded.adapters is not None
         places = [loaded.adapters.load(path.name, str(path)).place for path in paths]
         for place, wanted in zip((*places, NO_ADAPTER), expected, strict=True):
@@ -134,13 +126,6 @@ def test_a_rank_that_reads_another_adapter_is_an_error_and_the_place_stays_free(
         assert bank.load("a", str(path)).place == 0
 
 
-def rank_of(loaded: LoadedModel) -> int:
-    """The process of its one other rank."""
-    assert isinstance(loaded.others, Ranks)
-    (child,) = loaded.others.processes._children
-    return child.pid
-
-
 def test_a_killed_rank_ends_the_worker(folder: Path) -> None:
     with worker(folder, 2) as loaded:
         assert loaded.others is not None
@@ -156,6 +141,22 @@ def test_a_killed_rank_ends_the_worker(folder: Path) -> None:
         with pytest.raises(RankLost, match="an earlier step failed"):  # the ranks may have written different things
             run(loaded, [1, 2, 3], 0, [0])
         assert time.monotonic() - began < 5.0
+
+
+def test_a_replay_without_the_other_rank_is_the_last(folder: Path) -> None:
+    chunk = SequenceChunk((1,), 3, [0])
+    with recording_worker(folder, 2, num_blocks=4, max_num_seqs=1) as loaded:
+        runner = loaded.runner
+        assert isinstance(runner, RankedGraphRunner) and runner.replays([chunk]) and loaded.others is not None
+        runner.forward([chunk])
+        assert not loaded.others.failure
+        os.kill(rank_of(loaded), signal.SIGKILL)
+        with pytest.raises(RankLost):
+            for _ in range(2):  # the message may still be taken
+                runner.forward([chunk])
+        with pytest.raises(RankLost, match="an earlier step failed"):
+            runner.forward([chunk])
+        assert loaded.others.failure
 
 
 def test_a_frozen_rank_ends_the_worker_at_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

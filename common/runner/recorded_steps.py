@@ -1,0 +1,161 @@
+"""What a device needs to run recorded decode steps: seats, a recording for each of a few sizes, tokens, logits.
+
+It knows no sequences. A launch is what the host has to say (`StepLaunch`), so every rank of a worker that gets the same
+launches runs the same steps. Rows that pad a step to its size have slot -1, so no KV is written, and no span, so
+attention skips them; their logits are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.kv.cache import KVCache
+from common.model.batch import ForwardBatch
+from common.runner.buckets import bucket_sizes
+from common.runner.graph_capture import StepRecorder
+from common.runner.hidden_inputs import HiddenInputs
+from common.runner.runner import RunnableModel
+from common.runner.seats import NO_SEAT, SeatChanges
+from kernels import SamplingTensors, StepPlan, fill_rows, on_device, sample, step_plan, to_device
+from kernels.interface.seats import (
+    NUM_NARROW,
+    NUM_WIDE,
+    RUN_ADAPTER,
+    RUN_POSITION,
+    RUN_SLOT,
+    RUN_TOKEN,
+    SeatLayout,
+    StepRows,
+)
+
+log = logging.getLogger(__name__)
+Spread = Callable[[Tensor], None]
+"""Gives every rank the numbers that rank 0 has in this tensor, in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What is recorded: the same on all ranks of a worker. With `adapts` each step once more, with adapters."""
+
+    max_num_seqs: int
+    max_blocks: int
+    adapts: bool = False
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return bucket_sizes(self.max_num_seqs)
+
+    def layout(self, block_size: int) -> SeatLayout:
+        return SeatLayout(self.max_num_seqs, self.max_blocks, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaunch:
+    """Have the seats changed, then the recording of `size` rows replayed, with what adapters add if `adapted`."""
+
+    size: int
+    adapted: bool
+    changes: SeatChanges
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """`replay` fills `rows` and `plan` from the seats, and runs the model on them. `draw` samples each row as its
+    sequence's parameters say, on a rank that samples."""
+
+    rows: StepRows
+    plan: StepPlan
+    replay: Callable[[], None]
+    draw: Callable[[], None] | None
+
+
+class RecordedSteps:
+    """Belongs to the thread that launches steps."""
+
+    def __init__(
+        self,
+        model: RunnableModel,
+        kv: KVCache,
+        recorder: StepRecorder,
+        sizes: StepSizes,
+        *,
+        spread: Spread | None = None,
+        samples: bool = True,
+    ) -> None:
+        """Records every step, largest first: takes seconds on a GPU, and memory for one step of the largest size.
+
+        With `spread` it is one of several ranks, all of which record at the same time. One that never `samples` has
+        neither logits nor draws.
+        """
+        self._model, self._kv, self._spread, self._samples = model, kv, spread, samples
+        self._layout, largest = sizes.layout(kv.block_size), sizes.max_num_seqs
+        vocab_size = model.config.vocab_size if samples else 0
+        with torch.inference_mode():
+            self.seats = torch.zeros(self._layout.num_words, dtype=torch.int64, device=kv.device)
+            self.seats[:largest].fill_(NO_SEAT)
+            self._wide = torch.zeros(NUM_WIDE * largest, dtype=torch.int64, device=kv.device)
+            self._narrow = torch.zeros(NUM_NARROW * largest, dtype=torch.int32, device=kv.device)
+            self.logits = torch.zeros(largest, vocab_size, dtype=torch.float32, device=kv.device)
+            self.sampled = torch.zeros(largest, dtype=torch.int64, device=kv.device)
+            self.hidden = HiddenInputs(largest, kv.device) if model.config.draft_head else None
+            began = time.perf_counter()
+            self._steps = {
+                (size, adapted): self._record(size, recorder, adapted=adapted)
+                for size in reversed(sizes.buckets)
+                for adapted in ((True, False) if sizes.adapts else (False,))
+            }
+        self._last = self._steps[largest, False]
+        log.info("recorded %d decode steps in %.1f s", len(self._steps), time.perf_counter() - began)
+
+    def plan(self, size: int) -> StepPlan:
+        """Of a step of `size` rows."""
+        return self._steps[size, False].plan
+
+    def launch(self, launch: StepLaunch) -> None:
+        """Starts a step, behind all that was launched before."""
+        with on_device(self._kv.device), torch.inference_mode():
+            if len(launch.changes.places):
+                where, words = to_device(launch.changes, self._kv.device)
+                self.seats.index_copy_(0, where, words)
+            self._last = self._steps[launch.size, launch.adapted]
+            self._last.replay()
+
+    def draw(self, count: int) -> Tensor:
+        """Sample the `count` rows of the last step as their sequences' parameters say: int64 [count] of `sampled`."""
+        assert self._last.draw is not None, "a rank that does not sample"
+        self._last.draw()
+        return self.sampled[:count]
+
+    def draws(self, count: int, *, searches: bool) -> SamplingTensors:
+        """How the rows of the last step draw, until the next one is launched."""
+        return self._last.rows.draws(count, searches=searches)
+
+    def _record(self, size: int, recorder: StepRecorder, *, adapted: bool) -> RecordedStep:
+        config, kv = self._model.config, self._kv
+        plan = step_plan(size, self._layout.width, kv.layout, config.num_heads, kv.device)
+        rows = StepRows.within(self._wide, self._narrow, size, plan.spans, plan.block_tables)
+
+        def run() -> None:
+            if self._spread is not None:  # rank 0 has sampled them, by a recording or not
+                self._spread(self.sampled)
+            fill_rows(self.seats, self._layout, self.sampled, config.vocab_size, rows)
+            attention = plan.prepare()
+            if count := plan.num_rows:
+                adapters = rows.wide[RUN_ADAPTER, :count] if adapted else None
+                token_ids, positions, slots = (rows.wide[row, :count] for row in (RUN_TOKEN, RUN_POSITION, RUN_SLOT))
+                hidden = self.hidden.rows(size, count) if self.hidden is not None else None
+                batch = ForwardBatch(count, token_ids, positions, slots, None, attention, adapters, hidden)
+                logits = self._model.forward(batch, kv)
+                if self._samples:
+                    self.logits[:count].copy_(logits)
+
+        def draw() -> None:
+            self.sampled[:size].copy_(sample(self.logits[:size], rows.draws(size)))
+
+        return RecordedStep(rows, plan, recorder.record(run), recorder.record(draw) if self._samples else None)

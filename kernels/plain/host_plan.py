@@ -1,0 +1,44 @@
+"""The plan of a recorded step on a device whose plans the host makes: anew whenever the step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+
+PlanAttention = Callable[[Sequence[QuerySpan], KVLayout, int, torch.device], AttentionPlan]
+
+
+class HostPlan:
+    """Implements `StepPlan` with the `plan_attention` of a backend. Rows of padding are no part of what it plans."""
+
+    def __init__(
+        self,
+        plan_attention: PlanAttention,
+        num_rows: int,
+        max_blocks: int,
+        layout: KVLayout,
+        num_heads: int,
+        device: torch.device,
+    ) -> None:
+        self._plan_attention, self._layout, self._num_heads, self._device = plan_attention, layout, num_heads, device
+        self.spans = torch.zeros(num_rows, 3, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
+        self.num_places = self.num_rows = 0
+
+    def takes(self, lengths: Iterable[int]) -> bool:
+        """A plan made anew has the room that it needs."""
+        return True
+
+    def prepare(self) -> AttentionPlan:
+        """Reads the rows on the host, and so waits for the device. Nothing can run by the plan of padding alone."""
+        spans = []
+        for (row, count, start), table in zip(self.spans.tolist(), self.block_tables, strict=True):
+            if count:
+                spans.append(QuerySpan(row, count, start, table[: start // self._layout.block_size + 1].tolist()))
+        self.num_rows = len(spans)
+        if not spans:
+            return AttentionPlan()
+        return self._plan_attention(spans, self._layout, self._num_heads, self._device)
