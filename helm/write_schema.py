@@ -138,6 +138,7 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
             }
         ),
         "tensorParallelSize": whole(1, 64),
+        "rankHosts": whole(1, 64),
         "drainSeconds": whole(0, 86400),
         "preStopSeconds": whole(0, 3600),
         "startupSeconds": whole(1, 86400),
