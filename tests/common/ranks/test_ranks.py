@@ -137,8 +137,9 @@ def test_a_rank_that_reads_another_adapter_is_an_error_and_the_place_stays_free(
 def rank_of(loaded: LoadedModel) -> int:
     """The process of its one other rank."""
     assert isinstance(loaded.others, Ranks)
-    (child,) = loaded.others.processes._children
-    return child.pid
+    (rank,) = loaded.others.processes._ranks
+    assert rank.child is not None
+    return rank.child.pid
 
 
 def test_a_killed_rank_ends_the_worker(folder: Path) -> None:
