@@ -41,6 +41,8 @@ CHART_SETS = frozenset(
             "served_model_name",
             "device",
             "tensor_parallel_size",
+            "rank_hosts",
+            "rank_port",
             "drain_timeout_s",
             "config",
             "core_share",
