@@ -24,7 +24,7 @@ from common.config.sources import load
 from common.errors import ConfigError, RankLost
 from common.machine.child_process import ChildProcess
 from common.observe.logging import setup_logging
-from common.ranks.links.admission import LINKS, Admission, Handshake, NotAdmitted, Purpose, Versions, Wish, key_of
+from common.ranks.links.admission import LINKS, Handshake, NotAdmitted, Purpose, RankAnswer, Versions, Wish, key_of
 from common.ranks.links.channel import Channel
 from common.ranks.links.connection import dial
 from common.wire.curve import warn_of_readers
@@ -137,14 +137,14 @@ class RankHost:
             child.launch([sys.executable, "-P", "-m", "common.ranks", *map(str, given)], pass_fds=given)
         return child
 
-    def _ask(self, purpose: Purpose, session: bytes = b"", rank: int = 0) -> tuple[Channel, Admission]:
+    def _ask(self, purpose: Purpose, session: bytes = b"", rank: int = 0) -> tuple[Channel, RankAnswer]:
         """A connection to rank 0 that both sides have proven to be of one worker."""
         channel = dial(self._config.leader)
         with _closed_on_error(channel):
             handshake = Handshake(channel, self._key, leads=False)
             versions = Versions.of_this_host()
             handshake.send(Wish(purpose=purpose, versions=versions, session=session, rank=rank))
-            answer = handshake.receive(Admission)
+            answer = handshake.receive(RankAnswer)
             if answer.problem:
                 kind = RankLost if answer.again else NotAdmitted
                 raise kind(f"{channel.peer} refuses this host: {answer.problem}")

@@ -1,7 +1,7 @@
 """Rank 0's side of the other hosts of its worker: they join, and bring three connections for each of their ranks.
 
 rank host   Wish(host) ──>                   Wish(steps, 2) ──>  Wish(adapters, 2) ──>  Wish(blocks, 2) ──>  ...
-rank 0                  <── ranks, session                  <── Admission           ...
+rank 0                  <── ranks, session                  <── RankAnswer           ...
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from common.errors import RankLost
 from common.ranks.links.admission import (
     KEYS_DIFFER,
     LINKS,
-    Admission,
     Handshake,
     NotAdmitted,
     Purpose,
+    RankAnswer,
     Versions,
     Wish,
 )
@@ -119,7 +119,7 @@ class RankHosts:
             try:
                 wish = handshake.receive(Wish)
             except NotAdmitted:
-                handshake.send(Admission(problem=KEYS_DIFFER))
+                handshake.send(RankAnswer(problem=KEYS_DIFFER))
                 raise
             with self._lock:  # the answer is small: it waits for nobody
                 answer = self._answer(wish)
@@ -135,29 +135,29 @@ class RankHosts:
             with self._lock:
                 self._num_handshakes -= 1
 
-    def _answer(self, wish: Wish) -> Admission:
+    def _answer(self, wish: Wish) -> RankAnswer:
         """Changes nothing."""
         if self._is_over:
-            return Admission(problem="the ranks of this worker have met already", again=True)
+            return RankAnswer(problem="the ranks of this worker have met already", again=True)
         if wish.versions != self._versions:
             theirs, ours = wish.versions, self._versions
-            return Admission(
+            return RankAnswer(
                 problem=f"it has Diptych {theirs.diptych} with torch {theirs.torch}, rank 0 has Diptych {ours.diptych} "
                 f"with torch {ours.torch}: install the same on every host of a worker"
             )
         if wish.purpose != "host":
             host = self._host_of(wish)
             is_known = host is not None and (wish.rank, wish.purpose) not in host.links
-            return Admission() if is_known else Admission(problem=f"rank {wish.rank} is not its own", again=True)
+            return RankAnswer() if is_known else RankAnswer(problem=f"rank {wish.rank} is not its own", again=True)
         free = [index for index, host in enumerate(self._hosts) if host is None]
         if not free:
             problem = f"all {len(self._hosts) + 1} hosts of this worker's --rank-hosts are there"
-            return Admission(problem=problem, again=True)
+            return RankAnswer(problem=problem, again=True)
         first = (free[0] + 1) * self._ranks_per_host
         ranks = tuple(range(first, first + self._ranks_per_host))
-        return Admission(session=secrets.token_bytes(SESSION_BYTES), ranks=ranks)
+        return RankAnswer(session=secrets.token_bytes(SESSION_BYTES), ranks=ranks)
 
-    def _keep(self, wish: Wish, answer: Admission, channel: Channel, name: str) -> bool:
+    def _keep(self, wish: Wish, answer: RankAnswer, channel: Channel, name: str) -> bool:
         if wish.purpose == "host":
             ranks = range(answer.ranks[0], answer.ranks[-1] + 1)
             theirs = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"

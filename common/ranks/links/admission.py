@@ -1,7 +1,7 @@
 """Who may join a worker's ranks: the first messages on each connection between its hosts.
 
     rank host   nonce ─>                     Wish, proof ─>
-    rank 0      nonce ─>                                       Admission, proof ─>
+    rank 0      nonce ─>                                      RankAnswer, proof ─>
 
 A proof is an HMAC over both nonces, the side and the message, with a key that both ends derive from the pair in the
 file of --curve-key. So neither end takes orders of a stranger, and nothing that was overheard serves twice. Processes
@@ -59,7 +59,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
 
 
-class Admission(msgspec.Struct, frozen=True, kw_only=True):
+class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer. A host gets `ranks`, and the `session` to name on their connections.
 
     With a `problem` the connection is closed; `again`: the same wish may be granted later.

@@ -72,7 +72,7 @@ class Channel:
         except OSError as error:
             raise RankLost(f"{self.peer} takes no bytes: {error}") from error
 
-    def receive_parts(self, parts: Sequence[memoryview], timeout_s: float) -> None:
+    def receive_parts(self, parts: Sequence[memoryview], timeout_s: float | None) -> None:
         """Fills `parts` with what `send_parts` sends."""
         until = _until(timeout_s)
         for part in parts:

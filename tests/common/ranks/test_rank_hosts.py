@@ -17,10 +17,10 @@ from common.ranks import rank_hosts
 from common.ranks.links import admission
 from common.ranks.links.admission import (
     LINKS,
-    Admission,
     Handshake,
     NotAdmitted,
     Purpose,
+    RankAnswer,
     Versions,
     Wish,
     key_of,
@@ -54,14 +54,14 @@ class Meeting:
         except RankLost as error:
             self.problem = str(error)
 
-    def ask(self, purpose: Purpose, key: bytes = KEY, **wish: Any) -> Admission:
+    def ask(self, purpose: Purpose, key: bytes = KEY, **wish: Any) -> RankAnswer:
         channel = dial(self.address)
         self.channels.append(channel)
         handshake = Handshake(channel, key, leads=False)
         handshake.send(Wish(purpose=purpose, **{"versions": Versions.of_this_host(), **wish}))
-        return handshake.receive(Admission)
+        return handshake.receive(RankAnswer)
 
-    def join(self) -> Admission:
+    def join(self) -> RankAnswer:
         """A host and the connections of all its ranks."""
         host = self.ask("host")
         for rank in host.ranks:
@@ -121,7 +121,7 @@ def test_an_overheard_proof_serves_only_once() -> None:
         handshake.send(Wish(purpose="host", versions=Versions.of_this_host()))
         again = Handshake(second, KEY, leads=False)
         second.send(sent[0], 1.0)
-        answer = again.receive(Admission)
+        answer = again.receive(RankAnswer)
         assert "its --curve-key is another one" in answer.problem
         first.close()
         one.join()
