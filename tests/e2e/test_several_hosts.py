@@ -17,7 +17,7 @@ from benchmarks.stack import Stack
 
 from ..common.ranks.rank_hosts import RankHostProcess, free_port
 from .asking import wait_until
-from .conftest import READY_S, System
+from .conftest import READY_S, System, samples
 from .test_handover import come_back, handovers, wait_for_streams
 from .test_tensor_parallel import ALL_REMOTE, GONE_S, LENGTHS, LONG, NUM_TOKENS, PATIENCE_S, is_running
 
@@ -98,13 +98,16 @@ def test_a_death_costs_no_token_and_the_host_joins_again(
 
 
 def test_a_host_that_is_asked_to_end_hands_the_streams_over(tmp_path: Path, forge: None, random_prompts: Any) -> None:
+    """The other worker is started while they run, so that all of them are on two hosts."""
     prompts = random_prompts((30, 100, 200, 350), vocab_size=256, seed=4)
     with spread_service(tmp_path, "decode", decode=2) as (system, host):
         expected = system.generate(prompts, max_tokens=1000)
-        worker, results = system.stack.workers("decode")[0], list[Any]()
+        (worker, other), results = system.stack.workers("decode"), list[Any]()
+        other.kill()
         asking = threading.Thread(target=lambda: results.append(system.generate(prompts, max_tokens=1000)))
         asking.start()
-        wait_for_streams(system, len(prompts))
+        wait_until(lambda: sum(samples(worker, "vllm:num_requests_running")) == len(prompts), "streams", PATIENCE_S)
+        come_back(system, other)
         before = handovers(system)
         os.kill(host.pid, signal.SIGTERM)
         worker.wait(time.monotonic() + GONE_S)
