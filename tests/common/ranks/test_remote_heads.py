@@ -237,7 +237,7 @@ def test_a_busy_connection_is_waited_for_until_a_deadline(two: Hosts, monkeypatc
 def test_an_order_out_of_bounds_ends_the_connection(config: ModelConfig, order: tuple[int, ...]) -> None:
     kv = KVCache(Shard(1, 2).of(config), BLOCKS, BLOCK_SIZE, "float32")
     ours, theirs = connected()
-    thread = threading.Thread(target=lend_heads, args=(kv, theirs))
+    thread = threading.Thread(target=lend_heads, args=(kv, theirs), daemon=True)
     thread.start()
     ours.send_parts([memoryview(ORDER.pack(*order))], 1.0)
     assert ours.is_cut(5.0)
