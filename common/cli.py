@@ -17,6 +17,7 @@ COMMANDS = {
     "router": ("router", "only the HTTP front door"),
     "prefill-worker": ("prefill_worker", "only a worker that computes prompts"),
     "decode-worker": ("decode_worker", "only a worker that generates tokens"),
+    "rank-host": ("common.ranks.rank_host", "ranks of a worker that is spread over several hosts"),
     "top": ("router.top.command", "show a router's load in the terminal"),
     "batch": ("router.batch.command", "send every request of a file, and write the answers to another"),
     "bench": ("benchmarks.load.command", "load any OpenAI-compatible server and measure it"),
@@ -29,7 +30,14 @@ COMMANDS = {
     "size": ("router.local.size_estimate", "estimate how many workers a load needs"),
 }
 
-EXTRAS = {"bench": "bench", "plan": "bench", "simulate": "bench", "prefill-worker": "worker", "decode-worker": "worker"}
+EXTRAS = {
+    "bench": "bench",
+    "plan": "bench",
+    "simulate": "bench",
+    "prefill-worker": "worker",
+    "decode-worker": "worker",
+    "rank-host": "worker",
+}
 """What brings the packages that a command needs; those of others come with `router`, or with both for `serve`."""
 
 

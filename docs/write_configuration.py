@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from benchmarks.load.config import BenchConfig
-from common.config import CommonConfig, DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig, WorkerConfig
+from common.config import (
+    CommonConfig,
+    DecodeWorkerConfig,
+    PrefillWorkerConfig,
+    RankHostConfig,
+    RouterConfig,
+    ServeConfig,
+    WorkerConfig,
+)
 from common.config.field import Config, Field, fields_of
 from common.config.sources import group_order
 
@@ -23,10 +31,10 @@ Every setting has one name in three spellings:
 | | the same above all sections | every process that has the setting |
 
 A flag wins over the environment, the environment over the file, and within each the narrower name over the general
-one. The prefixes are `DIPTYCH_ROUTER_`, `DIPTYCH_PREFILL_`, `DIPTYCH_DECODE_`, `DIPTYCH_SERVE_` and
-`DIPTYCH_BENCH_`; the sections `[router]`, `[prefill_worker]`, `[decode_worker]`, `[serve]` and `[bench]`. Switches
-take `true` or `false` outside the command line, where they are `--log-json` and `--no-log-json`; lists are separated by
-commas, in TOML they are arrays.
+one. The prefixes are `DIPTYCH_ROUTER_`, `DIPTYCH_PREFILL_`, `DIPTYCH_DECODE_`, `DIPTYCH_RANK_HOST_`,
+`DIPTYCH_SERVE_` and `DIPTYCH_BENCH_`; the sections `[router]`, `[prefill_worker]`, `[decode_worker]`, `[rank_host]`,
+`[serve]` and `[bench]`. Switches take `true` or `false` outside the command line, where they are `--log-json` and
+`--no-log-json`; lists are separated by commas, in TOML they are arrays.
 
 A value out of range, an unknown flag, key, section or `DIPTYCH_*` variable stops the process at start with exit status
 2 and one line that names the setting, the value and the allowed values. (In Kubernetes, switch `enableServiceLinks`
@@ -72,6 +80,7 @@ def render() -> str:
             _table("Both kinds of worker", _own(WorkerConfig, CommonConfig)),
             _table("Prefill worker (`diptych prefill-worker`)", _own(PrefillWorkerConfig, WorkerConfig)),
             _table("Decode worker (`diptych decode-worker`)", _own(DecodeWorkerConfig, WorkerConfig)),
+            _table("Further host of a worker's ranks (`diptych rank-host`)", _own(RankHostConfig)),
             _table("Load generator (`diptych bench`)", _own(BenchConfig)),
         )
     )

@@ -41,6 +41,8 @@ CHART_SETS = frozenset(
             "served_model_name",
             "device",
             "tensor_parallel_size",
+            "rank_hosts",
+            "rank_port",
             "drain_timeout_s",
             "config",
             "core_share",
@@ -138,6 +140,7 @@ def pool(role: str, *, of_its_own: bool) -> Schema:
             }
         ),
         "tensorParallelSize": whole(1, 64),
+        "rankHosts": whole(1, 64),
         "drainSeconds": whole(0, 86400),
         "preStopSeconds": whole(0, 3600),
         "startupSeconds": whole(1, 86400),

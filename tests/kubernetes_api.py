@@ -81,6 +81,11 @@ class KubernetesAPI:
                     self._scale,
                     methods=["GET", "PATCH"],
                 ),
+                Route(
+                    "/apis/leaderworkerset.x-k8s.io/v1/namespaces/{namespace}/leaderworkersets/{name}/scale",
+                    self._scale_of_set,
+                    methods=["GET", "PATCH"],
+                ),
                 Route("/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases", self._leases, methods=["POST"]),
                 Route(
                     "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}",
@@ -257,9 +262,15 @@ class KubernetesAPI:
             self._watches.discard(queue)
 
     async def _scale(self, request: Request) -> Response:
+        return await self._scaled(request, request.path_params["name"])
+
+    async def _scale_of_set(self, request: Request) -> Response:
+        """A set's replicas have its kind before its name."""
+        return await self._scaled(request, f"leaderworkersets/{request.path_params['name']}")
+
+    async def _scaled(self, request: Request, name: str) -> Response:
         if refused := self._refused(request):
             return refused
-        name = request.path_params["name"]
         if name not in self.replicas:
             return status(404, "no such deployment")
         if request.method == "PATCH":

@@ -39,5 +39,6 @@ def recording_worker(model: Path | str, size: int, **settings: object) -> Iterat
 def rank_of(loaded: LoadedModel) -> int:
     """The process of its one other rank."""
     assert isinstance(loaded.others, Ranks)
-    (child,) = loaded.others.processes._children
-    return child.pid
+    (rank,) = loaded.others.processes._ranks
+    assert rank.child is not None
+    return rank.child.pid

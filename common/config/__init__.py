@@ -3,6 +3,7 @@
     ServeConfig                      one machine: how many of each worker
     CommonConfig <- RouterConfig
                  <- WorkerConfig     <- PrefillWorkerConfig, DecodeWorkerConfig
+    RankHostConfig                   ranks of a worker on another host
 
 `cluster`, `access`, `roles` and `stored` hold groups of settings that these classes inherit.
 """
@@ -13,17 +14,25 @@ from common.config.common import CommonConfig
 from common.config.decode_worker import DecodeWorkerConfig
 from common.config.field import Config
 from common.config.prefill_worker import PrefillWorkerConfig
+from common.config.rank_host import RankHostConfig
 from common.config.router import RouterConfig
 from common.config.serve import ServeConfig
 from common.config.worker import WorkerConfig, is_loopback, parse_cores
 
-CONFIG_CLASSES: tuple[type[Config], ...] = (ServeConfig, RouterConfig, PrefillWorkerConfig, DecodeWorkerConfig)
+CONFIG_CLASSES: tuple[type[Config], ...] = (
+    ServeConfig,
+    RouterConfig,
+    PrefillWorkerConfig,
+    DecodeWorkerConfig,
+    RankHostConfig,
+)
 
 __all__ = [
     "CONFIG_CLASSES",
     "CommonConfig",
     "DecodeWorkerConfig",
     "PrefillWorkerConfig",
+    "RankHostConfig",
     "RouterConfig",
     "ServeConfig",
     "WorkerConfig",

@@ -17,6 +17,7 @@ _NAME = {
     "expects": "a name as Kubernetes takes it",
     "metavar": "NAME",
 }
+_WORKLOAD = _NAME | {"pattern": rf"((leaderworkersets/)?{_NAME['pattern'][1:-2]})?"}
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,16 @@ class PlannerSettings(Config):
     )
     prefill_deployment: str = setting(
         "",
-        "with --planner kubernetes: the Deployment of the prefill workers, in the namespace of discovery; empty: there "
-        "is none",
+        "with --planner kubernetes: the Deployment of the prefill workers, or leaderworkersets/NAME, in the namespace "
+        "of discovery; empty: there is none",
         group="Scaling",
-        **_NAME,
+        **_WORKLOAD,
     )
     decode_deployment: str = setting(
-        "", "with --planner kubernetes: the Deployment of the decode workers", group="Scaling", **_NAME
+        "",
+        "with --planner kubernetes: the Deployment of the decode workers, or leaderworkersets/NAME",
+        group="Scaling",
+        **_WORKLOAD,
     )
     planner_lease: str = setting(
         "diptych-planner",

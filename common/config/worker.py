@@ -138,6 +138,16 @@ class WorkerConfig(CommonConfig, PodSettings):
         ge=1,
         le=64,
     )
+    rank_hosts: int = setting(
+        1,
+        "hosts that the ranks of --tensor-parallel-size are on, this one included; the others run `diptych rank-host`",
+        group="Device",
+        ge=1,
+        le=64,
+    )
+    rank_port: int = setting(
+        0, "port at --host that other hosts of this worker's ranks connect to", group="Sockets", **PORT
+    )
     batch_invariant: bool = setting(
         False,
         "compute each row of a step to the same bits whatever shares the step with it; on a GPU this makes matrix "
@@ -288,6 +298,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         self._check_adapters()
         if self.tensor_parallel_size > 1:
             self._check_ranks()
+        self._check_rank_hosts()
 
     def _check_tiers(self) -> None:
         if self.kv_host_gib and self.device == "cpu":
@@ -324,6 +335,21 @@ class WorkerConfig(CommonConfig, PodSettings):
         if self.on_gpu and not self.kv_memory_gib and not self.num_blocks:
             allowed = f"above 0, or --num-blocks, on {self.device} {with_ranks}: each rank has so much KV"
             raise ConfigError("kv_memory_gib", self.kv_memory_gib, allowed)
+
+    def _check_rank_hosts(self) -> None:
+        """That each host has as many ranks, and finds rank 0."""
+        if self.tensor_parallel_size % self.rank_hosts:
+            size = self.tensor_parallel_size
+            divisors = ", ".join(str(number) for number in range(1, size + 1) if not size % number)
+            raise ConfigError("rank_hosts", self.rank_hosts, f"{divisors} with --tensor-parallel-size {size}")
+        if (self.rank_hosts > 1) != (self.rank_port > 0):
+            allowed = f"from 1 with --rank-hosts {self.rank_hosts}" if self.rank_hosts > 1 else "0 without --rank-hosts"
+            raise ConfigError("rank_port", self.rank_port, allowed)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Processes of this worker on each of its hosts."""
+        return self.tensor_parallel_size // self.rank_hosts
 
     @property
     def lora_places(self) -> int:

@@ -1,25 +1,58 @@
 """The KV cache of a worker whose ranks each hold some of its KV heads, as rank 0 sees it.
 
     block of the worker   [layer][head 0 | head 1 | head 2 | head 3][slot][K|V][head_dim]
-    block of rank 0       [layer][head 0 | head 1] ...       of rank 1 (mapped)   [layer][head 2 | head 3] ...
+    block of rank 0       [layer][head 0 | head 1] ...       of rank 1   [layer][head 2 | head 3] ...
+
+Rank 0 maps the memory of ranks of its own host. Those of other hosts are asked.
 
 On the wire and in checksums there are blocks of the worker alone, so another worker may have another number of ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from common.errors import BlockError, ModelError
+from common.errors import BlockError, ModelError, RankLost
 from common.kv.cache import KVCache, clear_slots
 from common.model_config.shard import Shard, kv_owners
 
 if TYPE_CHECKING:
     from common.model_files.config import ModelConfig
+
+TURN_S = 60.0
+"""How long a thread waits for others that talk to ranks of other hosts, each of whose orders has a deadline."""
+
+
+class RemoteHeads(Protocol):
+    """The cache of a rank on another host. One thread at a time gives orders, and takes what each asks for in order.
+
+    Raises RankLost at deadlines.
+    """
+
+    def ask(self, index: int, heads: range) -> None:
+        """For heads of a block, which `take` gets."""
+
+    def take(self, parts: Sequence[memoryview]) -> None:
+        """Fill `parts` with what was asked for first."""
+
+    def put(self, index: int, parts: Sequence[memoryview]) -> None:
+        """Write a block, all heads of the rank, which `confirm` waits for."""
+
+    def clear(self, index: int, first_slot: int) -> None:
+        """Zero the slots of a block from `first_slot` on, which `confirm` waits for."""
+
+    def confirm(self) -> None:
+        """The first write that was not confirmed is done."""
+
+    def cut(self) -> None:
+        """Some order has failed: end the connection, and with it the worker."""
 
 
 class ShardedCache(KVCache):
@@ -36,7 +69,10 @@ class ShardedCache(KVCache):
     ) -> None:
         super().__init__(Shard(0, num_ranks).of(whole), num_blocks, block_size, dtype, device)
         self._num_heads, self._size = whole.num_kv_heads, num_ranks
-        self._parts: list[Tensor] = [self.tensor]
+        self._parts: list[Tensor] = [self.tensor]  # of the ranks of this host, which are the first
+        self._remotes: list[RemoteHeads] = []
+        self._turn = threading.Lock()
+        self._on_host: Tensor | None = None  # a block on its way between another host and a GPU
 
     def attach(self, part: Tensor) -> None:
         """The cache of the next rank, in memory that this process reaches. Raises ModelError if it is another's."""
@@ -53,6 +89,10 @@ class ShardedCache(KVCache):
         except ValueError as error:
             raise ModelError(f"the KV memory of rank {len(self._parts)} is below {num_bytes} bytes") from error
         self.attach(torch.frombuffer(memoryview(pages), dtype=self.dtype).view(self.tensor.shape))
+
+    def attach_remote(self, heads: RemoteHeads) -> None:
+        """The cache of the next rank, on another host. None of this host can follow."""
+        self._remotes.append(heads)
 
     def block(self, index: int) -> memoryview:
         raise BlockError("a block of several ranks lies in several places: gather it")
@@ -71,32 +111,129 @@ class ShardedCache(KVCache):
         return torch.empty(layers, self._num_heads, *rest, dtype=self.dtype, device=self.device)
 
     def clear_slots(self, index: int, first: int) -> None:
+        """Also raises RankLost."""
         self._check(index)
-        for part in self._parts:
-            clear_slots(part[index], first)
+        with self._turn_with_remotes():
+            for remote in self._remotes:
+                remote.clear(index, first)
+            for part in self._parts:
+                clear_slots(part[index], first)
+            for remote in self._remotes:
+                remote.confirm()
 
     def gather(self, index: int, block: Tensor) -> None:
         """Copies a block of all ranks into `block`, uint8 [wire_bytes] anywhere, and waits for that where it is host
         memory.
 
-        BlockError out of range.
+        BlockError out of range, RankLost when another host does not answer.
         """
-        self._check(index)
+        self.gather_all([(index, block)])
+
+    def gather_all(self, blocks: Sequence[tuple[int, Tensor]]) -> None:
+        """`gather`, for several blocks: other hosts are asked for all of them at once."""
+        for index, _ in blocks:
+            self._check(index)
+        owners = kv_owners(self._num_heads, self._size)
+        local = len(self._parts)
+        lenders = [
+            (remote, owned, owned.start - Shard(rank, self._size).kv_heads(self._num_heads).start)
+            for rank, (remote, owned) in enumerate(zip(self._remotes, owners[local:], strict=True), local)
+            if owned
+        ]
+        with self._turn_with_remotes():
+            for index, _ in blocks:
+                for remote, owned, first in lenders:
+                    remote.ask(index, range(first, first + len(owned)))
+            for index, block in blocks:
+                self._gather_parts(index, block, owners[:local])
+                self._take(block, [(remote, owned) for remote, owned, _ in lenders])
+
+    def scatter(self, block: Tensor, index: int) -> None:
+        """Copies `block`, as `gather` makes it, to all ranks. Also raises RankLost."""
+        self.scatter_all([(index, block)])
+
+    def scatter_all(self, blocks: Sequence[tuple[int, Tensor]]) -> None:
+        """`scatter`, for several blocks: other hosts confirm them together."""
+        for index, _ in blocks:
+            self._check(index)
+        with self._turn_with_remotes():
+            for index, block in blocks:
+                self._put(block, index)
+                whole = self._heads_of(block)
+                for rank, part in enumerate(self._parts):
+                    heads = Shard(rank, self._size).kv_heads(self._num_heads)
+                    part[index].copy_(whole[:, heads.start : heads.stop])
+            for _ in blocks:
+                for remote in self._remotes:
+                    remote.confirm()
+
+    def _gather_parts(self, index: int, block: Tensor, owners: Sequence[range]) -> None:
         whole = self._heads_of(block)
-        for rank, owned in enumerate(kv_owners(self._num_heads, self._size)):
+        for rank, owned in enumerate(owners):
             if owned:
                 first = owned.start - Shard(rank, self._size).kv_heads(self._num_heads).start
                 whole[:, owned.start : owned.stop] = self._parts[rank][index][:, first : first + len(owned)]
 
-    def scatter(self, block: Tensor, index: int) -> None:
-        """Copies `block`, as `gather` makes it, to all ranks."""
-        self._check(index)
-        whole = self._heads_of(block)
-        for rank, part in enumerate(self._parts):
+    def _take(self, block: Tensor, lenders: Sequence[tuple[RemoteHeads, range]]) -> None:
+        """What remotes were asked for, straight into a block of host memory."""
+        if not lenders:
+            return
+        on_host = self._in_host_memory_of(block)
+        for remote, owned in lenders:
+            remote.take(self._segments(on_host, owned))
+        if on_host is not block:
+            whole, found = self._heads_of(block), self._heads_of(on_host)
+            for _, owned in lenders:
+                whole[:, owned.start : owned.stop].copy_(found[:, owned.start : owned.stop])
+
+    def _put(self, block: Tensor, index: int) -> None:
+        if not self._remotes:
+            return
+        on_host = self._in_host_memory_of(block)
+        if on_host is not block:
+            on_host.copy_(block)
+        for rank, remote in enumerate(self._remotes, len(self._parts)):
             heads = Shard(rank, self._size).kv_heads(self._num_heads)
-            part[index].copy_(whole[:, heads.start : heads.stop])
+            remote.put(index, self._segments(on_host, heads))
+
+    def _segments(self, block: Tensor, heads: range) -> list[memoryview]:
+        return segments(block.numpy().data, self.config.num_layers, self._num_heads, heads)
+
+    def _in_host_memory_of(self, block: Tensor) -> Tensor:
+        """The block itself, or memory for one of a GPU."""
+        if block.device.type == "cpu":
+            return block
+        if self._on_host is None:
+            self._on_host = torch.empty(self.wire_bytes, dtype=torch.uint8, pin_memory=True)
+        return self._on_host
+
+    @contextlib.contextmanager
+    def _turn_with_remotes(self) -> Iterator[None]:
+        """One thread at a time talks to other hosts. After an error answers would be to other orders: cut then."""
+        if not self._remotes:
+            yield
+            return
+        if not self._turn.acquire(timeout=TURN_S):
+            raise RankLost(f"other hosts were busy with other blocks for {TURN_S:g} s")
+        try:
+            yield
+        except BaseException:
+            for remote in self._remotes:
+                remote.cut()
+            raise
+        finally:
+            self._turn.release()
 
     def _heads_of(self, block: Tensor) -> Tensor:
         """[layers, all KV heads, block_size, 2, width] over the bytes of a block."""
         _, layers, _, *rest = self.tensor.shape
         return block.view(self.dtype).view(layers, self._num_heads, *rest)
+
+
+def segments(block: memoryview, layers: int, total: int, heads: range) -> list[memoryview]:
+    """Where the bytes of some of `total` heads are in a block: in one place, or in one of each layer."""
+    if len(heads) == total:
+        return [block]
+    layer_bytes, head_bytes = len(block) // layers, len(block) // layers // total
+    starts = range(heads.start * head_bytes, len(block), layer_bytes)
+    return [block[start : start + len(heads) * head_bytes] for start in starts]

@@ -68,9 +68,7 @@ class StagedOutgoing:
     def view(self, index: int) -> memoryview:
         buffer = self._take()
         self._fill(buffer, index)
-        exporter = buffer.numpy()
-        weakref.finalize(exporter, self._free.put, buffer).atexit = False
-        return exporter.data
+        return self._lent(buffer)
 
     def copy(self, index: int, place: Tensor) -> int:
         """Copy a block into `place`, uint8 [block_bytes] of host memory; the checksum of the bytes there."""
@@ -80,6 +78,12 @@ class StagedOutgoing:
 
     def _fill(self, buffer: Tensor, index: int) -> None:
         self.stream.run([(buffer, block_bytes_of(self._kv, index))])
+
+    def _lent(self, buffer: Tensor) -> memoryview:
+        """Its bytes; it is free again once nothing refers to them."""
+        exporter = buffer.numpy()
+        weakref.finalize(exporter, self._free.put, buffer).atexit = False
+        return exporter.data
 
     def _take(self) -> Tensor:
         try:
@@ -132,6 +136,12 @@ class GatheredOutgoing(StagedOutgoing):
         super().__init__(kv, stream)
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
+    def views(self, indices: Sequence[int]) -> list[memoryview]:
+        """`view` of each: ranks of other hosts are asked for all blocks before the first has come."""
+        buffers = [self._take() for _ in indices]
+        self.stream.wait_for(lambda: self._sharded.gather_all(list(zip(indices, buffers, strict=True))))
+        return [self._lent(buffer) for buffer in buffers]
+
     def copy(self, index: int, place: Tensor) -> int:
         self._fill(place, index)
         return checksum(place.numpy().data)
@@ -152,11 +162,7 @@ class ScatteredIncoming(StagedIncoming):
         return checksum(place.numpy().data)
 
     def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
-        def scatter() -> None:
-            for index, buffer in received:
-                self._sharded.scatter(buffer, index)
-
-        self.stream.wait_for(scatter)
+        self.stream.wait_for(lambda: self._sharded.scatter_all(received))
 
 
 class ReachedPlaces:

@@ -1,4 +1,8 @@
-"""`python -m common.ranks FD FD`: rank 1, 2, ... of a worker, started by rank 0 with its ends of two socket pairs."""
+"""`python -m common.ranks FD FD [FD]`: rank 1, 2, ... of a worker, started with its ends of the channels to rank 0.
+
+Rank 0 starts those of its host, with socket pairs for steps and adapters. A rank host starts the others, with
+connections for steps, adapters and blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 
 import msgspec
 
 from common.errors import DiptychError
 from common.observe.logging import setup_logging
-from common.ranks.channel import Channel
+from common.ranks.links.channel import Channel
 from common.ranks.processes import SEND_S, START_S, RankPlan, RankReport
 
 log = logging.getLogger("common.ranks")
@@ -25,20 +30,21 @@ def watch(channel: Channel) -> None:
     os._exit(0)
 
 
-def main(descriptor: int, adapters: int) -> int:
+def main(descriptors: Sequence[int]) -> int:
     """Run the steps of rank 0 until it is gone, which ends this process with status 0; 1 after an error."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they reach rank 0 as well, which drains and then ends this process
-    channel, orders = (Channel(socket.socket(fileno=each), "rank 0") for each in (descriptor, adapters))
+    channel, orders, *more = (Channel(socket.socket(fileno=each), "rank 0") for each in descriptors)
     threading.Thread(target=watch, args=(channel,), name="rank-0-watch", daemon=True).start()
     plan = msgspec.json.decode(channel.receive(START_S), type=RankPlan, dec_hook=lambda kind, value: kind(value))
     setup_logging(plan.name, plan.log_level, json=plan.log_json)
     # Imported here: torch takes a second or more, and rank 0 may be gone by then.
-    from common.ranks.follower import follow
+    from common.ranks.follower import check_files, follow
 
-    channel.send(msgspec.json.encode(RankReport()), SEND_S)
     try:
-        follow(plan, channel, orders)
+        problem = check_files(plan.files) if more else ""
+        channel.send(msgspec.json.encode(RankReport(problem)), SEND_S)
+        follow(plan, channel, orders, more[0] if more else None)
     except DiptychError as error:
         if channel.is_cut():
             return 0
@@ -49,7 +55,7 @@ def main(descriptor: int, adapters: int) -> int:
 
 
 if __name__ == "__main__":
-    status = main(*map(int, sys.argv[1:3]))
+    status = main(list(map(int, sys.argv[1:])))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -20,7 +20,7 @@ from common.adapters.shard import shard_of
 from common.errors import DiptychError, ModelError
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
-from common.ranks.channel import Channel
+from common.ranks.links.channel import Channel
 from common.ranks.processes import SEND_S, RankReport
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,16 @@ import torch
 from common.errors import DiptychError, ModelError, RankLost
 from common.kv.cache import KVCache
 from common.model_config.shard import Shard
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
 from common.ranks.adapters import RankPlaces, take_adapters
-from common.ranks.channel import Channel
 from common.ranks.followed_steps import FollowedSteps
 from common.ranks.group import RankGroup
 from common.ranks.kv_memory import lend
+from common.ranks.links.channel import Channel
 from common.ranks.load_shard import load_shard, open_for_ranks
 from common.ranks.processes import SEND_S, RankPlan, RankReport
+from common.ranks.remote_heads import lend_heads
 from common.runner.kernel_check import check_model_kernels
 from common.runner.loaded import compute_exactly
 from common.runner.runner import ModelRunner
@@ -27,22 +30,26 @@ from common.runner.runner import ModelRunner
 log = logging.getLogger(__name__)
 
 
-def follow(plan: RankPlan, channel: Channel, orders: Channel) -> NoReturn:
+def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | None = None) -> NoReturn:
     """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Raises errors of loading and of steps.
 
-    Beside that a thread loads the adapters that `orders` name.
+    Beside that a thread loads the adapters that `orders` name. With `blocks` rank 0 is on another host: one more thread
+    reads and writes KV for it.
     """
     torch.set_num_threads(plan.threads)
     compute_exactly()
     try:
-        steps, kv, places = prepare(plan)
+        steps, kv, places = prepare(plan, lends_memory=blocks is None)
     except (DiptychError, OSError) as error:
         channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
         raise
     if places is not None:
         threading.Thread(target=_take_adapters, args=(orders, places), name="adapters", daemon=True).start()
     channel.send(msgspec.json.encode(RankReport()), SEND_S)
-    lend(kv, channel)
+    if blocks is None:
+        lend(kv, channel)
+    else:
+        threading.Thread(target=lend_heads, args=(kv, blocks), name="kv-heads", daemon=True).start()
     while True:
         steps.run(channel.receive(None))
 
@@ -52,10 +59,23 @@ def _take_adapters(orders: Channel, places: RankPlaces) -> None:
         take_adapters(orders, places)
 
 
-def prepare(plan: RankPlan) -> tuple[FollowedSteps, KVCache, RankPlaces | None]:
+def check_files(files: ModelFiles) -> str:
+    """Why this host cannot have ranks of a worker with these files, "" when it has the same ones at the same path."""
+    path = files.config.parent if files.config is not None else files.weights[0]
+    try:
+        found = resolve_model(str(path), progress=False)
+    except ModelError as error:
+        return f"its host must have the model where rank 0 has it, at {path}: {error}"
+    if found.weights_hash != files.weights_hash:
+        hashes = f"{found.weights_hash}, those of rank 0 {files.weights_hash}"
+        return f"the weights at {path} of its host have the hash {hashes}: have the same files on every host"
+    return ""
+
+
+def prepare(plan: RankPlan, *, lends_memory: bool = True) -> tuple[FollowedSteps, KVCache, RankPlaces | None]:
     """Loads the shard, and allocates its KV cache and places for adapters. Raises ModelError, ConfigError, RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
-    group = RankGroup(shard, plan.meeting_file, device)
+    group = RankGroup(shard, plan.meeting, device)
     model = load_shard(
         plan.files,
         shard,
@@ -66,9 +86,9 @@ def prepare(plan: RankPlan) -> tuple[FollowedSteps, KVCache, RankPlaces | None]:
         with_head=plan.with_head,
         batch_invariant=plan.batch_invariant,
     )
-    shape = model.config
-    kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=device.type == "cpu")
-    if kv.shared is None and device.type == "cpu":
+    shape, is_mapped = model.config, lends_memory and device.type == "cpu"
+    kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=is_mapped)
+    if kv.shared is None and is_mapped:
         raise ModelError("this system has no memory that processes can share: take tensor_parallel_size 1")
     if plan.kernel_check:
         check_model_kernels(model, kv, samples=plan.with_head)

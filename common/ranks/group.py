@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from common.errors import RankLost
 from common.model.tensor_parallel import padded
 from common.model_config.shard import Shard
+from common.ranks.links.interface import interface_to
+from common.ranks.meeting import Meeting
 
 COLLECTIVE_S = 60.0
 """How long a rank waits in a collective. All ranks come to it within a fraction of a step."""
@@ -25,20 +28,28 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 class RankGroup:
     """Implements `Collectives`. A process is in one group, and one thread at a time calls it."""
 
-    def __init__(self, shard: Shard, meeting_file: str, device: torch.device) -> None:
-        """Waits for all ranks, each of which names the same file. Raises RankLost."""
+    def __init__(
+        self, shard: Shard, meeting: Meeting, device: torch.device, listener: socket.socket | None = None
+    ) -> None:
+        """Waits for all ranks, each of which names the same meeting. Raises RankLost.
+
+        Rank 0 has the `listener` of a meeting of several hosts, which is the group's from now on.
+        """
         self._shard = shard
+        interface = interface_to(meeting.host) if meeting.host else LOOPBACK
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, LOOPBACK)  # ranks are processes of one host
+            os.environ.setdefault(variable, interface)
         self._backend = backend = "nccl" if device.type == "cuda" else "gloo"
-        store = FileStore(meeting_file, shard.size)
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         deadline = timedelta(seconds=COLLECTIVE_S)
-        self._run(
-            lambda: dist.init_process_group(
+
+        def meet() -> None:
+            store = _store(meeting, shard, listener)
+            dist.init_process_group(
                 backend, store=store, rank=shard.rank, world_size=shard.size, timeout=deadline, **options
             )
-        )
+
+        self._run(meet)
 
     def add_up(self, part: Tensor) -> Tensor:
         if self._shard.size == 2:  # two numbers have one sum, in whatever order
@@ -79,3 +90,18 @@ class RankGroup:
             collective()
         except RuntimeError as error:
             raise RankLost(f"a collective failed: {str(error).splitlines()[0]}") from error
+
+
+def _store(meeting: Meeting, shard: Shard, listener: socket.socket | None) -> Store:
+    if meeting.file:
+        return FileStore(meeting.file, shard.size)
+    taken: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+    return TCPStore(
+        meeting.host,
+        meeting.port,
+        shard.size,
+        is_master=shard.rank == 0,
+        timeout=timedelta(seconds=COLLECTIVE_S),
+        wait_for_workers=False,
+        **taken,
+    )

@@ -1,4 +1,4 @@
-"""How rank 0 reaches the KV memory of the other ranks: a memory file on a CPU, CUDA's handles on GPUs of one host."""
+"""How rank 0 reaches the KV memory of other ranks of its host: a memory file on a CPU, CUDA's handles on GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from common.kv.cache import KVCache
 from common.kv.sharded_cache import ShardedCache
-from common.ranks.channel import Channel
+from common.ranks.links.channel import Channel
 
 TIMEOUT_S = 30.0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +21,13 @@ from common.model_files.task import ServedTask
 from common.ranks.adapters import AllPlaces
 from common.ranks.group import COLLECTIVE_S, RankGroup
 from common.ranks.kv_memory import borrow
+from common.ranks.links.admission import key_of
+from common.ranks.links.connection import plain_address
 from common.ranks.load_shard import load_shard, open_for_ranks
-from common.ranks.processes import RankPlan, RankProcesses
+from common.ranks.meeting import Meeting
+from common.ranks.processes import START_S, RankPlan, RankProcesses
+from common.ranks.rank_hosts import JoinedHost, RankHosts
+from common.ranks.remote_heads import HeadsOverWire
 from common.ranks.runner import RankedGraphRunner, RankedRunner
 from common.ranks.wait_deadline import WaitDeadline
 from common.runner.draft_model import DraftPlan
@@ -38,14 +45,17 @@ from common.runner.loaded import (
     with_score,
 )
 from common.runner.runner import ModelRunner
+from common.wire.listening import in_url, listen
 
 log = logging.getLogger(__name__)
+BACKLOG = 128
 
 
 def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     """Starts the other ranks, loads a shard in each process, and runs the first steps.
 
-    Raises ConfigError or ModelError for what cannot be served so, RankLost when a rank dies. No process is left then.
+    Raises ConfigError or ModelError for what cannot be served so, RankLost when a rank dies or a host does not come.
+    No process is left then.
     """
     size = config.tensor_parallel_size
     task = task_of(files, config)
@@ -57,14 +67,19 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         draft = DraftPlan.of(files, config, dtype)
     draft_bytes = draft.block_bytes if draft is not None else 0
     num_blocks = config.num_blocks or blocks_within(Shard(0, size).of(whole), config, kv_dtype, draft_bytes)
-    num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // size)
+    num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.ranks_per_host)
     config = replace(config, threads=num_threads, num_blocks=num_blocks)
-    others = RankProcesses(size)
+    others, listener = RankProcesses(size), None
     try:
-        others.start(plans(files, config, task, dtype, kv_dtype, others.meeting_file))
+        hosts, meeting = wait_for_hosts(config), Meeting(others.meeting_file)
+        if hosts:
+            listener, meeting = meeting_of(hosts)
+        others.start(plans(files, config, task, dtype, kv_dtype, meeting), hosts)
         others.wait_started()
-        group = RankGroup(Shard(0, size), others.meeting_file, torch.device(config.device))
+        group = RankGroup(Shard(0, size), meeting, torch.device(config.device), listener)
     except BaseException:
+        if listener is not None:
+            listener.close()
         others.close()
         raise
     ranks = Ranks(others, group, WaitDeadline(COLLECTIVE_S))
@@ -92,13 +107,17 @@ class Ranks:
     def failure(self) -> str:
         return self.processes.failure or self.deadline.failure
 
+    @property
+    def is_leaving(self) -> bool:
+        return self.processes.is_leaving
+
     def close(self) -> None:
         self.processes.close()
         self.group.close()
 
 
 def plans(
-    files: ModelFiles, config: WorkerConfig, task: ServedTask, dtype: str, kv_dtype: str, meeting_file: str
+    files: ModelFiles, config: WorkerConfig, task: ServedTask, dtype: str, kv_dtype: str, meeting: Meeting
 ) -> list[RankPlan]:
     """What rank 0 tells each of the other ranks to load."""
     return [
@@ -112,14 +131,14 @@ def plans(
             quantization=config.quantization,
             with_head=task.generates,
             batch_invariant=config.batch_invariant,
-            device=device_of(config.device, rank),
+            device=device_of(config.device, rank % config.ranks_per_host),
             num_blocks=config.num_blocks,
             block_size=config.block_tokens,
             threads=config.threads,
             kernel_check=config.kernel_check,
             max_loras=config.lora_places,
             max_lora_rank=config.max_lora_rank,
-            meeting_file=meeting_file,
+            meeting=meeting,
             log_level=config.log_level,
             log_json=config.log_json,
         )
@@ -127,8 +146,27 @@ def plans(
     ]
 
 
+def wait_for_hosts(config: WorkerConfig) -> Sequence[JoinedHost]:
+    """The other hosts, once all have joined. Raises OSError, ConfigError, and at the deadline RankLost."""
+    if config.rank_hosts == 1:
+        return ()
+    key = key_of(config.curve_key)
+    listener = listen(config.host, config.rank_port, BACKLOG)
+    where = f"{in_url(config.host)}:{config.rank_port}"
+    log.info("waits for %d hosts at %s, each with %d ranks", config.rank_hosts - 1, where, config.ranks_per_host)
+    hosts = RankHosts(listener, key, num_others=config.rank_hosts - 1, ranks_per_host=config.ranks_per_host)
+    return hosts.wait(START_S)
+
+
+def meeting_of(hosts: Sequence[JoinedHost]) -> tuple[socket.socket, Meeting]:
+    """A listener for the ranks of several hosts to find each other, at the address by which they reach this one."""
+    host = plain_address(hosts[0].control.here)
+    listener = listen(host, 0, BACKLOG)
+    return listener, Meeting(host=host, port=listener.getsockname()[1])
+
+
 def device_of(device: str, rank: int) -> str:
-    """Ranks have neighbouring GPUs, from the one that the settings name on."""
+    """Ranks of a host have neighbouring GPUs, from the one that the settings name on."""
     if device == "cpu":
         return device
     return f"cuda:{int(device.partition(':')[2] or 0) + rank}"
@@ -162,8 +200,11 @@ def _load(
 
     def joined(kv: KVCache) -> ModelRunner:
         assert isinstance(kv, ShardedCache)  # made above
-        for channel in others.wait_ready():
-            borrow(kv, channel)
+        for rank in others.wait_ready():
+            if rank.blocks is None:
+                borrow(kv, rank.steps)
+            else:
+                kv.attach_remote(HeadsOverWire(rank.blocks))
         if config.kernel_check:
             check_model_kernels(model, kv, samples=task.generates)
         if not records_steps(config, kv.device):

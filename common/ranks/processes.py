@@ -1,4 +1,5 @@
-"""The processes of ranks 1, 2, ... of a worker: rank 0 starts them, sends them steps, and dies with them.
+"""The processes of ranks 1, 2, ... of a worker: rank 0 or a rank host starts them; rank 0 sends them steps, and all die
+together.
 
 rank 0   start ── RankPlan ─>     load a shard                               ─ step ─> ─ step ─>   close
 rank r         <─ RankReport ──   load a shard  <─ RankReport, KV memory ─   run steps until rank 0 is gone
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,10 @@ import msgspec
 from common.errors import ModelError, RankLost
 from common.machine.child_process import ChildProcess
 from common.model_files.files import ModelFiles
-from common.ranks.channel import Channel
+from common.ranks.links.admission import LINKS
+from common.ranks.links.channel import Channel
+from common.ranks.meeting import Meeting
+from common.ranks.rank_hosts import JoinedHost, links_of
 
 if TYPE_CHECKING:
     from common.ranks.step_message import Numbers  # which imports torch, as a rank has not at its start
@@ -57,7 +62,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     kernel_check: bool
     max_loras: int
     max_lora_rank: int
-    meeting_file: str
+    meeting: Meeting
     log_level: str
     log_json: bool
 
@@ -68,18 +73,46 @@ class RankReport(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class RankProcesses:
-    """`start`, `wait_started`, `wait_ready`, then steps, then `close`. One thread at a time calls `send_step`.
+@dataclass(frozen=True, slots=True)
+class OtherRank:
+    """A rank, and rank 0's ends of its channels. On another host it has no `child`, and one more channel for blocks."""
 
-    `adapter_channels` lead to the same ranks, for a thread that loads adapters.
-    """
+    name: str
+    steps: Channel
+    adapters: Channel
+    child: ChildProcess | None = None
+    blocks: Channel | None = None
+
+    @classmethod
+    def start(cls, rank: int) -> OtherRank:
+        """A process of this host. Raises OSError."""
+        (ours, theirs), (our_orders, their_orders) = Channel.pair(), Channel.pair()
+        child = ChildProcess(f"rank {rank}")
+        with theirs, their_orders:
+            given = (theirs.fileno(), their_orders.fileno())
+            child.launch([sys.executable, "-P", "-m", "common.ranks", *map(str, given)], pass_fds=given)
+        return cls(child.name, Channel(ours, child.name), Channel(our_orders, child.name), child)
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        return (self.steps, self.adapters) if self.blocks is None else (self.steps, self.adapters, self.blocks)
+
+    @property
+    def failure(self) -> str:
+        """That it is gone, or ""."""
+        if self.child is not None and not self.child.alive:
+            return f"{self.name} is gone (exit status {self.child.returncode})"
+        return f"{self.name} is gone" if any(channel.is_cut() for channel in self.channels) else ""
+
+
+class RankProcesses:
+    """`start`, `wait_started`, `wait_ready`, then steps, then `close`. One thread at a time calls `send_step`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-")
-        self._children: list[ChildProcess] = []
-        self._channels: list[Channel] = []
-        self.adapter_channels: list[Channel] = []
+        self._ranks: list[OtherRank] = []
+        self._hosts: Sequence[JoinedHost] = ()
         self._broken: BaseException | None = None
 
     @property
@@ -87,28 +120,32 @@ class RankProcesses:
         """Where the ranks find each other. Its folder is this user's alone."""
         return str(Path(self._folder.name) / "ranks")
 
-    def start(self, plans: Sequence[RankPlan]) -> None:
-        """Start all of them, which takes a moment each. Raises OSError or RankLost."""
+    @property
+    def adapter_channels(self) -> Sequence[Channel]:
+        """To each rank, for a thread that loads adapters."""
+        return [rank.adapters for rank in self._ranks]
+
+    def start(self, plans: Sequence[RankPlan], hosts: Sequence[JoinedHost] = ()) -> None:
+        """Start those of this host, which takes a moment each, and take over those of `hosts`. Raises OSError or
+        RankLost."""
+        self._hosts, links = hosts, links_of(hosts)
         for plan in plans:
-            (ours, theirs), (our_orders, their_orders) = Channel.pair(), Channel.pair()
-            child = ChildProcess(f"rank {plan.rank}")
-            with theirs, their_orders:
-                given = (theirs.fileno(), their_orders.fileno())
-                child.launch([sys.executable, "-P", "-m", "common.ranks", *map(str, given)], pass_fds=given)
-            self._children.append(child)
-            self._channels.append(Channel(ours, child.name))
-            self.adapter_channels.append(Channel(our_orders, child.name))
-        for plan, channel in zip(plans, self._channels, strict=True):
-            channel.send(msgspec.json.encode(plan, enc_hook=str), SEND_S)
+            if (plan.rank, "steps") in links:
+                steps, adapters, blocks = (links[plan.rank, purpose] for purpose in LINKS)
+                self._ranks.append(OtherRank(steps.peer, steps, adapters, blocks=blocks))
+            else:
+                self._ranks.append(OtherRank.start(plan.rank))
+        for plan, rank in zip(plans, self._ranks, strict=True):
+            rank.steps.send(msgspec.json.encode(plan, enc_hook=str), SEND_S)
 
     def wait_started(self) -> None:
         """Wait until each rank is about to meet the others. Raises RankLost or ModelError."""
         self._wait_for_reports(START_S)
 
-    def wait_ready(self) -> Sequence[Channel]:
+    def wait_ready(self) -> Sequence[OtherRank]:
         """Wait until each rank has loaded its shard and lends its KV memory. Raises RankLost or ModelError."""
         self._wait_for_reports(LOAD_S)
-        return self._channels
+        return self._ranks
 
     def forget_meeting(self) -> None:
         """They have met: nothing is left in the file system, however this process ends."""
@@ -117,8 +154,8 @@ class RankProcesses:
     def send_step(self, message: Numbers) -> None:
         """Have all of them run a step. Raises RankLost."""
         body = message.tobytes()
-        for channel in self._channels:
-            channel.send(body, SEND_S)
+        for rank in self._ranks:
+            rank.steps.send(body, SEND_S)
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
@@ -136,26 +173,35 @@ class RankProcesses:
     @property
     def failure(self) -> str:
         """Why no further step can run, "" while there is no reason. Callable from any thread."""
-        for child, channel in zip(self._children, self._channels, strict=True):
-            if channel.is_cut() or not child.alive:
-                return f"{child.name} is gone (exit status {child.returncode})"
+        gone = [f"{host.control.peer} is gone" for host in self._hosts if host.control.is_cut()]
+        gone += [why for rank in self._ranks if (why := rank.failure)]
+        if gone:
+            return gone[-1]  # a rank says more than its host
         return str(self._broken) if self._broken is not None else ""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether another host wants to end, so this worker should drain. Callable from any thread."""
+        return any(host.control.has_message() and not host.control.is_cut() for host in self._hosts)
 
     def close(self) -> None:
         """End them, by force if need be, and leave nothing behind. No step may run."""
-        for channel in (*self._channels, *self.adapter_channels):
-            channel.close()
+        for rank in self._ranks:
+            for channel in rank.channels:
+                channel.close()
+        for host in self._hosts:
+            host.close()
         deadline = time.monotonic() + END_S
-        for child in self._children:
-            child.wait(deadline)
-        self._children.clear()
-        self._channels.clear()
-        self.adapter_channels.clear()
+        for rank in self._ranks:
+            if rank.child is not None:
+                rank.child.wait(deadline)
+        self._ranks, self._hosts = [], ()
         self._folder.cleanup()
 
     def _wait_for_reports(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
-        for child, channel in zip(self._children, self._channels, strict=True):
-            report = msgspec.json.decode(channel.receive(max(0.001, until - time.monotonic())), type=RankReport)
+        for rank in self._ranks:
+            body = rank.steps.receive(max(0.001, until - time.monotonic()))
+            report = msgspec.json.decode(body, type=RankReport)
             if report.problem:
-                raise ModelError(f"{child.name}: {report.problem}")
+                raise ModelError(f"{rank.name}: {report.problem}")

@@ -48,6 +48,10 @@ class OtherRanks(Protocol):
     def failure(self) -> str:
         """Why no further step can run, "" while there is no reason. Callable from any thread."""
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether one of their hosts wants to end, so the worker should drain. Callable from any thread."""
+
     def close(self) -> None:
         """End them. No step may run."""
 

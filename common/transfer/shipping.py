@@ -38,7 +38,8 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Shipping:
-    """What a worker offers to its receivers, used by the sender's thread. `view` gives a block for a frame.
+    """What a worker offers to its receivers, used by the sender's thread. `view` gives a block for a frame, `views` all
+    those of a message where it is faster to read them together.
 
     `memory` is its cache, or it has a `ring`, if others may map one of them. `quantise` gives a block as 8-bit numbers.
     `require_shared`: nothing leaves in frames.
@@ -49,6 +50,7 @@ class Shipping:
     memory: KVMemory | None = None
     ring: BlockRing | None = None
     require_shared: bool = False
+    views: Callable[[Sequence[int]], Sequence[memoryview]] | None = None
 
     @property
     def ring_offer(self) -> KVMemory | None:
@@ -81,8 +83,12 @@ class Shipping:
                 return Parcel(indices[: len(places)], num_bytes, (), places, checksums)
             if self.require_shared or ring.waits_for(receiver):
                 return None
-        view = (self.quantise if transfer.way is Way.SMALL_FRAMES else None) or self.view
-        views = [view(block) for block in blocks]
+        view = self.quantise if transfer.way is Way.SMALL_FRAMES else None
+        views: Sequence[memoryview]
+        if view is None and self.views is not None:
+            views = self.views(blocks)
+        else:
+            views = [(view or self.view)(block) for block in blocks]
         sources = blocks if transfer.way is Way.SHARED and self.ring is None else ()
         return Parcel(indices, sum(map(len, views)), views, sources)
 

@@ -137,6 +137,12 @@ class Duties:
             await asyncio.wait({change})
             self.check()
 
+    @property
+    def must_drain(self) -> bool:
+        """Whether another host, with ranks of this worker, wants to end."""
+        others = self.loaded.others if self.loaded is not None else None
+        return others is not None and others.is_leaving
+
     def check(self) -> None:
         """Raises the error of a change that left the worker without an engine, or RankLost."""
         others = self.loaded.others if self.loaded is not None else None

@@ -169,7 +169,8 @@ class Duty(ABC):
 
         Raises ConfigError where other workers have to read this one's memory, and cannot.
         """
-        from common.kv.staging import StagedOutgoing, outgoing_blocks  # which imports torch, as the model has by now
+        # Imported here: it imports torch, as the model has by now.
+        from common.kv.staging import GatheredOutgoing, StagedOutgoing, outgoing_blocks
 
         identity, kv, config = self.parts.identity, loaded.kv, self.config
         outgoing = outgoing_blocks(kv)
@@ -181,9 +182,10 @@ class Duty(ABC):
         require_shared = config.kv_transport == "shm"
         if require_shared and memory is None and ring is None:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
+        views = outgoing.views if isinstance(outgoing, GatheredOutgoing) else None
         return KVSender(
             self.parts.context,
-            Shipping(outgoing.view, quantise, memory, ring, require_shared),
+            Shipping(outgoing.view, quantise, memory, ring, require_shared, views),
             kv.wire_bytes,
             (identity.worker_id, identity.epoch, loaded.fingerprint),
             on_ended,

@@ -201,11 +201,17 @@ class WorkerProcess:
         return files, LoadedModel.load(files, self.config)
 
     async def _watch_engine(self) -> None:
-        """Raise the reason when the engine's thread ends, the gatekeeper's, or a change of role without any engine."""
+        """Raise the reason when the engine's thread ends, the gatekeeper's, or a change of role without any engine.
+
+        Returns when a host with other ranks wants to end.
+        """
         while (engine := self.duties.engine) is None or engine.alive:
             self.duties.check()
             if self.gatekeeper is not None and self.gatekeeper.failure is not None:
                 raise RuntimeError("the gatekeeper died") from self.gatekeeper.failure
+            if self.duties.must_drain:
+                log.info("drains: a host with ranks of this worker is asked to end")
+                return
             await asyncio.sleep(0.1)
         raise RuntimeError("the engine died") from engine.failure
 

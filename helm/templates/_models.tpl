@@ -212,6 +212,7 @@ asked for at a hundred places is made once and kept at the root.
 {{- $for := printf "%s pool %s" $role .name }}
 {{- include "diptych.checkStrategy" (dict "spec" . "for" $for) }}
 {{- include "diptych.checkDevices" (dict "pool" . "for" $for) }}
+{{- include "diptych.checkRankHosts" (dict "pool" . "for" $for) }}
 {{- include "diptych.checkBudget" (dict "pdb" .pdb "for" $for "least" (ternary .replicas .autoscaling.minReplicas (eq .autoscaling.type "none"))) }}
 {{- end }}
 {{- end }}

@@ -4,11 +4,12 @@
 {{- end }}
 
 {{/*
-`replicas` of an autoscaled Deployment: what it has now. Left out, an upgrade that turns the autoscaler on would take the
-field away, and the API server would set it to 1. Empty where there is no Deployment, or no cluster to ask: (root, name).
+`replicas` of an autoscaled pool: what it has now. Left out, an upgrade that turns the autoscaler on would take the field
+away, and the API server would set it to 1. Empty where there is no such object, or no cluster to ask: (root, name,
+apiVersion, kind).
 */}}
 {{- define "diptych.liveReplicas" -}}
-{{- with lookup "apps/v1" "Deployment" .root.Release.Namespace .name }}replicas: {{ int .spec.replicas }}{{ end }}
+{{- with lookup .apiVersion .kind .root.Release.Namespace .name }}replicas: {{ int .spec.replicas }}{{ end }}
 {{- end }}
 
 {{/* A pause before SIGTERM: (root, seconds). */}}

@@ -68,11 +68,16 @@ allow_remote: true
 {{- if gt (int .pool.tensorParallelSize) 1 }}
 {{- $_ := set $settings "tensor_parallel_size" (int .pool.tensorParallelSize) }}
 {{- end }}
+{{- if gt (int .pool.rankHosts) 1 }}
+{{- $_ := set $settings "rank_hosts" (int .pool.rankHosts) }}
+{{- $_ := set $settings "rank_port" 7005 }}
+{{- end }}
 {{- if .pool.kvDisk.enabled }}
 {{- $_ := set $settings "kv_disk_path" "/var/lib/diptych/kv/blocks" }}
 {{- $_ := set $settings "kv_disk_gib" (int .pool.kvDisk.gib) }}
 {{- end }}
-{{- if .root.Values.podDeletionCost.enabled }}
+{{- if and .root.Values.podDeletionCost.enabled (eq (int .pool.rankHosts) 1) }}
+{{- /* Of a LeaderWorkerSet the highest number goes. */}}
 {{- $_ := set $settings "pod_deletion_cost" true }}
 {{- end }}
 {{- toYaml (mustMergeOverwrite $settings (include "diptych.curveSettings" . | fromYaml)) }}
@@ -81,7 +86,7 @@ allow_remote: true
 {{/* The TOML section of the role that a pool's workers may change to, as the defaults of that role say: (root, role, pool). */}}
 {{- define "diptych.otherRole" -}}
 {{- $other := ternary "decode" "prefill" (eq .role "prefill") }}
-{{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model "kvDisk" .pool.kvDisk "tensorParallelSize" .pool.tensorParallelSize) }}
+{{- $pool := mustMergeOverwrite (dict) (mustDeepCopy .root.Values.workers) (mustDeepCopy (index .root.Values $other).defaults) (dict "name" .pool.name "model" .pool.model "kvDisk" .pool.kvDisk "tensorParallelSize" .pool.tensorParallelSize "rankHosts" .pool.rankHosts) }}
 {{- $settings := include "diptych.workerSettings" (dict "root" .root "role" $other "pool" $pool) | fromYaml }}
 {{- include "diptych.toml" (dict "section" (printf "%s_worker" $other) "settings" $settings) }}
 {{- end }}
@@ -173,7 +178,7 @@ allow_remote: true
 {{- if gt (len $all) 1 }}
 {{- fail (printf "%s pool %s: model %s has several %s pools, and its router plans them as one; take autoscaling.type keda" $role $pool.name $.model $role) }}
 {{- end }}
-{{- $deployment := include "diptych.objectName" (dict "root" $.root "role" $role "name" $pool.name) }}
+{{- $deployment := printf "%s%s" (ternary "leaderworkersets/" "" (gt (int $pool.rankHosts) 1)) (include "diptych.objectName" (dict "root" $.root "role" $role "name" $pool.name)) }}
 {{- $_ := set $pools $role (dict "deployment" $deployment "least" (int $pool.autoscaling.minReplicas) "most" (int $pool.autoscaling.maxReplicas)) }}
 {{- end }}
 {{- end }}

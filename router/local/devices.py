@@ -33,12 +33,12 @@ def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int) -> list[WorkerConfig
     memory. ConfigError where there are several GPUs, and fewer than the workers need.
     """
     choosing = [i for i, worker in enumerate(workers) if worker.device == "cuda"]
-    if num_gpus <= 1 and all(workers[i].tensor_parallel_size == 1 for i in choosing):
+    if num_gpus <= 1 and all(workers[i].ranks_per_host == 1 for i in choosing):
         return _sharing(workers)
     named = {index for worker in workers if worker.device.startswith("cuda:") for index in gpus_of(worker)}
     free, given = set(range(num_gpus)) - named, list(workers)
-    for i in sorted(choosing, key=lambda i: -workers[i].tensor_parallel_size):  # first those that need neighbours
-        size = workers[i].tensor_parallel_size
+    for i in sorted(choosing, key=lambda i: -workers[i].ranks_per_host):  # first those that need neighbours
+        size = workers[i].ranks_per_host
         first = next((index for index in sorted(free) if free.issuperset(range(index, index + size))), None)
         if first is None:
             raise ConfigError("device", "cuda", _too_few([workers[i] for i in choosing], num_gpus, len(named)))
@@ -52,7 +52,7 @@ def gpus_of(worker: WorkerConfig) -> range:
     if not worker.on_gpu:
         return range(0)
     first = int(worker.device.partition(":")[2] or 0)
-    return range(first, first + worker.tensor_parallel_size)
+    return range(first, first + worker.ranks_per_host)
 
 
 def _sharing(workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
@@ -67,8 +67,8 @@ def _sharing(workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
 
 
 def _too_few(workers: Sequence[WorkerConfig], num_gpus: int, num_named: int) -> str:
-    needed = sum(worker.tensor_parallel_size for worker in workers)
-    each = sorted({worker.tensor_parallel_size for worker in workers})
+    needed = sum(worker.ranks_per_host for worker in workers)
+    each = sorted({worker.ranks_per_host for worker in workers})
     of_each = f" of {' or '.join(map(str, each))} GPUs each" if each != [1] else ""
     seen = f"this machine has {num_gpus}" + f", of which other workers name {num_named}" * bool(num_named)
     return (

@@ -1,6 +1,7 @@
 """Sets the replicas of one Deployment for each pool, by the scale subresource. One router at a time does: the leader.
 
-Needs the rights to get and patch `deployments/scale` of those Deployments, to list pods, and to use one Lease.
+A pool whose workers are spread over pods is a LeaderWorkerSet instead, named `leaderworkersets/NAME`. Needs the rights
+to get and patch `deployments/scale` (`leaderworkersets/scale`) of those, to list pods, and to use one Lease.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from common.wire.message_fields import Role
 S = TypeVar("S", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 
+LWS, LWS_API = "leaderworkersets/", "leaderworkerset.x-k8s.io/v1"
+"""How a set of workers that are spread over several pods is named, and its API."""
 LEASE_S = 15
 """At least; and three looks of the planner."""
 
@@ -105,11 +108,13 @@ class KubernetesScaler:
         await self._client.close()
 
     async def _scale(self, role: Role, name: str, wanted: int, *, may_change: bool) -> None:
-        path = f"/apis/apps/v1/namespaces/{self._namespace}/deployments/{name}/scale"
+        group = LWS_API if name.startswith(LWS) else "apps/v1"
+        kind, _, bare = name.rpartition("/")
+        path = f"/apis/{group}/namespaces/{self._namespace}/{kind or 'deployments'}/{bare}/scale"
         found = await self._get(path, {}, _Scale)
         if may_change and found.spec.replicas != wanted:
             await self._client.merge_patch(path, {"spec": {"replicas": wanted}})
-            log.info("deployment %s is scaled", name, extra={"replicas": wanted, "before": found.spec.replicas})
+            log.info("%s is scaled", name, extra={"replicas": wanted, "before": found.spec.replicas})
         selector = {"labelSelector": found.status.selector, "fieldSelector": "status.phase=Pending", "limit": "500"}
         pods = await self._get(f"/api/v1/namespaces/{self._namespace}/pods", selector, _PodList)
         self.unschedulable[role] = sum(pod.is_unschedulable for pod in pods.items)

@@ -295,7 +295,7 @@ class OneRank:
     """Another rank of the worker, as its process sees it."""
 
     def __init__(self) -> None:
-        self.failure, self.is_closed = "", False
+        self.failure, self.is_leaving, self.is_closed = "", False, False
 
     def close(self) -> None:
         self.is_closed = True
@@ -309,4 +309,14 @@ async def test_a_lost_rank_is_the_end_of_all_duties(make: Callable[..., Rig]) ->
     with pytest.raises(RankLost, match="rank 1 is gone"):
         rig.duties.check()
     assert rig.duties.stop() and rank.is_closed
+    rig.duties.loaded = None
+
+
+async def test_a_host_that_wants_to_end_has_its_worker_drain(make: Callable[..., Rig]) -> None:
+    rig, rank = make(), OneRank()
+    assert not rig.duties.must_drain
+    rig.duties.loaded = SimpleNamespace(others=rank)  # type: ignore[assignment]
+    assert not rig.duties.must_drain
+    rank.is_leaving = True
+    assert rig.duties.must_drain
     rig.duties.loaded = None

@@ -84,6 +84,23 @@ async def test_of_two_that_try_at_once_one_wins(
     assert stale is not None and not await first._write(stale.metadata.resource_version, 0)
 
 
+async def test_a_set_of_groups_of_pods_is_scaled(api: KubernetesAPI, lease_of: Callable[[str], Lease]) -> None:
+    """A pool whose workers are spread over several pods."""
+    api.replicas = {"p": 1, "leaderworkersets/d": 2}
+    lease = lease_of("a")
+    both = KubernetesScaler(lease._client, api.namespace, {"prefill": "p", "decode": "leaderworkersets/d"}, lease)
+    await both.scale({"prefill": 2, "decode": 3})
+    assert api.replicas == {"p": 2, "leaderworkersets/d": 3}
+    assert both.unschedulable == {"prefill": 0, "decode": 0}
+
+
+def test_the_name_of_a_set_says_its_kind() -> None:
+    names: dict[str, Any] = {"max_decode": 2, "planner": "kubernetes"}
+    assert RouterConfig(**names, decode_deployment="leaderworkersets/d").decode_deployment == "leaderworkersets/d"
+    with pytest.raises(ConfigError, match="decode_deployment='statefulsets/d' is refused"):
+        RouterConfig(**names, decode_deployment="statefulsets/d")
+
+
 async def test_the_leader_scales_and_all_see_what_finds_no_machine(
     api: KubernetesAPI, lease_of: Callable[[str], Lease], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,101 @@
+"""The KV heads of a rank on another host: rank 0 reads and writes its blocks over a connection of their own.
+
+rank 0   READ block, heads ──>                             WRITE block, bytes ──>
+rank r                         <── bytes of these heads                           <── done
+
+A thread of the rank carries out the orders, one after the other, beside its steps. Neither waits for the other's steps:
+
+- Rank 0 asks for a block once the steps that wrote it are over. A step is over when its last sum is, and a rank takes
+  part in that sum behind all that the step writes, on a GPU in the same stream.
+- Rank 0 sends no step that reads a block before the rank has said "done", which it says once the bytes are in the
+  cache: on a GPU when the stream of copies has come to its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Sequence
+
+from common.errors import BlockError, RankLost, WireError
+from common.kv.cache import KVCache
+from common.kv.copy_stream import CopyStream
+from common.kv.sharded_cache import segments
+from common.kv.staging import incoming_blocks, outgoing_blocks
+from common.ranks.links.channel import Channel
+
+log = logging.getLogger(__name__)
+READ, WRITE, CLEAR = 1, 2, 3
+ORDER = struct.Struct("<BIII")
+"""Kind, block, first head (of CLEAR: first slot), number of heads."""
+DONE = b"\1"
+ORDER_S = 30.0
+"""How long a rank may take to carry out an order, and each end to send the bytes of one."""
+
+
+class HeadsOverWire:
+    """Implements `RemoteHeads` for a rank at the other end of `channel`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def ask(self, index: int, heads: range) -> None:
+        self._order(READ, index, heads.start, len(heads))
+
+    def take(self, parts: Sequence[memoryview]) -> None:
+        self._channel.receive_parts(parts, ORDER_S)
+
+    def put(self, index: int, parts: Sequence[memoryview]) -> None:
+        self._order(WRITE, index, 0, 0, parts)
+
+    def clear(self, index: int, first_slot: int) -> None:
+        self._order(CLEAR, index, first_slot, 0)
+
+    def confirm(self) -> None:
+        self._channel.receive_parts([memoryview(bytearray(len(DONE)))], ORDER_S)
+
+    def cut(self) -> None:
+        self._channel.cut()
+
+    def _order(self, kind: int, index: int, first: int, count: int, parts: Sequence[memoryview] = ()) -> None:
+        head = memoryview(ORDER.pack(kind, index, first, count))
+        self._channel.send_parts([head, *parts], ORDER_S)
+
+
+def lend_heads(kv: KVCache, channel: Channel) -> None:
+    """A rank's side, on a thread of its own: carries out orders until rank 0 is gone, or has ordered nonsense.
+
+    Then the connection is cut, by which rank 0 ends this worker.
+    """
+    try:
+        _carry_out(kv, channel)
+    except RankLost:
+        pass  # rank 0 is gone, or ends this worker
+    except Exception:
+        log.exception("lends no KV any more")
+    channel.cut()
+
+
+def _carry_out(kv: KVCache, channel: Channel) -> None:
+    """Raises RankLost, BlockError or WireError."""
+    outgoing, incoming, stream = outgoing_blocks(kv), incoming_blocks(kv), CopyStream(kv.device)
+    layers, total = kv.config.num_layers, kv.config.num_kv_heads
+    order = bytearray(ORDER.size)
+    while True:
+        channel.receive_parts([memoryview(order)], None)
+        kind, index, first, count = ORDER.unpack(order)
+        if index >= kv.num_blocks:
+            raise BlockError(f"block {index} is not one of {kv.num_blocks} blocks")
+        if kind == READ and 0 < count <= total - first:
+            view = outgoing.view(index)
+            channel.send_parts(segments(view, layers, total, range(first, first + count)), ORDER_S)
+            del view  # its buffer is free again
+        elif kind == WRITE:
+            channel.receive_parts([incoming.view(index)], ORDER_S)
+            incoming.commit([index])
+            channel.send_parts([memoryview(DONE)], ORDER_S)
+        elif kind == CLEAR and first < kv.block_size:
+            stream.wait_for(lambda index=index, first=first: kv.clear_slots(index, first))  # type: ignore[misc]
+            channel.send_parts([memoryview(DONE)], ORDER_S)
+        else:
+            raise WireError(f"order {kind} of block {index} names {count} heads or slots from {first} of {total}")

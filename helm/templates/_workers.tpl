@@ -1,0 +1,167 @@
+{{/* The role of pods that have further ranks of a worker: no Service, router or autoscaler counts them as workers: (role). */}}
+{{- define "diptych.rankRole" -}}
+{{- .role }}-ranks
+{{- end }}
+
+{{/* Selects all pods of a pool with rankHosts: (root, role, name). */}}
+{{- define "diptych.ranksSelector" -}}
+matchLabels:
+  {{- include "diptych.selectorLabels" (omit . "role") | nindent 2 }}
+matchExpressions:
+  - {key: app.kubernetes.io/component, operator: In, values: [{{ .role }}, {{ include "diptych.rankRole" . }}]}
+{{- end }}
+
+{{/* What a pool's workers are made of, as YAML {apiVersion, kind}: (pool). */}}
+{{- define "diptych.workload" -}}
+{{- if gt (int .pool.rankHosts) 1 }}
+{{- toYaml (dict "apiVersion" "leaderworkerset.x-k8s.io/v1" "kind" "LeaderWorkerSet") }}
+{{- else }}
+{{- toYaml (dict "apiVersion" "apps/v1" "kind" "Deployment") }}
+{{- end }}
+{{- end }}
+
+{{/* Refuses hosts that cannot have as many ranks each: (pool, for). */}}
+{{- define "diptych.checkRankHosts" -}}
+{{- $size := int .pool.tensorParallelSize }}
+{{- $hosts := int .pool.rankHosts }}
+{{- if mod $size $hosts }}
+{{- $divisors := list }}
+{{- range $number := untilStep 1 (int (add1 $size)) 1 }}{{ if eq (mod $size $number) 0 }}{{ $divisors = append $divisors (toString $number) }}{{ end }}{{ end }}
+{{- fail (printf "%s: tensorParallelSize %d does not divide among rankHosts %d, of which each has as many ranks: take %s" .for $size $hosts (join ", " $divisors)) }}
+{{- end }}
+{{- end }}
+
+{{/*
+The pod of a worker, or of another host of its ranks, which has the same model, devices and places: (root, role, pool, name,
+scope, settings, toml, isRankHost).
+*/}}
+{{- define "diptych.workerPod" -}}
+{{- $root := .root }}
+{{- $role := .role }}
+{{- $pool := .pool }}
+{{- $name := .name }}
+{{- $scope := .scope }}
+{{- $settings := .settings }}
+{{- $toml := .toml }}
+{{- $isRankHost := .isRankHost }}
+{{- $model := include "diptych.model" (dict "root" $root "name" $pool.model "for" $pool.name) | fromYaml }}
+metadata:
+  labels:
+    {{- include "diptych.labels" (merge (dict "pod" true "extra" $pool.podLabels) $scope) | nindent 4 }}
+  annotations:
+    {{- $annotations := dict "checksum/config" (sha256sum $toml) }}
+    {{- if and $root.Values.monitoring.scrapeAnnotations (not $isRankHost) }}
+    {{- $scrape := dict "prometheus.io/scrape" "true" "prometheus.io/port" "7003" "prometheus.io/path" "/metrics" }}
+    {{- $annotations = merge $annotations $scrape }}
+    {{- end }}
+    {{- toYaml (mustMergeOverwrite $annotations (mustDeepCopy $pool.podAnnotations)) | nindent 4 }}
+spec:
+  serviceAccountName: {{ include "diptych.serviceAccountName" (dict "root" $root "kind" "worker") }}
+  automountServiceAccountToken: {{ $root.Values.podDeletionCost.enabled }}
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ add (int $pool.preStopSeconds) (int $pool.drainSeconds) 15 }}
+  {{- with include "diptych.scheduling" (merge (dict "spec" $pool) (omit $scope "model")) }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- if or $pool.initContainers (eq $model.source.type "hub") }}
+  initContainers:
+    {{- with $pool.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  {{- if eq $model.source.type "hub" }}
+    {{- include "diptych.fetchContainer" (dict "root" $root "kind" "worker" "model" $model "spec" $pool) | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: {{ ternary "rank-host" "worker" $isRankHost }}
+      {{- include "diptych.imageOf" (dict "root" $root "kind" "worker" "image" $pool.image "vendor" $pool.accelerator.vendor) | nindent 6 }}
+      {{- if $isRankHost }}
+      command: [diptych, rank-host]
+      args: [--config, /etc/diptych/config/diptych.toml, "--leader=$(LWS_LEADER_ADDRESS):7005"]
+      {{- else }}
+      command: [diptych, {{ $role }}-worker]
+      args: [--config, /etc/diptych/config/diptych.toml]
+      {{- end }}
+      env:
+        {{- include "diptych.environment" (dict "root" $root) | nindent 8 }}
+        {{- if not $isRankHost }}
+        - {name: DIPTYCH_WORKER_ID, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+        - {name: DIPTYCH_ADVERTISE_HOST, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+        {{- if and (eq $pool.accelerator.vendor "none") (not (hasKey $pool.settings "threads")) }}
+        - {name: DIPTYCH_THREADS, valueFrom: {resourceFieldRef: {containerName: worker, resource: limits.cpu}}}
+        {{- end }}
+        {{- end }}
+        {{- with $pool.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- if not $isRankHost }}
+      ports:
+        - {name: control, containerPort: 7001, protocol: TCP}
+        {{- if or (eq $role "decode") $settings.role_change }}
+        - {name: kv, containerPort: 7002, protocol: TCP}
+        {{- end }}
+        - {name: http, containerPort: 7003, protocol: TCP}
+        - {name: lend, containerPort: 7004, protocol: TCP}
+        {{- if gt (int $pool.rankHosts) 1 }}
+        - {name: ranks, containerPort: 7005, protocol: TCP}
+        {{- end }}
+      # Startup: the model is loaded. Readiness: routers may send work. Liveness: the engine's loop turns.
+      startupProbe:
+        httpGet: {path: /ready, port: http}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: {{ ceil (divf (int $pool.startupSeconds) 5) | int }}
+      readinessProbe:
+        httpGet: {path: /ready, port: http}
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
+      livenessProbe:
+        httpGet: {path: /health, port: http}
+        periodSeconds: 10
+        timeoutSeconds: 10
+        failureThreshold: {{ max 1 (ceil (divf (int $pool.livenessSeconds) 10) | int) }}
+      {{- end }}
+      {{- with include "diptych.preStop" (dict "root" $root "seconds" $pool.preStopSeconds) }}
+      {{- . | nindent 6 }}
+      {{- end }}
+      resources:
+        {{- $resources := mustDeepCopy $pool.resources }}
+        {{- if and (ne $pool.accelerator.vendor "none") (gt (int $pool.accelerator.count) 0) }}
+        {{- $limits := mustMerge (dict (include "diptych.acceleratorResource" $pool.accelerator) (div (int $pool.tensorParallelSize) (int $pool.rankHosts))) ($resources.limits | default dict) }}
+        {{- $_ := set $resources "limits" $limits }}
+        {{- end }}
+        {{- toYaml $resources | nindent 8 }}
+      {{- with $pool.securityContext }}
+      securityContext:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      volumeMounts:
+        - {name: config, mountPath: /etc/diptych/config, readOnly: true}
+        {{- include "diptych.modelMounts" (dict "root" $root "model" $model) | nindent 8 }}
+        {{- with include "diptych.extraMounts" (dict "root" $root "spec" $pool) | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- with include "diptych.secretMounts" (dict "root" $root "role" $role) }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- if $pool.shm.enabled }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+        {{- if and $pool.kvDisk.enabled (not $isRankHost) }}
+        - {name: kv-disk, mountPath: /var/lib/diptych/kv}
+        {{- end }}
+    {{- with $pool.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  volumes:
+    {{- include "diptych.volumes" (dict "root" $root "role" $role "models" (list $model) "config" $name "spec" $pool) | nindent 4 }}
+    {{- if $pool.shm.enabled }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $pool.shm.size | quote }}}
+    {{- end }}
+    {{- if and $pool.kvDisk.enabled (not $isRankHost) }}
+    - name: kv-disk
+      emptyDir: {sizeLimit: {{ printf "%dGi" (add1 (int $pool.kvDisk.gib)) }}}
+    {{- end }}
+{{- end }}
