@@ -85,6 +85,11 @@ def products(found: Compiled) -> list[str]:
     return re.findall(r"wgmma\.mma_async\S+", found.ptx)
 
 
+def test_blackwell_copies_them_by_tma_too() -> None:
+    (found,) = compile_kernels([boxes_job(SMOLLM2, 100)])
+    assert TMA_COPY in found.ptx and "tcgen05.mma" in found.ptx and found.spills == 0
+
+
 def test_a_chip_without_tma_gets_no_boxes() -> None:
     """Triton would make pointers of them that copy 4 bytes at a time: the host asks for none there."""
     kv = torch.empty(9, SMOLLM2.layers, SMOLLM2.kv_heads, 64, 2, SMOLLM2.head_dim, dtype=torch.bfloat16, device="meta")
