@@ -31,6 +31,8 @@ SPLITS = (256, 1024)
 PREFILL = (
     PrefillConfig(rows=128, tile=64, warps=8, stages=3),
     PrefillConfig(rows=128, tile=64, warps=8, stages=7),
+    PrefillConfig(rows=128, tile=64, warps=8, stages=5, boxes=True),
+    PrefillConfig(rows=64, tile=64, warps=4, stages=5, boxes=True),
     PrefillConfig(rows=128, tile=128, warps=8, stages=3),
     PrefillConfig(rows=128, tile=128, warps=8, stages=5),
     PrefillConfig(rows=64, tile=64, warps=4, stages=5),

@@ -18,17 +18,22 @@ from torch import Tensor
 
 from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.scores import Scores, capability
+from kernels.gpu.tiles.key_box import attend_box, key_boxes
 from kernels.gpu.tiles.key_tile import attend_tile, with_sink
 from kernels.gpu.tiles.rounding import rounded
 
 
 class PrefillConfig(NamedTuple):
-    """rows: tokens x heads of a query tile; tile: keys a step; stages: of the pipelined loop over tiles."""
+    """rows: tokens x heads of a query tile; tile: keys a step; stages: of the pipelined loop over tiles.
+
+    boxes: TMA copies keys and values where it can (`key_box.refusal`). No chip has shown yet which form is faster.
+    """
 
     rows: int
     tile: int
     warps: int
     stages: int
+    boxes: bool = False
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, chip: tuple[int, int]) -> PrefillConfig:
@@ -46,24 +51,47 @@ def prefill_config(head_dim: int, dtype: torch.dtype, chip: tuple[int, int]) -> 
     return PrefillConfig(rows=128, tile=64, warps=8, stages=5)
 
 
+@triton.jit
+def attend_keys(
+    b_q, b_m, b_l, b_acc, kv, boxes, i_layer_head, p_table, start, begin, end, low, high, scale, softcap,
+    LAYER_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, FP8_BITS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys: by `boxes`, or by pointers where that is None."""
+    if boxes is not None:
+        return attend_box(
+            b_q, b_m, b_l, b_acc, boxes, i_layer_head * BLOCK_SIZE, p_table, start, begin, end, low, high, scale,
+            softcap, LAYER_HEADS * BLOCK_SIZE, BLOCK_SIZE, BLOCK_D, BLOCK_N, SOFTCAP, MASKED,
+        )  # fmt: skip
+    else:
+        HEAD_STRIDE: tl.constexpr = BLOCK_SIZE * 2 * HEAD_DIM
+        return attend_tile(
+            b_q, b_m, b_l, b_acc, kv + i_layer_head.to(tl.int64) * HEAD_STRIDE, p_table, start, begin, end, low, high,
+            scale, softcap, LAYER_HEADS * HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS,
+            MASKED,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["layer", "table_width", "window"])
 def attend_query_tiles(
-    q, kv, block_tables, spans, tiles, sinks, out,
+    q, kv, boxes, block_tables, spans, tiles, sinks, out,
     layer, table_width, window, scale, softcap, v_scale, stride_q_row, stride_q_head,
     NUM_LAYERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8_BITS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (tile of queries, KV head): keys that some rows do not see, those that all do, and the diagonal."""
+    """One program a (tile of queries, KV head): keys that some rows do not see, those that all do, and the diagonal.
+
+    boxes: None, or the cache as `key_boxes` describes it, whose `kv` is then not read.
+    """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    HEAD_STRIDE: tl.constexpr = BLOCK_SIZE * 2 * HEAD_DIM
-    BLOCK_STRIDE: tl.constexpr = NUM_LAYERS * NUM_KV_HEADS * HEAD_STRIDE
+    LAYER_HEADS: tl.constexpr = NUM_LAYERS * NUM_KV_HEADS
     i_tile, i_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     i_span, i_token = tl.load(tiles + i_tile * 2), tl.load(tiles + i_tile * 2 + 1)
     p_span = spans + i_span * 3
     i_row, num_rows, position = tl.load(p_span).to(tl.int64), tl.load(p_span + 1), tl.load(p_span + 2)
     p_table = block_tables + i_span.to(tl.int64) * table_width
-    p_kv = kv + (layer * NUM_KV_HEADS + i_head).to(tl.int64) * HEAD_STRIDE
+    i_layer_head = layer * NUM_KV_HEADS + i_head
 
     o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     o_token = i_token + o_m // GROUP  # [BLOCK_M]
@@ -92,19 +120,19 @@ def attend_query_tiles(
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if WINDOW:
         for i_n in tl.range(start, tl.minimum(whole, end), BLOCK_N, num_stages=1):
-            b_m, b_l, b_acc = attend_tile(
-                b_q, b_m, b_l, b_acc, p_kv, p_table, i_n, begin, end, low, high, scale, softcap,
-                BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, True,
+            b_m, b_l, b_acc = attend_keys(
+                b_q, b_m, b_l, b_acc, kv, boxes, i_layer_head, p_table, i_n, begin, end, low, high, scale, softcap,
+                LAYER_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, True,
             )  # fmt: skip
     for i_n in tl.range(whole, diagonal, BLOCK_N, num_stages=STAGES):
-        b_m, b_l, b_acc = attend_tile(
-            b_q, b_m, b_l, b_acc, p_kv, p_table, i_n, begin, end, low, high, scale, softcap,
-            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, False,
+        b_m, b_l, b_acc = attend_keys(
+            b_q, b_m, b_l, b_acc, kv, boxes, i_layer_head, p_table, i_n, begin, end, low, high, scale, softcap,
+            LAYER_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, False,
         )  # fmt: skip
     for i_n in tl.range(diagonal, end, BLOCK_N, num_stages=1):
-        b_m, b_l, b_acc = attend_tile(
-            b_q, b_m, b_l, b_acc, p_kv, p_table, i_n, begin, end, low, high, scale, softcap,
-            BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, True,
+        b_m, b_l, b_acc = attend_keys(
+            b_q, b_m, b_l, b_acc, kv, boxes, i_layer_head, p_table, i_n, begin, end, low, high, scale, softcap,
+            LAYER_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, True,
         )  # fmt: skip
 
     if SINKS:
@@ -119,7 +147,8 @@ def prefill_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: 
     """Rows of the plan's spans of several rows into out [T, num_heads, head_dim], contiguous. One launch."""
     _, num_layers, kv_heads, block_size, _, dim = kv.shape
     group = q.shape[1] // kv_heads
-    config = prefill_config(dim, q.dtype, capability(q.device))
+    chip = capability(q.device)
+    config = prefill_config(dim, q.dtype, chip)
     rows = max(config.rows, triton.next_power_of_2(group))
     tiles = plan.query_tiles(rows // group)
     if not len(tiles):
@@ -127,6 +156,7 @@ def prefill_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: 
     attend_query_tiles[(len(tiles) * kv_heads,)](
         q,
         scores.storage(kv),
+        key_boxes(kv, config.tile, chip) if config.boxes else None,
         plan.block_tables,
         plan.spans,
         tiles,

@@ -13,13 +13,16 @@ import pytest
 import torch
 
 from benchmarks.gpu.chip import Chip
-from benchmarks.gpu.node import PARTS, verdict
+from benchmarks.gpu.node import PARTS, boxes, verdict
 from benchmarks.gpu.node import __main__ as node
+from benchmarks.gpu.node.boxes import box_rows, of_boxes, refused_by
 from benchmarks.gpu.node.families import FAMILIES, of_family
 from benchmarks.gpu.node.graphs import of_bucket
 from benchmarks.gpu.node.invariance import of_invariance
 from benchmarks.gpu.node.landing import of_landing
 from benchmarks.gpu.node.ranks import of_ranks, too_few
+from benchmarks.gpu.shape import LLAMA_8B
+from benchmarks.gpu.timer import Timer
 from common.config.worker import BLOCK_SIZES
 
 QUICK = ("chip", "agreement", "graphs")
@@ -58,6 +61,8 @@ def test_a_dry_run_of_everything_else(tmp_path: Path) -> None:
     assert set(found["problems"].values()) == {""}
     assert found["landing"][0]["transfers"] > 1 and found["landing"][0]["tokens"] > 0
     assert {one["part"] for one in found["verdicts"]} == set(rest) - {"families"}  # a dry run has one family
+    assert [row["case"] for row in found["boxes"]] == ["awkward lengths", "9 tokens"]
+    assert found["boxes"][1]["different"] == 0 and found["boxes"][1]["boxes_us"] > 0
     assert "flashinfer" in done.stdout and "fa3" in done.stdout
     assert [line for line in lines if line.startswith("SKIP  serving: 1P1D")]
 
@@ -130,6 +135,21 @@ def test_a_sequence_with_other_bits_is_a_failure() -> None:
     row = {"step": "bucket of 8", "rows": 8, "different": 0}
     assert of_invariance(row).ok
     assert str(of_invariance(row | {"different": 1})).startswith("FAIL  invariance: bucket of 8: 1 of 8 sequences")
+
+
+def test_boxes_must_have_the_bits_of_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"case": "1,024 tokens", "refused": "", "numbers": 4096, "different": 0, "pointers_us": 9.0, "boxes_us": 8.0}
+    assert str(of_boxes(row)).startswith(
+        "PASS  boxes: 1,024 tokens: 0 of 4,096 numbers differ; 8.0 us by boxes, 9.0 us"
+    )
+    assert not of_boxes(row | {"different": 1}).ok
+    checked = {"case": "awkward lengths", "refused": "", "problem": ""}
+    assert of_boxes(checked).ok and not of_boxes(checked | {"problem": "off"}).ok
+    cpu = torch.device("cpu")
+    assert refused_by(LLAMA_8B, cpu) == ""
+    monkeypatch.setattr(boxes, "capability", lambda device: (8, 0))
+    (skipped,) = [str(of_boxes(row)) for row in box_rows(LLAMA_8B, Timer(cpu, 1), short=True)]
+    assert skipped.startswith("SKIP  boxes: awkward lengths: compute capability 8.0 has no TMA")
 
 
 def test_two_ranks_must_agree_and_recording_must_pay() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.node import PARTS, verdict
+from benchmarks.gpu.node.boxes import box_rows, of_boxes
 from benchmarks.gpu.node.families import DRY, FAMILIES, family_of, family_row, family_rows, of_family
 from benchmarks.gpu.node.graphs import bucket_rows, of_bucket
 from benchmarks.gpu.node.invariance import invariance_rows, of_invariance
@@ -44,6 +45,7 @@ class NodeRun(Suite):
             "landing": self.check_landing,
             "checks": self.check,
             "kernels": self.measure_kernels,
+            "boxes": self.check_boxes,
             "engine": self.measure_engine,
             "serving": self.measure_serving,
             "transfer": self.measure_transfer,
@@ -72,6 +74,9 @@ class NodeRun(Suite):
     def check_landing(self) -> None:
         row = measure_landing(self._few_layers, self.device, self.options.landing_s)
         self.judge_rows("landing", [row], of_landing)
+
+    def check_boxes(self) -> None:
+        self.judge_rows("boxes", box_rows(self.shape, self.timer, short=self.options.dry_run), of_boxes)
 
     def check_families(self) -> None:
         families = () if self.options.dry_run else FAMILIES[1:]

@@ -40,7 +40,20 @@ def attend_tile(
         m_kv &= m_n[:, None]
     WHOLE: tl.constexpr = not MASKED and HEAD_DIM == BLOCK_D
     b_k = dequantised(tl.load(p_k) if WHOLE else tl.load(p_k, mask=m_kv, other=0.0), b_q.dtype, FP8_BITS)
-    b_s = product(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
+    b_m, b_l, b_p, b_shrink = weighed(b_q, b_m, b_l, b_k, o_n, low, high, scale, softcap, SOFTCAP, MASKED)
+    p_v = p_k + HEAD_DIM
+    b_v = dequantised(tl.load(p_v) if WHOLE else tl.load(p_v, mask=m_kv, other=0.0), b_q.dtype, FP8_BITS)
+    return b_m, b_l, product(rounded(b_p, b_q.dtype), b_v, b_acc * b_shrink[:, None])
+
+
+@triton.jit
+def weighed(
+    b_q, b_m, b_l, b_k, o_n, low, high, scale, softcap,
+    SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum with keys b_k [N, BLOCK_D] at o_n [N], their weights [M, N], and the factor [M] of what was
+    summed up before them."""
+    b_s = product(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], b_k.shape[0]], tl.float32))
     if SOFTCAP:
         # softcap * tanh(s / softcap) by exp2; `scale` takes 2 s / softcap to base 2, `softcap` is in base 2 already
         b_s = softcap - 2.0 * softcap / (tl.exp2(b_s * scale) + 1.0)
@@ -52,11 +65,7 @@ def attend_tile(
     b_from = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
     b_p = tl.exp2(tl.fma(b_s, tl.zeros_like(b_s) + scale, -b_from[:, None]))
     b_shrink = tl.exp2(b_m - b_from)
-    b_l = b_l * b_shrink + tl.sum(b_p, 1)
-    p_v = p_k + HEAD_DIM
-    b_v = dequantised(tl.load(p_v) if WHOLE else tl.load(p_v, mask=m_kv, other=0.0), b_q.dtype, FP8_BITS)
-    b_acc = product(rounded(b_p, b_q.dtype), b_v, b_acc * b_shrink[:, None])
-    return b_new, b_l, b_acc
+    return b_new, b_l * b_shrink + tl.sum(b_p, 1), b_p, b_shrink
 
 
 @triton.jit

@@ -98,7 +98,7 @@ def decode_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat1
 
 def prefill_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> Job:
     config = prefill_config(shape.head_dim, dtype, divmod(capability, 10))
-    tiles = {"BLOCK_M": config.rows, "BLOCK_N": config.tile, "STAGES": config.stages}
+    tiles = {"BLOCK_M": config.rows, "BLOCK_N": config.tile, "STAGES": config.stages, "boxes": None}
     return shape.job("prefill_attention:attend_query_tiles", capability, config.warps, **tiles)
 
 

@@ -1,0 +1,72 @@
+"""A tile of keys and values that the tensor memory accelerator (TMA) copies, by a descriptor of the whole cache.
+
+TMA takes a box of a tensor: its coordinates are one instruction of one thread, and it swizzles rows as matrix
+instructions want them. The descriptor is made on the host and is an argument of the launch. So it needs no memory of
+its own, and a recorded launch keeps it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.gpu.tiles.key_tile import dequantised, product, weighed
+from kernels.gpu.tiles.rounding import rounded
+
+HAS_TMA = (9, 0)
+"""The first compute capability with it."""
+ALIGNMENT, LONGEST = 16, 256
+"""Bytes between rows, in multiples; numbers of a box in any dimension."""
+MOST_ROWS = 2**31
+"""Coordinates are 32 bits."""
+
+
+@triton.jit
+def attend_box(
+    b_q, b_m, b_l, b_acc, boxes, i_row, p_table, start, begin, end, low, high, scale, softcap,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """As `attend_tile`, to the bit. Row `i_row` of `boxes` is the first of a layer's head in block 0.
+
+    A box is read as a whole. Unseen keys have no weight whatever they hold; values beside [begin, end) become zeros.
+    """
+    o_n = start + tl.arange(0, BLOCK_N)
+    i_box = i_row + tl.load(p_table + start // BLOCK_SIZE) * BLOCK_ROWS + start % BLOCK_SIZE
+    b_k = dequantised(boxes.load([i_box, 0, 0]).reshape(BLOCK_N, BLOCK_D), b_q.dtype, False)
+    b_m, b_l, b_p, b_shrink = weighed(b_q, b_m, b_l, b_k, o_n, low, high, scale, softcap, SOFTCAP, MASKED)
+    b_v = dequantised(boxes.load([i_box, 1, 0]).reshape(BLOCK_N, BLOCK_D), b_q.dtype, False)
+    if MASKED:
+        b_v = tl.where(((o_n >= begin) & (o_n < end))[:, None], b_v, 0.0)
+    return b_m, b_l, product(rounded(b_p, b_q.dtype), b_v, b_acc * b_shrink[:, None])
+
+
+def key_boxes(kv: Tensor, tile: int, chip: tuple[int, int]) -> TensorDescriptor | None:
+    """Boxes of `tile` keys or values over the cache as rows [slots of all blocks, 2, head_dim]; None: see `refusal`.
+
+    A box is as wide as the next power of two, and zero beyond head_dim.
+    """
+    if refusal(kv, tile, chip):
+        return None
+    dim = kv.shape[-1]
+    return TensorDescriptor.from_tensor(kv.view(-1, 2, dim), [tile, 1, triton.next_power_of_2(dim)])
+
+
+def refusal(kv: Tensor, tile: int, chip: tuple[int, int]) -> str:
+    """Why a chip of that compute capability cannot copy this cache by boxes, or ""."""
+    block_size, dim = kv.shape[3], kv.shape[5]
+    rows = kv.numel() // (2 * dim)
+    if torch.version.hip or chip < HAS_TMA:
+        return f"compute capability {chip[0]}.{chip[1]} has no TMA: it came with {HAS_TMA[0]}.{HAS_TMA[1]}"
+    if block_size % tile:
+        return f"a tile of {tile} keys is no box: it lies in several blocks of {block_size} tokens"
+    if dim * kv.itemsize % ALIGNMENT or kv.data_ptr() % ALIGNMENT:
+        return f"rows of {dim * kv.itemsize} bytes do not begin at multiples of {ALIGNMENT}"
+    if max(tile, dim) > LONGEST:
+        return f"a box of {tile} rows of {dim} numbers is longer than {LONGEST}"
+    if rows >= MOST_ROWS:
+        return f"{rows:,} rows are more than a coordinate of 32 bits counts"
+    return ""
