@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from common.config import everywhere
 from common.config.field import FILE, TIMEOUT, Config, setting
 from common.errors import ConfigError
 
@@ -43,17 +44,9 @@ class RankHostConfig(Config):
         group="Deadlines",
         **TIMEOUT,
     )
-    config: str = setting(
-        "",
-        "TOML file with settings; flags and environment win over it",
-        group="Everywhere",
-        in_file=False,
-        **FILE,
-    )
-    log_level: str = setting(
-        "info", "how much to log", group="Everywhere", choices=("debug", "info", "warning", "error")
-    )
-    log_json: bool = setting(False, "log one JSON object a line instead of text for people", group="Everywhere")
+    config: str = everywhere.config_file()
+    log_level: str = everywhere.log_level()
+    log_json: bool = everywhere.log_json()
 
     def check(self) -> None:
         super().check()

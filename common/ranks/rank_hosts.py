@@ -121,7 +121,7 @@ class RankHosts:
             except NotAdmitted:
                 handshake.send(RankAnswer(problem=KEYS_DIFFER))
                 raise
-            with self._lock:  # the answer is small: it waits for nobody
+            with self._lock:  # the answer is small: sending it does not wait
                 answer = self._answer(wish)
                 handshake.send(answer)
                 is_kept = not answer.problem and self._keep(wish, answer, channel, name)

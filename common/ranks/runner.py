@@ -48,12 +48,10 @@ class RankedBatch(ForwardBatch):
         others.send_step(self.message)
 
 
-class RankedRunner(ModelRunner):
-    """A `ModelRunner` whose steps the other ranks run at the same time. After an error no step can follow."""
+class StepsOfAllRanks(ModelRunner):
+    """Chunks that the other ranks run at the same time. After an error no step can follow."""
 
-    def __init__(self, model: RunnableModel, kv: KVCache, others: RankProcesses) -> None:
-        super().__init__(model, kv)
-        self._others = others
+    _others: RankProcesses
 
     def prepare(self, chunks: Sequence[SequenceChunk]) -> ForwardBatch:
         return RankedBatch.of(chunks, self.model.config, self.kv)
@@ -66,7 +64,15 @@ class RankedRunner(ModelRunner):
             return super().run(batch)
 
 
-class RankedGraphRunner(GraphRunner):
+class RankedRunner(StepsOfAllRanks):
+    """Every step kernel by kernel."""
+
+    def __init__(self, model: RunnableModel, kv: KVCache, others: RankProcesses) -> None:
+        super().__init__(model, kv)
+        self._others = others
+
+
+class RankedGraphRunner(StepsOfAllRanks, GraphRunner):
     """A `GraphRunner` whose steps the other ranks run at the same time, replayed ones too.
 
     A replay needs nothing of the host but what changes in the seats, and the tokens that rank 0 has sampled: each
@@ -89,16 +95,6 @@ class RankedGraphRunner(GraphRunner):
         """Has all ranks record at the same time. Raises RankLost where another one cannot."""
         self._others, self._spread, self._deadline = others, spread, deadline
         super().__init__(model, kv, recorder, max_num_seqs=max_num_seqs, max_model_len=max_model_len, adapts=adapts)
-
-    def prepare(self, chunks: Sequence[SequenceChunk]) -> ForwardBatch:
-        return RankedBatch.of(chunks, self.model.config, self.kv)
-
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """As `RankedRunner.run`."""
-        assert isinstance(batch, RankedBatch)  # made by `prepare`
-        with self._others.in_step():
-            batch.send(self._others)
-            return super().run(batch)
 
     def wait(self) -> None:
         with self._deadline.wait():

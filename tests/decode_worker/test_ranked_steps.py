@@ -118,7 +118,7 @@ def test_preempted_sequences_go_on(ranked: Callable[..., Rig]) -> None:
 
 
 def test_what_the_host_refuses_harms_no_rank(ranked: Callable[..., Rig], ranks: LoadedModel) -> None:
-    """A launch that is refused was sent to nobody; the ranks go on together."""
+    """A launch that is refused was sent to no rank; all of them go on together."""
     runner = ranks.runner
     assert isinstance(runner, RankedGraphRunner)
     with pytest.raises(Exception, match="cache has 16 blocks"):

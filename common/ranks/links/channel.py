@@ -19,7 +19,7 @@ from common.errors import RankLost
 LENGTH_BYTES = 8
 MOST_BYTES = 2**30
 _CUT = select.POLLRDHUP if sys.platform == "linux" else 0
-"""That the other end was closed is told unasked of a pair, and of a connection when it is asked for."""
+"""The kernel reports that a pair was closed in any case, and that a connection was only where this is asked for."""
 
 
 class Channel:
