@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 
 from common.wire.messages import AbortRequest
-from decode_worker import speculation
-from decode_worker.drafting import row_costs
 
 from ..draft_heads import certain_model, eagle_folder, right_eagle, right_mtp, with_tokenizer
 from ..engine_rig import prompt
 from .drafter_rig import Headed
-from .drafting_engines import KINDS, LAUNCHERS, NoLookup, TrueAnswers, engines_that_draft
-from .handover_pair import Pair
-from .lazy_device import LazyDevice
+from .drafting_engines import KINDS, LAUNCHERS, TrueAnswers, engines_that_draft
 from .prophet import counted, total
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
@@ -79,20 +75,6 @@ def test_every_token_right_makes_as_few_steps_as_there_can_be(drafting: Callable
     assert total(rig.engine.metrics.drafts.accepted, kind="model") == 50
 
 
-@pytest.mark.parametrize("num_blocks", [8, 12])
-def test_preempted_sequences_give_the_same_tokens(drafting: Callable[..., Rig], num_blocks: int) -> None:
-    """What they lost is computed again in chunks, with the hidden states between these."""
-    rig = drafting(num_blocks=num_blocks, chunk=24)
-    for seed in range(4):
-        rig.ask(prompt(20, seed), f"r{seed}", max_tokens=40)
-    rig.until(lambda: rig.is_clean)
-    for seed in range(4):
-        assert rig.tokens(f"r{seed}") == truth(rig, prompt(20, seed))
-    assert any(rig.deltas(f"r{seed}")[-1].timeline.num_preemptions for seed in range(4))
-    counts = counted(rig)
-    assert counts["right"] == counts["drafted"] > 10
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_requests_that_come_and_go(drafting: Callable[..., Rig], seed: int) -> None:
     rig = drafting(num_blocks=48)
@@ -119,65 +101,6 @@ def test_an_aborted_request_gives_its_places_back(drafting: Callable[..., Rig]) 
     rig.until(lambda: rig.is_clean)
     rig.later(0.0)
     assert len(rig.engine._hidden) == 0
-
-
-# ---------------------------------------------------------------- KV that comes from elsewhere
-
-
-def test_the_heads_kv_comes_with_the_prompts(drafting: Callable[..., Rig]) -> None:
-    """One step without drafts makes the first hidden state here; the head then sees the whole prompt."""
-    rig, tokens = drafting(), prompt(70, 3)
-    rig.ask(tokens, remote=True, max_tokens=40)
-    rig.ship(tokens, rig.granted(tokens))
-    rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, tokens)
-    assert counted(rig) == {"steps": 8, "tokens": 39, "drafted": 31, "right": 31}
-
-
-def test_without_the_heads_kv_the_tokens_are_the_same(drafting: Callable[..., Rig]) -> None:
-    """Zeros in its layer: what it says is worth less then."""
-    rig, tokens = drafting(), prompt(70, 3)
-    rig.ask(tokens, remote=True, max_tokens=40)
-    first = rig.granted(tokens)
-    layer = rig.kv.block_bytes // rig.served.config.num_layers
-    rig.peer.blocks = [block[:-layer] + bytes(layer) for block in rig.peer.blocks]
-    rig.ship(tokens, first)
-    rig.until(lambda: rig.is_clean)
-    assert rig.tokens() == truth(rig, tokens)
-    counts = counted(rig)
-    assert counts["right"] < counts["drafted"]
-
-
-def test_a_cached_prefix_has_the_heads_kv(drafting: Callable[..., Rig]) -> None:
-    """The next turn of a conversation computes its last tokens alone."""
-    rig = drafting()
-    answered(rig, (40,))
-    whole = prompt(40, 40) + rig.tokens("r40")
-    before = counted(rig)
-    rig.ask(whole, "again", max_tokens=20)
-    rig.until(lambda: rig.is_clean)
-    assert rig.tokens("again") == truth(rig, whole, 20)
-    after = counted(rig)
-    assert rig.deltas("again")[0].num_cached_tokens == 64
-    assert after["right"] - before["right"] == after["drafted"] - before["drafted"] > 10
-
-
-@pytest.mark.parametrize("length", [1, 16, 100])
-def test_a_stream_that_drafts_goes_on_elsewhere(
-    make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, right: Headed, length: int
-) -> None:
-    monkeypatch.setattr(speculation, "Lookup", NoLookup)
-    monkeypatch.setattr(row_costs.RowCosts, "seconds", lambda costs, num_rows: 1.0)
-    options = {"max_draft_tokens": 5, "launcher": LazyDevice, "headed": right}
-    pair = Pair(lambda **given: make_engine(**options | given))
-    pair.start(length, tokens=2)
-    pair.hand_over(reserved=20)
-    pair.wait(pair.moved)
-    pair.finish()
-    for rig in (pair.old, pair.new):
-        counts = counted(rig)
-        assert counts["right"] == counts["drafted"]
-    assert counted(pair.new)["right"] > 0
 
 
 # ---------------------------------------------------------------- other heads, and what goes wrong
