@@ -1,7 +1,8 @@
 """What the tokens of answers take, by a model of steps, where it is known which other answers run beside them.
 
 A router predicts a token's time when a request comes, from the batch of that moment. Answers that end, and those that
-come later, change it. Here the batch is that of the whole run: what is left of the error is the model's.
+come later, change it. Here the batch is that of the whole run: what is left of the error is the model's. Without the
+answers whose requests came later (`come_before`) it is the error that no prediction at a request's arrival undercuts.
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ NUM_MOMENTS = 100
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """An answer: when its first and last token came, in seconds, the tokens after the first, and its prompt's."""
+    """An answer: when its request, its first and its last token came, in seconds, the later tokens, its prompt's."""
 
+    came_at: float
     first_at: float
     last_at: float
     num_later: int
     num_prompt_tokens: int
+
+
+def come_before(answer: Decoded, others: Sequence[Decoded]) -> list[Decoded]:
+    """The answers whose requests were there when that of `answer` came."""
+    return [other for other in others if other.came_at <= answer.came_at]
 
 
 def token_seconds(answer: Decoded, others: Sequence[Decoded], model: StepModel) -> float:

@@ -6,9 +6,9 @@ get loads in proportion to their own rate, so that the same share of it is used 
 queues grow without bound and what is measured is chance. Beside the errors of one paced prefill worker stands their
 floor: the same arrivals at a virtual worker (`foresight.py`). Beside those of a real one stand the errors of a virtual
 worker with its model that knew all arrivals, those of the worker's model of steps where it was known how many draft
-tokens would be accepted, or, without draft tokens, which answers would run side by side (`batches.py`), and, where each
-worker has a core, how far the same load served a second time by new processes is from the first: a predictor that had
-seen everything happen once would be that far off.
+tokens would be accepted, or, without draft tokens, which answers would run side by side (`batches.py`), the first and
+the last also without what came after the request, and, where each worker has a core, how far the same load served a
+second time by new processes is from the first: a predictor that had seen everything happen once would be that far off.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from benchmarks.load.summary import RequestRecord
 from benchmarks.load.workload import LengthRange
 from benchmarks.paced.model import Coefficients
 from benchmarks.paced.stack import EXAMPLE, PacedStack
-from benchmarks.prompt_order import VirtualPrompt, serve
-from benchmarks.sla.batches import Decoded, token_seconds
+from benchmarks.prompt_order import VirtualPrompt
+from benchmarks.sla.batches import Decoded, come_before, token_seconds
 from benchmarks.sla.foresight import foreseen
 from benchmarks.sla.real import ANSWER_S, requests_logged, served
 from benchmarks.sla.step import Numbers, Settings, Step
 from benchmarks.stack import Stack
 from common.latency.step_model import StepModel
-from common.requests.prompt_order import prompt_order
 
 PACED, POOLS, LIGHT, SHARED, OWN, OWN_PLAIN = (
     "paced 1P1D",
@@ -51,10 +50,11 @@ PACED, POOLS, LIGHT, SHARED, OWN, OWN_PLAIN = (
     "real model, 1P1D, a core each",
     "the same without draft tokens",
 )
-FLOOR: Final = "paced 1P1D, all known but later prompts"
 HINDSIGHT: Final = ", all known and all later prompts"
+FORESIGHT: Final = ", all known but later prompts"
 ACCEPTED: Final = ", the accepted draft tokens known"
 BESIDE: Final = ", the answers beside each known"
+BEFORE: Final = ", the answers beside each known but later ones"
 AGAIN: Final = ", the same load once more"
 LEARNING: Final = 0.3
 """Of the requests, while workers fit their models."""
@@ -164,11 +164,16 @@ def run_at(
         records = served(stack, once_warm, place.lengths, seed=settings.seed)
         lines = requests_logged(stack.router.log, sum(record.ok for record in records))
         if place.name == PACED:
-            floors[FLOOR] = {"TTFT": foreseen_ms(records, said_by(stack, "prefill")[1])}
+            floors[PACED + FORESIGHT] = {"TTFT": foreseen_ms(records, said_by(stack, "prefill")[1])}
         if place.num_paced == 1 or not place.drafts:  # one decode worker, and a token a step
-            floors[place.name + BESIDE] = {"TPOT": beside_ms(lines, said_by(stack, "decode")[0])}
+            model, _ = said_by(stack, "decode")
+            floors[place.name + BESIDE] = {"TPOT": beside_ms(lines, model)}
+            floors[place.name + BEFORE] = {"TPOT": beside_ms(lines, model, come_before)}
         if not place.num_paced:
-            floors[place.name + HINDSIGHT] = {"TTFT": hindsight_ms(lines, *said_by(stack, "prefill"))}
+            known = known_ms(lines, *said_by(stack, "prefill"))
+            floors |= {
+                place.name + name: {"TTFT": found} for name, found in zip((HINDSIGHT, FORESIGHT), known, strict=True)
+            }
             if place.drafts:
                 floors[place.name + ACCEPTED] = {"TPOT": accepted_ms(lines[int(LEARNING * len(lines)) :])}
     return Run(rates[0], records, pairs_of(lines[int(LEARNING * len(lines)) :]), floors)
@@ -205,19 +210,29 @@ def foreseen_ms(records: Sequence[RequestRecord], step_tokens: int) -> list[tupl
     return [(1e3 * before, 1e3 * after) for before, after in found[int(LEARNING * len(found)) :]]
 
 
-def hindsight_ms(lines: Sequence[Mapping[str, Any]], model: StepModel, step_tokens: int) -> list[tuple[float, float]]:
-    """(said, measured) TTFT in ms of the prompts that the prefill worker computed, of a router's log.
+def known_ms(
+    lines: Sequence[Mapping[str, Any]], model: StepModel, step_tokens: int
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(said, measured) TTFT in ms of the prompts that the prefill worker computed, of a router's log: by two floors.
 
-    A virtual worker says it that had the same prompts, and steps that `model` times. It knows all that a router can
-    only guess, later prompts included: what is left is how much steps vary.
+    A virtual worker says it that had the same prompts, and steps that `model` times. The first knows all that a router
+    can only guess, later prompts included: what is left is how much steps vary. The second knows the worker's state
+    at each prompt's arrival, and no later prompt: nothing that decides at a prompt's arrival can know more.
     """
     there = [line for line in lines if line["prefill_worker"] != "none" and line["attempts"] == 1]
-    came = [datetime.fromisoformat(line["time"]).timestamp() - line["total_ms"] / 1e3 for line in there]
-    found = sorted(zip(came, there, strict=True), key=lambda pair: pair[0])
+    found = sorted(((_came_at(line), line) for line in there), key=lambda pair: pair[0])
     prompts = [VirtualPrompt(at, line["prompt"] - line["cached"], math.inf) for at, line in found]
-    serve(prompts, prompt_order, model, step_tokens)
-    pairs = [(1e3 * prompt.ttft_s, line["ttft_ms"]) for prompt, (_, line) in zip(prompts, found, strict=True)]
-    return pairs[int(LEARNING * len(pairs)) :]
+    told = foreseen(prompts, model, step_tokens)
+    pairs = [
+        (1e3 * before, 1e3 * after, line["ttft_ms"]) for (before, after), (_, line) in zip(told, found, strict=True)
+    ]
+    pairs = pairs[int(LEARNING * len(pairs)) :]
+    return [(after, measured) for _, after, measured in pairs], [(before, measured) for before, _, measured in pairs]
+
+
+def _came_at(line: Mapping[str, Any]) -> float:
+    """When the request of a log's line came, in seconds since 1970: the line is written at its end."""
+    return datetime.fromisoformat(line["time"]).timestamp() - float(line["total_ms"]) / 1e3
 
 
 def accepted_ms(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
@@ -232,17 +247,24 @@ def accepted_ms(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]
     ]
 
 
-def beside_ms(lines: Sequence[Mapping[str, Any]], model: StepModel) -> list[tuple[float, float]]:
-    """(said, measured) TPOT in ms, of a router's log of one decode worker, where all answers beside each are known."""
+def beside_ms(
+    lines: Sequence[Mapping[str, Any]],
+    model: StepModel,
+    known: Callable[[Decoded, Sequence[Decoded]], Sequence[Decoded]] = lambda answer, answers: answers,
+) -> list[tuple[float, float]]:
+    """(said, measured) TPOT in ms, of one decode worker's log lines, by the answers beside each that are `known`."""
     answers = []
     for line in lines:
         if line["attempts"] == 1 and line["output"] > 1:
             last_at = datetime.fromisoformat(line["time"]).timestamp()
             first_at = last_at - line["decode_ms"] / 1e3
-            answers.append(Decoded(first_at, last_at, line["output"] - 1, line["prompt"]))
+            answers.append(Decoded(_came_at(line), first_at, last_at, line["output"] - 1, line["prompt"]))
     answers.sort(key=lambda answer: answer.first_at)
     return [
-        (1e3 * token_seconds(answer, answers, model), 1e3 * (answer.last_at - answer.first_at) / answer.num_later)
+        (
+            1e3 * token_seconds(answer, known(answer, answers), model),
+            1e3 * (answer.last_at - answer.first_at) / answer.num_later,
+        )
         for answer in answers[int(LEARNING * len(answers)) :]
     ]
 

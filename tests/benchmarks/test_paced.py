@@ -133,12 +133,20 @@ def test_a_cluster_answers_at_its_pace(tmp_path: Path, forge: None) -> None:
             await client.aclose()
         return found
 
+    def idle_workers() -> int:
+        pages = [httpx.get(worker.http_url + "/metrics", trust_env=False).text for worker in stack.workers("prefill")]
+        return sum("vllm:request_success_total{" not in page for page in pages)
+
     flags = ("--local-prefill-threshold", "0")
     with PacedStack(2, 2, coefficients=file, routers=2, router_flags=flags, log_dir=tmp_path / "logs") as stack:
-        found = asyncio.run(asked([router.http_url for router in stack.routers]))
-        pages = [httpx.get(worker.http_url + "/metrics", trust_env=False).text for worker in stack.workers("prefill")]
+        urls = [router.http_url for router in stack.routers]
+        found = asyncio.run(asked(urls))
+        for _ in range(10):  # on a busy machine prompts may come one by one, all to the same worker
+            if not idle_workers():
+                break
+            asyncio.run(asked(urls))
+        assert not idle_workers(), "both prefill workers get prompts"
     assert [one["tokens"] for one in found] == [answer(prompt, 12) for prompt in prompts]
     for prompt, one in zip(prompts, found, strict=True):
         least_s = slow.prefill.model().seconds(StepShape.of_prompt(0, len(prompt)))
         assert one["took_s"] >= least_s + 11 * slow.decode.model().seconds(StepShape.of_rows(1, len(prompt)))
-    assert sum("vllm:request_success_total{" in page for page in pages) == 2  # both had work

@@ -20,7 +20,7 @@ from benchmarks.load.workload import LengthRange
 from benchmarks.prompt_order import VirtualPrompt
 from benchmarks.sla import __main__ as sla
 from benchmarks.sla import knobs, prediction, reality
-from benchmarks.sla.batches import Decoded, token_seconds
+from benchmarks.sla.batches import Decoded, come_before, token_seconds
 from benchmarks.sla.foresight import foreseen
 from benchmarks.sla.real import requests_logged, served
 from benchmarks.sla.step import Settings, Skipped
@@ -84,22 +84,41 @@ def test_accepted_draft_tokens_that_were_known_save_their_steps() -> None:
 
 def test_a_token_takes_the_steps_that_its_answer_shares() -> None:
     model = StepModel(row_s=0.01, context_s=1e-4, num_steps=1)
-    alone, other = Decoded(0.0, 10.0, 100, 500), Decoded(5.0, 15.0, 100, 1000)
+    alone, other = Decoded(0.0, 0.0, 10.0, 100, 500), Decoded(4.0, 5.0, 15.0, 100, 1000)
     assert token_seconds(alone, [alone], model) == pytest.approx(0.01 + 1e-4 * 550, rel=0.01)
     half_s = (0.01 + 1e-4 * 525, 0.02 + 1e-4 * (575 + 1025))  # of the answer, without and beside the other
     beside_s = 2 / (1 / half_s[0] + 1 / half_s[1])
     assert token_seconds(alone, [alone, other], model) == pytest.approx(beside_s, rel=0.01)
-    assert token_seconds(alone, [other, Decoded(20.0, 30.0, 9, 9)], model) == pytest.approx(beside_s, rel=0.01)
+    assert come_before(alone, [alone, other]) == [alone] and come_before(other, [alone, other]) == [alone, other]
+    assert token_seconds(alone, [other, Decoded(19.0, 20.0, 30.0, 9, 9)], model) == pytest.approx(beside_s, rel=0.01)
 
 
 def test_answers_beside_each_other_are_read_from_the_routers_log() -> None:
-    line: dict[str, Any] = {"attempts": 1, "output": 11, "prompt": 100, "decode_ms": 10_000.0}
+    line: dict[str, Any] = {"attempts": 1, "output": 11, "prompt": 100, "decode_ms": 10_000.0, "total_ms": 10_000.0}
     lines = [line | {"time": f"2026-11-27T10:00:{second:02}+00:00"} for second in range(10, 20)]
     model = StepModel(row_s=0.1, num_steps=1)
     found = prediction.beside_ms([*lines, lines[0] | {"attempts": 2}, lines[0] | {"output": 1}], model)
     assert len(found) == 7, "of ten that count, three were answered while workers learned"
     assert [measured for _, measured in found] == pytest.approx([1000.0] * 7)
     assert found[-1][0] == pytest.approx(100.0 / np.mean([1 / rows for rows in range(10, 0, -1)]), rel=0.02)
+    first = prediction.beside_ms(lines[:1] * 3 + lines, model, come_before)[0]
+    assert first == pytest.approx((400.0, 1000.0), rel=0.02), "three others were there, nine came later"
+
+
+def test_a_worker_whose_state_is_known_is_surprised_by_later_prompts_alone() -> None:
+    def line(came_s: float, ttft_ms: float, prompt: int) -> dict[str, Any]:
+        time_of = f"2026-11-27T10:00:{came_s + 1:09.6f}+00:00"
+        asked = {"attempts": 1, "prefill_worker": "prefill-0", "prompt": prompt + 10, "cached": 10}
+        return asked | {"time": time_of, "total_ms": 1000.0, "ttft_ms": ttft_ms}
+
+    model = StepModel(token_s=1e-3, num_steps=1)
+    learning = [line(float(second), 100.0, 100) for second in (1, 2)]
+    passed = [line(10.0, 101.0, 100), line(10.01, 430.0, 300), line(10.15, 150.0, 50)]
+    elsewhere = [line(10.0, 5.0, 100) | {"prefill_worker": "none"}, line(10.0, 5.0, 100) | {"attempts": 2}]
+    hindsight, foresight = prediction.known_ms([*passed[::-1], *learning, *elsewhere], model, 100)
+    assert [measured for _, measured in hindsight] == [measured for _, measured in foresight]
+    assert hindsight[-2:] == [pytest.approx((440.0, 430.0), abs=0.01), pytest.approx((150.0, 150.0), abs=0.01)]
+    assert foresight[-2:] == [pytest.approx((390.0, 430.0), abs=0.01), pytest.approx((150.0, 150.0), abs=0.01)]
 
 
 def test_a_real_workers_load_is_in_proportion_to_its_rate() -> None:
