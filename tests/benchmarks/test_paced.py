@@ -126,7 +126,7 @@ def test_a_cluster_answers_at_its_pace(tmp_path: Path, forge: None) -> None:
     file.write_bytes(msgspec.json.encode(slow))
     prompts = [[(31 * number + 7 * place) % 256 for place in range(100 + 150 * number)] for number in range(8)]
 
-    async def asked(urls: list[str]) -> list[dict[str, Any]]:
+    async def asked(urls: list[str], prompts: list[list[int]]) -> list[dict[str, Any]]:
         clients = [httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) for url in urls]
         found = await asyncio.gather(*(ask(clients[number % 2], prompt, 12) for number, prompt in enumerate(prompts)))
         for client in clients:
@@ -140,11 +140,12 @@ def test_a_cluster_answers_at_its_pace(tmp_path: Path, forge: None) -> None:
     flags = ("--local-prefill-threshold", "0")
     with PacedStack(2, 2, coefficients=file, routers=2, router_flags=flags, log_dir=tmp_path / "logs") as stack:
         urls = [router.http_url for router in stack.routers]
-        found = asyncio.run(asked(urls))
-        for _ in range(10):  # on a busy machine prompts may come one by one, all to the same worker
+        found = asyncio.run(asked(urls, prompts))
+        for number in range(1, 11):  # on a busy machine prompts may come one by one, all to the same worker
             if not idle_workers():
                 break
-            asyncio.run(asked(urls))
+            others = [[(token + number) % 256 for token in prompt] for prompt in prompts]  # that no cache holds
+            asyncio.run(asked(urls, others))
         assert not idle_workers(), "both prefill workers get prompts"
     assert [one["tokens"] for one in found] == [answer(prompt, 12) for prompt in prompts]
     for prompt, one in zip(prompts, found, strict=True):
