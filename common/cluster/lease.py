@@ -21,6 +21,7 @@ from common.cluster.api import KubernetesClient, KubernetesError
 log = logging.getLogger(__name__)
 
 NOT_FOUND, CONFLICT = 404, 409
+"""HTTP statuses: the lease was never made; another one wrote it since it was read."""
 
 
 class _Metadata(msgspec.Struct, rename="camel"):

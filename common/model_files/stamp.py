@@ -13,8 +13,11 @@ from tqdm import tqdm
 from common.errors import ModelError
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
+"""Places in a file, evenly far apart, whose bytes tell it from a changed one without reading it all."""
 CHUNK_BYTES = 1 << 22
+"""Read at a time for a whole digest, between two moves of the bar."""
 SLOW_BYTES = 1 << 31
+"""Digests of larger files take seconds, and show a bar."""
 
 
 class FileStamp(msgspec.Struct, frozen=True):

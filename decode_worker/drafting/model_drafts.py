@@ -34,7 +34,7 @@ MOST_SEQUENCES = 64
 """Larger batches draft nothing: their rows cost what a token brings."""
 IDLE_CHUNK_S = 0.02
 """Of computing in a row while the worker is idle: a request that comes waits for its end."""
-LEAST_CHUNK, MOST_CHUNK = 16, 512
+LEAST_AT_ONCE, MOST_AT_ONCE = 16, 512
 """Tokens that are caught up with at once, while the worker is idle."""
 LEAST_BESIDE = 8
 """Tokens that are caught up with beside a step, which itself adds one or some."""
@@ -141,7 +141,7 @@ class ModelDrafts:
         plain_s = self._steps.seconds(len(decoding))
         budget_s = longest(plain_s, self._bounds.goal) - plain_s
         token_s = self._drafter.token_s
-        self._compute(sequence, max(LEAST_BESIDE, int(budget_s / token_s)) if token_s else LEAST_CHUNK)
+        self._compute(sequence, max(LEAST_BESIDE, int(budget_s / token_s)) if token_s else LEAST_AT_ONCE)
 
     def next_idle(self, sequences: Iterable[DecodeSequence]) -> DecodeSequence | None:
         """The sequence to catch up with while the worker has nothing else to compute."""
@@ -154,7 +154,7 @@ class ModelDrafts:
 
     def _catch_up_idle(self, sequence: DecodeSequence) -> None:
         token_s = self._drafter.token_s
-        most = min(MOST_CHUNK, max(LEAST_CHUNK, int(IDLE_CHUNK_S / token_s))) if token_s else LEAST_CHUNK
+        most = min(MOST_AT_ONCE, max(LEAST_AT_ONCE, int(IDLE_CHUNK_S / token_s))) if token_s else LEAST_AT_ONCE
         self._compute(sequence, most)
 
     def answered(self, num_tokens: int) -> None:

@@ -15,6 +15,7 @@ from kernels.interface.quantised import QuantisedWeight
 from kernels.plain import backend as plain
 
 ROWS = 5
+"""Odd: no multiple of what programs take together."""
 ROWS_TOGETHER = 80
 """Of the batch in which a row's bits are looked at."""
 
