@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from common import __version__
-from common.errors import InvalidRequest, Unavailable
+from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
 from router.api import service_answers
 from router.api.anthropic import answers as anthropic_answers
 from router.api.anthropic.fields import CountTokensRequest
@@ -33,7 +33,6 @@ from router.request.large_body import check_number_of_ids
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
 from router.text.text_threads import SHORT
 
-NOT_READY_RETRY_S = 1.0
 EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)
 
 probe_routes = APIRouter(tags=["operate"])
@@ -75,7 +74,7 @@ async def ready(request: Request) -> Response:
     if asked is not None and (is_ready or not service.draining):
         is_ready, detail = service.models.one(asked).able
     if not is_ready:
-        return error_response(Unavailable(detail, retry_after_s=NOT_READY_RETRY_S))
+        return error_response(Unavailable(detail, retry_after_s=RETRY_AFTER_S))
     return _json({"status": "ready", "detail": detail})
 
 

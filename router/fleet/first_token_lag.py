@@ -12,6 +12,7 @@ import math
 from common.observe.ewma import Ewma
 
 LEAST_S, MOST_S, SMOOTHING = 1e-4, 1.0, 0.05
+"""Between which a lag is believed; the share of one more first token in the average."""
 
 
 class FirstTokenLag:

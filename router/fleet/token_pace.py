@@ -11,6 +11,7 @@ import math
 from common.observe.ewma import Ewma
 
 LEAST, MOST, SMOOTHING = 0.25, 2.0, 0.05
+"""Between which a pace is believed; the share of one more answer in the average."""
 MIN_TOKENS = 8
 """Answers of fewer tokens say little about the mean of one."""
 

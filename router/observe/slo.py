@@ -13,6 +13,7 @@ from common.config.request_class import DEFAULT, RequestClass
 from common.observe.sliding_window import SlidingWindow
 
 WINDOW_S, NUM_SLOTS = 60.0, 12
+"""Of the share of requests within goals, and the slots that it moves by."""
 
 
 @dataclass(slots=True)

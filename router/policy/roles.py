@@ -49,7 +49,7 @@ AS_GOOD = 0.02
 """Splits whose misses differ by less than this share of the requests are equal: the nearest one wins."""
 ORDERS_S = 2.0
 """Orders of one decision are given within so long, or not at all."""
-LONGEST_S = 60.0
+FORESEEN_S = 60.0
 """A split pays for at most so long: nothing is known of what lies further ahead."""
 NOTICE_S = 1.0
 """A load that turns is noticed after so long."""
@@ -287,7 +287,7 @@ def _pays(
     rate = forecast.num_offered / forecast.seconds
     if saved < (LEAST_SAVED + DOUBT / math.sqrt(max(1, forecast.num_seen))) * rate:
         return False
-    helps_s = min(LONGEST_S, forecast.lasting_s) - limits.after_s - NOTICE_S - 2 * max(drains_s)
+    helps_s = min(FORESEEN_S, forecast.lasting_s) - limits.after_s - NOTICE_S - 2 * max(drains_s)
     return saved * helps_s > rate * sum(drains_s) / num
 
 

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 """Several heartbeats. A worker that answers the others and not this process must not keep it away for good."""
 POLL_S = 0.02
+"""Between two looks whether each model has workers."""
 
 
 async def catch_up(service: Service, siblings: Siblings, stop: asyncio.Event) -> None:

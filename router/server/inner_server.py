@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings.siblings import Siblings
 
 CLOSE_S = 1
+"""How long uvicorn waits for connections of other processes, which end as well."""
 POLL_S = 0.01
+"""Between two looks whether uvicorn has started."""
 
 
 class _Server(uvicorn.Server):

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.wire import listening
+from common.wire.listening import CLIENTS_BACKLOG
 from router.api.batches.kept import KeptBatches
 from router.api.inner import inner_app
 from router.api.responses.kept import KeptResponses
@@ -35,12 +36,12 @@ from router.server.places import Places
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
 CLOSE_S = 1
 """How long uvicorn waits for connections that are left after the drain."""
 KEEP_ALIVE_S = 75
 """Longer than clients and balancers keep idle connections: they close them first, and no request meets a close."""
 POLL_S = 0.02
+"""Between two looks whether the last answer has ended."""
 TICKS_A_CHECK = 10
 """uvicorn ticks ten times a second; the server checks each connection once a second, a tenth of them at a tick: to
 look at ten thousand at once holds tokens up for milliseconds."""
@@ -52,7 +53,7 @@ FILES_A_WORKER = 8
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, in whose backlog early clients wait. Raises OSError when the address cannot be bound."""
-    return listening.listen(host, port, BACKLOG)
+    return listening.listen(host, port, CLIENTS_BACKLOG)
 
 
 class Server(uvicorn.Server):
@@ -76,7 +77,7 @@ class Server(uvicorn.Server):
         await self.lifespan.startup()
         if self._tls is None:
             self.servers = [
-                await loop.create_server(self._connection, sock=each, backlog=BACKLOG) for each in sockets or ()
+                await loop.create_server(self._connection, sock=each, backlog=CLIENTS_BACKLOG) for each in sockets or ()
             ]
         else:
             self.servers = []
@@ -207,7 +208,7 @@ def server_of(app: FastAPI) -> Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=BACKLOG,
+        backlog=CLIENTS_BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_S,
     )

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from common.errors import Unavailable
+from common.errors import RETRY_AFTER_S, Unavailable
 
 Result = TypeVar("Result")
 
-RETRY_AFTER_S = 1.0
 SHORT = 8192
 """Texts of so many characters or tokens take a few milliseconds and never wait behind megabytes."""
 TINY = 1024

@@ -17,6 +17,7 @@ from router.planner.load.window import averages, burstiness
 from router.policy.output_lengths import OutputLengths
 
 SLOT_S, NUM_SLOTS = 0.5, 60
+"""Half a minute in slots of half a second: a burst is seen within one."""
 KEPT_OF_SLOT = 8
 """Requests of a slot that the sample is made of: the latest ones."""
 SIGNIFICANT = 4.0

@@ -11,15 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.text.schema import arrays, objects
-from router.text.schema.canonical import Document
+from router.text.schema.canonical import MAX_SCHEMAS, Document
 from router.text.schema.disjoint import Proofs
 from router.text.schema.finite import mapping, names, sequence
 from router.text.schema.keywords import CLOSED, EXTRA, LISTS, SINGLES, Schema, Unenforceable, escaped
 from router.text.schema.negation import Negation, all_of, any_of
 from router.text.schema.one_of import alone, exclusive
 
-MAX_SCHEMAS = 50_000
-"""That one document may become."""
 MAX_DEPTH = 120
 """Of schemas within schemas, those that rewriting adds included."""
 MAPS = ("properties", "patternProperties")
