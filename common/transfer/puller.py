@@ -54,7 +54,7 @@ MAX_CONNECTIONS = 64
 """To peers: beyond it the one that was used longest ago is closed."""
 CANCELLED_S = 0.05
 """How soon a pull that the engine gave up makes room for the next one."""
-GUESSED_PULL_BYTES_S, GUESSED_LATENCY_S = 5e8, 2e-3
+ASSUMED_PULL_BYTES_S, ASSUMED_LATENCY_S = 5e8, 2e-3
 """Bytes a second, and seconds, that a pull is taken to need before one was measured."""
 
 
@@ -88,7 +88,7 @@ class KVPuller:
         self._poller = zmq.Poller()
         self._poller.register(self._commands.socket, zmq.POLLIN)
         self._fit = LinkFit()
-        self._guess = LinkModel(latency_s=GUESSED_LATENCY_S, byte_s=1 / GUESSED_PULL_BYTES_S, block_bytes=block_bytes)
+        self._assumed = LinkModel(latency_s=ASSUMED_LATENCY_S, byte_s=1 / ASSUMED_PULL_BYTES_S, block_bytes=block_bytes)
         self._drops = DropLog(log, "a frame of a pull")
         self._thread = threading.Thread(target=self._main, name="kv-puller", daemon=True)
 
@@ -105,8 +105,8 @@ class KVPuller:
 
     @property
     def link(self) -> LinkModel:
-        """What pulls took; a guess before the first one."""
-        return self._fit.model if self._fit.model.is_known else self._guess
+        """What pulls took; an assumption before the first one."""
+        return self._fit.model if self._fit.model.is_known else self._assumed
 
     def can_pull(self, peer: KVPeer, now: float) -> bool:
         """Whether a place is free, and the peer was not silent lately."""

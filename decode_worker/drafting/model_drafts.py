@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts
+from common.observe.ewma import Ewma
 from common.requests.token_goal import TokenGoal
 from decode_worker.drafting.draft_depth import Depth, StepSize, best_depth
 from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates, of_model
@@ -66,7 +67,7 @@ class ModelDrafts:
         """`rates` and `steps` are learnt from by others: how often tokens are accepted, what rows of a step cost."""
         self._drafter, self._rules, self._bounds = drafter, rules, bounds
         self._rates, self._steps = rates, steps
-        self._mean_answer = float(USUAL_ANSWER)
+        self._answer_tokens = Ewma(ANSWER_SMOOTHING, start=USUAL_ANSWER)
         self._has_failed = False
         self._no_room_until = 0.0
         self.spent_s = self.total_s = 0.0
@@ -159,7 +160,7 @@ class ModelDrafts:
 
     def answered(self, num_tokens: int) -> None:
         """An answer of so many tokens has ended."""
-        self._mean_answer += ANSWER_SMOOTHING * (num_tokens - self._mean_answer)
+        self._answer_tokens.observe(num_tokens)
 
     def retain(self, has: Callable[[DecodeSequence], bool]) -> None:
         """Release the draft KV of sequences that are gone, preempted or about to leave."""
@@ -215,7 +216,7 @@ class ModelDrafts:
     def _expected_more(self, sequence: DecodeSequence) -> float:
         """Tokens that the sequence may be expected to get still: at least as many as it has got."""
         num_output, left = sequence.num_output_tokens, sequence.params.max_tokens - sequence.num_output_tokens
-        return min(left, max(self._mean_answer - num_output, num_output))
+        return min(left, max(self._answer_tokens.value - num_output, num_output))
 
     def _compute(self, sequence: DecodeSequence, most_tokens: int) -> None:
         if not self._timed(lambda: self._drafter.catch_up(sequence, most_tokens), 0):

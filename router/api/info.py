@@ -31,7 +31,7 @@ from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.request.large_body import check_number_of_ids
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
-from router.text.text_threads import SHORT
+from router.text.text_threads import SHORT_TEXT
 
 EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)
 
@@ -110,7 +110,7 @@ async def load(request: Request) -> Response:
     if service.siblings is None:
         return _json(load_of(of))
     params = {} if asked is None else {"model": of.model_name}
-    others = (orjson.loads(body) for body in (await service.siblings.told("/load", **params)).values())
+    others = (orjson.loads(body) for body in (await service.siblings.ask_all("/load", **params)).values())
     told = [orjson.loads(orjson.dumps(own_load(of))), *others]
     return _json(merged_load([one["load"] for one in told], [one["counts"] for one in told]))
 
@@ -201,7 +201,7 @@ async def tokenize(request: Request) -> Response:
         names = [service.text.tokenizer.id_to_token(token_id) for token_id in named]
         return _json(body | {"token_strs": names if fields.return_token_strs else None})
 
-    return await service.text.apart(answer) if len(token_ids) > SHORT else answer()
+    return await service.text.apart(answer) if len(token_ids) > SHORT_TEXT else answer()
 
 
 @token_routes.post("/detokenize", **documented(DetokenizeRequest, service_answers.Text))
@@ -213,7 +213,7 @@ async def detokenize(request: Request) -> Response:
         service = service.models.one(fields.model, key_of(request))
         check_number_of_ids(len(fields.tokens), service.max_detokenize_ids)
         shown = await service.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
-    many = len(fields.tokens) > SHORT
+    many = len(fields.tokens) > SHORT_TEXT
     return await service.text.apart(partial(_json, {"prompt": shown})) if many else _json({"prompt": shown})
 
 

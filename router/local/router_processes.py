@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 MODULE = "router.process"
 PERIOD_S, START_S = 2.5, 600.0
 """Between two probes; six bad ones in a row end a process. How long one may take to start, from a slow disk."""
-STOP_GRACE_S = 10.0
+ROUTER_STOP_GRACE_S = 10.0
 """Beyond the drain, which each process bounds itself."""
 PATIENT_S = 1.0
 """A process that is started again later than that has no listener meanwhile: new connections go to the others."""
@@ -101,7 +101,7 @@ class RouterProcesses(Keeper):
     """The parent."""
 
     def __init__(self, config: RouterConfig, folder: Path) -> None:
-        super().__init__(period_s=PERIOD_S, start_s=START_S, grace_s=config.drain_timeout_s + STOP_GRACE_S)
+        super().__init__(period_s=PERIOD_S, start_s=START_S, grace_s=config.drain_timeout_s + ROUTER_STOP_GRACE_S)
         count = config.router_processes
         self.processes = [RouterProcess(config, RouterPart(index, count, folder)) for index in range(count)]
 

@@ -34,7 +34,7 @@ ROOM = 0.8
 """The load, and the share of time spent with prompts, up to which a pool does well without the worker that it gives."""
 IDLE_LOAD = 0.5
 """Prompts that wait longer than this share of what is allowed: prefill gives no worker."""
-LEAST_GAIN = 0.95
+LEAST_SPLIT_GAIN = 0.95
 """Decode must be predicted to get below this share of its load: steps over few sequences take their time anyway."""
 MAX_DRAIN_S = 5.0
 """A worker that would need longer to be empty is not the one to change."""
@@ -217,7 +217,7 @@ class RolePolicy:
         then = decode_load(decode, len(decode) / (len(decode) + 1), self.limits.tpot_s)
         busy = self._busy.value * len(prefill) / max(0.5, num_left)
         waits_s = mean_wait_s(prefill, now)
-        if then > LEAST_GAIN * load or busy > ROOM or waits_s > IDLE_LOAD * self.limits.allowed_s:
+        if then > LEAST_SPLIT_GAIN * load or busy > ROOM or waits_s > IDLE_LOAD * self.limits.allowed_s:
             return None
         if (donor := _donor(prefill, "decode", now)) is None:
             return None

@@ -28,20 +28,16 @@ from router.api.responses.kept import KeptResponses
 from router.fleet.fleet import MAX_DISCOVERED
 from router.generation.exchange import SEND_GRACE_S
 from router.generation.service import Service
-from router.server.catch_up import catch_up
+from router.server.catch_up import POLL_S, catch_up
 from router.server.handshakes import Handshakes
 from router.server.http_connection import HTTPBounds, HTTPConnection
-from router.server.inner_server import InnerServer
+from router.server.inner_server import UVICORN_CLOSE_S, InnerServer
 from router.server.places import Places
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 1
-"""How long uvicorn waits for connections that are left after the drain."""
 KEEP_ALIVE_S = 75
 """Longer than clients and balancers keep idle connections: they close them first, and no request meets a close."""
-POLL_S = 0.02
-"""Between two looks whether the last answer has ended."""
 TICKS_A_CHECK = 10
 """uvicorn ticks ten times a second; the server checks each connection once a second, a tenth of them at a tick: to
 look at ten thousand at once holds tokens up for milliseconds."""
@@ -210,7 +206,7 @@ def server_of(app: FastAPI) -> Server:
         proxy_headers=False,
         backlog=CLIENTS_BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=CLOSE_S,
+        timeout_graceful_shutdown=UVICORN_CLOSE_S,
     )
     config.load()
     server = Server(app.state.service, config)

@@ -199,7 +199,7 @@ class KeptResponses:
     async def _settle_others(self, response_id: str, owner: str) -> bool:
         """Have the other processes of this router write what waits; False where there are none."""
         siblings = self._service.siblings
-        return siblings is not None and bool(await siblings.told("/responses/settle", owner, id=response_id))
+        return siblings is not None and bool(await siblings.ask_all("/responses/settle", owner, id=response_id))
 
     async def _read(self, turns: Sequence[StoredTurn], read: Callable[[], T]) -> T:
         many = sum(len(turn.input) + len(turn.output) for turn in turns) > MANY_BYTES

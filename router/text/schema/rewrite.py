@@ -18,7 +18,7 @@ from router.text.schema.keywords import CLOSED, EXTRA, LISTS, SINGLES, Schema, U
 from router.text.schema.negation import Negation, all_of, any_of
 from router.text.schema.one_of import alone, exclusive
 
-MAX_DEPTH = 120
+MAX_REWRITTEN_DEPTH = 120
 """Of schemas within schemas, those that rewriting adds included."""
 MAPS = ("properties", "patternProperties")
 REWRITTEN = (
@@ -51,7 +51,7 @@ class _Rewriting:
         if not isinstance(schema, Mapping):
             return schema
         self._left -= 1
-        if self._left < 0 or depth > MAX_DEPTH:
+        if self._left < 0 or depth > MAX_REWRITTEN_DEPTH:
             raise Unenforceable(
                 place, "the schema is too large, or too deep, after `oneOf`, `not` and the like are resolved"
             )
