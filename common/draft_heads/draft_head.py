@@ -48,7 +48,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def states(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """What is kept of all rows: from the normed hidden states, or from the `inputs` of `reads_layers`."""
+        """The rows' states that are kept: the normed hidden states, or made of the `inputs` of `reads_layers`."""
 
     def write(self, batch: ForwardBatch, before: Tensor, kv: KVCache) -> None:
         """Writes keys and values of the batch's tokens. `before` [T, hidden_size]: the states of the tokens before."""

@@ -237,7 +237,7 @@ class BatchStore:
 
         return await self._database.run(work)
 
-    def let_go(self, batch: StoredBatch) -> None:
+    def stop_renewing(self, batch: StoredBatch) -> None:
         """Renew the lease of a batch no more. Never waits."""
         self._mine.discard(batch.id)
 

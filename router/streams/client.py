@@ -21,7 +21,7 @@ from router.streams.prompt import Prompt
 
 Sink = Callable[["TokenEvent"], bool]
 """Takes an event at once, in the turn of the event loop in which a worker sent it, or says False: then `generate`
-brings it. Called while whoever reads `generate` waits for an event, so all earlier ones were taken. Without it each
+brings it. Called while the reader of `generate` waits for an event, so all earlier ones were taken. Without it each
 token would cost a turn of one more task."""
 
 
