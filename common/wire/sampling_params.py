@@ -18,6 +18,8 @@ MAX_THINKING_MARK = 32
 """Tokens of the text that begins or ends a thought."""
 MAX_GRAMMAR_CHARS = 128 * 1024
 """Of what llguidance compiles, before its own bounds end the work."""
+LOGPROB_FLOOR = -9999.0
+"""Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
 BadWord = Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]

@@ -18,7 +18,7 @@ from router.store.errors import FileInUse, StoreFull
 from router.store.file_record import DELETED, READY, UNFINISHED, WRITING, StoredFile
 from router.store.file_schema import FILES
 from router.store.record import StoreSize
-from router.store.upkeep import CHORE_S, PURGED_BYTES, PURGED_ROWS, UPLOAD_S, VACUUM_PAGES
+from router.store.upkeep import ABANDONED_S, CHORE_S, PURGED_BYTES, PURGED_ROWS, VACUUM_PAGES
 
 RESULTS_SHARE = 4
 """Results of batches may exceed the bounds by a fourth: what was paid for with work must not be lost to an upload."""
@@ -66,7 +66,7 @@ class FileStore:
                 f"INSERT INTO files ({COLUMNS}, state) VALUES (?, ?, ?, ?, ?, ?, 0, ?)",
                 (
                     *(file.id, file.owner, file.purpose, file.filename, file.created_at),
-                    *(self._clock() + UPLOAD_S, WRITING),
+                    *(self._clock() + ABANDONED_S, WRITING),
                 ),
             )
             self._measure(connection)

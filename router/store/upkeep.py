@@ -13,5 +13,5 @@ PURGED_ROWS, PURGED_BYTES = 2000, 32 * 1024 * 1024
 """What one transaction deletes of deleted files: other work waits for it."""
 VACUUM_PAGES = 1000
 """Pages of 4 KiB that a look gives back to the file system at most: milliseconds."""
-UPLOAD_S = 7200.0
+ABANDONED_S = 7200.0
 """An upload that is not complete by then belongs to a router that ended, and is deleted: twice what one may take."""
