@@ -19,6 +19,13 @@ DiptychError
 
 from __future__ import annotations
 
+RETRY_AFTER_S = 1.0
+"""The hint of a refusal for lack of room that cannot tell when there will be some: soon, and not at once."""
+MAX_RETRY_AFTER_S = 60.0
+"""The longest hint: no prediction of a queue holds for longer."""
+MAX_SHOWN_CHARS = 80
+"""Of what a client sent, that an error repeats."""
+
 
 class DiptychError(Exception):
     """Base of everything raised on purpose."""
@@ -138,3 +145,8 @@ class InternalError(RequestError):
     status = 500
     type = "server_error"
     code = "internal_error"
+
+
+def quoted(text: str, most: int = MAX_SHOWN_CHARS) -> str:
+    """A client's word as an error repeats it, in quotes: at most so many characters."""
+    return repr(text if len(text) <= most else text[:most] + "…")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.receiver import KVReceiver, TransferOpened
+from common.wire.message_fields import COUNT_BITS
 from common.wire.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
 from decode_worker.sequence import DecodeSequence
 
@@ -16,8 +17,6 @@ MAX_EARLY_OPENS = 4096
 EARLY_OPEN_S = 10.0
 """How long one is kept."""
 
-TOKEN_BITS = 62
-"""Of a grant's secret: the most that a `Count` on the wire holds."""
 RENEW_S = 1.0
 """How often `KVWait` renews the lease of a prefill worker whose prompt waits for room here."""
 
@@ -77,7 +76,7 @@ class IncomingTransfers:
         sequence.granted_at = now
         request_id, attempt, memory = sequence.request_id, sequence.attempt, sequence.memory
         blocks = tuple(sequence.blocks)
-        token = secrets.randbits(TOKEN_BITS)
+        token = secrets.randbits(COUNT_BITS)
         shared = memory is not None
         quantised = sequence.quantised and not shared and self._receiver.takes_quantised
         transfer = IncomingTransfer(request_id, attempt, sequence.peer, blocks, first_block, now, now)

@@ -18,7 +18,7 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 PATIENCE = 8
 """How many times the goal for a token may keep a request out of the batch. Its client reads already, as a rule, so the
 wait counts for its tokens: an answer of 180, whose steps take 0.95 of it, has 9 times the goal to spare in all."""
-MAX_PASSING = 16
+MAX_TRIED = 16
 """How many waiting requests a step tries, so that a long queue does not slow it down."""
 
 
@@ -88,7 +88,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         """Of the sequences in the batch; of those that wait for it while it is empty."""
         if self.running:
             return self.num_context_tokens / len(self.running)
-        waiting = self.queue[:MAX_PASSING]
+        waiting = self.queue[:MAX_TRIED]
         return sum(sequence.num_tokens for sequence in waiting) / max(1, len(waiting))
 
     @property
@@ -105,7 +105,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         if self._num_active >= self._num_places:
             return None
         limit = self.pool.num_blocks  # of blocks that younger ones may take
-        for place, sequence in enumerate(self.queue[:MAX_PASSING]):
+        for place, sequence in enumerate(self.queue[:MAX_TRIED]):
             prefix = self._cached_prefix(sequence)
             num_new = self._num_new(sequence, prefix)
             if num_new <= limit and num_new + self._headroom <= self._num_available(prefix.blocks):

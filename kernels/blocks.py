@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kernels.device import triton_backend
+from kernels.interface.host_copies import ALIGN_BYTES
 from kernels.interface.kv_region import LARGEST_FP8, LEAST_SCALE
 
-ALIGNMENT = 16
 PIECE = 32_767
 """Numbers at a time, one less than torch would divide among threads: those are for the steps that run meanwhile."""
 
@@ -31,7 +31,7 @@ def wire_bytes(kv: Tensor, *, quantised: bool = False) -> int:
     if not quantised:
         return math.prod(shape) * kv.dtype.itemsize
     size = math.prod(shape) + shape[0] * shape[1] * shape[3] * torch.float32.itemsize
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def gather_blocks(kv: Tensor, block_ids: Tensor, *, quantised: bool = False, out: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 PRODUCT = ("kernels/", "common/", "prefill_worker/", "decode_worker/", "router/")
 FOLDERS = (*PRODUCT, "benchmarks", "helm", "docs", "tests")
 MOST_LINES, MOST_FUNCTION_LINES, MOST_FILES = 400, 60, 18
+MOST_COLUMNS = 120
 COMMANDS = "benchmarks"  # a file for each `python -m benchmarks.NAME`
 # The shapes of answers have the names of the APIs that they belong to.
 SHAPES = ("router/api/openai/answers.py", "router/api/anthropic/answers.py", "router/api/service_answers.py")
@@ -83,6 +84,13 @@ def test_functions_are_short(repository: Path) -> None:
         if num_lines > MOST_FUNCTION_LINES
     }
     assert found == LONG_FUNCTIONS
+
+
+def test_lines_of_native_kernels_are_short(repository: Path) -> None:
+    """As `kernels/native/.clang-format` has it; `clang-format -i` in that folder breaks them."""
+    files = [file for end in ("*.h", "*.cpp") for file in (repository / "kernels" / "native").glob(end)]
+    lines = {file.name: max(map(len, file.read_text(encoding="utf-8").splitlines())) for file in files}
+    assert lines and {name for name, longest in lines.items() if longest > MOST_COLUMNS} == set()
 
 
 def test_rooms_are_small(repository: Path) -> None:

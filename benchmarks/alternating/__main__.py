@@ -31,11 +31,11 @@ from benchmarks.load.summary import Distribution, RequestRecord
 from benchmarks.load.workload import poisson_arrivals
 from benchmarks.paced.stack import PacedStack
 from benchmarks.script import in_turns, run, script_parser, settings_of, write_result
+from common.wire.message_fields import ROLES
 
 PROGRAM: Final = "python -m benchmarks.alternating"
 COEFFICIENTS: Final = Path(__file__).parent.parent / "data" / "alternating.json"
 POLL_S: Final = 1.0
-ROLES: Final = ("prefill", "decode")
 
 
 @dataclass(frozen=True)

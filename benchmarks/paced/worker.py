@@ -17,11 +17,11 @@ from common.errors import ConfigError
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.runner.loaded import LoadedModel, Makers
+from common.wire.message_fields import ROLES
 from common.worker.duty import DutyOffer
 from common.worker.process import WorkerProcess, end_process
 
 PROGRAM = "python -m benchmarks.paced.worker"
-ROLES = ("prefill", "decode")
 
 
 def load_paced(

@@ -8,6 +8,7 @@ from benchmarks.simulator.world.load import SimulatedRequest
 from benchmarks.simulator.world.world import World
 from common.config import RouterConfig
 from common.errors import RequestError
+from common.wire.message_fields import ROLES
 from common.wire.messages import (
     AbortRequest,
     Message,
@@ -23,7 +24,6 @@ from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
-from router.fleet.worker import ROLES
 from router.planner.sizing_forecaster import SizingForecaster
 from router.policy.routing import RoutingPolicy
 from router.streams.request_state import RequestState

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 PLACE_WAIT_S = 20.0
 """How long a load waits for requests of an unloaded adapter, whose place it needs."""
 POLL_S = 0.02
+"""Between two looks whether the place is free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ from common.errors import ModelError
 V = TypeVar("V")
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1024 * 1024
+"""A configuration has a few KiB; a larger file is another one."""
 MAX_PATTERNS = 1024
+"""Names of modules with a rank or a factor of their own."""
 SUPPORTED = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"
 UNCHANGED_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base model's weights as they are."""

@@ -27,6 +27,7 @@ NAME = re.compile(
 )
 FLOATS = ("F32", "F16", "BF16")
 DIGEST_BYTES, READ_BYTES = 16, 1 << 20
+"""Of the digest that tells adapters apart, as of block hashes; what is read at a time to make it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,11 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 10.0
 """For a whole answer. A watch has a limit of its own."""
 MAX_BODY_BYTES = 64 * 1024 * 1024
+"""A list of objects of a page, some times over: a proxy that answers without an end is cut off."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """The API server keeps objects of at most 1.5 MiB; their JSON with managed fields is larger."""
 MAX_SHOWN = 300
+"""Characters of an API server's own words that an error repeats."""
 
 
 class KubernetesError(DiptychError):

@@ -13,14 +13,13 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from http import HTTPStatus
 
 import msgspec
 
 from common.cluster.api import KubernetesClient, KubernetesError
 
 log = logging.getLogger(__name__)
-
-NOT_FOUND, CONFLICT = 404, 409
 
 
 class _Metadata(msgspec.Struct, rename="camel"):
@@ -91,7 +90,7 @@ class Lease:
         try:
             return msgspec.json.decode(await self._client.get(f"{self._folder}/{self._name}", {}), type=_Lease)
         except KubernetesError as error:
-            if error.status == NOT_FOUND:
+            if error.status == HTTPStatus.NOT_FOUND:
                 return None
             raise
         except msgspec.MsgspecError as error:
@@ -119,7 +118,7 @@ class Lease:
                 patch = {"metadata": {"resourceVersion": version}, "spec": spec}
                 await self._client.merge_patch(f"{self._folder}/{self._name}", patch)
         except KubernetesError as error:
-            if error.status == CONFLICT:
+            if error.status == HTTPStatus.CONFLICT:
                 return False
             raise
         return True

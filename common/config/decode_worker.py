@@ -9,8 +9,7 @@ from common.config.field import GOAL_MS, PORT, setting
 from common.config.worker import WorkerConfig
 from common.errors import ConfigError
 
-USUAL_SEQS, MOST_SEQS = 64, 256
-USUAL_CHUNK, MOST_CHUNK = 128, 1024
+USUAL_SEQS, MOST_SEQS, USUAL_CHUNK, MOST_CHUNK = 64, 256, 128, 1024
 """Where flags that are not given stand, and how far a goal may turn the knob: what a step takes beside weights and KV
 cache, and the number of recorded steps, grow with it."""
 

@@ -28,9 +28,11 @@ MAX_CLASSES = 16
 KEYS = ("name", "ttft_ms", "tpot_ms", "priority", "share")
 EXPECTS = "parts such as name=interactive,ttft_ms=500,tpot_ms=50,priority=5, and name= begins the next class"
 LEAST_SHARE, MOST_SHARE = 0.001, 1000.0
+"""Beside `COMMON_SHARE`: further out one of two classes would hardly ever have its turn."""
 NO_LANE = ""
 """Classes without a share of their own have one together, of `COMMON_SHARE`, in which keys share across classes."""
 COMMON_SHARE = 1.0
+"""The unit of shares."""
 
 
 @dataclass(frozen=True, slots=True)

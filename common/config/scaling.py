@@ -8,6 +8,7 @@ from common.config.field import DURATION, Config, setting
 from common.errors import ConfigError
 
 MOST_WORKERS = 1024
+"""Of a pool: as many as a router connects to."""
 DEFAULT_MOST = 64
 """Of a pool, where no other bound is set."""
 

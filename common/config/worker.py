@@ -14,6 +14,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 CPU_BLOCK, GPU_BLOCK = 16, 64
 """Tokens: on a GPU a tile of keys is a block of 64, so attention reads one entry of the block table a tile."""
 CPU_KV_GIB = 1.0
+"""On a CPU, whose memory others need too: over 40,000 tokens of SmolLM2-135M in bfloat16."""
 _CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
 ADAPTER_NAME = r"[!-+\-.-<>-~]{1,256}"
 _IDENTITY = r"[A-Za-z0-9_.:-]{0,128}"

@@ -1,4 +1,4 @@
-"""One more decoder layer, which guesses the token after the next from a hidden state of the model and the next token.
+"""One more decoder layer, which drafts the token after the next from a hidden state of the model and the next token.
 
     embedding of token t, state behind token t - 1 -> decoder layer -> a state of its own -> logits of token t + 1
 
@@ -48,7 +48,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def states(self, hidden: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """What is kept of all rows: from the normed hidden states, or from the `inputs` of `reads_layers`."""
+        """The rows' states that are kept: the normed hidden states, or made of the `inputs` of `reads_layers`."""
 
     def write(self, batch: ForwardBatch, before: Tensor, kv: KVCache) -> None:
         """Writes keys and values of the batch's tokens. `before` [T, hidden_size]: the states of the tokens before."""
@@ -62,12 +62,12 @@ class DraftHead(ABC):
         mixed = decoder.attention(self._index, layer, normed, step)
         merged = decoder.wanted(self._index, merged, step)
         hidden, normed = add_rms_norm(merged, mixed, layer.norms["before_mlp"], self._eps)
-        return self._guessed(hidden, decoder.mlp(self._index, layer, normed, step))
+        return self._drafted(hidden, decoder.mlp(self._index, layer, normed, step))
 
     @abstractmethod
     def _merged(self, batch: ForwardBatch, before: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads, and what it is added to."""
 
     @abstractmethod
-    def _guessed(self, hidden: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    def _drafted(self, hidden: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and the head's states, from the layer's hidden states and what its MLP adds to them."""

@@ -75,8 +75,8 @@ def _architectures(fields: Mapping[str, Any]) -> Sequence[str]:
 def _layers_read(name: str, ids: Sequence[Any] | None, num_layers: int) -> tuple[int, ...]:
     """Layers by their inputs, as vLLM numbers them. Heads trained with SpecForge name the layers before, by outputs.
 
-    Nothing in a file says which; but nobody reads the input of layer 1, and everybody its output, so a list that begins
-    with 1 is of outputs (github.com/sgl-project/sglang/pull/25454). A wrong guess would cost draft tokens alone.
+    A file does not say which. No head reads the input of layer 1, and all read its output, so a list that begins with 1
+    is of outputs (github.com/sgl-project/sglang/pull/25454). A wrong choice would cost draft tokens alone.
     """
     read: Sequence[Any] = (2, num_layers // 2, num_layers - 3) if ids is None else ids
     if read and read[0] == 1:

@@ -68,7 +68,7 @@ class Eagle3Head(DraftHead):
         normed = rms_norm(before, weights.hidden_norm, self._eps)
         return torch.cat((embedded, normed), dim=1), normed if self._form.adds_to_normed else before
 
-    def _guessed(self, hidden: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    def _drafted(self, hidden: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
         weights = self._weights
         hidden, normed = add_rms_norm(hidden, change, weights.norm, self._eps)
         return self._of_model(weights.lm_head(normed, wide=True)), normed if self._form.passes_on_normed else hidden

@@ -53,7 +53,7 @@ class MergingHead(DraftHead):
         norm = weights.layer.norms.get("before_attention")
         return merged if norm is None else rms_norm(merged, norm, self._eps), merged
 
-    def _guessed(self, hidden: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    def _drafted(self, hidden: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
         weights = self._weights
         if weights.norm is None:
             hidden = normed = hidden + change

@@ -16,9 +16,12 @@ from common.errors import ModelError
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
+"""GGUF's numbers of types of values."""
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_DIMENSIONS = 4
+"""Of a tensor, as ggml has it."""
 FLOAT32 = 0
+"""GGML's number of the type of a tensor."""
 ROPE_FACTORS = {f"rope_factors_{length}.weight": length for length in ("short", "long")}
 
 

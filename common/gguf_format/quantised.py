@@ -16,6 +16,7 @@ import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
 GROUP: Final = 32
+"""Weights of a row that share a scale, unless a format says otherwise."""
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int8]
 Halves = npt.NDArray[np.float16]

@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from common.errors import ModelError
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+"""GGUF's numbers of kinds of tokens."""
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

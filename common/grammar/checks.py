@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.errors import Unavailable
+from common.errors import RETRY_AFTER_S, Unavailable
 from common.grammar.compiler import MAX_BYTES, Order, Report, TokenSpace, receive, send
 from common.model_files.files import ModelFiles
 
@@ -31,13 +31,13 @@ QUICK_CPU_S, SLOW_CPU_S = 0.1, 1.0
 LANES = 2
 """Threads of either kind."""
 QUICK_NICENESS, SLOW_NICENESS = 0, 10
+"""Slow grammars yield the processor to quick ones, and to those who serve."""
 MAX_PENDING = 256
 """Grammars that wait or are being compiled."""
 VERDICTS_KEPT = 4096
 """Each takes half a kilobyte at most."""
 ANSWER_S = 60.0
 """Longer than the process takes to start, to build the largest vocabulary and to compile any grammar."""
-RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ WALL_S = 15.0
 POLL_S = 0.5
 """Between two looks for children that take too long."""
 LENGTH_BYTES = 4
+"""Before each message between this process and the compiling one."""
 
 
 class TokenSpace(msgspec.Struct, frozen=True):

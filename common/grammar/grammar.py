@@ -14,11 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.grammar.vocabulary import brief
+from common.grammar.vocabulary import MASK_BITS, brief
 from common.wire.sampling_params import SamplingParams
-
-WORD = 32
-"""Tokens in one integer of a mask."""
 
 
 class Constraint:
@@ -44,7 +41,7 @@ class Constraint:
         `output_token_ids` begin with those of the call before. An end token is allowed where the grammar is satisfied.
         No token is allowed after a `problem`: tokens outside of the grammar, or a grammar beyond the library's bounds.
         """
-        mask = np.zeros(-(-self._vocab_size // WORD), dtype=np.int32)
+        mask = np.zeros(-(-self._vocab_size // MASK_BITS), dtype=np.int32)
         if self._matcher is not None and not self.problem:
             self._follow(self._matcher, output_token_ids)
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

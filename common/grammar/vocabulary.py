@@ -20,7 +20,10 @@ STEP_LEXER_FUEL = 100_000
 """Half of the library's, for the mask of one token: at most 20 ms with grammars made to be slow."""
 MAX_LEXER_STATES = 32_768
 """For all answers of one grammar together: at about 2 KB a state, 64 MiB. A bounded string needs one a character."""
+MASK_BITS = 32
+"""Tokens in one integer of a mask, as the library writes masks."""
 MAX_PROBLEM_CHARS = 400
+"""The most that a client sees of an error of the library's parsers."""
 APPENDED = re.compile(r"\n( +\d+ \||<state>)")
 """Where the library's error begins to quote the grammar, or the state of its parser."""
 

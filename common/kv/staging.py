@@ -119,7 +119,7 @@ class StagedIncoming:
         """Copy `place`, uint8 [block_bytes] that `stream` registered, into the cache without a buffer.
 
         The checksum is of the bytes that are in the place after they were copied: if it is the sender's, no other bytes
-        were copied, whoever writes there meanwhile.
+        were copied, even if another process writes there meanwhile.
         """
         view = place.numpy().data
         parts = self.stream.in_parts(block_bytes_of(self._kv, index), place)

@@ -17,13 +17,13 @@ from msgspec import Meta
 from common.latency.step_model import LARGEST_COST, Cost
 from common.observe.ewma import Ewma
 
-MEMORY = 0.98
+DECAY = 0.98
 """What an earlier transfer counts for beside the next one."""
 SHORTEST_S = 1e-3
 """Below that, wake-ups decide: errors are not taken relative to less."""
 WORTHWHILE = 0.8
 """Of the time of computing blocks, that a pull of them may take: predictions err, and a pull costs the peer, too."""
-ERROR_SMOOTHING = 0.05
+LINK_ERROR_SMOOTHING = 0.05
 """The share of one more transfer in the average error."""
 
 
@@ -53,8 +53,8 @@ class Links(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a worker knows of each way in which KV reaches it: over TCP, through shared memory, from its own disk, and
     from the caches of peers.
 
-    `disk` has no bytes in a block for a worker without a tier, and a guess before the first read; so has `peer` for one
-    that does not pull, and before the first pull.
+    `disk` has no bytes in a block for a worker without a tier, and assumptions before its first read; so has `peer` for
+    one that does not pull, and before its first pull.
     """
 
     tcp: LinkModel = LinkModel()
@@ -76,7 +76,7 @@ class LinkFit:
 
     def __init__(self) -> None:
         self._weight = self._bytes = self._squares = self._time = self._products = 0.0
-        self._error = Ewma(ERROR_SMOOTHING)
+        self._error = Ewma(LINK_ERROR_SMOOTHING)
         self.model = LinkModel()
 
     def observe(self, num_bytes: int, seconds: float, block_bytes: int) -> None:
@@ -88,11 +88,11 @@ class LinkFit:
             off_s = abs(known.latency_s + known.byte_s * num_bytes - seconds)
             self._error.observe(min(1.0, off_s / max(SHORTEST_S, seconds)))
         weight = 1.0 / max(SHORTEST_S, seconds) ** 2
-        self._weight = MEMORY * self._weight + weight
-        self._bytes = MEMORY * self._bytes + weight * num_bytes
-        self._squares = MEMORY * self._squares + weight * num_bytes * num_bytes
-        self._time = MEMORY * self._time + weight * seconds
-        self._products = MEMORY * self._products + weight * seconds * num_bytes
+        self._weight = DECAY * self._weight + weight
+        self._bytes = DECAY * self._bytes + weight * num_bytes
+        self._squares = DECAY * self._squares + weight * num_bytes * num_bytes
+        self._time = DECAY * self._time + weight * seconds
+        self._products = DECAY * self._products + weight * seconds * num_bytes
         latency_s, byte_s = (min(LARGEST_COST, cost) for cost in self._solved())  # beyond it, a heartbeat is dropped
         self.model = LinkModel(
             latency_s=latency_s,

@@ -25,7 +25,7 @@ LARGEST_JUMP = math.log(2.0)
 """A step that takes more times as long as its kind did was held up by something else, unless that goes on."""
 CONFIDENCE = 8
 """Steps after which a kind counts in full."""
-MEMORY = 4096
+HALF_LIFE_STEPS = 4096
 """Steps of other kinds after which a kind counts half."""
 FEWEST_STEPS, MOST_STEPS = 4, 512
 """Between two fits, and before the first: a quarter of the steps so far, within these bounds. A step of a new kind
@@ -155,7 +155,7 @@ class StepFit:
         kinds = list(self._kinds.values())
         times = np.array([kind.step_s for kind in kinds])
         ages = np.array([self._num_steps - kind.last for kind in kinds])
-        trust = np.array([min(kind.count, CONFIDENCE) / CONFIDENCE for kind in kinds]) * 0.5 ** (ages / MEMORY)
+        trust = np.array([min(kind.count, CONFIDENCE) / CONFIDENCE for kind in kinds]) * 0.5 ** (ages / HALF_LIFE_STEPS)
         coefficients = fit(np.array([kind.values for kind in kinds]), times, trust)
         if not (coefficients <= LARGEST_COST).all():
             return  # routers would drop each heartbeat with such a model, and take the worker for dead

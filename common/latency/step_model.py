@@ -20,6 +20,7 @@ from msgspec import Meta
 MOST_TOKENS = 1 << 30
 """Where tokens cost nothing."""
 LARGEST_COST = 1e6
+"""Seconds of any part of a step that a worker may tell of: more would spread infinity through sums."""
 Cost = Annotated[float, Meta(ge=0.0, le=LARGEST_COST)]
 """Seconds; infinity and NaN would spread through every sum."""
 

@@ -10,8 +10,10 @@ import ctypes
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt."""
 MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024  # the largest that glibc accepts
 TRIM_THRESHOLD_BYTES = 256 * 1024 * 1024
+"""Freed memory at the heap's end that is kept for the next step, not given back and faulted in anew."""
 
 
 def keep_large_buffers() -> bool:

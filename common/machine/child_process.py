@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 STOP_TIMEOUT_S = 5.0
+"""After SIGTERM; then the process is killed."""
 POLL_INTERVAL_S = 0.05
+"""Between two looks whether a process is ready."""
 NUM_LOG_LINES = 30
+"""The end of a process's log, which an error about it shows."""
 
 
 class ChildProcess:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 
 ENOUGH = 65_536
+"""Descriptors: the connections of all clients and workers, some times over."""
 
 
 def raise_file_limit() -> None:

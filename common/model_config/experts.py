@@ -23,7 +23,7 @@ QWEN_LIKE: dict[str, tuple[int, int, int]] = {
     "qwen3_vl_moe_text": (60, 4, 1408),
 }
 """Model types of which some layers have experts: how many, how many a token takes, and how wide, if nothing is said."""
-SIGMOID = 2
+SIGMOID_GATING = 2
 """Of GGUF's `expert_gating_func`."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Of gpt-oss' gate, which the kernels have as "clamped_swiglu"."""

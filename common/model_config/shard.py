@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from common.model_files.config import ModelConfig
 
 MOST_RANKS = 64
+"""That sizes are tried for when a refusal names those that would fit."""
 
 
 @dataclass(frozen=True, slots=True)

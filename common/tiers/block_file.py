@@ -31,7 +31,6 @@ _ENTRY = struct.Struct(f"<{DIGEST_BYTES}sQQQ")
 """A block's hash, the xxh3-64 of its bytes, the number of its writing, the xxh3-64 of all that and of the slot."""
 _EMPTY = bytes(_ENTRY.size)
 _HEAD = struct.Struct(f"<{DIGEST_BYTES}sQQ")
-GIB = 1 << 30
 
 
 def slots_within(num_bytes: int, block_bytes: int) -> int:

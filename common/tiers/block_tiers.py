@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MOST_OFFERED = 65_536
 """Blocks that wait to be written. They take no memory of their own."""
 STOP_S = 2.0
+"""For the writing thread to end with the worker: what it has not written was a copy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from common.config import WorkerConfig
 from common.errors import ConfigError
 from common.kv.block_pool import BlockPool
 from common.kv.cache import KVCache
-from common.tiers.block_file import GIB, BlockFile, slots_within
+from common.tiers.block_file import BlockFile, slots_within
 from common.tiers.block_tiers import BlockTiers, ReadEnded
 from common.tiers.copies import copied_incoming, copied_outgoing
 from common.tiers.host_slots import HostSlots
@@ -49,7 +49,7 @@ def open_tiers(
 
 
 def _host(config: WorkerConfig, kv: KVCache) -> BlockTier:
-    num_slots = int(config.kv_host_gib * GIB) // kv.wire_bytes
+    num_slots = int(config.kv_host_gib * 2**30) // kv.wire_bytes
     if not num_slots:
         raise ConfigError("kv_host_gib", config.kv_host_gib, f"room for a block of {kv.wire_bytes} bytes at least")
     try:
@@ -59,7 +59,7 @@ def _host(config: WorkerConfig, kv: KVCache) -> BlockTier:
 
 
 def _disk(config: WorkerConfig, kv: KVCache, fingerprint: str) -> BlockTier:
-    num_slots = slots_within(int(config.kv_disk_gib * GIB), kv.wire_bytes)
+    num_slots = slots_within(int(config.kv_disk_gib * 2**30), kv.wire_bytes)
     if not num_slots:
         raise ConfigError("kv_disk_gib", config.kv_disk_gib, f"room for a block of {kv.wire_bytes} bytes at least")
     try:

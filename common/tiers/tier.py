@@ -12,7 +12,7 @@ from common.tiers.counts import TierCounts
 from common.tiers.slot_table import SlotTable
 
 log = logging.getLogger(__name__)
-GUESSED_RATE = 5e8
+ASSUMED_READ_BYTES_S = 5e8
 """Bytes a second that a read is taken to have before one was measured."""
 
 
@@ -51,7 +51,7 @@ class BlockTier:
         self._table = SlotTable(store.num_slots, store.found)
         self.life = 0
         self._fit = LinkFit()
-        self._guess = LinkModel(byte_s=1 / GUESSED_RATE, block_bytes=store.block_bytes)
+        self._assumed = LinkModel(byte_s=1 / ASSUMED_READ_BYTES_S, block_bytes=store.block_bytes)
         self.on_change: Callable[[bytes, bool], None] = lambda block_hash, held: None
         self.is_on = True
         self.num_written = self.num_corrupt = 0
@@ -66,8 +66,8 @@ class BlockTier:
 
     @property
     def link(self) -> LinkModel:
-        """What its reads took; a guess before the first one."""
-        return self._fit.model if self._fit.model.is_known else self._guess
+        """What its reads took; an assumption before the first one."""
+        return self._fit.model if self._fit.model.is_known else self._assumed
 
     def counts(self, num_lost: int) -> TierCounts:
         num_blocks, num_slots = len(self._table), self.num_slots

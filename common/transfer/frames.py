@@ -20,6 +20,7 @@ FRAME_TARGET_BYTES = 2 * 1024 * 1024
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """More than any block has: ZeroMQ closes the connection of a peer that announces a larger frame."""
 MAX_REPLY_BYTES = 64 * 1024
+"""Answers to transfers are small; only blocks are large."""
 SEND_HWM = 16
 """Messages that a sender may queue for one decode worker: bounds how far it runs ahead of a slow receiver."""
 

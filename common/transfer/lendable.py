@@ -22,7 +22,7 @@ class LentBlock:
 
 
 class Lendable:
-    """Used by the lender's thread alone, which asks nobody. `outgoing` gives views of the cache's blocks."""
+    """Used by the lender's thread alone, which waits for no other. `outgoing` gives views of the cache's blocks."""
 
     def __init__(
         self, pool: BlockPool, outgoing: OutgoingBlocks, block_bytes: int, tiers: BlockTiers | None = None

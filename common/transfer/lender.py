@@ -33,9 +33,9 @@ MAX_LENT = 16
 """Pulls that are served side by side; others are refused."""
 LEASE_S = 2.0
 """A pull that asks for nothing for so long gives its place up."""
-SEND_HWM = 64
+LEND_HWM = 64
 """Messages that ZeroMQ keeps for one puller: more than it asks for at once (`puller.py`). Others are dropped."""
-RECEIVE_HWM = 256
+PULLS_HWM = 256
 """Messages of one puller that wait to be read."""
 
 
@@ -58,8 +58,8 @@ class KVLender:
         """Binds its socket. Raises zmq.ZMQError for a taken port."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, SEND_HWM)
-        self._socket.set(zmq.RCVHWM, RECEIVE_HWM)
+        self._socket.set(zmq.SNDHWM, LEND_HWM)
+        self._socket.set(zmq.RCVHWM, PULLS_HWM)
         self._socket.set(zmq.MAXMSGSIZE, 64 * 1024)
         try:
             self.address = bind(self._socket, host, port, curve)
@@ -137,15 +137,15 @@ class KVLender:
             self._refuse(peer, pull, why)
         elif len(pull.hashes) % BLOCK_HASH_BYTES:
             self._refuse(peer, pull, f"hashes of {len(pull.hashes)} bytes, not a multiple of {BLOCK_HASH_BYTES}")
-        elif not self._has_place((peer, pull.request_id, pull.attempt), now):
+        elif not self._take_place((peer, pull.request_id, pull.attempt), now):
             self._refuse(peer, pull, f"{MAX_LENT} pulls are served already")
         elif not pull.hashes:
             self._send(peer, self._offer(pull))
         else:
             self._lend(peer, pull)
 
-    def _has_place(self, key: tuple[bytes, str, int], now: float) -> bool:
-        """Give a pull a place, or renew it."""
+    def _take_place(self, key: tuple[bytes, str, int], now: float) -> bool:
+        """Give a pull a place, or renew its own; False when all are taken."""
         while self._places and next(iter(self._places.values())) < now - LEASE_S:
             self._places.popitem(last=False)
         if key not in self._places and len(self._places) >= MAX_LENT:

@@ -37,6 +37,7 @@ from common.transfer.pull import Pull
 from common.wire.codec import decode
 from common.wire.curve import Curve
 from common.wire.drop_log import DropLog
+from common.wire.message_fields import COUNT_BITS
 from common.wire.messages import KVAck, KVBlocks, KVFailed, KVOpen, KVPeer, Message
 
 if TYPE_CHECKING:
@@ -50,11 +51,11 @@ MAX_PULLS = 4
 AVOID_S = 10.0
 """So long nothing is asked of a peer that was silent until a pull's deadline."""
 MAX_CONNECTIONS = 64
+"""To peers: beyond it the one that was used longest ago is closed."""
 CANCELLED_S = 0.05
 """How soon a pull that the engine gave up makes room for the next one."""
-GUESSED_RATE, GUESSED_LATENCY_S = 5e8, 2e-3
+ASSUMED_PULL_BYTES_S, ASSUMED_LATENCY_S = 5e8, 2e-3
 """Bytes a second, and seconds, that a pull is taken to need before one was measured."""
-TOKEN_BITS = 62
 
 
 class KVPuller:
@@ -87,7 +88,7 @@ class KVPuller:
         self._poller = zmq.Poller()
         self._poller.register(self._commands.socket, zmq.POLLIN)
         self._fit = LinkFit()
-        self._guess = LinkModel(latency_s=GUESSED_LATENCY_S, byte_s=1 / GUESSED_RATE, block_bytes=block_bytes)
+        self._assumed = LinkModel(latency_s=ASSUMED_LATENCY_S, byte_s=1 / ASSUMED_PULL_BYTES_S, block_bytes=block_bytes)
         self._drops = DropLog(log, "a frame of a pull")
         self._thread = threading.Thread(target=self._main, name="kv-puller", daemon=True)
 
@@ -104,8 +105,8 @@ class KVPuller:
 
     @property
     def link(self) -> LinkModel:
-        """What pulls took; a guess before the first one."""
-        return self._fit.model if self._fit.model.is_known else self._guess
+        """What pulls took; an assumption before the first one."""
+        return self._fit.model if self._fit.model.is_known else self._assumed
 
     def can_pull(self, peer: KVPeer, now: float) -> bool:
         """Whether a place is free, and the peer was not silent lately."""
@@ -117,7 +118,7 @@ class KVPuller:
         """Begin. The thread has the blocks on loan until `ReadEnded`, or `read.cancel` returned."""
         with self._lock:
             self._num_active += 1
-        token = secrets.randbits(TOKEN_BITS)
+        token = secrets.randbits(COUNT_BITS)
         self._commands.put(Pull(read, peer, self._fingerprint, token, time.monotonic()))
 
     # ------------------------------------------------------------ the puller's thread

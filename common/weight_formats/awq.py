@@ -12,26 +12,25 @@ import torch
 from common.errors import ModelError
 from common.weight_formats.bit_fields import WORD_BITS, bit_fields
 from common.weight_formats.grouped_integers import GroupedIntegers
-from common.weight_formats.tensors import CheckpointTensors, expect
+from common.weight_formats.tensors import PACKED, SCALE_TYPES, CheckpointTensors, expect
 
-MARKER: Final = ".qweight"
 BITS: Final = 4
+"""Of each integer: AutoAWQ writes no others."""
 FIELD_OF_OUTPUT: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-SCALE_TYPES: Final = ("F16", "BF16", "F32")
 
 
 class AWQLayout:
     """Reads modules of one checkpoint."""
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
-        return tensors.has(module + MARKER)
+        return tensors.has(module + PACKED)
 
     def holds_integers(self, tensors: CheckpointTensors, module: str) -> bool:
         return True
 
     def check(self, tensors: CheckpointTensors, module: str) -> None:
         """ModelError where the heads of a module's tensors do not fit together."""
-        columns, words = expect(tensors, module + MARKER, ("I32",)).shape
+        columns, words = expect(tensors, module + PACKED, ("I32",)).shape
         groups = expect(tensors, f"{module}.scales", SCALE_TYPES).shape[0]
         expect(tensors, f"{module}.qzeros", ("I32",), (groups, words))
         expect(tensors, f"{module}.scales", SCALE_TYPES, (groups, words * WORD_BITS // BITS))
@@ -39,7 +38,7 @@ class AWQLayout:
             raise ModelError(f"{tensors.label}: {module} has {columns} inputs in {groups} groups, which are not whole")
 
     def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers:
-        fields = bit_fields(tensors.tensor(module + MARKER), BITS, FIELD_OF_OUTPUT)
+        fields = bit_fields(tensors.tensor(module + PACKED), BITS, FIELD_OF_OUTPUT)
         zeros = bit_fields(tensors.tensor(f"{module}.qzeros"), BITS, FIELD_OF_OUTPUT)
         scale = tensors.tensor(f"{module}.scales").t().float().contiguous()
         numbers = fields.view(torch.int8).t().contiguous()

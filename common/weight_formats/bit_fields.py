@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 WORD_BITS: Final = 32
+"""Of the int32 that every tool packs into."""
 
 
 def bit_fields(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:

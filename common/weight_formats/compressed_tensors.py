@@ -21,12 +21,11 @@ from common.weight_formats.bit_fields import WORD_BITS, bit_fields, centred
 from common.weight_formats.float8 import Float8Layout, ScaledFloats
 from common.weight_formats.gptq import activation_order
 from common.weight_formats.grouped_integers import GroupedIntegers
-from common.weight_formats.tensors import CheckpointTensors, expect
+from common.weight_formats.quantization_config import BITS
+from common.weight_formats.tensors import SCALE_TYPES, CheckpointTensors, expect
 
 PACKED, INT8 = "weight_packed", "I8"
-SCALE_TYPES: Final = ("F16", "BF16", "F32")
 ZERO_TYPES: Final = ("I32", "I8")
-BITS: Final = (4, 8)
 
 
 class CompressedLayout:

@@ -6,18 +6,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from common.errors import ModelError
 from common.weight_formats.bit_fields import WORD_BITS, bit_fields, centred
 from common.weight_formats.grouped_integers import GroupedIntegers
-from common.weight_formats.tensors import CheckpointTensors, expect
-
-MARKER: Final = ".qweight"
-SCALE_TYPES: Final = ("F16", "BF16", "F32")
-BITS: Final = (4, 8)
+from common.weight_formats.quantization_config import BITS
+from common.weight_formats.tensors import PACKED, SCALE_TYPES, CheckpointTensors, expect
 
 
 class GPTQLayout:
@@ -27,7 +22,7 @@ class GPTQLayout:
         self.zero_shift = zero_shift
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
-        return tensors.has(module + MARKER)
+        return tensors.has(module + PACKED)
 
     def holds_integers(self, tensors: CheckpointTensors, module: str) -> bool:
         return True
@@ -49,7 +44,7 @@ class GPTQLayout:
 
     def _bits(self, tensors: CheckpointTensors, module: str) -> tuple[int, int]:
         """Bits and inputs, by the tensors' shapes: one checkpoint may mix them."""
-        words, outputs = expect(tensors, module + MARKER, ("I32",)).shape
+        words, outputs = expect(tensors, module + PACKED, ("I32",)).shape
         groups = expect(tensors, f"{module}.scales", SCALE_TYPES).shape[0]
         zeros = expect(tensors, f"{module}.qzeros", ("I32",)).shape
         bits = zeros[1] * WORD_BITS // outputs

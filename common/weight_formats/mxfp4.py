@@ -15,8 +15,10 @@ from torch import Tensor
 from common.weight_formats.tensors import CheckpointTensors, expect
 from kernels import QuantisedWeight
 
-GROUP: Final = 32
+MXFP4_GROUP: Final = 32
+"""Weights that share an exponent, and what is added to it: the Open Compute Project's definition of MX formats."""
 EXPONENT_BIAS: Final = 127
+"""What the format adds to each exponent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class MicroscaledFloats:
 def microscaled(codes: Tensor, exponents: Tensor) -> QuantisedWeight:
     """W of codes uint8 [out, in], one in a byte, and exponents plus 127, uint8 [out, in / 32]."""
     scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - EXPONENT_BIAS)
-    return QuantisedWeight(4, GROUP, codes, scale.bfloat16(), None)  # bfloat16 has all powers of two that these can be
+    return QuantisedWeight(
+        4, MXFP4_GROUP, codes, scale.bfloat16(), None
+    )  # bfloat16 has all powers of two that these can be
 
 
 class MXFP4Layout:
@@ -54,7 +58,7 @@ class MXFP4Layout:
     def check(self, tensors: CheckpointTensors, module: str) -> None:
         """ModelError where the heads of a tensor's parts do not fit together."""
         blocks = expect(tensors, f"{module}_blocks", ("U8",)).shape
-        expect(tensors, f"{module}_blocks", ("U8",), (*blocks[:-1], GROUP // 2))
+        expect(tensors, f"{module}_blocks", ("U8",), (*blocks[:-1], MXFP4_GROUP // 2))
         expect(tensors, f"{module}_scales", ("U8",), blocks[:-1])
 
     def read(self, tensors: CheckpointTensors, module: str) -> MicroscaledFloats:

@@ -36,6 +36,7 @@ class QuantizationConfig:
 
 
 BITS: Final = (4, 8)
+"""Of the integers that GPTQ and compressed-tensors write, and the kernels read."""
 COMPRESSED_FORMATS: Final = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"),
 )

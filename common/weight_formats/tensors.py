@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
 from common.errors import ModelError
+
+SCALE_TYPES: Final = ("F16", "BF16", "F32")
+"""Of the scales of integers, as every tool writes them."""
+PACKED: Final = ".qweight"
+"""Ends the name of a tensor of words of AWQ and of GPTQ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from common.wire.message_fields import Count, Message, Name, Text
 MAX_ADAPTERS = 256
 """Names that a worker tells of, those included that were unloaded or could not be loaded."""
 MAX_PATH = 1024
+"""Characters."""
 FLAG_VERSION = 1
 """Of what a flag loaded: every order of a router is newer."""
 AdapterPath = Annotated[str, Meta(max_length=MAX_PATH)]

@@ -10,6 +10,7 @@ from common.wire.listening import in_url, listening_host
 HANDSHAKE_MS = 10_000
 """A connection without a complete handshake is cut off by then: until then it costs a descriptor."""
 BACKLOG = 1024
+"""Peers whose connections wait to be accepted: a whole fleet that dials at once."""
 
 
 def bind(socket: AnySocket, host: str, port: int, curve: Curve | None = None) -> str:

@@ -18,6 +18,7 @@ from common.wire.message_fields import MAX_MESSAGE_BYTES
 from common.wire.messages import AnyMessage, Message
 
 CHECKSUM_BYTES = 8
+"""XXH3 of 64 bits behind each message."""
 
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 

@@ -19,6 +19,7 @@ from zmq.utils import z85
 from common.errors import ConfigError
 
 KEY_CHARACTERS, KEY_BYTES = 40, 32
+"""Of a key in Z85, and as bytes: ZeroMQ's CURVE."""
 _PAIR_RULE = "a file that `diptych keygen` wrote"
 _HEADER = """\
 # A CURVE key pair of Diptych. Keep this file secret: with the secret key, any program passes for one of your processes.

@@ -18,6 +18,7 @@ from common.wire.curve import AnySocket, Curve
 NEXT_KEY_S = 0.1
 """Between two keys: ZeroMQ has reported all events of the first one by then."""
 RETRY_S = 0.5
+"""Between two rounds of dialling."""
 ROUNDS = 3
 """How often every key must fail before that counts as a refusal: a process that ends breaks handshakes off too."""
 CERTAIN_S = 10.0

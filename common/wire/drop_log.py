@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 EVERY_S = 1.0
+"""A flood of bad frames makes a line in so many seconds."""
 
 
 class DropLog:

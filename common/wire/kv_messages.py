@@ -15,8 +15,11 @@ from common.wire.message_fields import MAX_TOKENS, Count, Finite, Message, Name,
 from common.wire.sampling_params import TokenLogprobs
 
 MAX_BLOCKS_PER_FRAME = 256
+"""Bounds the lists that a message may bring: a checksum and a source for each block."""
 NONCE_BYTES = 16
+"""Random bytes behind offered blocks: a peer that reads the same there has the memory that was offered."""
 BLOCK_HASH_BYTES = 16
+"""128 bits: two prompts with one hash would share KV, so even hostile clients must find no such pair."""
 
 
 class KVMemory(msgspec.Struct, frozen=True, array_like=True):

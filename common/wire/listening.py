@@ -6,6 +6,8 @@ import socket
 from functools import cache
 
 ALL, ALL_IPV4 = "::", "0.0.0.0"
+CLIENTS_BACKLOG = 2048
+"""Connections of clients that wait to be accepted: as many as a burst brings; the kernel may have a lower bound."""
 
 
 def in_url(host: str) -> str:

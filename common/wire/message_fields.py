@@ -12,15 +12,21 @@ from msgspec import Meta
 from common.errors import WireError
 
 PROTOCOL_VERSION = 10
+"""Raised with every change of a message: a worker takes no router of another version."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Of one message without blocks: a prompt of four million tokens."""
 MAX_TOKENS = MAX_MESSAGE_BYTES // 4
 MAX_PRIORITY = 10
+"""Levels to either side of 0."""
 
 Role = Literal["prefill", "decode"]
 """Of a worker. `WorkerHello.role` is any text, so that a router can name a worker of unknown role in its log."""
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
-Count = Annotated[int, Meta(ge=0, le=2**62)]
+COUNT_BITS = 62
+"""Of the largest `Count`, and so of the secrets that travel as one."""
+Count = Annotated[int, Meta(ge=0, le=2**COUNT_BITS)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 """A duration or the reading of a monotonic clock. Infinity and NaN would spread through every sum."""
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]

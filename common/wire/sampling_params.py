@@ -7,17 +7,19 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-MAX_STOP_TOKEN_IDS = 128
-MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_ALLOWED_TOKENS = 128, 1024, 65_536
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 1024
+"""Entries of the lists of one request, which a worker goes through for every token of its answer."""
 MAX_TOP_LOGPROBS = 20
 """Alternatives that every request may ask for."""
 MAX_VOCABULARY = 2**20
 """More ids than any model has: as many alternatives may be asked for where the router's operator allows it."""
-MAX_ALLOWED_TOKENS = 65_536
-MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 1024
 MAX_THINKING_MARK = 32
 """Tokens of the text that begins or ends a thought."""
 MAX_GRAMMAR_CHARS = 128 * 1024
+"""Of what llguidance compiles, before its own bounds end the work."""
+LOGPROB_FLOOR = -9999.0
+"""Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
 BadWord = Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # torch
 
 log = logging.getLogger(__name__)
 MAX_SHOWN_REASON = 500
+"""Characters of why an adapter could not be loaded."""
 
 
 class WorkerAdapters:

@@ -40,6 +40,7 @@ from common.wire.messages import (
 
 log = logging.getLogger(__name__)
 CONTROL_HWM = 100_000
+"""Messages queued for one router, and from it: more mean that it no longer reads."""
 MAX_ROUTERS = 1024
 """More than any cluster has: bounds how many names a flood of hellos makes this worker remember."""
 CUT_BEATS = 2

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
+"""Between two looks whether the last request has ended, and between two tries to bind."""
 ROLE_DRAIN_S = 30.0
 """How long a worker that is to change its role takes nothing new. If requests are left then, it stays what it is."""
 BIND_S = 2.0

@@ -33,6 +33,7 @@ IDLE_CHECK_S = 0.5
 """How long a worker must be idle before it checks its blocks. At once, the check would take the core on which the other
 pool computes the same request's next token."""
 INBOX_BOUND = 65_536
+"""Commands that wait for the engine: more than routers send a worker in a step."""
 PROGRESS_INTERVAL_S = 1.0
 """How often routers hear of requests that make progress but have no new token."""
 MAX_FAILED_STEPS = 8

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 INTERVAL_S = 5.0
+"""Between two looks: each change is a write to the API server."""
 
 
 def cost_of(num_requests: int) -> int:

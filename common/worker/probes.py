@@ -25,10 +25,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from common.wire.listening import listen
 
 BACKLOG = 128
+"""Connections that wait to be accepted."""
 ANSWER_S = 10.0
 """How long a connection may live without a completed answer."""
 MAX_CONNECTIONS = 256
+"""Beyond it the one that was answered longest ago is closed: probes must always get in."""
 MAX_REQUEST_BYTES = 16 * 1024
+"""A probe is a line and some headers."""
 
 
 @dataclass(frozen=True)

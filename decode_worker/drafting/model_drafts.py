@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts
+from common.observe.ewma import Ewma
 from common.requests.token_goal import TokenGoal
 from decode_worker.drafting.draft_depth import Depth, StepSize, best_depth
 from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates, of_model
@@ -34,7 +35,7 @@ MOST_SEQUENCES = 64
 """Larger batches draft nothing: their rows cost what a token brings."""
 IDLE_CHUNK_S = 0.02
 """Of computing in a row while the worker is idle: a request that comes waits for its end."""
-LEAST_CHUNK, MOST_CHUNK = 16, 512
+LEAST_AT_ONCE, MOST_AT_ONCE = 16, 512
 """Tokens that are caught up with at once, while the worker is idle."""
 LEAST_BESIDE = 8
 """Tokens that are caught up with beside a step, which itself adds one or some."""
@@ -66,7 +67,7 @@ class ModelDrafts:
         """`rates` and `steps` are learnt from by others: how often tokens are accepted, what rows of a step cost."""
         self._drafter, self._rules, self._bounds = drafter, rules, bounds
         self._rates, self._steps = rates, steps
-        self._mean_answer = float(USUAL_ANSWER)
+        self._answer_tokens = Ewma(ANSWER_SMOOTHING, start=USUAL_ANSWER)
         self._has_failed = False
         self._no_room_until = 0.0
         self.spent_s = self.total_s = 0.0
@@ -141,7 +142,7 @@ class ModelDrafts:
         plain_s = self._steps.seconds(len(decoding))
         budget_s = longest(plain_s, self._bounds.goal) - plain_s
         token_s = self._drafter.token_s
-        self._compute(sequence, max(LEAST_BESIDE, int(budget_s / token_s)) if token_s else LEAST_CHUNK)
+        self._compute(sequence, max(LEAST_BESIDE, int(budget_s / token_s)) if token_s else LEAST_AT_ONCE)
 
     def next_idle(self, sequences: Iterable[DecodeSequence]) -> DecodeSequence | None:
         """The sequence to catch up with while the worker has nothing else to compute."""
@@ -154,12 +155,12 @@ class ModelDrafts:
 
     def _catch_up_idle(self, sequence: DecodeSequence) -> None:
         token_s = self._drafter.token_s
-        most = min(MOST_CHUNK, max(LEAST_CHUNK, int(IDLE_CHUNK_S / token_s))) if token_s else LEAST_CHUNK
+        most = min(MOST_AT_ONCE, max(LEAST_AT_ONCE, int(IDLE_CHUNK_S / token_s))) if token_s else LEAST_AT_ONCE
         self._compute(sequence, most)
 
     def answered(self, num_tokens: int) -> None:
         """An answer of so many tokens has ended."""
-        self._mean_answer += ANSWER_SMOOTHING * (num_tokens - self._mean_answer)
+        self._answer_tokens.observe(num_tokens)
 
     def retain(self, has: Callable[[DecodeSequence], bool]) -> None:
         """Release the draft KV of sequences that are gone, preempted or about to leave."""
@@ -215,7 +216,7 @@ class ModelDrafts:
     def _expected_more(self, sequence: DecodeSequence) -> float:
         """Tokens that the sequence may be expected to get still: at least as many as it has got."""
         num_output, left = sequence.num_output_tokens, sequence.params.max_tokens - sequence.num_output_tokens
-        return min(left, max(self._mean_answer - num_output, num_output))
+        return min(left, max(self._answer_tokens.value - num_output, num_output))
 
     def _compute(self, sequence: DecodeSequence, most_tokens: int) -> None:
         if not self._timed(lambda: self._drafter.catch_up(sequence, most_tokens), 0):

@@ -14,7 +14,8 @@ from kernels.experts import Expert, Experts
 from kernels.interface.quantised import QuantisedWeight
 from kernels.plain import backend as plain
 
-ROWS = 5
+EXPERT_ROWS = 5
+"""Odd: no multiple of what programs take together."""
 ROWS_TOGETHER = 80
 """Of the batch in which a row's bits are looked at."""
 
@@ -23,12 +24,12 @@ def experts_check(
     experts: Experts, per_token: int, hidden_size: int, activation: str, device: torch.device, random: torch.Generator
 ) -> Finding:
     """Rows that go to different experts, and two that share all of theirs."""
-    x = torch.randn(ROWS, hidden_size, generator=random).to(device=device, dtype=experts.dtype)
+    x = torch.randn(EXPERT_ROWS, hidden_size, generator=random).to(device=device, dtype=experts.dtype)
     order = torch.randperm(experts.count, generator=random)
-    chosen = torch.stack([order.roll(i // 2 * per_token)[:per_token] for i in range(ROWS)])
-    shares = torch.rand(ROWS, per_token, generator=random) + 0.1
+    chosen = torch.stack([order.roll(i // 2 * per_token)[:per_token] for i in range(EXPERT_ROWS)])
+    shares = torch.rand(EXPERT_ROWS, per_token, generator=random) + 0.1
     found = experts(x, chosen.to(device), shares.to(device), activation)
-    expected = torch.zeros(ROWS, hidden_size, dtype=torch.float32, device=device)
+    expected = torch.zeros(EXPERT_ROWS, hidden_size, dtype=torch.float32, device=device)
     for row, (ids, parts) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
         for index, part in zip(ids, parts, strict=True):
             expected[row] += part * _mlp(experts.expert(index), x[row : row + 1].float(), activation)[0]
@@ -36,7 +37,7 @@ def experts_check(
     compared = finding("experts", words, [("output", found, expected, experts.dtype)])
     if not experts.batch_invariant:
         return compared
-    repeated = torch.arange(ROWS_TOGETHER) % ROWS
+    repeated = torch.arange(ROWS_TOGETHER) % EXPERT_ROWS
     inputs = (x[repeated.to(device)], chosen[repeated].to(device), shares[repeated].to(device))
     return by_rows(compared, partial(_multiplied, experts, activation), *inputs)
 

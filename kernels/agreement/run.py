@@ -15,6 +15,7 @@ from kernels.agreement.shape import CheckedShape
 from kernels.device import on_device
 
 SEED = 20_251_125
+"""Any number: a check that fails must fail again."""
 TOKENS_BESIDE = 1200
 """Of the shorter sequences of a check, beside its longest."""
 HOST_TOKENS = 192

@@ -13,9 +13,11 @@ from kernels.plain import seats as plain
 
 FillRows = Callable[[Tensor, SeatLayout, Tensor, int, StepRows], None]
 UNWRITTEN = -77
+"""No token, position or block has it."""
 MOST_BLOCKS = 1 << 24
 """So many that slots need 64 bits."""
 NUM_SEATS, NUM_TAKEN = 21, 18
+"""Odd, and not all taken: rows of free seats must stay as they are."""
 
 
 def seats_check(

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 LARGE_PAGE: Final = 2 * 1024 * 1024
+"""Bytes: of x86 and of most ARM kernels."""
 CHUNK: Final = 32 * 1024 * 1024
+"""Bytes that are mapped at least, so that small weights share large pages."""
 LINE: Final = 64
+"""Bytes of a cache line, at which each weight begins."""
 
 
 def prefer_large_pages(pages: mmap.mmap) -> None:

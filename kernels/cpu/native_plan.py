@@ -17,6 +17,7 @@ from kernels.plain import backend as plain
 WIDTH_MULTIPLE: Final = 16
 """Of head sizes and widths that the kernels take: the lanes of the widest vectors."""
 MAX_HEAD_DIM: Final = 1024
+"""What the native kernels have room for."""
 ROWS_PER_UNIT: Final = 96
 """Query rows (tokens x heads of a group) that share one pass over the keys."""
 HEADS_PER_GROUP: Final = 8

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 OCTET = 8
+"""Inputs whose upper bits fill a byte for each bit."""
 
 
 def unit_of(bits: int) -> int:

@@ -24,8 +24,10 @@ from torch import Tensor
 from kernels.interface.draws import SamplingTensors
 
 WARPS = 16
+"""Of a program, which samples a row alone."""
 MIN_BLOCK, MAX_BLOCK = WARPS * 32, 4096  # every thread has a token of its own
 MAX_VOCAB = (1 << 19) - 1
+"""Tokens whose masses add up without overflow."""
 BINS = tl.constexpr(256)
 BIN_BITS = tl.constexpr(20)  # of a float32 below its exponent and 3 bits of its mantissa
 ONE_BITS = tl.constexpr(0x3F800000)

@@ -15,6 +15,7 @@ TEMPERATURE, MIN_P, TOP_K = tl.constexpr(at.TEMPERATURE), tl.constexpr(at.MIN_P)
 ENTRIES = 256
 """Of a block table that a program copies in one go."""
 WARPS = 4
+"""Of a program, which fills a row of the step."""
 
 
 # One compilation for all sizes of steps.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 SPLIT_TOKENS = 512  # of a sequence of up to MAX_SPLITS - 1 times as many tokens; longer ones have longer splits
 MAX_SPLITS = 64
+"""Of a sequence: bounds the memory of partial results."""
 ITEM_FIELDS = 4  # span, first key, end of keys, place of the partial result (-1: the only split writes the output)
 SPAN_BLOCK = 256  # spans that a program looks at in one go; one number for all plans, so one compilation
 

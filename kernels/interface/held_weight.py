@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.interface.quantised import BLOCK, QuantisedWeight, as_floats
 
 NIBBLE = 4
+"""Bits."""
 
 
 @dataclass(frozen=True, slots=True)

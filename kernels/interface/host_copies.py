@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes, for views of any type
+ALIGN_BYTES = 16  # for views of any type
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -18,7 +18,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     starts, end = [], 0
     for array in arrays:
         starts.append(end)
-        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        end += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
     host = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     memory = host.numpy()
     for start, array in zip(starts, arrays, strict=True):

@@ -17,6 +17,7 @@ from torch import Tensor
 SCALE_BYTES = 4
 LARGEST_FP8 = 448.0
 LARGEST_INT8 = 127.0
+"""Of float8_e4m3fn, and of int8 as scales use it: the same to both sides of 0."""
 LEAST_SCALE = 2.0**-100
 """Of a transfer buffer's numbers: see `kernels.blocks`."""
 

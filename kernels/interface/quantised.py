@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 INT8_GROUP: Final = 64
+"""Inputs that share a scale."""
 INT4_GROUP: Final = 32
 BLOCK: Final = 256
 """Inputs that share what steps are multiplied by."""

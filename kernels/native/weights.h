@@ -72,7 +72,20 @@ typedef SteppedNibbles<6, false> Q6K;
 typedef SteppedNibbles<6, true> MixedK; // of Q4_K, Q5_K and Q6_K in one matrix, which it holds all
 
 // The numbers that Python names formats by: kernels/cpu/packed.py.
-enum class Format : int64_t { FLOAT32, WIDENED_BF16, WIDENED_FP16, BF16, BF16_12BIT, Q8, Q4, Q5, Q4K, Q5K, Q6K, MIXED_K };
+enum class Format : int64_t {
+    FLOAT32,
+    WIDENED_BF16,
+    WIDENED_FP16,
+    BF16,
+    BF16_12BIT,
+    Q8,
+    Q4,
+    Q5,
+    Q4K,
+    Q5K,
+    Q6K,
+    MIXED_K,
+};
 
 // Calls back with an object of the format's type.
 template <typename F> inline auto by_format(Format format, F &&call) {

@@ -16,7 +16,7 @@ from statistics import median_high
 
 from common.config import RouterConfig
 from common.config.request_class import DEFAULT, RequestClass
-from common.errors import Overloaded
+from common.errors import MAX_RETRY_AFTER_S, RETRY_AFTER_S, Overloaded
 from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
 from common.wire.message_fields import MAX_PRIORITY, Role
@@ -38,8 +38,6 @@ from router.streams.request_state import Assignment, RequestState, Stage
 
 log = logging.getLogger(__name__)
 
-MAX_RETRY_AFTER_S = 60.0
-"""No prediction of a queue holds for longer."""
 LEAST_SHARE = 0.25
 """Of a goal, that others may take: a request that needs most of it would be refused whenever it comes, and never be
 served."""
@@ -397,4 +395,4 @@ def _shed(waited_s: float, later_s: float, limit_s: float) -> Overloaded:
 
 
 def _retry_after_s(later_s: float) -> float:
-    return min(MAX_RETRY_AFTER_S, max(1.0, later_s))
+    return min(MAX_RETRY_AFTER_S, max(RETRY_AFTER_S, later_s))

@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from common.wire.message_fields import Role
+from common.wire.message_fields import ROLES
 from common.worker.scaling import DecodeLoad, backlog_s, pressure, unblocked_share
 from router.fleet.worker import Worker, WorkerState
 from router.streams.request_state import RequestState
 
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 STATES = (*(str(state) for state in WorkerState), "withheld")
 
 

@@ -14,7 +14,7 @@ from router.api.batches.shape import batch_object, page_object
 from router.api.file_routes import batches_of
 from router.api.openai.batch_answers import BatchBody, BatchListBody
 from router.api.openapi import documented
-from router.api.query import json_answer, number, owner_of, parameters
+from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, json_answer, number, owner_of, parameters
 from router.generation.service import service_of
 
 batch_routes = APIRouter()
@@ -22,7 +22,6 @@ batch_routes = APIRouter()
 
 TAGS: list[str | Enum] = ["batches"]
 ONE: Final = "/v1/batches/{batch_id}"
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 
 LISTED: dict[str, Any] = documented(None, BatchListBody) | {
     "openapi_extra": parameters(

@@ -27,8 +27,8 @@ file_routes = APIRouter()
 
 TAGS: list[str | Enum] = ["files"]
 ONE: Final = "/v1/files/{file_id}"
-MAX_LIMIT = 10_000
-MIB = 1024 * 1024
+MAX_LISTED = 10_000
+"""Files in one answer, as OpenAI has it."""
 READ_BYTES = 1024 * 1024
 """What a download holds in memory."""
 
@@ -56,7 +56,7 @@ UPLOADED: dict[str, Any] = documented(None, FileBody) | {
 LISTED: dict[str, Any] = documented(None, FileListBody) | {
     "openapi_extra": parameters(
         purpose={"type": "string"},
-        limit={"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": MAX_LIMIT},
+        limit={"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": MAX_LISTED},
         order={"enum": ["asc", "desc"], "default": "desc"},
         after={"type": "string"},
     )
@@ -83,7 +83,7 @@ async def upload(request: Request) -> Response:
     service.check_open()
     with kept.uploads.place(owner):
         file = StoredFile(new_file_id(), owner, BATCH_INPUT, "", now, now + store.max_age_s)
-        stored = await Upload(store, file, service.config.max_file_mib * MIB).read(request)
+        stored = await Upload(store, file, service.config.max_file_mib * 2**20).read(request)
     return json_answer(file_object(stored))
 
 
@@ -91,7 +91,7 @@ async def upload(request: Request) -> Response:
 async def list_files(request: Request) -> Response:
     """The key's files, the latest first."""
     asked = request.query_params
-    limit = number(asked, "limit", default=MAX_LIMIT, least=1, most=MAX_LIMIT)
+    limit = number(asked, "limit", default=MAX_LISTED, least=1, most=MAX_LISTED)
     found = await batches_of(request).files(
         owner_of(request),
         purpose=asked.get("purpose"),

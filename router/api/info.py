@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from common import __version__
-from common.errors import InvalidRequest, Unavailable
+from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
 from router.api import service_answers
 from router.api.anthropic import answers as anthropic_answers
 from router.api.anthropic.fields import CountTokensRequest
@@ -31,9 +31,8 @@ from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.request.large_body import check_number_of_ids
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
-from router.text.text_threads import SHORT
+from router.text.text_threads import SHORT_TEXT
 
-NOT_READY_RETRY_S = 1.0
 EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)
 
 probe_routes = APIRouter(tags=["operate"])
@@ -75,7 +74,7 @@ async def ready(request: Request) -> Response:
     if asked is not None and (is_ready or not service.draining):
         is_ready, detail = service.models.one(asked).able
     if not is_ready:
-        return error_response(Unavailable(detail, retry_after_s=NOT_READY_RETRY_S))
+        return error_response(Unavailable(detail, retry_after_s=RETRY_AFTER_S))
     return _json({"status": "ready", "detail": detail})
 
 
@@ -111,7 +110,7 @@ async def load(request: Request) -> Response:
     if service.siblings is None:
         return _json(load_of(of))
     params = {} if asked is None else {"model": of.model_name}
-    others = (orjson.loads(body) for body in (await service.siblings.told("/load", **params)).values())
+    others = (orjson.loads(body) for body in (await service.siblings.ask_all("/load", **params)).values())
     told = [orjson.loads(orjson.dumps(own_load(of))), *others]
     return _json(merged_load([one["load"] for one in told], [one["counts"] for one in told]))
 
@@ -202,7 +201,7 @@ async def tokenize(request: Request) -> Response:
         names = [service.text.tokenizer.id_to_token(token_id) for token_id in named]
         return _json(body | {"token_strs": names if fields.return_token_strs else None})
 
-    return await service.text.apart(answer) if len(token_ids) > SHORT else answer()
+    return await service.text.apart(answer) if len(token_ids) > SHORT_TEXT else answer()
 
 
 @token_routes.post("/detokenize", **documented(DetokenizeRequest, service_answers.Text))
@@ -214,7 +213,7 @@ async def detokenize(request: Request) -> Response:
         service = service.models.one(fields.model, key_of(request))
         check_number_of_ids(len(fields.tokens), service.max_detokenize_ids)
         shown = await service.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
-    many = len(fields.tokens) > SHORT
+    many = len(fields.tokens) > SHORT_TEXT
     return await service.text.apart(partial(_json, {"prompt": shown})) if many else _json({"prompt": shown})
 
 

@@ -12,7 +12,10 @@ from starlette.responses import Response
 from common.errors import InvalidRequest
 from router.auth.visit import Visit
 
-MAX_SHOWN_CHARS = 40
+MAX_VALUE_SHOWN = 40
+"""Characters of a wrong parameter that an error shows."""
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+"""Entries in one answer with a list, as OpenAI has them."""
 
 
 def parameters(**names: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def flag(asked: Mapping[str, str], name: str) -> bool:
     """A parameter that is true or false. Raises InvalidRequest."""
     value = asked.get(name, "false").lower()
     if value not in ("true", "false", "1", "0"):
-        raise InvalidRequest(f"{name}: must be true or false (got {value[:MAX_SHOWN_CHARS]!r})", param=name)
+        raise InvalidRequest(f"{name}: must be true or false (got {value[:MAX_VALUE_SHOWN]!r})", param=name)
     return value in ("true", "1")
 
 
@@ -40,7 +43,7 @@ def number(asked: Mapping[str, str], name: str, *, default: int, least: int, mos
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
-        shown = text[:MAX_SHOWN_CHARS]
+        shown = text[:MAX_VALUE_SHOWN]
         raise InvalidRequest(f"{name}: must be a whole number from {least:,} to {most:,} (got {shown!r})", param=name)
     return int(text)
 
@@ -49,7 +52,7 @@ def order_of(asked: Mapping[str, str]) -> str:
     """`order`: asc or desc. Raises InvalidRequest."""
     order = asked.get("order") or "desc"
     if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order: must be asc or desc (got {order[:MAX_SHOWN_CHARS]!r})", param="order")
+        raise InvalidRequest(f"order: must be asc or desc (got {order[:MAX_VALUE_SHOWN]!r})", param="order")
     return order
 
 

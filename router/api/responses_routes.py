@@ -12,17 +12,17 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from common.errors import InvalidRequest, Unavailable
+from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
 from router.api.generate import serve
 from router.api.inner import CANCEL, DELETE, EVENTS
 from router.api.openai import answers as openai_answers
 from router.api.openai.translated import plan_translated
 from router.api.openapi import documented
-from router.api.query import flag, json_answer, number, order_of, owner_of, parameters
+from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, flag, json_answer, number, order_of, owner_of, parameters
 from router.api.responses.answers import ResponsesFrames
 from router.api.responses.background import BackgroundAnswer
 from router.api.responses.fields import ResponsesRequest
-from router.api.responses.items import DEFAULT_LIMIT, MAX_LIMIT, page_of
+from router.api.responses.items import page_of
 from router.api.responses.kept import KeptResponses
 from router.generation.choices.origin import Origin
 from router.generation.choices.request_log import RequestLog
@@ -31,7 +31,7 @@ from router.generation.exchange import STREAM_HEADERS, Exchange
 from router.generation.plan import AnswerPlan
 from router.generation.service import Service, service_of
 from router.request.paths import RESPONSES_PATH
-from router.store.errors import RETRY_AFTER_S, StoreFailed
+from router.store.errors import StoreFailed
 
 response_routes = APIRouter()
 """`/v1/responses` and the responses below it."""

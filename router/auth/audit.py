@@ -17,14 +17,18 @@ from collections.abc import Callable, Mapping
 import orjson
 
 from common.errors import ConfigError
+from common.observe.logging import REMIND_S
 
 log = logging.getLogger(__name__)
 
 QUEUE_BOUND = 10_000
+"""Entries that wait to be written; more are dropped and counted."""
 BATCH = 512
+"""Entries in one write."""
 POLL_S = 0.2
+"""How long an idle writer waits before it looks whether it is to end or to reopen the file."""
 WRITABLE_S = 1.0
-COMPLAIN_EVERY_S = 60.0
+"""How long a full pipe may take to have room; then entries are dropped and counted."""
 STDOUT = "-"
 FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -136,7 +140,7 @@ class AuditLog:
 
     def _complain(self, error: OSError) -> None:
         now = time.monotonic()
-        if now - self._complained_at >= COMPLAIN_EVERY_S:
+        if now - self._complained_at >= REMIND_S:
             self._complained_at = now
             log.error("the audit log cannot be written", extra={"file": self._path, "why": error.strerror})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from common.config.request_class import BATCH_CLASSES, DEFAULT, RequestClass
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, quoted
 from router.auth.errors import Forbidden
 from router.auth.keys import ApiKey
 from router.streams.client import Caller
@@ -31,7 +31,10 @@ def class_of(
 ) -> RequestClass:
     """The class of a request. Raises InvalidRequest for an unknown name, Forbidden for one that the key may not use."""
     if header and field and header != field:
-        raise InvalidRequest(f"{PARAM}: is {_shown(field)}, but the header {HEADER} says {_shown(header)}", param=PARAM)
+        raise InvalidRequest(
+            f"{PARAM}: is {_shown(field)}, but the header {HEADER} says {_shown(header)}",
+            param=PARAM,
+        )
     if name := field or header:
         return _named(classes, key, name)
     return next(_stands_for(classes, key, tier), _own(classes, key))
@@ -78,4 +81,4 @@ def _named(classes: Mapping[str, RequestClass], key: ApiKey, name: str) -> Reque
 
 
 def _shown(name: str) -> str:
-    return repr(name if len(name) <= MAX_SHOWN else name[:MAX_SHOWN] + "…")
+    return quoted(name, MAX_SHOWN)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
+from common.errors import MAX_RETRY_AFTER_S
+
 WINDOW_S, MAX_ENDS = 30.0, 256
 """The estimate counts the ends of this long, and no more than these."""
 MIN_ENDS = 4
 """Fewer ends give no estimate."""
-LONGEST_S = 60.0
-"""The longest estimate, which clients get as Retry-After."""
 
 
 class Pace:
@@ -23,10 +23,10 @@ class Pace:
         self._ends.append(now)
 
     def drain_s(self, num_requests: int, now: float) -> float | None:
-        """Seconds until `num_requests` will have ended, at most LONGEST_S; None without enough recent ends."""
+        """Seconds until `num_requests` will have ended, at most MAX_RETRY_AFTER_S; None without enough recent ends."""
         while self._ends and now - self._ends[0] > WINDOW_S:
             self._ends.popleft()
         if len(self._ends) < MIN_ENDS:
             return None
         span_s = max(now - self._ends[0], 1e-3)
-        return min(LONGEST_S, num_requests * span_s / len(self._ends))
+        return min(MAX_RETRY_AFTER_S, num_requests * span_s / len(self._ends))

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(("/", "/dashboard", "/live", "/health", "/ready", "/metrics", "/ping"))
 ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 LOOK_EVERY_S = 0.5
+"""Between two looks at what other processes know of the files: at most so long one goes by old keys."""
 
 
 class Gate:

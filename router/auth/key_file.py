@@ -28,9 +28,13 @@ from router.auth.keys import ApiKey, KeyRing, Limits, digest_of
 
 FIELD = "api_key_file"
 MAX_FILE_BYTES = 4 * 1024 * 1024
+"""Ten thousand keys with limits of their own."""
 MAX_KEYS = 10_000
+"""Each has counters and labels of its own."""
 MAX_SECRETS = 8
+"""Of one key: an old and a new one while clients change over, for a few groups of clients."""
 MIN_KEY_CHARS, MAX_KEY_CHARS = 16, 512
+"""Shorter secrets can be guessed; longer texts are no keys."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PRINTABLE = re.compile(r"[!-~]+")
 HEX = re.compile(r"[0-9A-Fa-f]{64}")
@@ -38,7 +42,9 @@ HEADER = re.compile(r"\s*\[\[\s*key\s*\]\]")
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
 FIELDS = ("name", "key", "sha256", *LIMITS, "cache_group", "admin", "classes", "models", "by_model")
 MAX_LIMIT = 10**12
+"""Of any number: more is no limit."""
 MAX_MODELS, MAX_MODEL_CHARS = 256, 256
+"""That one key names, and characters of a name."""
 
 
 def content_of(path: str) -> bytes:

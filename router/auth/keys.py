@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SALT_BYTES, SECRET_BYTES = 16, 32
+"""Of the digest of a cache group, and of the secret that a process draws for its own use."""
 
 
 def digest_of(key: bytes) -> bytes:

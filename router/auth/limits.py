@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from router.auth.keys import Limits
 
 CONCURRENCY_RETRY_S = 1.0
+"""When a request of the key ends is not known: soon."""
 PER = {"requests": "requests per minute", "tokens": "tokens per minute", "concurrency": "requests at once"}
 """What each limit allows, in words."""
 

@@ -16,6 +16,7 @@ from router.auth.keys import digest_of
 PROG = "diptych api-key"
 PREFIX = "dk-"
 NUM_RANDOM_BYTES = 32
+"""256 bits."""
 
 
 def draw() -> str:

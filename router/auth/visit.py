@@ -11,6 +11,7 @@ from router.auth.limits import ModelQuota, Quota
 from router.observe.request_record import RequestRecord
 
 MAX_SHOWN_CHARS = 200
+"""Of a method or a path in the log."""
 
 
 @dataclass(slots=True)

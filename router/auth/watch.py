@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 MAX_BYTES = 8 * 1024 * 1024
+"""Twice the largest file that is watched."""
 
 
 class FileWatch:

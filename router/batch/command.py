@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +18,13 @@ from typing import BinaryIO, NoReturn
 
 from tqdm import tqdm
 
+from router.batch.client_flags import DEFAULT_URL, add_api_key
 from router.batch.lines import PATHS, BadBatch, BatchRequest, BatchResult, check_requests, read_requests, take_up
 from router.batch.sender import BatchSender, Refused, SendSettings
 
 PROG = "diptych batch"
-DEFAULT_URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "DIPTYCH_API_KEY"
 MAX_CONCURRENCY = 10_000
+"""Each has a connection of its own."""
 DAY_S = 86_400.0
 
 
@@ -169,12 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="requests under way at once (default 32)",
     )
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get(KEY_VARIABLE, ""),
-        metavar="KEY",
-        help=f"sent as Authorization: Bearer; better in the environment as {KEY_VARIABLE}",
-    )
+    add_api_key(parser)
     parser.add_argument(
         "--service-tier",
         default="flex",

@@ -15,7 +15,9 @@ from router.request.paths import CHAT_PATH, COMPLETION_PATH, EMBEDDINGS_PATH, ME
 
 PATHS = (CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH, EMBEDDINGS_PATH)
 MAX_ID_CHARS = 512
+"""Of a custom_id."""
 MAX_SHOWN_CHARS = 100
+"""Of a faulty line's value in an error."""
 
 
 class BadBatch(Exception):

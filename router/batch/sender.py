@@ -23,10 +23,13 @@ AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 STOPS = frozenset((401, 403))
 """Statuses that every other request would get too."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+"""Before the second try of a request; each further wait is twice as long, up to the second number."""
 MAX_FAILURES = 5
 """How often a request may be answered with 500 before this counts as its answer: it may be what fails."""
 CONNECT_S = 10.0
+"""To the router, which is there or restarts."""
 MAX_PROBLEM_CHARS = 300
+"""Of a server's words in the output file."""
 
 
 class Refused(Exception):

@@ -17,7 +17,9 @@ from router.discovery.endpoint import Endpoint, Publish
 from router.discovery.status import DiscoveryStatus
 
 INTERVAL_S = 0.2
+"""Between two readings: the file is small and local."""
 MAX_BYTES = 1 << 20
+"""Thousands of addresses."""
 
 
 class _Listed(msgspec.Struct, forbid_unknown_fields=True):

@@ -31,6 +31,7 @@ from router.discovery.status import DiscoveryStatus
 log = logging.getLogger(__name__)
 
 RELIST_S = 60.0
+"""Between two whole lists, in case a watch lost a change."""
 WATCH_SLACK_S = 5.0
 """A watch that the server does not end this long after it should is a dead connection."""
 PAGE_SIZE, MAX_PAGES = 500, 200

@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.observe.logging import REMIND_S
 from common.wire.message_fields import Role
 from router.discovery.endpoint import Endpoint
 
 log = logging.getLogger(__name__)
-
-REMIND_S = 60.0
-"""A failure that lasts is logged this often."""
 
 
 @dataclass(slots=True)

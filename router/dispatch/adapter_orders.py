@@ -7,16 +7,17 @@ import logging
 import time
 from collections.abc import Iterator
 
-from common.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable
+from common.errors import RETRY_AFTER_S, DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable
+from common.wire.message_fields import ROLES
 from common.wire.messages import SetAdapter
 from router.fleet.adapters import FleetAdapters, KnownAdapter, Outcome
 from router.fleet.fleet import WorkerFleet
-from router.fleet.worker import ROLES
-from router.streams.client import RETRY_AFTER_S
 
 log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 120.0
+"""For all workers to read an adapter, from a network disk, and to find a place for it."""
 POLL_S = 0.02
+"""Between two looks whether all have."""
 
 
 class AdapterOrders:

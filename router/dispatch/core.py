@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.config import RouterConfig
-from common.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
+from common.errors import RETRY_AFTER_S, DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
 from common.wire.messages import PromptResult, RequestFailed, TokenDelta, TokenOutput
 from router.admission.admission import Admission
 from router.admission.demand import Demand, DemandMeter
@@ -36,7 +36,7 @@ from router.placement.role_changes import RoleChanges
 from router.policy.request_shape import RequestShape
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.split import SplitForecaster
-from router.streams.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest
+from router.streams.client import ANYONE, Caller, GenerationRequest
 from router.streams.decoding import Decoding
 from router.streams.known_hashes import KnownHashes
 from router.streams.request_state import Assignment, RequestState

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import replace
 
 from common.config import RouterConfig
-from common.errors import Unavailable
+from common.errors import RETRY_AFTER_S, Unavailable
 from common.wire.message_fields import Role
 from common.wire.messages import PromptResult, RequestFailed, ResetPrefixCache, TokenOutput
 from router.admission.demand import Demand
@@ -23,7 +23,7 @@ from router.dispatch.turns import Cancel
 from router.fleet.fleet import CONTROL_HWM, WorkerFleet
 from router.policy.routing import RoutingPolicy
 from router.policy.split import SplitForecaster
-from router.streams.client import ANYONE, RETRY_AFTER_S, Caller, GenerationRequest, TokenEvent
+from router.streams.client import ANYONE, Caller, GenerationRequest, TokenEvent
 
 PASSED_ON_S = 60.0
 """How long a request that went to another model counts as held here: autoscalers look a few times a minute."""

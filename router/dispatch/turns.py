@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from common.config import RouterConfig
-from common.errors import ModelNotFound, RequestError, Unavailable
+from common.errors import RETRY_AFTER_S, ModelNotFound, RequestError, Unavailable
 from router.admission.admission import Admission
 from router.admission.holding import Holding
 from router.admission.load import DispatchCounters
@@ -24,7 +24,6 @@ from router.placement.placement import Placement
 from router.placement.recovery import Recovery
 from router.policy.request_shape import RequestShape
 from router.policy.routing import Choice
-from router.streams.client import RETRY_AFTER_S
 from router.streams.request_state import RequestState
 
 log = logging.getLogger(__name__)

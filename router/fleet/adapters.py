@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest
+from common.wire.message_fields import ROLES
 from common.wire.messages import MAX_ADAPTERS, AdapterState, SetAdapter, WorkerHeartbeat
 from router.fleet.registry import WorkerRegistry
-from router.fleet.worker import ROLES, Worker, WorkerState
+from router.fleet.worker import Worker, WorkerState
 
 MAX_VERSION = 2**61
 """A worker that tells of a newer one is not believed: no order could ever be newer."""

@@ -70,11 +70,6 @@ class Load:
         prompt, num = self.by_priority.get(booking.priority, (NOTHING, 0))
         self.by_priority[booking.priority] = (prompt + booking.prompt, num + 1)
 
-    @property
-    def is_used(self) -> bool:
-        """Whether anything was counted."""
-        return bool(self.num_requests or self.num_blocks) or self.prompt is not NOTHING
-
     def clear(self) -> None:
         self.num_requests, self.prompt, self.num_blocks, self.num_more = 0, NOTHING, 0, 0
         self.by_priority.clear()

@@ -22,6 +22,7 @@ from common.wire.message_fields import Role
 from common.wire.messages import RouterHello, ToRouter, WorkerHello
 from router.discovery.endpoint import Endpoint, Publish
 from router.discovery.source import open_source
+from router.fleet.absence import SHOWN
 from router.fleet.fleet import CLOSE_LINGER_MS, MAX_DISCOVERED, SOCKETS_PER_WORKER
 from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
 
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 HWM = 16
 """Messages queued for one worker, and from it: it is only asked for its name."""
 SILENT = "has not said what it serves"
-SHOWN = 8
-"""Addresses that one line names."""
 
 
 class ModelCensus:

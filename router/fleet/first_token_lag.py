@@ -11,7 +11,8 @@ import math
 
 from common.observe.ewma import Ewma
 
-LEAST_S, MOST_S, SMOOTHING = 1e-4, 1.0, 0.05
+LEAST_S, MOST_S, LAG_SMOOTHING = 1e-4, 1.0, 0.05
+"""Between which a lag is believed; the share of one more first token in the average."""
 
 
 class FirstTokenLag:
@@ -30,5 +31,5 @@ class FirstTokenLag:
     def observe(self, measured_s: float, predicted_s: float) -> None:
         """A first token came after `measured_s`, by the model of steps `predicted_s`."""
         if self._logs is None:
-            self._logs = Ewma(SMOOTHING)
+            self._logs = Ewma(LAG_SMOOTHING)
         self._logs.observe(math.log(min(MOST_S, max(LEAST_S, measured_s - predicted_s))))

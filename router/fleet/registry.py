@@ -11,7 +11,7 @@ from types import MappingProxyType
 from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
-from common.wire.message_fields import Role
+from common.wire.message_fields import ROLES, Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.absence import absence_of
 from router.fleet.booked_workers import BookedWorkers
@@ -19,11 +19,12 @@ from router.fleet.booking import Load, PromptSizes
 from router.fleet.first_token_lag import FirstTokenLag
 from router.fleet.rivals import Rivals
 from router.fleet.token_pace import TokenPace
-from router.fleet.worker import ROLES, SMOOTHING, Worker, WorkerState, order_of
+from router.fleet.worker import SMOOTHING, Worker, WorkerState, order_of
 
 # A worker that failed so many requests in a row is a suspect, the longer the more often.
 MAX_STRIKES = 3
 SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
+"""How long a worker that failed too often gets no requests: twice as long each time, up to the second number."""
 
 MAX_SLOWNESS = 8.0
 """How many times later than predicted a first token counts at most."""

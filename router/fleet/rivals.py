@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from common.observe.ewma import Ewma
 from router.fleet.worker import Worker
 
-MAX_RIVALS, SMOOTHING = 15.0, 0.2
+MAX_RIVALS, RIVALS_SMOOTHING = 15.0, 0.2
 """Requests of other routers for each of this one, at most; the share of one more look in their average."""
 
 
@@ -15,7 +15,7 @@ class Rivals:
     """`value` is the recent average; 0 for a router alone."""
 
     def __init__(self) -> None:
-        self._average = Ewma(SMOOTHING, start=0.0)
+        self._average = Ewma(RIVALS_SMOOTHING, start=0.0)
 
     @property
     def value(self) -> float:

@@ -10,7 +10,8 @@ import math
 
 from common.observe.ewma import Ewma
 
-LEAST, MOST, SMOOTHING = 0.25, 2.0, 0.05
+LEAST, MOST, PACE_SMOOTHING = 0.25, 2.0, 0.05
+"""Between which a pace is believed; the share of one more answer in the average."""
 MIN_TOKENS = 8
 """Answers of fewer tokens say little about the mean of one."""
 
@@ -19,7 +20,7 @@ class TokenPace:
     """`value` is the recent geometric mean, between `LEAST` and `MOST`; 1 before any answer."""
 
     def __init__(self) -> None:
-        self._average = Ewma(SMOOTHING, start=0.0)
+        self._average = Ewma(PACE_SMOOTHING, start=0.0)
 
     @property
     def value(self) -> float:

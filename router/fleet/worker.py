@@ -12,11 +12,10 @@ from common.kv.window import Window
 from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel
 from common.observe.ewma import Ewma
-from common.wire.message_fields import Role
+from common.wire.message_fields import ROLES, Role
 from common.wire.messages import AdapterState, WorkerHeartbeat, WorkerHello
 from router.fleet.booking import Booking, Load, PromptSizes, peak_growth
 
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 SMOOTHING = 0.1
 """The share of one more request in a worker's averages."""
 FEW_BLOCKS = 0.1

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from common.errors import ModelNotFound, Unavailable
+from common.errors import RETRY_AFTER_S, ModelNotFound, Unavailable
 from router.auth.errors import Forbidden
 from router.auth.keys import ANONYMOUS, ApiKey
 from router.generation.adapters import ServedAdapters
 from router.models.catalog import Catalog
-from router.streams.client import RETRY_AFTER_S
 
 
 class Served(Protocol):

@@ -12,10 +12,7 @@ from router.generation.structure import ToolCalling, is_held, tool_calling
 from router.request.fields import ChatRequest, SamplingFields
 from router.text.answer.part import Part, TextPart, ThoughtPart, joined
 from router.text.calls.scanner import CallScanner
-from router.text.thinking import ThinkingScanner, begins_inside
-
-TAIL_TOKENS = 8
-"""Last tokens of a prompt that show whether a thought begins in it."""
+from router.text.thinking import TAIL_TOKENS, ThinkingScanner, begins_inside
 
 
 @dataclass(slots=True)

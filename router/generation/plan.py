@@ -29,6 +29,7 @@ from router.text.stop_strings import StopScanner
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MASK64 = 2**64 - 1
+"""Keeps SplitMix64's sums in 64 bits."""
 MAX_SEQUENCES = 1024
 """Choices of one request, over all its prompts."""
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from common.config import RouterConfig
-from common.errors import InvalidRequest, RequestError, Unavailable
+from common.errors import RETRY_AFTER_S, InvalidRequest, RequestError, Unavailable
 from common.model_files.files import ModelFiles
 from common.model_files.task import ServedTask, Task, served_task
 from router.admission.load import DispatchLoad
@@ -31,7 +31,7 @@ from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
 from router.request.body import BodyBudget, BodyLease, parse, read_body
 from router.request.large_body import LARGE_BYTES, LargeBodies
-from router.streams.client import RETRY_AFTER_S, GenerationClient
+from router.streams.client import GenerationClient
 from router.text.answer.marks import MarkTokens
 from router.text.calls.dialect import Dialect, dialect_of
 from router.text.text_pipeline import TextPipeline
@@ -47,6 +47,7 @@ MIN_TOKENIZE_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
 """Four times those of most texts, so that a text of four times the model's length can be counted."""
 BYTES_PER_ID = 4
+"""At least, of a token id and the comma behind it in JSON."""
 DOES: Mapping[Task, str] = {"generate": "generates text", "embed": "embeds texts", "score": "scores pairs of texts"}
 
 

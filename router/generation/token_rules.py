@@ -8,10 +8,7 @@ from common.errors import InvalidRequest
 from common.wire.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, ThinkingBudget
 from router.generation.service import Service
 from router.request.fields import SamplingFields
-from router.text.thinking import CLOSE, OPEN, begins_inside
-
-TAIL_TOKENS = 16
-"""Of a prompt; enough to see whether it opens a thought."""
+from router.text.thinking import CLOSE, OPEN, TAIL_TOKENS, begins_inside
 
 
 def truncated(token_ids: list[int], fields: SamplingFields, max_model_len: int, max_tokens: int) -> list[int]:

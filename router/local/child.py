@@ -21,6 +21,7 @@ from common.machine.child_process import ChildProcess
 from router.local.probe import Address
 
 _PR_SET_PDEATHSIG = 1
+"""Linux's option of prctl."""
 
 
 def _die_with(parent: int) -> Callable[[], None]:

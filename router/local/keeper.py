@@ -17,9 +17,11 @@ from router.local.liveness import WORKER_ROUNDS, watch
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+"""Between two looks at processes that start."""
 ECHO_S = 0.5
 """A signal this soon after the first repeats it: `make` passes on to its children a signal that its whole group got."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+"""Before a process is started again: twice as long each time."""
 HEALTHY_AFTER_S = 60.0
 """A process that lived this long is restarted after the first backoff again."""
 

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 WORKER_ROUNDS, ROUTER_ROUNDS = 9, 6
 """Bad rounds in a row that end a process: the failure thresholds of the chart's liveness probes."""
 STARTING_PERIOD_S = 1.0
+"""Between two looks at a process that starts, so that a failed start is seen at once."""
 LATE = 1.5
 """A round that takes more than this many periods does not count."""
 

@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from common.wire.listening import listening_host
 
 PROBE_TIMEOUT_S = 2.0
+"""For an answer of a process on this machine."""
 _NO_ANSWER = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
 """Raised when a process is gone, is slow, or does not speak HTTP."""
 Address = tuple[str, int] | Path

@@ -25,6 +25,7 @@ from typing import Any
 from common.config import RouterConfig
 from common.config.field import to_argv
 from common.wire import listening
+from common.wire.listening import CLIENTS_BACKLOG
 from router.local.child import Child
 from router.local.keeper import POLL_S, Keeper, StartFailed
 from router.local.liveness import ROUTER_ROUNDS
@@ -33,11 +34,10 @@ from router.siblings.part import LOCK, RouterPart
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
 MODULE = "router.process"
 PERIOD_S, START_S = 2.5, 600.0
 """Between two probes; six bad ones in a row end a process. How long one may take to start, from a slow disk."""
-STOP_GRACE_S = 10.0
+ROUTER_STOP_GRACE_S = 10.0
 """Beyond the drain, which each process bounds itself."""
 PATIENT_S = 1.0
 """A process that is started again later than that has no listener meanwhile: new connections go to the others."""
@@ -83,7 +83,7 @@ class RouterProcess(Child):
     def listen(self) -> None:
         """Have a listener. Raises OSError."""
         if self._listener is None:
-            self._listener = listening.listen(self.config.host, self.config.port, BACKLOG, shared=True)
+            self._listener = listening.listen(self.config.host, self.config.port, CLIENTS_BACKLOG, shared=True)
 
     def close(self) -> None:
         """Have none: what waits in its backlog is refused, unless the process has it still."""
@@ -101,7 +101,7 @@ class RouterProcesses(Keeper):
     """The parent."""
 
     def __init__(self, config: RouterConfig, folder: Path) -> None:
-        super().__init__(period_s=PERIOD_S, start_s=START_S, grace_s=config.drain_timeout_s + STOP_GRACE_S)
+        super().__init__(period_s=PERIOD_S, start_s=START_S, grace_s=config.drain_timeout_s + ROUTER_STOP_GRACE_S)
         count = config.router_processes
         self.processes = [RouterProcess(config, RouterPart(index, count, folder)) for index in range(count)]
 
@@ -169,7 +169,9 @@ async def supervise(config: RouterConfig, folder: Path) -> int:
 def run_together(config: RouterConfig, prog: str) -> int:
     """Serve until SIGTERM; the exit status is that of a router of one process."""
     try:
-        with listening.listen(config.host, config.port, BACKLOG) as probe:  # not shared: refused if the port is taken
+        with listening.listen(
+            config.host, config.port, CLIENTS_BACKLOG
+        ) as probe:  # not shared: refused if the port is taken
             port = probe.getsockname()[1]
     except OSError as error:
         print(f"{prog}: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)

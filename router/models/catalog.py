@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.errors import ConfigError, ModelNotFound
+from common.errors import ConfigError, ModelNotFound, quoted
 from router.auth.errors import Forbidden
 from router.auth.keys import ANONYMOUS, ApiKey
 from router.models.draw import draw
@@ -95,7 +95,8 @@ class Catalog:
             raise ModelNotFound(f"there is no model {_shown(asked)} here, only {self._names(key)}", param="model")
         if not self.may_use(key, asked):
             raise Forbidden(
-                f"key {key.name!r} may not use model {_shown(asked)}, only {self._names(key)}", param="model"
+                f"key {key.name!r} may not use model {_shown(asked)}, only {self._names(key)}",
+                param="model",
             )
         split = self._splits.get(asked)
         first = self._models[asked] if split is None else draw(split.weights, split.name, requester)
@@ -160,4 +161,4 @@ class Catalog:
 
 
 def _shown(name: str) -> str:
-    return repr(name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "…")
+    return quoted(name, MAX_SHOWN_NAME)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 
 HASH_BYTES = 8
+"""64 bits: more than a number from 0 to 1 holds."""
 
 
 def draw(weights: Mapping[str, float], split: str, requester: str) -> str:

@@ -37,9 +37,11 @@ from router.models.catalog import FIELD
 from router.models.entry import ModelEntry, ModelTable, Split
 
 MAX_FILE_BYTES = 1024 * 1024
+"""64 models and 256 splits, with names of any length, some times over."""
 MAX_MODELS = 64
 """Each has a tokenizer in memory, and tasks and sockets of its own."""
 MAX_SPLITS = 256
+"""Each is a name that clients see."""
 MAX_NAMES = 64
 """Aliases, fallbacks or weights of one entry."""
 NAME = re.compile(r"[!-~]{1,256}")

@@ -16,7 +16,9 @@ from common.observe.sliding_window import SlidingWindow
 from router.observe.request_record import ChoiceRecord, RequestRecord
 
 RATE_S = 10
+"""The window of rates, in seconds: short enough to follow a load, long enough to be read."""
 WINDOW_S = 300.0
+"""The window of percentiles."""
 SHARES = (0.5, 0.9, 0.99)
 KINDS = ("ttft", "tpot", "itl", "queue", "transfer", "exposed_transfer")
 """The times of `Traffic`."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from common.config.request_class import DEFAULT, RequestClass
 from common.observe.sliding_window import SlidingWindow
 
-WINDOW_S, NUM_SLOTS = 60.0, 12
+GOALS_WINDOW_S, NUM_SLOTS = 60.0, 12
+"""Of the share of requests within goals, and the slots that it moves by."""
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class _Slot:
 class RecentShare:
     """The share of sequences in the last `window_s` seconds that kept a goal."""
 
-    def __init__(self, window_s: float = WINDOW_S) -> None:
+    def __init__(self, window_s: float = GOALS_WINDOW_S) -> None:
         self._window = SlidingWindow(window_s, NUM_SLOTS, _Slot)
 
     def add(self, kept: bool, now: float) -> None:
@@ -62,7 +63,7 @@ class SLOWindow:
     """
 
     def __init__(
-        self, ttft_s: float, tpot_s: float, window_s: float = WINDOW_S, others: Iterable[RequestClass] = ()
+        self, ttft_s: float, tpot_s: float, window_s: float = GOALS_WINDOW_S, others: Iterable[RequestClass] = ()
     ) -> None:
         classes = (RequestClass(ttft_s=ttft_s, tpot_s=tpot_s), *others)
         self._kept = {one.name: _Kept(one, RecentShare(window_s), RecentShare(window_s)) for one in classes}

@@ -12,6 +12,7 @@ from router.policy.output_lengths import OutputLengths
 from router.streams.request_state import RequestState
 
 MOST_A_TICK = 500
+"""Sequences: see `Growth`."""
 
 
 def num_more_blocks(worker: Worker, num_tokens: int, num_expected: int) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 
 from common.errors import (
+    RETRY_AFTER_S,
     DeadlineExceeded,
     FatalRequest,
     InternalError,
@@ -27,7 +28,6 @@ from common.wire.messages import RequestFailed
 from router.admission.load import DispatchCounters
 from router.admission.waiting import WaitingRequests
 from router.placement.placement import Placement
-from router.streams.client import RETRY_AFTER_S
 from router.streams.request_state import Assignment, RequestState
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from common.config import RouterConfig
+from common.observe.logging import REMIND_S
 from common.wire.message_fields import Role
 from router.fleet.worker import Worker
 from router.planner.load.load import OfferedLoad
@@ -26,9 +27,6 @@ from router.planner.sizing.pool import Bounds, Fleet, Goals
 from router.planner.start_times import StartTimes
 
 log = logging.getLogger(__name__)
-
-REMIND_S = 60.0
-"""How often the log says anew what is missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from common.config import RouterConfig
-from common.wire.message_fields import Role
+from common.wire.message_fields import ROLES, Role
 from router.fleet.worker import Worker
 from router.planner.load.load import OfferedLoad
 from router.planner.load.recent import RecentLoad
@@ -13,7 +13,7 @@ from router.planner.loop import goals_of
 from router.planner.planner import lost
 from router.planner.pool_observer import PoolObserver
 from router.planner.sizing.forecast import packed_s
-from router.planner.sizing.pool import ROLES, Fleet, PoolState
+from router.planner.sizing.pool import Fleet, PoolState
 from router.planner.sizing.split import Splits, UnderWay
 from router.policy.forecast import queued_s, rows_of
 from router.policy.split import SplitForecast

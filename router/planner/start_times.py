@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from common.wire.message_fields import Role
-from router.planner.sizing.pool import ROLES
+from common.wire.message_fields import ROLES, Role
 
 NUM_REMEMBERED = 8
 """Starts of a role. The longest of them is expected of the next one."""

@@ -31,6 +31,7 @@ HIDDEN_SHARE = 0.9
 LEAST_SERVICE_S = 0.1
 """How long an answer takes at least, where none has ended yet."""
 NO_BOUND = 1 << 60
+"""Blocks, where no window bounds them."""
 
 
 class Forecast(msgspec.Struct, frozen=True, gc=False):

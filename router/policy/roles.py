@@ -34,7 +34,7 @@ ROOM = 0.8
 """The load, and the share of time spent with prompts, up to which a pool does well without the worker that it gives."""
 IDLE_LOAD = 0.5
 """Prompts that wait longer than this share of what is allowed: prefill gives no worker."""
-LEAST_GAIN = 0.95
+LEAST_SPLIT_GAIN = 0.95
 """Decode must be predicted to get below this share of its load: steps over few sequences take their time anyway."""
 MAX_DRAIN_S = 5.0
 """A worker that would need longer to be empty is not the one to change."""
@@ -49,7 +49,7 @@ AS_GOOD = 0.02
 """Splits whose misses differ by less than this share of the requests are equal: the nearest one wins."""
 ORDERS_S = 2.0
 """Orders of one decision are given within so long, or not at all."""
-LONGEST_S = 60.0
+FORESEEN_S = 60.0
 """A split pays for at most so long: nothing is known of what lies further ahead."""
 NOTICE_S = 1.0
 """A load that turns is noticed after so long."""
@@ -217,7 +217,7 @@ class RolePolicy:
         then = decode_load(decode, len(decode) / (len(decode) + 1), self.limits.tpot_s)
         busy = self._busy.value * len(prefill) / max(0.5, num_left)
         waits_s = mean_wait_s(prefill, now)
-        if then > LEAST_GAIN * load or busy > ROOM or waits_s > IDLE_LOAD * self.limits.allowed_s:
+        if then > LEAST_SPLIT_GAIN * load or busy > ROOM or waits_s > IDLE_LOAD * self.limits.allowed_s:
             return None
         if (donor := _donor(prefill, "decode", now)) is None:
             return None
@@ -287,7 +287,7 @@ def _pays(
     rate = forecast.num_offered / forecast.seconds
     if saved < (LEAST_SAVED + DOUBT / math.sqrt(max(1, forecast.num_seen))) * rate:
         return False
-    helps_s = min(LONGEST_S, forecast.lasting_s) - limits.after_s - NOTICE_S - 2 * max(drains_s)
+    helps_s = min(FORESEEN_S, forecast.lasting_s) - limits.after_s - NOTICE_S - 2 * max(drains_s)
     return saved * helps_s > rate * sum(drains_s) / num
 
 

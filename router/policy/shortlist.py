@@ -16,7 +16,7 @@ from itertools import chain, islice
 from random import Random
 
 from common.kv.window import Window
-from common.wire.message_fields import Role
+from common.wire.message_fields import ROLES, Role
 from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
@@ -32,7 +32,6 @@ EQUAL_SHARE, EQUAL_S = 0.25, 1e-3
 """A worker costs clearly more beyond this share and so many seconds."""
 MAX_WALKS = 2
 """How often a ranking is searched for holders of a prefix that very many workers hold."""
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 Accept = Callable[[Worker], bool]
 Entry = tuple[bool, float, int, str]
 """Whether a usual request does not fit, its cost in seconds, this router's order, the address."""

@@ -17,12 +17,17 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from common.errors import ContextLengthExceeded, InternalError, InvalidRequest, ModelNotFound, RequestError
+from common.errors import (
+    MAX_SHOWN_CHARS,
+    RETRY_AFTER_S,
+    ContextLengthExceeded,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    RequestError,
+)
 from router.request.paths import MESSAGES_PATH, MODELS_PATH
-from router.streams.client import RETRY_AFTER_S
 
-MAX_SHOWN_CHARS = 80
-"""Characters of a wrong value that an error shows."""
 ANTHROPIC_HEADER = "anthropic-version"
 ANTHROPIC_TYPES = {
     401: "authentication_error",

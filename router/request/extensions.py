@@ -9,18 +9,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from common.wire.sampling_params import MAX_ALLOWED_TOKENS, MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from router.request.refused import Only, Refused
 
-MAX_STOP_CHARS = 1024
+MAX_CHARS_OF_A_STOP = 1024
+"""Of one stop string; all of a request together have a bound of their own."""
 MAX_SALT_CHARS = 256
 MAX_CLASS_CHARS = 256
 MIN_REPETITION_PENALTY = 0.01
 """Logits are divided by it: a smaller one would make them infinite."""
 MAX_STRUCTURED_CHOICES = 4096
+"""Texts, one of which the answer must be: each is a rule of a grammar."""
 MAX_WORDS = 256
 """Bad words of a request; each may have several spellings in tokens."""
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHARS_OF_A_STOP)]
 JsonSchema = dict[str, Any] | bool
 GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 AllowedTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)]

@@ -17,10 +17,8 @@ from common.wire.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS
 from router.request.extensions import Extensions, Fields, JsonSchema, StopText, TokenId
 from router.request.refused import Only, Refused
 
-MAX_STOPS = 64
-MAX_CHOICES = 128
-MAX_MESSAGES = 10_000
-MAX_PROMPTS = 1024
+MAX_STOPS, MAX_CHOICES, MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 64, 128, 1024, 10_000, 1024
+"""Entries of one request's lists: `--max-body-bytes` bounds its size, these the work that its bytes ask for."""
 BEAMS_LACK: Mapping[str, object] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), 0),
     **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "response_format", "tools")),
@@ -29,10 +27,10 @@ BEAMS_LACK: Mapping[str, object] = {
 }
 """Fields that a beam search does not take, with the values that change nothing."""
 MAX_SUFFIX_CHARS = 1024 * 1024
-MAX_TOOLS = 1024
 MAX_PARTS = 10_000
 """Parts of the contents of all messages together, tool calls included."""
 MAX_ROLE_CHARS = 64
+"""Templates know a handful of roles, all of them short."""
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 
 NumAlternatives = Annotated[int, Field(ge=-1, lt=2**31)]

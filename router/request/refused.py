@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from router.request.errors import MAX_SHOWN_CHARS, NOT_HERE
+from common.errors import MAX_SHOWN_CHARS
+from router.request.errors import NOT_HERE
 
 NOTHING: tuple[object, ...] = (False, "", [], {})
 

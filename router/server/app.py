@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings.siblings import Siblings
 
 MAX_SHOWN_PATH = 200
+"""Characters of a path that an error repeats."""
 ROUTERS = (
     *(generate_routes, response_routes, embedding_routes, file_routes, batch_routes),
     *(model_routes, token_routes, probe_routes, adapter_routes),

@@ -24,11 +24,12 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 """Several heartbeats. A worker that answers the others and not this process must not keep it away for good."""
 POLL_S = 0.02
+"""Between two looks at what has no event: whether each model has workers, whether the last answer has ended."""
 
 
 async def catch_up(service: Service, siblings: Siblings, stop: asyncio.Event) -> None:
     """Wait until `stop`, or until each model for which another process has workers has some here too."""
-    began, told = time.monotonic(), (await siblings.told(ABLE)).values()
+    began, told = time.monotonic(), (await siblings.ask_all(ABLE)).values()
     awaited = set(itertools.chain.from_iterable(orjson.loads(body) for body in told))
     while missing := awaited.difference(service.models.able):
         if stop.is_set():

@@ -24,8 +24,11 @@ from router.server.entrance import generates
 from router.server.places import Places
 
 MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's line and headers together."""
 MAX_HEADERS = 128
+"""Lines."""
 MAX_PIPELINED = 16
+"""Requests that a client sends before it has the answer to the first."""
 CLOSE_S = 30.0
 """How long the client may take to read an answer before a close, or before its next answer."""
 PHRASES = {

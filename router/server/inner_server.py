@@ -13,8 +13,10 @@ from starlette.applications import Starlette
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings.siblings import Siblings
 
-CLOSE_S = 1
-POLL_S = 0.01
+UVICORN_CLOSE_S = 1
+"""How long uvicorn waits for connections that are left, at either door, after the drain."""
+STARTED_POLL_S = 0.01
+"""Between two looks whether uvicorn has started."""
 
 
 class _Server(uvicorn.Server):
@@ -38,7 +40,7 @@ class InnerServer:
             lifespan="off",
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=CLOSE_S,
+            timeout_graceful_shutdown=UVICORN_CLOSE_S,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -49,7 +51,7 @@ class InnerServer:
         self._siblings.part.own_socket.unlink(missing_ok=True)
         self._task = asyncio.create_task(self._server.serve(), name="inner http")
         while not self._server.started and not self._task.done():  # noqa: ASYNC110 (uvicorn has no event for it)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(STARTED_POLL_S)
         if self._task.done():
             self._task.result()
 

@@ -21,26 +21,23 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.wire import listening
+from common.wire.listening import CLIENTS_BACKLOG
 from router.api.batches.kept import KeptBatches
 from router.api.inner import inner_app
 from router.api.responses.kept import KeptResponses
 from router.fleet.fleet import MAX_DISCOVERED
 from router.generation.exchange import SEND_GRACE_S
 from router.generation.service import Service
-from router.server.catch_up import catch_up
+from router.server.catch_up import POLL_S, catch_up
 from router.server.handshakes import Handshakes
 from router.server.http_connection import HTTPBounds, HTTPConnection
-from router.server.inner_server import InnerServer
+from router.server.inner_server import UVICORN_CLOSE_S, InnerServer
 from router.server.places import Places
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
-CLOSE_S = 1
-"""How long uvicorn waits for connections that are left after the drain."""
 KEEP_ALIVE_S = 75
 """Longer than clients and balancers keep idle connections: they close them first, and no request meets a close."""
-POLL_S = 0.02
 TICKS_A_CHECK = 10
 """uvicorn ticks ten times a second; the server checks each connection once a second, a tenth of them at a tick: to
 look at ten thousand at once holds tokens up for milliseconds."""
@@ -52,7 +49,7 @@ FILES_A_WORKER = 8
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, in whose backlog early clients wait. Raises OSError when the address cannot be bound."""
-    return listening.listen(host, port, BACKLOG)
+    return listening.listen(host, port, CLIENTS_BACKLOG)
 
 
 class Server(uvicorn.Server):
@@ -76,7 +73,7 @@ class Server(uvicorn.Server):
         await self.lifespan.startup()
         if self._tls is None:
             self.servers = [
-                await loop.create_server(self._connection, sock=each, backlog=BACKLOG) for each in sockets or ()
+                await loop.create_server(self._connection, sock=each, backlog=CLIENTS_BACKLOG) for each in sockets or ()
             ]
         else:
             self.servers = []
@@ -207,9 +204,9 @@ def server_of(app: FastAPI) -> Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=BACKLOG,
+        backlog=CLIENTS_BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=CLOSE_S,
+        timeout_graceful_shutdown=UVICORN_CLOSE_S,
     )
     config.load()
     server = Server(app.state.service, config)

@@ -29,27 +29,27 @@ class MetricsLedger:
 
     def take_over(self) -> None:
         """Put what the process before this one told last among what ended ones counted. Raises OSError."""
-        told, ended = self._told(self._part.index), self._ended(self._part.index)
-        if told.exists():
-            texts = [file.read_bytes() for file in (told, ended) if file.exists()]
+        latest, ended = self._latest(self._part.index), self._ended(self._part.index)
+        if latest.exists():
+            texts = [file.read_bytes() for file in (latest, ended) if file.exists()]
             _write(ended, counters(texts))
-            told.unlink()
+            latest.unlink()
 
     def tell(self) -> bytes:
         """The text of this process, which is kept for the case that it dies. Raises OSError."""
         text = self._render()
-        _write(self._told(self._part.index), text)
+        _write(self._latest(self._part.index), text)
         return text
 
     def page(self, others: Mapping[int, bytes]) -> bytes:
         """The text of all, by what the others told: of one that did not, its counters of the last time."""
         files = [self._ended(index) for index in range(self._part.count)]
-        files += [self._told(index) for index in self._part.others if index not in others]
+        files += [self._latest(index) for index in self._part.others if index not in others]
         ended = [counters([file.read_bytes()]) for file in files if file.exists()]
         texts = {self._part.index: self.tell(), **others}
         return merged(texts, ended) + NUM_TOLD.format(len(texts)).encode()
 
-    def _told(self, index: int) -> Path:
+    def _latest(self, index: int) -> Path:
         return self._part.folder / f"{index}.told"
 
     def _ended(self, index: int) -> Path:

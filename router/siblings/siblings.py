@@ -37,11 +37,11 @@ class Siblings:
 
     async def metrics(self) -> bytes:
         """Prometheus text of all processes."""
-        return self.ledger.page(await self.told("/metrics"))
+        return self.ledger.page(await self.ask_all("/metrics"))
 
-    async def told(self, path: str, owner: str = "", **params: str) -> dict[int, bytes]:
+    async def ask_all(self, path: str, owner: str = "", **params: str) -> dict[int, bytes]:
         """What the others answer to a GET in time, by their numbers."""
-        answers = await asyncio.gather(*(self._told(index, path, owner, params) for index in self._clients))
+        answers = await asyncio.gather(*(self._ask_one(index, path, owner, params) for index in self._clients))
         return {index: body for index, body in zip(self._clients, answers, strict=True) if body is not None}
 
     async def ask(self, method: str, path: str, owner: str, params: Mapping[str, str]) -> httpx.Response | None:
@@ -62,7 +62,7 @@ class Siblings:
         """End all connections."""
         await asyncio.gather(*(client.aclose() for client in self._clients.values()))
 
-    async def _told(self, index: int, path: str, owner: str, params: Mapping[str, str]) -> bytes | None:
+    async def _ask_one(self, index: int, path: str, owner: str, params: Mapping[str, str]) -> bytes | None:
         if not self.part.socket_of(index).exists():  # it is starting
             return None
         try:

@@ -16,9 +16,12 @@ from pathlib import Path
 from router.siblings.part import RouterPart
 
 MAX_KEYS = 65_536
+"""Rows of the table in shared memory: 4 MiB."""
 COLUMNS = 8
+"""Numbers of a key's row."""
 ID, REQUESTS, TOKENS, ACTIVE, USED_REQUESTS, USED_TOKENS, AT, _ = range(COLUMNS)
 CELL_BYTES = 8
+"""Of a number in the table."""
 NUM_BYTES = CELL_BYTES * COLUMNS * (MAX_KEYS + 1)
 """The first row holds the number of rows. The file is sparse: only rows that are used take memory."""
 

@@ -33,10 +33,8 @@ from router.store.file_record import (
     LineResult,
     StoredBatch,
 )
+from router.store.upkeep import LEASE_S, MAX_DELETED
 
-LEASE_S = 15.0
-MAX_DELETED = 1000
-"""Batches that one look deletes for their age."""
 COUNTS = "num_total, num_completed, num_failed, has_output, has_errors"
 USAGE = "input_tokens, cached_tokens, output_tokens, reasoning_tokens"
 COLUMNS = (
@@ -239,7 +237,7 @@ class BatchStore:
 
         return await self._database.run(work)
 
-    def let_go(self, batch: StoredBatch) -> None:
+    def stop_renewing(self, batch: StoredBatch) -> None:
         """Renew the lease of a batch no more. Never waits."""
         self._mine.discard(batch.id)
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from common.observe.logging import REMIND_S
 from router.store.errors import StoreFailed
 from router.store.schema import Schema, check_format, create_tables
 
@@ -30,14 +31,17 @@ Work = Callable[[sqlite3.Connection], T]
 
 IN_MEMORY = ":memory:"
 MAX_WAITING, MAX_WAITING_BYTES = 10_000, 64 * 1024 * 1024
+"""Work that waits for the thread: beyond, a slow disk would fill memory."""
 BUSY_S = 5.0
 """How long a statement waits for another process that writes to the same file."""
 RETRY_S = 0.01
+"""Between two tries to set up a file that another process is setting up as well."""
 WAIT_S = 10.0
 """How long a request waits for its turn and its result."""
 CLOSE_S = 5.0
-COMPLAIN_EVERY_S = 60.0
+"""For what was submitted to be written when the router ends."""
 MAX_WAL_BYTES = 64 * 1024 * 1024
+"""What SQLite's log may keep of the disk once it was written back."""
 
 
 @dataclass(slots=True)
@@ -164,7 +168,7 @@ class Database:
     def _failed(self, reason: str, message: str) -> StoreFailed:
         self._on_failure(reason)
         now = time.monotonic()
-        if now - self._complained_at >= COMPLAIN_EVERY_S:
+        if now - self._complained_at >= REMIND_S:
             self._complained_at = now
             log.error("the store of %s fails: %s", self._name, message, extra={"path": self.path, "reason": reason})
         return StoreFailed(reason, message)

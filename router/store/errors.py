@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from common.errors import DiptychError, Unavailable
+from common.errors import RETRY_AFTER_S, DiptychError, Unavailable
 
 T = TypeVar("T")
-
-RETRY_AFTER_S = 1.0
 
 
 class StoreFailed(DiptychError):

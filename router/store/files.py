@@ -18,14 +18,8 @@ from router.store.errors import FileInUse, StoreFull
 from router.store.file_record import DELETED, READY, UNFINISHED, WRITING, StoredFile
 from router.store.file_schema import FILES
 from router.store.record import StoreSize
+from router.store.upkeep import ABANDONED_S, CHORE_S, PURGED_BYTES, PURGED_ROWS, VACUUM_PAGES
 
-CHORE_S = 3.0
-"""Between two looks at leases, cancellations and ages."""
-UPLOAD_S = 7200.0
-"""An upload that is not complete by then belongs to a router that ended, and is deleted."""
-PURGED_ROWS, PURGED_BYTES = 2000, 32 * 1024 * 1024
-"""What one transaction deletes of deleted files: other work waits for it."""
-VACUUM_PAGES = 1000
 RESULTS_SHARE = 4
 """Results of batches may exceed the bounds by a fourth: what was paid for with work must not be lost to an upload."""
 COLUMNS = "id, owner, purpose, filename, created_at, expires_at, num_bytes"
@@ -72,7 +66,7 @@ class FileStore:
                 f"INSERT INTO files ({COLUMNS}, state) VALUES (?, ?, ?, ?, ?, ?, 0, ?)",
                 (
                     *(file.id, file.owner, file.purpose, file.filename, file.created_at),
-                    *(self._clock() + UPLOAD_S, WRITING),
+                    *(self._clock() + ABANDONED_S, WRITING),
                 ),
             )
             self._measure(connection)

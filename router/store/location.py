@@ -17,9 +17,10 @@ from router.store.responses import ResponseStore
 
 log = logging.getLogger(__name__)
 
-MIB = 1024 * 1024
 DEFAULT_FILE_MIB, DEFAULT_MEMORY_MIB = 1024, 128
+"""Of responses, in a file and in memory."""
 FILES_DEFAULT_FILE_MIB, FILES_DEFAULT_MEMORY_MIB = 4096, 128
+"""Of files, which are larger."""
 
 
 def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: str = IN_MEMORY) -> ResponseStore | None:
@@ -62,7 +63,7 @@ def file_store_of(
         return FileStore(
             path,
             on_failure,
-            max_bytes=MIB * (config.file_store_mib or default),
+            max_bytes=2**20 * (config.file_store_mib or default),
             max_entries=config.file_store_entries,
             max_age_s=config.file_store_hours * 3600,
         )
@@ -106,7 +107,7 @@ def _open(
     return ResponseStore(
         path,
         on_failure,
-        max_bytes=MIB * (config.response_store_mib or default_mib),
+        max_bytes=2**20 * (config.response_store_mib or default_mib),
         max_entries=config.response_store_entries,
         max_age_s=config.response_store_hours * 3600,
     )

@@ -16,16 +16,12 @@ from router.store.database import Database
 from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed
 from router.store.record import RUNNING, StoredResponse, StoredTurn, StoreSize
 from router.store.schema import RESPONSES
+from router.store.upkeep import CHORE_S, LEASE_S, MAX_DELETED, VACUUM_PAGES
 
-LEASE_S = 15.0
-CHORE_S = 3.0
-"""Between two looks at leases, cancellations and ages: a lease survives four that fail."""
 LARGEST_SHARE = 4
 """One response may take a fourth of all bytes."""
-MAX_DELETED = 1000
-"""Rows that one transaction deletes for lack of room, or for their age."""
 MAX_TURNS = 10_000
-VACUUM_PAGES = 1000
+"""Responses in a row of one conversation: a bound of the recursion that collects them."""
 CHAIN = """
 WITH RECURSIVE chain (id, previous, depth) AS (
     SELECT id, previous, 0 FROM responses WHERE id = :id AND owner = :owner AND used_at > :oldest

@@ -19,13 +19,9 @@ from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from router.policy.forecast import Forecast
 from router.streams.prompt import Prompt
 
-RETRY_AFTER_S = 1.0
-"""The hint of a refusal for lack of room that cannot tell when there will be some."""
-
-
 Sink = Callable[["TokenEvent"], bool]
 """Takes an event at once, in the turn of the event loop in which a worker sent it, or says False: then `generate`
-brings it. Called while whoever reads `generate` waits for an event, so all earlier ones were taken. Without it each
+brings it. Called while the reader of `generate` waits for an event, so all earlier ones were taken. Without it each
 token would cost a turn of one more task."""
 
 

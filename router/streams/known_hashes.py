@@ -22,6 +22,7 @@ ALTERNATIVES = 4
 TAIL_BLOCKS = 16
 """A prompt that differs from a new one in its last blocks alone is replaced by it."""
 MAX_BYTES = 32 * 1024 * 1024
+"""Of all prompts that are kept: half a million blocks."""
 HASH_BYTES = 64
 """Memory that the hash of a block takes."""
 

@@ -25,9 +25,11 @@ MIN_BYTES = 4096
 SEGMENT_BYTES = 1024
 """A segment has at least so many: for fewer it pays to tokenise them again."""
 MAX_BYTES = 32 * 1024 * 1024
+"""Of all segments that are kept: eight million tokens."""
 ENTRY_BYTES = 400
 """What a segment takes beside its tokens."""
 TOKEN_BYTES = 4
+"""Of a token id in an array."""
 
 
 _Mark = tuple[int, int, int]

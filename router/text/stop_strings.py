@@ -9,7 +9,9 @@ from functools import lru_cache
 from common.errors import InvalidRequest
 
 MAX_STOP_CHARS = 4096
+"""Of all stop strings of a request together: the automaton has a state a character."""
 AUTOMATONS_KEPT = 32
+"""Requests of one client repeat their stop strings."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from router.text.calls.form import CallForm
 from router.text.calls.function import Function
 from router.text.chat_prompt import chat_prompt
 from router.text.known_prefixes import KnownPrefixes
-from router.text.text_threads import MAX_PENDING, SHORT, TINY, TextThreads
+from router.text.text_threads import MAX_PENDING, SHORT_TEXT, TINY_TEXT, TextThreads
 from router.text.token_floor import TokenFloor, token_floor
 from router.text.token_table import TokenText, token_table
 
@@ -145,7 +145,7 @@ class TextPipeline:
             return self._encode(text, False, limit, max_bytes, "messages", salt=salt)
 
         plain = not functions and not extra  # what these add to the text is not counted
-        return await self._threads.run(job, max(_num_chars(messages), 0 if plain else TINY + 1))
+        return await self._threads.run(job, max(_num_chars(messages), 0 if plain else TINY_TEXT + 1))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Raises InvalidRequest for an id outside the vocabulary, Unavailable."""
@@ -176,7 +176,7 @@ class TextPipeline:
 
     async def apart(self, job: Callable[[], Result]) -> Result:
         """The result of other long work, run in the threads for long texts. Raises Unavailable."""
-        return await self._threads.run(job, SHORT + 1)
+        return await self._threads.run(job, SHORT_TEXT + 1)
 
     def exceeds(self, prompt: str | Sequence[int], num_tokens: int) -> bool:
         """Whether a prompt surely has more than `num_tokens`, found quickly from the beginning of a text.
@@ -187,10 +187,10 @@ class TextPipeline:
             return len(prompt) > num_tokens
         if len(prompt) <= num_tokens:
             return False
-        if self._floor.of(prompt[:SHORT]) > num_tokens:
+        if self._floor.of(prompt[:SHORT_TEXT]) > num_tokens:
             return True
         num_chars = CHARS_PER_TOKEN * (num_tokens + 1)
-        if num_chars > SHORT:
+        if num_chars > SHORT_TEXT:
             return False
         whole_words, _, _ = prompt[:num_chars].rpartition(" ")
         return len(self.tokenizer.encode(whole_words.rstrip(), add_special_tokens=False)) > num_tokens
@@ -261,4 +261,4 @@ class TextPipeline:
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     """Roughly how long the conversation is; content in parts counts as long."""
     contents = (message.get("content") for message in messages)
-    return sum(len(content) if isinstance(content, str) else SHORT * bool(content) for content in contents)
+    return sum(len(content) if isinstance(content, str) else SHORT_TEXT * bool(content) for content in contents)

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from common.errors import Unavailable
+from common.errors import RETRY_AFTER_S, Unavailable
 
 Result = TypeVar("Result")
 
-RETRY_AFTER_S = 1.0
-SHORT = 8192
+SHORT_TEXT = 8192
 """Texts of so many characters or tokens take a few milliseconds and never wait behind megabytes."""
-TINY = 1024
+TINY_TEXT = 1024
 """These take less time than a thread's turn costs: they have none."""
 MAX_PENDING = 1024
 """Jobs that wait or run."""
@@ -45,10 +44,10 @@ class TextThreads:
                 f"{self._pending:,} texts wait to be tokenised, the bound is {self._max_pending:,}",
                 retry_after_s=RETRY_AFTER_S,
             )
-        if size <= TINY and not self._closed:
+        if size <= TINY_TEXT and not self._closed:
             return job()
         try:
-            future = (self._short if size <= SHORT else self._long).submit(job)
+            future = (self._short if size <= SHORT_TEXT else self._long).submit(job)
         except RuntimeError as error:  # closed
             raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S) from error
         with self._lock:

@@ -7,6 +7,8 @@ from enum import Enum
 from router.text.answer.marks import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
+TAIL_TOKENS = 16
+"""Last tokens of a prompt, whose text shows whether it opens a thought: a tokenizer of bytes needs nine."""
 
 
 class _Place(Enum):

@@ -9,6 +9,7 @@ from functools import lru_cache
 from common.model_files.tokenizer import BYTE_TOKEN, Tokenizer
 
 TABLES_KEPT = 4
+"""One for each tokenizer: a router serves few models."""
 
 
 class Joining(Enum):

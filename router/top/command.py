@@ -14,19 +14,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from router.batch.client_flags import DEFAULT_URL, add_api_key
 from router.top.figures import ago
 from router.top.picture import BAD, BOLD, WIDTH, Line, picture
 from router.top.screen import Ended, Screen
 from router.top.source import Answer, LoadSource, WrongUrl
 
 PROG = "diptych top"
-DEFAULT_URL = "http://127.0.0.1:8000"
-KEY_VARIABLE = "DIPTYCH_API_KEY"
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 3600.0
 ANSWER_S = 10.0
+"""How long the router may take to answer."""
 LATE_S = 2.0
 """How much older than the interval a picture is when its age is shown in red."""
 REDRAW_S = 0.5
+"""Between two pictures without a new answer, as its age grows."""
 NO_LOAD = "what answers there is no Diptych router of this version"
 
 
@@ -151,12 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--interval-s", type=_interval, default=1.0, metavar="X", help="seconds between questions (default 1)"
     )
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get(KEY_VARIABLE, ""),
-        metavar="KEY",
-        help=f"sent as Authorization: Bearer; better in the environment as {KEY_VARIABLE}",
-    )
+    add_api_key(parser)
     parser.add_argument(
         "--ca-file", default="", metavar="FILE", help="trust the certificates in this PEM file, not the system's"
     )

@@ -12,9 +12,11 @@ from router.top.figures import NONE, ago, duration, number, percent, percentile,
 WIDTH = 80
 """Columns that everything fits in; what is wider than the screen is cut."""
 NUM_EVENTS = 5
+"""Lines of the newest events."""
 LEAST_WORKERS = 7
 """Lines, the head included, that workers have even where classes and plan must give way."""
 NAME_WIDTH, REASON_WIDTH = 20, 60
+"""Columns."""
 TIMES = (
     ("First token (TTFT)", "ttft", "ttft"),
     ("Later token (TPOT)", "tpot", "tpot"),

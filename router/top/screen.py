@@ -23,6 +23,7 @@ from router.top.picture import Line
 OPEN, CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 HOME, TO_LINE_END, TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 LONGEST_KEYS = 64
+"""Bytes read at a time: keys that were pressed in a row."""
 QUIT = b"qQ\x03\x04"
 
 

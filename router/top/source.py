@@ -13,6 +13,7 @@ from urllib.parse import urlencode, urlsplit
 TIMEOUT_S = 5.0
 """Of each step of an answer: to connect, to send, to read on."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""Of an answer: a thousand workers take some MiB."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Siblings:
 
     able: list[list[str]]
 
-    async def told(self, path: str) -> dict[int, bytes]:
+    async def ask_all(self, path: str) -> dict[int, bytes]:
         return {number: orjson.dumps(models) for number, models in enumerate(self.able, 1)}
 
 

@@ -139,7 +139,7 @@ async def test_a_process_that_stays_away_gets_no_connection(
 
 async def test_a_stuck_process_is_ended(config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_processes, "PERIOD_S", 0.3)
-    monkeypatch.setattr(router_processes, "STOP_GRACE_S", -29.0)  # beyond a drain of 30 s
+    monkeypatch.setattr(router_processes, "ROUTER_STOP_GRACE_S", -29.0)  # beyond a drain of 30 s
     async with parent_of(config, tmp_path / "run") as parent:
         before = await all_answer(config)
         await until((tmp_path / "run" / "2.asked").exists)  # it has started, as the parent knows with the next round

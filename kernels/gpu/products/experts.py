@@ -19,10 +19,12 @@ from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.held_weight import HeldWeight
 
 BLOCK_N, BLOCK_K = 64, 64
+"""Outputs and inputs of a tile."""
 FEW_ROWS, MANY_ROWS = 16, 64
 """Of a tile: as few as tensor cores take where most experts have few rows, else more for each read of a weight. Always
 many where a row's bits must not depend on the batch: Hopper multiplies 16 rows by another instruction than 64."""
 BLOCK = 1024
+"""Numbers that a program of an element-wise step holds."""
 
 
 @triton.jit

@@ -33,6 +33,7 @@ PROGRAMS = 512
 LEAST_BLOCKS = 8
 """Of BLOCK_K inputs in a split: below, its start costs more than it gains."""
 WIDE_ROWS, WIDE_COLUMNS = 16, 256
+"""Outputs and inputs that a program widens to floats."""
 
 
 class Tile(NamedTuple):

@@ -19,6 +19,7 @@ from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.lora import GroupedRows, LoraStack
 
 BLOCK_N, BLOCK_K = 64, 64
+"""Outputs and inputs of a tile."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

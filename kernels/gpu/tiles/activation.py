@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.gpu.tiles.rounding import rounded
 
 BLOCK = 1024
+"""Numbers that a program holds."""
 GATES = ("silu", "gelu_tanh", "clamped_swiglu")
 """By the number that the kernel knows them by."""
 

@@ -18,7 +18,7 @@ from kernels.gpu.tiles.rounding import rounded
 
 HAS_TMA = (9, 0)
 """The first compute capability with it."""
-ALIGNMENT, LONGEST = 16, 256
+BOX_ALIGN_BYTES, LONGEST = 16, 256
 """Bytes between rows, in multiples; numbers of a box in any dimension."""
 MOST_ROWS = 2**31
 """Coordinates are 32 bits."""
@@ -63,8 +63,8 @@ def refusal(kv: Tensor, tile: int, chip: tuple[int, int]) -> str:
         return f"compute capability {chip[0]}.{chip[1]} has no TMA: it came with {HAS_TMA[0]}.{HAS_TMA[1]}"
     if block_size % tile:
         return f"a tile of {tile} keys is no box: it lies in several blocks of {block_size} tokens"
-    if dim * kv.itemsize % ALIGNMENT or kv.data_ptr() % ALIGNMENT:
-        return f"rows of {dim * kv.itemsize} bytes do not begin at multiples of {ALIGNMENT}"
+    if dim * kv.itemsize % BOX_ALIGN_BYTES or kv.data_ptr() % BOX_ALIGN_BYTES:
+        return f"rows of {dim * kv.itemsize} bytes do not begin at multiples of {BOX_ALIGN_BYTES}"
     if max(tile, dim) > LONGEST:
         return f"a box of {tile} rows of {dim} numbers is longer than {LONGEST}"
     if rows >= MOST_ROWS:

@@ -39,9 +39,11 @@ Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
 METHOD = "BATCH"
 """What the audit log shows as the method of a line."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
+"""Of one line's answer, which is held in memory until it is stored."""
 GRACE_S = 2 * SEND_GRACE_S
 """How much longer than a request may take the router waits for its own answer."""
 NOT_READY_S = 1.0
+"""Between two tries of a line while no worker of its model is ready."""
 FAILURES = frozenset((500, 502, 504))
 """Statuses that may be the line's own fault: after `MAX_FAILURES` of them, the last one is its answer."""
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from common.errors import InvalidRequest, RequestError
+from common.errors import InvalidRequest, RequestError, quoted
 from router.store.errors import FileInUse, StoreFull, asked
 
 T = TypeVar("T")
 
-MAX_SHOWN_ID = 80
 OFF = "this router keeps no files (--response-store off)"
 ELSEWHERE = "has expired, was deleted, belongs to another API key, or lives on another router"
 
@@ -31,7 +30,7 @@ class UnknownFile(RequestError):
     code = "file_not_found"
 
     def __init__(self, file_id: str, *, param: str | None = None) -> None:
-        super().__init__(f"there is no file {shown_id(file_id)} here: it {ELSEWHERE}", param=param)
+        super().__init__(f"there is no file {quoted(file_id)} here: it {ELSEWHERE}", param=param)
 
 
 class UnknownBatch(RequestError):
@@ -42,7 +41,7 @@ class UnknownBatch(RequestError):
     code = "batch_not_found"
 
     def __init__(self, batch_id: str) -> None:
-        super().__init__(f"there is no batch {shown_id(batch_id)} here: it {ELSEWHERE}")
+        super().__init__(f"there is no batch {quoted(batch_id)} here: it {ELSEWHERE}")
 
 
 class FilesFull(RequestError):
@@ -51,10 +50,6 @@ class FilesFull(RequestError):
     status = 413
     type = "invalid_request_error"
     code = "file_storage_full"
-
-
-def shown_id(name: str) -> str:
-    return repr(name if len(name) <= MAX_SHOWN_ID else name[:MAX_SHOWN_ID] + "…")
 
 
 async def answered(question: Awaitable[T]) -> T:

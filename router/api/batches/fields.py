@@ -12,10 +12,13 @@ from router.request.paths import EMBEDDINGS_PATH, GENERATING
 ENDPOINTS: Final = tuple(path for path in (*PATHS, EMBEDDINGS_PATH) if path in GENERATING)
 """What a batch may ask: the endpoints that this router has and that answer without a stream."""
 MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+"""Of metadata, as OpenAI has it."""
 MAX_FILE_ID_CHARS = 200
 LEAST_RESULT_S, MOST_RESULT_S = 3600, 30 * 86_400
+"""How long results may be kept, as OpenAI has it: an hour to 30 days."""
 WINDOW: Final = "24h"
 WINDOW_S = 86_400.0
+"""The one window that OpenAI's API has: 24 hours."""
 
 
 class ResultExpiry(BaseModel):

@@ -8,9 +8,9 @@ import time
 import uuid
 from contextlib import suppress
 
-from common.errors import InvalidRequest, Overloaded
+from common.errors import InvalidRequest, Overloaded, quoted
 from router.api.batches.asker import Answer, LineAsker
-from router.api.batches.errors import OFF, NoFiles, UnknownBatch, UnknownFile, answered, shown_id
+from router.api.batches.errors import OFF, NoFiles, UnknownBatch, UnknownFile, answered
 from router.api.batches.fields import WINDOW_S, NewBatch
 from router.api.batches.halt import Halted
 from router.api.batches.run import BatchRun
@@ -25,7 +25,9 @@ from router.store.record import StoreSize
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 60.0
+"""Batches end in minutes, and only then there is room for another."""
 CLOSE_S = 5.0
+"""How long batches may take to give up their lines when the router ends."""
 
 
 class KeptBatches:
@@ -78,7 +80,7 @@ class KeptBatches:
         page = self.store.page(owner, purpose=purpose, descending=descending, limit=limit, after=after)
         found = await answered(page)
         if found is None:
-            raise InvalidRequest(f"after: there is no file {shown_id(after or '')} in this list", param="after")
+            raise InvalidRequest(f"after: there is no file {quoted(after or '')} in this list", param="after")
         return found
 
     # ------------------------------------------------------------ batches
@@ -122,7 +124,7 @@ class KeptBatches:
         """A page of this key's batches, the latest first. Raises RequestError."""
         found = await answered(self.store.batches.page(owner, limit=limit, after=after))
         if found is None:
-            raise InvalidRequest(f"after: there is no batch {shown_id(after or '')} in this list", param="after")
+            raise InvalidRequest(f"after: there is no batch {quoted(after or '')} in this list", param="after")
         return found
 
     async def cancel(self, batch_id: str, owner: str) -> StoredBatch:

@@ -16,6 +16,7 @@ from router.store.file_record import BatchProblem
 from router.store.files import FileStore
 
 READ_BYTES = 256 * 1024
+"""Of a file at a time, parsed before the next are read."""
 LINES_A_TURN = 32
 """Lines that are parsed before other tasks of the event loop have their turn."""
 ENVELOPE_BYTES = 4096

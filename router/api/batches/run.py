@@ -69,7 +69,7 @@ class BatchRun:
             await self._fail("internal_error", "the server failed to work on this batch")
         finally:
             timer.cancel()
-            self._store.batches.let_go(self.batch)
+            self._store.batches.stop_renewing(self.batch)
 
     async def _work(self) -> None:
         batches, halt = self._store.batches, self.halt

@@ -35,7 +35,9 @@ MAX_UPLOADS = 32
 MAX_FORM_BYTES = 64 * 1024
 """What a form may have beside its file."""
 MAX_VALUE_BYTES, MAX_NAME_CHARS = 1024, 255
+"""Of a form's field that is not the file; of a file's name, as file systems have it."""
 BUSY_RETRY_S = 5.0
+"""Uploads take seconds."""
 PURPOSES = (BATCH_INPUT,)
 
 

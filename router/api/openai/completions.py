@@ -17,6 +17,7 @@ from router.request.fields import CompletionRequest
 from router.text.fill_in_middle import middle_form
 
 DEFAULT_MAX_TOKENS = 16
+"""As OpenAI's API says of completions."""
 
 
 async def plan_completion(service: Service, fields: CompletionRequest, origin: Origin) -> AnswerPlan:

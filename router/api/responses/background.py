@@ -34,10 +34,13 @@ SHUTDOWN = "the router shut down before the response was complete"
 METHOD = "BACKGROUND"
 """What the audit log shows as the method of an answer that outlives its request."""
 RETRY_AFTER_S = 5.0
+"""Answers end in seconds, and only then there is room for another."""
 CLOSE_S = 5.0
+"""How long answers may take to be stored as cancelled when the router ends."""
 KEPT_S = 300.0
 """How long events can be read again after their answer ended, and an answer that the store could not take."""
 MAX_ENDED = 64
+"""Copies of ended answers that are kept at most; beyond it the oldest go."""
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 """Events of all streamed answers in the background; above it, the largest can no longer be read again."""
 GROWTH_BYTES = 256 * 1024

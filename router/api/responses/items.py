@@ -16,7 +16,6 @@ from router.store.record import StoredResponse, StoredTurn
 
 SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 ITEMS = TypeAdapter(list[Item])
 
 

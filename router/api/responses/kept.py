@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from common.errors import InvalidRequest, RequestError
+from common.errors import InvalidRequest, RequestError, quoted
 from router.api.responses.background import BackgroundAnswers
 from router.api.responses.fields import Item, ResponsesRequest
 from router.api.responses.items import conversation_items, input_items, record_of, shown
@@ -21,7 +21,6 @@ from router.store.responses import ResponseStore
 
 T = TypeVar("T")
 
-MAX_SHOWN_ID = 80
 MANY_BYTES = 64 * 1024
 """A conversation of more bytes is read in a thread."""
 WRITTEN_S = 1.0
@@ -43,10 +42,9 @@ class UnknownResponse(NothingKept):
     """There is no such response for this key."""
 
     def __init__(self, response_id: str, *, param: str | None = None, hint: str = "") -> None:
-        shown = response_id if len(response_id) <= MAX_SHOWN_ID else response_id[:MAX_SHOWN_ID] + "…"
         super().__init__(
-            f"there is no response {shown!r} here: it was not stored, has expired, was deleted, belongs to another API "
-            f"key, or lives on another router, whose store this one does not share{hint}",
+            f"there is no response {quoted(response_id)} here: it was not stored, has expired, was deleted, belongs "
+            f"to another API key, or lives on another router, whose store this one does not share{hint}",
             param=param,
             code="previous_response_not_found" if param == PREVIOUS else None,
         )
@@ -117,7 +115,7 @@ class KeptResponses:
             if (not turns or turns[-1].status in RUNNING) and await self._settle_others(name, owner):
                 turns = await asked(self.store.conversation(name, owner, most))
         except ConversationGone as gone:
-            hint = f"; the conversation that leads to {name[:MAX_SHOWN_ID]!r} begins before it"
+            hint = f"; the conversation that leads to {quoted(name)} begins before it"
             raise UnknownResponse(gone.missing, param=PREVIOUS, hint=hint) from gone
         except ConversationTooLong as long:
             raise InvalidRequest(f"{PREVIOUS}: {long}", param=PREVIOUS) from long
@@ -201,7 +199,7 @@ class KeptResponses:
     async def _settle_others(self, response_id: str, owner: str) -> bool:
         """Have the other processes of this router write what waits; False where there are none."""
         siblings = self._service.siblings
-        return siblings is not None and bool(await siblings.told("/responses/settle", owner, id=response_id))
+        return siblings is not None and bool(await siblings.ask_all("/responses/settle", owner, id=response_id))
 
     async def _read(self, turns: Sequence[StoredTurn], read: Callable[[], T]) -> T:
         many = sum(len(turn.input) + len(turn.output) for turn in turns) > MANY_BYTES

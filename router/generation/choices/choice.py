@@ -129,7 +129,7 @@ class AnswerChoice:
         if event.finish_reason and not stopped:
             stopped = self._flush(piece)
         self.finish_reason = piece.finish_reason = "stop" if stopped else event.finish_reason
-        piece.with_logprobs = self._let_go()
+        piece.with_logprobs = self._released()
         return piece
 
     def record(self) -> ChoiceRecord:
@@ -191,7 +191,7 @@ class AnswerChoice:
         self._decoded = self._given
         return stopped
 
-    def _let_go(self) -> list[TokenWithLogprobs]:
+    def _released(self) -> list[TokenWithLogprobs]:
         """Tokens whose text was released; at the end also those of text that a stop string cut."""
         out: list[TokenWithLogprobs] = []
         while self._held and (self._held[0].end <= self._given or self.finish_reason):

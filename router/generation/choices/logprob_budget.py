@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.errors import Unavailable
-from router.streams.client import RETRY_AFTER_S
+from common.errors import RETRY_AFTER_S, Unavailable
 
 MAX_PROMPT_LOGPROBS = 500_000
 """Of one answer, alternatives included."""

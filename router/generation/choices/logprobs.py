@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.wire.sampling_params import TokenLogprobs
+from common.wire.sampling_params import LOGPROB_FLOOR, TokenLogprobs
 from router.generation.choices.choice import AnswerChoice, TokenWithLogprobs
 from router.text.detokenizer import Detokenizer
 from router.text.text_pipeline import TextPipeline
 
-FLOOR = -9999.0
-"""Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""
-
 
 def floored(logprob: float) -> float:
-    """`logprob`, at least FLOOR; never NaN or infinite."""
-    return logprob if FLOOR <= logprob <= 0.0 else 0.0 if logprob > 0.0 else FLOOR
+    """`logprob`, at least LOGPROB_FLOOR; never NaN or infinite."""
+    return logprob if LOGPROB_FLOOR <= logprob <= 0.0 else 0.0 if logprob > 0.0 else LOGPROB_FLOOR
 
 
 class LogprobShapes:

@@ -26,6 +26,7 @@ from router.request.errors import CLIENT_CLOSED, loggable
 log = logging.getLogger(__name__)
 
 MAX_REASON_CHARS = 200
+"""Of an error in the log: it may quote what a client sent."""
 
 
 @dataclass

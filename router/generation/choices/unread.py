@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from common.errors import RequestError, Unavailable
-from router.streams.client import RETRY_AFTER_S
+from common.errors import RETRY_AFTER_S, RequestError, Unavailable
 
 MAX_UNREAD_BYTES = 256 * 1024 * 1024
 """A million tokens with 20 log-probabilities each, or six million without."""

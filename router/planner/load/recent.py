@@ -16,10 +16,11 @@ from router.planner.load.load import OfferedLoad, SampledRequest
 from router.planner.load.window import averages, burstiness
 from router.policy.output_lengths import OutputLengths
 
-SLOT_S, NUM_SLOTS = 0.5, 60
+FINE_SLOT_S, NUM_FINE_SLOTS = 0.5, 60
+"""Half a minute in slots of half a second: a burst is seen within one."""
 KEPT_OF_SLOT = 8
 """Requests of a slot that the sample is made of: the latest ones."""
-SIGNIFICANT = 4.0
+SIGNIFICANT_TURN = 4.0
 """Standard errors by which two parts of the window differ before the older is forgotten: many pairs are compared."""
 LEAST_NEW_S, LEAST_OLD_S = 1.0, 2.0
 """Parts of the window are at least so long."""
@@ -88,7 +89,7 @@ class RecentLoad:
 
     def offered(self, now: float) -> OfferedLoad | None:
         """The load since it last changed; None while too little has come to tell."""
-        while self._slots and self._slots[0].start <= now - SLOT_S * NUM_SLOTS:
+        while self._slots and self._slots[0].start <= now - FINE_SLOT_S * NUM_FINE_SLOTS:
             self._slots.popleft()
         self._forget(now)
         num = self.num_seen
@@ -111,7 +112,7 @@ class RecentLoad:
     # ------------------------------------------------------------ inside
 
     def _add(self, request: SampledRequest, now: float) -> None:
-        start = math.floor(now / SLOT_S) * SLOT_S
+        start = math.floor(now / FINE_SLOT_S) * FINE_SLOT_S
         if not self._slots or self._slots[-1].start < start:
             self._slots.append(_Slot(start))
         self._slots[-1].add(request)
@@ -120,13 +121,13 @@ class RecentLoad:
 
     def _seen_s(self, now: float) -> float:
         """How long the window is."""
-        return now - max(self._since or 0.0, now - SLOT_S * NUM_SLOTS)
+        return now - max(self._since or 0.0, now - FINE_SLOT_S * NUM_FINE_SLOTS)
 
     def _counts(self, now: float) -> list[int]:
         """Arrivals of whole slots, oldest first."""
-        counts = {round(slot.start / SLOT_S): slot.num for slot in self._slots}
-        first = math.ceil((now - self._seen_s(now)) / SLOT_S)
-        return [counts.get(number, 0) for number in range(first, math.floor(now / SLOT_S))]
+        counts = {round(slot.start / FINE_SLOT_S): slot.num for slot in self._slots}
+        first = math.ceil((now - self._seen_s(now)) / FINE_SLOT_S)
+        return [counts.get(number, 0) for number in range(first, math.floor(now / FINE_SLOT_S))]
 
     def _forget(self, now: float) -> None:
         """Drop what came before the load changed, if it did."""
@@ -142,9 +143,9 @@ class RecentLoad:
         first = now - self._seen_s(now)
         sums = _Sums()
         whole = _Sums.of(self._slots)
-        best, found = SIGNIFICANT, None
+        best, found = SIGNIFICANT_TURN, None
         edges = [slot.start for slot in self._slots]
-        edges.append(edges[-1] + SLOT_S if edges else now)
+        edges.append(edges[-1] + FINE_SLOT_S if edges else now)
         for number in range(len(self._slots), -1, -1):
             if number < len(self._slots):
                 sums.add(self._slots[number])

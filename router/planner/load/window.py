@@ -15,6 +15,7 @@ from common.observe.sliding_window import SlidingWindow
 from router.planner.load.load import OfferedLoad, SampledRequest
 
 SLOT_S, NUM_SLOTS = 5.0, 24
+"""Two minutes in slots of five seconds."""
 NUM_RECENT, NUM_LATEST = 12, 3
 """Slots of the rate: a minute. A burst shows in the latest ones before it shows in that."""
 NUM_REMEMBERED, REMEMBERED_S, FEWEST_REMEMBERED = 1024, 300.0, 64

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from common.latency.step_model import StepModel
 from common.wire.message_fields import Role
 
-ROLES: tuple[Role, ...] = ("prefill", "decode")
-
 
 @dataclass(frozen=True, slots=True)
 class Goals:

@@ -11,7 +11,7 @@ from router.planner.load.load import OfferedLoad
 from router.planner.sizing.forecast import MOST_USED, DecodeForecast, PromptForecast, of_decode, of_prompts
 from router.planner.sizing.pool import Bounds, Fleet, Goals, WorkerKind
 
-MOST_WORKERS = 4096
+MOST_TRIED = 4096
 """The search ends here: more is no plan."""
 SHARE_HALVINGS = 7
 """A share of a load is found to one per cent."""
@@ -215,7 +215,7 @@ def _reachable(name: str, goal_s: float, best_s: float, what: str, quantile: flo
 def _fewest(broken: Callable[[int], str], impossible: str) -> Need:
     """The smallest number at which nothing is broken: more workers never break what fewer keep."""
     high, binds = 1, "one worker suffices"
-    while high < MOST_WORKERS and (found := broken(high)):
+    while high < MOST_TRIED and (found := broken(high)):
         high, binds = 2 * high, found
     low = high // 2  # broken, or 0
     while high - low > 1:

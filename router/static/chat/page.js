@@ -114,7 +114,7 @@ function exportFile(conversation) {
   setTimeout(() => URL.revokeObjectURL(link.href), UNDO_MS);
 }
 
-// Another tab has changed, added or deleted some. What is being answered here stays.
+// Another tab has changed, added or deleted some. An answer that runs here stays.
 addEventListener("storage", (event) => {
   if (event.key !== null && !event.key.startsWith(Conversations.PREFIX)) return;
   const mine = all.filter(({ id }) => runs.has(id));

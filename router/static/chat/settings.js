@@ -10,7 +10,7 @@ const Settings = (() => {
     return lines.map((line) => line.replace(/\\([nt\\])/g, (_, char) => ({ n: "\n", t: "\t", "\\": "\\" })[char]));
   }
 
-  // The fields of a request. What is empty is left to the service; what it does not take, it refuses in its own words.
+  // The fields of a request. Empty ones are left to the service; it refuses the others that it does not take, in its own words.
   function fields(values) {
     const found = {
       temperature: number(values.temperature), top_p: number(values["top-p"]), max_tokens: number(values["max-tokens"]),

@@ -14,6 +14,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from common.grammar.vocabulary import MAX_PROBLEM_CHARS
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.text.answer.closed_schema import closed
 from router.text.schema.canonical import canonical
@@ -25,8 +26,6 @@ WHITESPACE = r"\n[ \t]{0,32}| "
 ESCAPES = 'nrbtf\\"'
 """Letters behind a backslash in JSON texts: no `u`, with which a model could spell the name of a member twice."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-MAX_PROBLEM_CHARS = 400
-"""The most that a client sees of an error of the library's GBNF parser."""
 ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[ \t\n\r\f\v]"}
 PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")

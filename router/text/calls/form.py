@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from router.text.answer.grammar import json_expression, literal, rule
+from router.text.answer.grammar import json_expression, rule
 from router.text.calls.function import Function
 from router.text.calls.scanner import CallScanner, Layout, MarkedScanner
 
@@ -139,8 +139,3 @@ def arguments_rules(functions: Sequence[Function]) -> str:
         rule(f"arguments_{i}", json_expression(function.arguments, lenient=True))
         for i, function in enumerate(functions)
     )
-
-
-def spelled_as_text(mark: str) -> str:
-    """The `Spell` of a vocabulary without special marks."""
-    return literal(mark)

@@ -20,6 +20,7 @@ BEGINNINGS = (CHANNEL, START, " to=")
 ENDS = (END, CALL, RETURN, START, CHANNEL)
 """Each ends a message, the last two where the model forgot the end."""
 MAX_HEAD_CHARS = 512
+"""Of what stands between a message's marks: a longer one is text."""
 
 
 class HarmonyScanner(CallScanner):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from router.text.answer.grammar import literal, rule
 from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, row
 from router.text.calls.function import Function
-from router.text.calls.pattern import OBJECT_HEAD, Pattern, rest_of_object, space
+from router.text.calls.pattern import BLANKS, OBJECT_HEAD, Pattern, rest_of_object, space
 from router.text.calls.scanner import Layout, MarkedScanner
 
 TAG = "<|python_tag|>"
@@ -23,7 +23,6 @@ LAYOUTS = [
     for tag in ((TAG, space), ())
     for head in (OBJECT_HEAD, TYPED_HEAD)
 ]
-BLANKS = r"[ \t\r\n]{0,8}"
 
 
 class Llama3Form(CallForm):

@@ -20,7 +20,6 @@ OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME, ARGUMENTS = '{"name": "', '", "arguments": '
 ID_CHARS = 9
 """The templates refuse ids of calls that are not 9 letters and digits."""
-NOTHING = Pattern()
 LAYOUTS = (
     Layout(
         Pattern(OPEN, space, "[", space, *OBJECT_HEAD),
@@ -29,9 +28,9 @@ LAYOUTS = (
         Pattern(space, "]"),
     ),
     Layout(Pattern(OPEN, space, *OBJECT_HEAD), Pattern(rest_of_object)),
-    Layout(Pattern(OPEN, space, function_name, ARGS, space, peek("{")), NOTHING),
-    Layout(Pattern(OPEN, space, function_name, CALL_ID, function_name, ARGS, space, peek("{")), NOTHING),
-    Layout(Pattern(OPEN, space, function_name, space, peek("{")), NOTHING),
+    Layout(Pattern(OPEN, space, function_name, ARGS, space, peek("{")), Pattern()),
+    Layout(Pattern(OPEN, space, function_name, CALL_ID, function_name, ARGS, space, peek("{")), Pattern()),
+    Layout(Pattern(OPEN, space, function_name, space, peek("{")), Pattern()),
 )
 
 

@@ -9,6 +9,9 @@ from typing import NamedTuple
 BLANK = frozenset(" \t\r\n")
 NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 MAX_NAME_CHARS, MAX_BLANKS = 64, 64
+"""Of a function's name, as OpenAI has it, and of white space: a longer run is text, not a call."""
+BLANKS = r"[ \t\r\n]{0,8}"
+"""White space that a grammar of calls allows where the form has some: no room to fill an answer with."""
 
 
 class Missing(Enum):

@@ -17,7 +17,7 @@ from router.text.answer.grammar import literal, rule
 from router.text.answer.part import CallPart, Part
 from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, free, opening, row
 from router.text.calls.function import Function
-from router.text.calls.pattern import Found, Pattern, function_name, space
+from router.text.calls.pattern import BLANKS, Found, Pattern, function_name, space
 from router.text.calls.scanner import Layout, MarkedScanner
 from router.text.python_syntax.grammar import PythonRules, python_text
 from router.text.python_syntax.literal import NotLiteralError, PythonExtent, read_arguments
@@ -25,14 +25,12 @@ from router.text.python_syntax.literal import NotLiteralError, PythonExtent, rea
 TAG, END_TAG = "<function_calls>", "</function_calls>"
 START, END = "<|python_start|>", "<|python_end|>"
 CALL = (function_name, "(")
-NOTHING = Pattern()
 MORE, CLOSE = Pattern(space, ",", space, *CALL), Pattern(space, "]")
 LAYOUTS = (
-    Layout(Pattern("[", space, *CALL), NOTHING, MORE, CLOSE),
-    Layout(Pattern(START, space, "[", space, *CALL), NOTHING, MORE, CLOSE),
-    Layout(Pattern(TAG, space, *CALL), NOTHING, Pattern(space, *CALL), Pattern(space, END_TAG)),
+    Layout(Pattern("[", space, *CALL), Pattern(), MORE, CLOSE),
+    Layout(Pattern(START, space, "[", space, *CALL), Pattern(), MORE, CLOSE),
+    Layout(Pattern(TAG, space, *CALL), Pattern(), Pattern(space, *CALL), Pattern(space, END_TAG)),
 )
-BLANKS = r"[ \t\r\n]{0,8}"
 
 
 class PythonicScanner(MarkedScanner):

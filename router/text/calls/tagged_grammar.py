@@ -19,7 +19,7 @@ from router.text.calls.tagged_value import MOST_REFERENCES, as_text
 KEY = re.compile(r'[^<>"\n]{1,256}')
 ANY_KEY = "/[a-zA-Z_][a-zA-Z0-9_]*/"
 DEFINITIONS = ("$defs", "definitions")
-MAX_CHARS = 4096
+MOST_ENFORCED_CHARS = 4096
 """Above it the length of a text is not enforced."""
 
 Schema = Mapping[str, Any]
@@ -133,5 +133,5 @@ class TaggedRules:
 def _count(schema: Schema, key: str) -> int | None:
     """A number of characters that can be enforced; None without one."""
     number = schema.get(key)
-    fits = isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MAX_CHARS
+    fits = isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MOST_ENFORCED_CHARS
     return number if fits else None

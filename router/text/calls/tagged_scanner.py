@@ -13,6 +13,7 @@ from router.text.calls.scanner import Layout, MarkedScanner
 from router.text.calls.tagged_value import TEXT_ONLY, as_json, kinds_of, written
 
 MAX_KEY_CHARS = 256
+"""Of an argument's name: a longer one is text, not a call."""
 
 
 @dataclass(frozen=True, slots=True)

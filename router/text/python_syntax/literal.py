@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 MAX_DEPTH = 64
+"""Of lists within lists, so that no answer exhausts the stack."""
 KEYWORD = re.compile(r"\s*([^\s=(),\"'\[\]{}]+)\s*=\s*")
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 EXPONENT = re.compile(r"[eE][+-]?")

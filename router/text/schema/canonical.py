@@ -29,7 +29,7 @@ from router.text.schema.resources import Place, Resources
 MAX_DEPTH = 64
 """Of nested schemas. llguidance's own bound of recursion is 128 objects and lists, two of which make a member."""
 MAX_SCHEMAS = 50_000
-"""As in llguidance."""
+"""In one document, before and after it is rewritten: as in llguidance."""
 REFERENCE = "#/$defs/"
 
 

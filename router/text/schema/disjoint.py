@@ -11,11 +11,11 @@ from router.text.schema.finite import key_of, listed, mapping, names, number, re
 from router.text.schema.keywords import CLOSED, TYPES, Schema
 from router.text.schema.texts import beginning_of
 
-MAX_STEPS = 100_000
+MAX_PROOF_STEPS = 100_000
 """Of all proofs for one document together."""
 MAX_VALUES = 2_000
 """Listed values that are tried one by one."""
-MAX_DEPTH = 12
+MAX_PROOF_DEPTH = 12
 """Of schemas within schemas that a proof looks at."""
 
 
@@ -60,7 +60,7 @@ class Proofs:
     """Proofs about schemas of one document."""
 
     def __init__(self, document: Document) -> None:
-        self._document, self._left = document, MAX_STEPS
+        self._document, self._left = document, MAX_PROOF_STEPS
         self._keys: dict[int, tuple[Any, frozenset[str]]] = {}
 
     def flat(self, *schemas: Schema) -> Flat:
@@ -91,7 +91,7 @@ class Proofs:
 
     def _impossible(self, all_of: Flat, depth: int) -> bool:
         self._left -= 1 + len(all_of.parts)
-        if self._left < 0 or depth > MAX_DEPTH:
+        if self._left < 0 or depth > MAX_PROOF_DEPTH:
             return False
         if all_of.is_false or self._contradict(all_of.parts) or self._has_no_value(all_of):
             return True

@@ -44,6 +44,7 @@ SINCE: Final = {
 
 
 MAX_PLACE_CHARS = 200
+"""Of the pointer to a part of a schema in an error."""
 
 
 class Unenforceable(ValueError):

@@ -15,7 +15,7 @@ from typing import Any
 from router.text.schema.canonical import REFERENCE, Document
 from router.text.schema.keywords import LISTS, MAPS, SINGLES, Schema, Unenforceable, children
 
-MAX_SCHEMAS = 20_000
+MAX_UNROLLED = 20_000
 """That writing out may make of one document."""
 IN_PLACE = ("allOf", "anyOf")
 
@@ -32,7 +32,7 @@ class _Unrolling:
         self._names: dict[int, tuple[Schema, str]] = {}
         self._sites: list[tuple[str, Schema]] = []
         self._inlined: list[str] = []
-        self._left = MAX_SCHEMAS
+        self._left = MAX_UNROLLED
 
     def whole(self) -> Document:
         definitions = {name: self._alone(schema) for name, schema in self._document.definitions.items()}
@@ -57,7 +57,7 @@ class _Unrolling:
         """The schema with its parts unrolled; `beside` others that describe the same value."""
         self._left -= 1
         if self._left < 0:
-            raise Unenforceable("#", f"references beside other keywords have more than {MAX_SCHEMAS:,} parts")
+            raise Unenforceable("#", f"references beside other keywords have more than {MAX_UNROLLED:,} parts")
         joint = beside or _is_joint(schema)
         found: dict[str, Any] = {}
         more: list[Schema] = []

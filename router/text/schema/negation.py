@@ -13,7 +13,7 @@ from router.text.schema.texts import none_begins, none_of, texts_of
 
 MAX_REFERENCES = 8
 """References within references that are followed. A schema that refers to itself has no end."""
-MAX_STEPS = 20_000
+MAX_NEGATION_STEPS = 20_000
 """Of all negations for one document."""
 MAX_ITEMS = 64
 """Of a tuple, each of which may be the one that fails."""
@@ -38,7 +38,7 @@ class Negation:
     """Negates schemas of one document."""
 
     def __init__(self, document: Document, proofs: Proofs) -> None:
-        self._document, self._proofs, self._left = document, proofs, MAX_STEPS
+        self._document, self._proofs, self._left = document, proofs, MAX_NEGATION_STEPS
 
     def negated(self, schema: Schema, beside: Flat, place: str, depth: int = 0) -> Schema:
         """A schema of the values that `schema` rejects among those that match all that is `beside` it.
@@ -49,7 +49,7 @@ class Negation:
             return schema is False
         self._left -= 1
         if self._left < 0:
-            raise Unenforceable(place, f"the opposite of it has more than {MAX_STEPS:,} parts")
+            raise Unenforceable(place, f"the opposite of it has more than {MAX_NEGATION_STEPS:,} parts")
         found: list[Schema] = []
         for key, value in schema.items():
             if key not in IGNORED:

@@ -11,16 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.text.schema import arrays, objects
-from router.text.schema.canonical import Document
+from router.text.schema.canonical import MAX_SCHEMAS, Document
 from router.text.schema.disjoint import Proofs
 from router.text.schema.finite import mapping, names, sequence
 from router.text.schema.keywords import CLOSED, EXTRA, LISTS, SINGLES, Schema, Unenforceable, escaped
 from router.text.schema.negation import Negation, all_of, any_of
 from router.text.schema.one_of import alone, exclusive
 
-MAX_SCHEMAS = 50_000
-"""That one document may become."""
-MAX_DEPTH = 120
+MAX_REWRITTEN_DEPTH = 120
 """Of schemas within schemas, those that rewriting adds included."""
 MAPS = ("properties", "patternProperties")
 REWRITTEN = (
@@ -53,7 +51,7 @@ class _Rewriting:
         if not isinstance(schema, Mapping):
             return schema
         self._left -= 1
-        if self._left < 0 or depth > MAX_DEPTH:
+        if self._left < 0 or depth > MAX_REWRITTEN_DEPTH:
             raise Unenforceable(
                 place, "the schema is too large, or too deep, after `oneOf`, `not` and the like are resolved"
             )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from common.model.batch import SequenceChunk
-from common.sampling.logprobs import LOGPROB_FLOOR, chunk_logprobs, max_prompt_logprobs, separate, token_logprobs
+from common.sampling.logprobs import chunk_logprobs, max_prompt_logprobs, separate, token_logprobs
+from common.wire.sampling_params import LOGPROB_FLOOR
 
 
 def logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.sampling.logprobs import LOGPROB_FLOOR
 from common.sampling.sampler import Sampler, SamplingRow
 from common.sampling.token_limits import TokenLimits
-from common.wire.sampling_params import SamplingParams
+from common.wire.sampling_params import LOGPROB_FLOOR, SamplingParams
 from kernels.sampling import uniform as noise_of
 
 VOCAB = 200

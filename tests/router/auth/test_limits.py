@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from router.auth.end_rate import LONGEST_S, Pace
+from common.errors import MAX_RETRY_AFTER_S
+from router.auth.end_rate import Pace
 from router.auth.keys import Limits
 from router.auth.limits import Denied, Quota, TokenBucket, duration
 
@@ -126,5 +127,5 @@ def test_the_time_to_drain_follows_the_pace() -> None:
     for i in range(20):
         pace.ended(i * 0.5)
     assert pace.drain_s(10, 10.0) == pytest.approx(5.0)
-    assert pace.drain_s(10**6, 10.0) == LONGEST_S
+    assert pace.drain_s(10**6, 10.0) == MAX_RETRY_AFTER_S
     assert pace.drain_s(10, 100.0) is None  # too long ago to tell

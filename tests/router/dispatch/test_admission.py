@@ -2,19 +2,11 @@ import pytest
 from msgspec.structs import replace
 
 from common.config import RouterConfig
-from common.errors import Overloaded
+from common.errors import MAX_RETRY_AFTER_S, Overloaded
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
-from router.admission.admission import (
-    MAX_RETRY_AFTER_S,
-    Admission,
-    lasting_s,
-    observed_waits_s,
-    too_late,
-    wait_for,
-    waits_of,
-)
+from router.admission.admission import Admission, lasting_s, observed_waits_s, too_late, wait_for, waits_of
 from router.admission.load import DispatchCounters
 from router.fleet.registry import WorkerRegistry
 from router.policy.forecast import on_prefill

@@ -306,7 +306,7 @@ def forecast(missed: dict[int, float], **fields: Any) -> SplitForecast:
 
 
 def orders_of(pools: Pools, seen: SplitForecast, seconds: float = AFTER_S + TICK_S) -> list[RoleChange]:
-    """What is ordered within so long under a forecast that stays."""
+    """The orders within so long under a forecast that stays."""
     found = []
     for _ in range(round(seconds / TICK_S) + 1):
         pools.now += TICK_S

@@ -17,7 +17,8 @@ import pytest
 from router.store import database
 from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed
 from router.store.record import ROW_BYTES, StoredResponse
-from router.store.responses import LEASE_S, ResponseStore
+from router.store.responses import ResponseStore
+from router.store.upkeep import LEASE_S
 
 Open = Callable[..., ResponseStore]
 KIB = 1024

@@ -9,7 +9,7 @@ import pytest
 from common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from common.model_files.files import ModelFiles
 from common.model_files.tokenizer import Tokenizer
-from router.text.text_pipeline import SHORT, TINY, TextPipeline
+from router.text.text_pipeline import SHORT_TEXT, TINY_TEXT, TextPipeline
 
 USER = {"role": "user", "content": "Hi"}
 PROMPT = "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -21,7 +21,7 @@ class Gate(Tokenizer):
     opened: threading.Event
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if len(text) > SHORT:
+        if len(text) > SHORT_TEXT:
             self.opened.wait()
         return super().encode(text, add_special_tokens=add_special_tokens)
 
@@ -96,18 +96,18 @@ async def test_a_base_model_has_no_chat(tiny_files: ModelFiles) -> None:
 
 async def test_short_texts_do_not_wait_for_long_ones(gate: Gate) -> None:
     pipeline = TextPipeline(gate, None, max_model_len=0, threads=2)
-    long = asyncio.create_task(pipeline.encode("x" * (SHORT + 1)))
-    for size in (TINY, TINY + 1):
+    long = asyncio.create_task(pipeline.encode("x" * (SHORT_TEXT + 1)))
+    for size in (TINY_TEXT, TINY_TEXT + 1):
         assert len(await pipeline.encode("x" * size)) == size
     assert not long.done()
     gate.opened.set()
-    assert len(await long) == SHORT + 1
+    assert len(await long) == SHORT_TEXT + 1
     pipeline.close()
 
 
 async def test_pending_work_is_bounded(gate: Gate) -> None:
     pipeline = TextPipeline(gate, None, max_model_len=0, threads=1, max_pending=2)
-    waiting = [asyncio.create_task(pipeline.encode("x" * (SHORT + 1))) for _ in range(2)]
+    waiting = [asyncio.create_task(pipeline.encode("x" * (SHORT_TEXT + 1))) for _ in range(2)]
     await asyncio.sleep(0)
     assert pipeline.num_pending == 2
     with pytest.raises(Unavailable, match="2 texts wait") as raised:
@@ -121,7 +121,7 @@ async def test_pending_work_is_bounded(gate: Gate) -> None:
 
 async def test_work_given_up_while_it_waits_frees_its_place(gate: Gate) -> None:
     pipeline = TextPipeline(gate, None, max_model_len=0, threads=1, max_pending=2)
-    running, waiting = (asyncio.create_task(pipeline.encode("x" * (SHORT + 1))) for _ in range(2))
+    running, waiting = (asyncio.create_task(pipeline.encode("x" * (SHORT_TEXT + 1))) for _ in range(2))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])

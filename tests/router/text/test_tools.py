@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.model_files.template import ChatTemplate
+from router.text.answer.grammar import literal
 from router.text.answer.part import CallPart, Part, TextPart, joined
 from router.text.calls.dialect import dialect_of
-from router.text.calls.form import Wanted, spelled_as_text
+from router.text.calls.form import Wanted
 from router.text.calls.function import Function
 from router.text.calls.hermes import HermesForm
 from router.text.calls.scanner import CallScanner
@@ -39,7 +40,7 @@ OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 def call_grammar(functions: Sequence[Function], **wanted: Any) -> str:
-    return HermesForm().grammar(Wanted(functions, **wanted), spelled_as_text)
+    return HermesForm().grammar(Wanted(functions, **wanted), literal)
 
 
 def hermes_scanner(*, only_calls: bool = False) -> CallScanner:
