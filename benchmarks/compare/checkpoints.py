@@ -45,7 +45,9 @@ def pack(numbers: Tensor, order: Sequence[int] = range(8)) -> Tensor:
 
 
 def rounded(weight: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers 0 .. 15 [out, in], float16 scales and zero points [out, in / GROUP]."""
+    """Numbers 0 .. 15 [out, in], float16 scales and zero points [out, in / GROUP]. ModelError without whole groups."""
+    if weight.shape[1] % GROUP:
+        raise ModelError(f"a matrix has {weight.shape[1]} inputs; these checkpoints have groups of {GROUP}")
     parts = weight.view(weight.shape[0], -1, GROUP)
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
     scale = (torch.maximum(high / 7, -low / 8) if symmetric else (high - low) / 15).clamp(min=1e-6).half()
@@ -78,6 +80,11 @@ def w8a8(weight: Tensor) -> Parts:
     return {"weight": (weight / scale.float()).round().clamp(-127, 127).to(torch.int8), "weight_scale": scale}
 
 
+def fp8_whole(weight: Tensor) -> Parts:
+    scale = weight.abs().amax().reshape(1) / 448
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
 def fp8_rows(weight: Tensor) -> Parts:
     scale = weight.abs().amax(1, keepdim=True) / 448
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
@@ -107,6 +114,7 @@ FORMATS: Final[dict[str, tuple[Callable[[Tensor], Parts], dict[str, Any]]]] = {
     "AWQ int4, groups of 64": (awq, {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}),
     "W4A16, groups of 64": (w4a16, compressed("pack-quantized", num_bits=4, type="int", strategy="group")),
     "W8A8 by channel": (w8a8, compressed("int-quantized", num_bits=8, type="int", strategy="channel")),
+    "fp8 by tensor": (fp8_whole, compressed("float-quantized", num_bits=8, type="float", strategy="tensor")),
     "fp8 by channel": (fp8_rows, compressed("float-quantized", num_bits=8, type="float", strategy="channel")),
     "fp8 by block of 128": (fp8_blocks, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}),
 }
@@ -115,11 +123,14 @@ FORMATS: Final[dict[str, tuple[Callable[[Tensor], Parts], dict[str, Any]]]] = {
 def write_checkpoint(files: ModelFiles, folder: Path, format: str) -> ModelFiles:
     """The model's layers in one of FORMATS, the rest in bfloat16. ModelError for a model that is not a Llama."""
     config, source = open_model(files)
-    if config.model_type != "llama" or not config.tie_embeddings:
-        raise ModelError(f"{files.model_id} is no Llama model with tied embeddings, as these checkpoints are")
+    if config.model_type != "llama":
+        raise ModelError(
+            f"{files.model_id} is a {config.model_type} model; these checkpoints are written of llama models"
+        )
     write, described = FORMATS[format]
     folder.mkdir(parents=True)
-    stored = {name: source.read(name).bfloat16() for name in ("model.embed_tokens.weight", "model.norm.weight")}
+    top = ("model.embed_tokens", "model.norm", *(() if config.tie_embeddings else ("lm_head",)))
+    stored = {f"{part}.weight": source.read(f"{part}.weight").bfloat16() for part in top}
     for index in range(config.num_layers):
         for part in NORMS:
             name = f"model.layers.{index}.{part}.weight"
@@ -135,7 +146,7 @@ def write_checkpoint(files: ModelFiles, folder: Path, format: str) -> ModelFiles
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = script_parser(PROGRAM, __doc__, model="a Llama model with tied embeddings: built-in name or GGUF file")
+    parser = script_parser(PROGRAM, __doc__, model="a Llama model: built-in name, folder or GGUF file")
     parser.add_argument("--formats", default=";".join(FORMATS), help="some of these, with semicolons")
     parser.add_argument("--tokens", type=int, default=48, help="length of each greedy answer")
     return parser.parse_args(argv)

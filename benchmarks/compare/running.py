@@ -65,6 +65,10 @@ class RunningEngine:
             watching.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
 
+    def memory_bytes(self) -> int:
+        """Memory of all its processes; what several of them share is divided among them."""
+        return sum(proportional_bytes(pid) for child in self._running for pid in family(child.pid))
+
     def stop(self) -> None:
         """Ask every process group to end, and force it after STOP_TIMEOUT_S."""
         for child in self._running:
@@ -108,3 +112,21 @@ def _answers(url: str) -> bool:
         return httpx.get(url, timeout=5.0, trust_env=False).status_code == httpx.codes.OK
     except httpx.TransportError:  # not listening yet, or too busy starting
         return False
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it started; without those that have ended."""
+    try:
+        tasks = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return []
+    return [pid, *(one for child in " ".join(tasks).split() for one in family(int(child)))]
+
+
+def proportional_bytes(pid: int) -> int:
+    """The proportional set size of a process; 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

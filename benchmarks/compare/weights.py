@@ -1,8 +1,9 @@
 """One model in the formats that engines read, all made from the same values and kept in the cache.
 
 `gguf` is the model's own file. The others are its dequantised values written again: as a Hugging Face folder in
-bfloat16, as one with int8 matrices (compressed-tensors: a scale a row, activations quantised a token), or as GGUF files
-of another type. The folders name no end token, so that an engine which cannot ignore it generates full lengths too.
+bfloat16, as one with int8 matrices (compressed-tensors: a scale a row, activations quantised a token), as GGUF files
+of another type, or, from those in bfloat16, as mixes of K-quants by llama.cpp's own tool. The folders name no end
+token, so that an engine which cannot ignore it generates full lengths too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,12 @@ GGUF_TYPES = {
     "gguf-f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
     "gguf-q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "gguf-q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+    "gguf-mxfp4": (GGMLQuantizationType.MXFP4, LlamaFileType.MOSTLY_MXFP4_MOE),
 }
-FORMATS = ("gguf", "hf", "hf-w8a8", *GGUF_TYPES)
+GGUF_MIXES = {"gguf-q4_k_m": "Q4_K_M", "gguf-q5_k_m": "Q5_K_M", "gguf-q6_k": "Q6_K"}
+"""Formats that `llama-quantize` writes, and its names for them. Rows that 256 does not divide get other types there."""
+FORMATS = ("gguf", "hf", "hf-w8a8", *GGUF_TYPES, *GGUF_MIXES)
+FOUR_BITS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.MXFP4)
 EMBEDDING = "token_embd.weight"
 MATRICES = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
@@ -60,35 +66,65 @@ W8A8 = {
 }
 
 
-def convert(files: ModelFiles, formats: Iterable[str]) -> dict[str, Path]:
-    """The model in each of these FORMATS, written unless it exists. Raises PeerError for a GGUF format of a model that
-    is no GGUF file."""
-    folder = cache_folder() / "peers" / f"{files.model_id}-{files.weights_hash}"
-    return {name: _converted(files, name, folder) for name in dict.fromkeys(formats)}
+Mixer = Callable[[Path, Path, str], None]
+"""Writes a GGUF file of floats again, as the mix that `llama-quantize` calls so."""
 
 
-def _converted(files: ModelFiles, name: str, folder: Path) -> Path:
-    source, gguf = files.weights[0], name in GGUF_TYPES
-    if (gguf or name == "gguf") and files.format != "gguf":
+def convert(files: ModelFiles, formats: Iterable[str], mix: Mixer | None = None) -> dict[str, Path]:
+    """The model in each of these FORMATS, written unless it exists; GGUF_MIXES by `mix`. Raises PeerError for a GGUF
+    format of a model that is no GGUF file, and for a mix without llama.cpp."""
+    return {name: _converted(files, name, folder_of(files), mix) for name in dict.fromkeys(formats)}
+
+
+def folder_of(files: ModelFiles) -> Path:
+    """The folder of the cache for all formats of this model."""
+    return cache_folder() / "peers" / f"{files.model_id}-{files.weights_hash}"
+
+
+def _converted(files: ModelFiles, name: str, folder: Path, mix: Mixer | None) -> Path:
+    source = files.weights[0]
+    if name.startswith("gguf") and files.format != "gguf":
         raise PeerError(f"{files.model_id} is no GGUF file, and a peer needs one")
     if name == "gguf":
         return source
-    path = folder / (f"{name}.gguf" if gguf else name)
-    with locked(folder / ".lock"):
-        if not path.exists():
-            unfinished = path.with_name(f".{path.name}")
-            if gguf:
-                write_gguf(source, unfinished, *GGUF_TYPES[name])
-            else:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                write_folder(files, unfinished, int8=name == "hf-w8a8")
-            unfinished.rename(path)
+    if name in GGUF_MIXES:
+        return _mixed(files, name, folder, mix)
+    path = folder / (f"{name}.gguf" if name in GGUF_TYPES else name)
+    with written_once(path) as unfinished:
+        if unfinished is not None and name in GGUF_TYPES:
+            write_gguf(source, unfinished, *GGUF_TYPES[name])
+        elif unfinished is not None:
+            write_folder(files, unfinished, int8=name == "hf-w8a8")
     return path
 
 
+def _mixed(files: ModelFiles, name: str, folder: Path, mix: Mixer | None) -> Path:
+    if mix is None:
+        raise PeerError(f"llama.cpp's own tool writes {name}, and no folder of llama.cpp is named")
+    floats, path = _converted(files, "gguf-bf16", folder, mix), folder / f"{name}.gguf"
+    with written_once(path) as unfinished:
+        if unfinished is not None:
+            mix(floats, unfinished, GGUF_MIXES[name])
+    return path
+
+
+@contextmanager
+def written_once(path: Path) -> Iterator[Path | None]:
+    """The place to write `path` at, which it is moved from when the block ends; None if `path` is there already."""
+    with locked(path.parent / ".lock"):
+        if path.exists():
+            yield None
+            return
+        unfinished = path.with_name(f".{path.name}")
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        yield unfinished
+        unfinished.rename(path)
+
+
 def write_gguf(source: Path, path: Path, kind: GGMLQuantizationType, file_type: LlamaFileType) -> None:
-    """Copy a GGUF file with its matrices as `kind`. A Q4 file keeps the token embedding (often the LM head too) of its
-    source, as llama.cpp's own tool keeps it finer than the rest."""
+    """Copy a GGUF file with its matrices as `kind`. A file of 4 bits keeps the token embedding (often the LM head too)
+    of its source, as llama.cpp's own tool keeps it finer than the rest."""
     reader, values = GGUFReader(source), GGUFFile(source)
     writer = GGUFWriter(path, str(values.metadata["general.architecture"]))
     for field in reader.fields.values():
@@ -97,7 +133,7 @@ def write_gguf(source: Path, path: Path, kind: GGMLQuantizationType, file_type: 
             writer.add_key_value(field.name, field.contents(), field.types[0], field.types[-1] if array else None)
     writer.add_file_type(file_type)
     for tensor in reader.tensors:
-        kept = kind == GGMLQuantizationType.Q4_0 and tensor.name == EMBEDDING
+        kept = kind in FOUR_BITS and tensor.name == EMBEDDING
         if len(tensor.shape) < 2 or kept:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         else:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import __main__ as compare
-from benchmarks.compare.__main__ import PEERS, choose_variant, num_requests, peer_environments, token_ids
+from benchmarks.compare.engines import PEERS, choose_variant, peer_environments
 from benchmarks.compare.peer import Launch, Peer, PeerError, Site
 from benchmarks.compare.ratios import METRICS, Cell, Load, find_problem, parse_loads, ratios, rows
+from benchmarks.compare.rounds import Run, bounds, describe_runs, num_requests, token_ids
 from benchmarks.load.summary import RequestRecord, Summary, summarise
 from common.model_files.resolve import resolve_model
 
@@ -96,6 +97,15 @@ def test_a_row_has_every_pair_and_survives_an_engine_that_failed() -> None:
     assert table[0]["engines"]["vllm:bf16"] == {"medians": {}, "samples": {}, "problems": ["did not start"]}
 
 
+def test_engines_have_room_for_the_longest_and_the_widest_load() -> None:
+    assert bounds([Load(128, 128, 1), Load(512, 2, 1)]) == (768, 32)
+    assert bounds([Load(128, 127, 64)]) == (256, 64)
+
+
+def test_runs_are_described_with_the_reason_of_those_that_failed() -> None:
+    assert describe_runs([Run(1.26, 300.04), "no port"]) == {"start_s": [1.3, "no port"], "memory_mib": [300.0]}
+
+
 def test_a_peer_is_named_with_or_without_variant() -> None:
     assert choose_variant("vllm") == (PEERS["vllm"], "bf16")
     assert choose_variant("llama.cpp:bf16") == (PEERS["llama.cpp"], "bf16")
@@ -161,4 +171,5 @@ def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert opened["engines"]["fake:only"]["problems"] == ["20 output tokens a request instead of 30"]
     assert status == 1  # that run did not count
     assert found["engines"]["diptych:f32"]["environment"] == {"DIPTYCH_KV_MEMORY_GIB": "0.05"}
+    assert found["engines"]["fake:only"]["memory_mib"][0] > 1
     assert picture.exists()

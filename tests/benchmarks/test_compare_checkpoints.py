@@ -15,6 +15,7 @@ LAYOUTS = {
     "AWQ": QuantizationConfig(CheckpointLayout.AWQ),
     "W4A16": QuantizationConfig(CheckpointLayout.COMPRESSED),
     "W8A8": QuantizationConfig(CheckpointLayout.COMPRESSED),
+    "fp8 by tensor": QuantizationConfig(CheckpointLayout.COMPRESSED),
     "fp8 by channel": QuantizationConfig(CheckpointLayout.COMPRESSED),
     "fp8 by block": QuantizationConfig(CheckpointLayout.FLOAT8, block=(BLOCK, BLOCK)),
 }

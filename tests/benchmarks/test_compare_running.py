@@ -1,6 +1,7 @@
 """An engine's processes: started, waited for, ended with their children."""
 
 import asyncio
+import os
 import sys
 import time
 from argparse import Namespace
@@ -11,10 +12,11 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.compare.__main__ import Engine, measure
+from benchmarks.compare.engines import Engine
 from benchmarks.compare.peer import Launch, PeerError, Process
 from benchmarks.compare.ratios import Load
-from benchmarks.compare.running import RunningEngine
+from benchmarks.compare.rounds import measure
+from benchmarks.compare.running import RunningEngine, family, proportional_bytes
 from benchmarks.load.summary import Summary
 from benchmarks.stack import free_port
 
@@ -40,6 +42,8 @@ def test_an_engine_and_its_children_end_with_the_block(tmp_path: Path) -> None:
         child = int((tmp_path / "child.pid").read_text())
         assert is_alive(child)
         assert running.start_s > 0
+        assert child in family(os.getpid())
+        assert running.memory_bytes() >= proportional_bytes(child) > 2**20
         models = httpx.get(f"{launch.url}/v1/models", trust_env=False, timeout=60).json()
     assert models["data"][0]["id"] == "model"
     deadline = time.monotonic() + 60

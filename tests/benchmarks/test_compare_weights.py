@@ -7,10 +7,19 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from gguf.quants import quantize
+from msgspec import structs
 from safetensors.torch import load_file
 
 from benchmarks.compare.peer import PeerError
-from benchmarks.compare.weights import EMBEDDING, GGUF_TYPES, convert, quantise_rows, write_folder, write_gguf
+from benchmarks.compare.weights import (
+    EMBEDDING,
+    GGUF_TYPES,
+    convert,
+    quantise_rows,
+    write_folder,
+    write_gguf,
+    written_once,
+)
 from common.gguf_format.metadata import read_gguf_head
 from common.gguf_format.tensors import GGUFFile
 from common.model.load import load_model
@@ -51,12 +60,13 @@ def test_a_gguf_file_is_written_again_in_another_type(small_gguf: Path, tmp_path
     write_gguf(small_gguf, tmp_path / "out.gguf", kind, file_type)
     source, written = GGUFFile(small_gguf), GGUFFile(tmp_path / "out.gguf")
     types = {tensor.name: tensor.type for tensor in read_gguf_head(tmp_path / "out.gguf").tensors}
-    kept = form == "gguf-q4_0"
+    kept = form in ("gguf-q4_0", "gguf-mxfp4")
     assert types == {EMBEDDING: GGMLQuantizationType.Q8_0 if kept else kind, MATRIX: kind, NORM: 0}
     assert written.metadata == {**source.metadata, "general.file_type": file_type}
     largest = abs(source.read(MATRIX)).max()
     error = abs(written.read(MATRIX) - source.read(MATRIX)).max()
-    assert error <= largest * {"gguf-bf16": 2**-8, "gguf-f16": 2**-11, "gguf-q8_0": 1 / 250, "gguf-q4_0": 1 / 7}[form]
+    least = {"gguf-bf16": 2**-8, "gguf-f16": 2**-11, "gguf-q8_0": 1 / 250, "gguf-q4_0": 1 / 7, "gguf-mxfp4": 1 / 3}
+    assert error <= largest * least[form]
     assert (written.read(NORM) == source.read(NORM)).all()
 
 
@@ -99,6 +109,37 @@ def test_formats_are_made_once(tiny: ModelFiles, tmp_path: Path, monkeypatch: py
     assert sorted(first) == ["hf", "hf-w8a8"]
     stamp = (first["hf"] / "model.safetensors").stat().st_mtime_ns
     assert (convert(tiny, ["hf"])["hf"] / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_a_mix_is_made_once_of_the_file_in_bfloat16(
+    small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path / "cache"))
+    files = structs.replace(resolve_model("tiny-random"), format="gguf", weights=(small_gguf,))
+    made: list[tuple[str, str]] = []
+
+    def mix(floats: Path, path: Path, kind: str) -> None:
+        made.append((floats.name, kind))
+        path.touch()
+
+    for _ in range(2):
+        path = convert(files, ["gguf-q4_k_m"], mix)["gguf-q4_k_m"]
+    assert made == [("gguf-bf16.gguf", "Q4_K_M")]
+    assert (path.name, path.exists()) == ("gguf-q4_k_m.gguf", True)
+    with pytest.raises(PeerError, match=r"llama\.cpp's own tool writes gguf-q6_k"):
+        convert(files, ["gguf-q6_k"])
+
+
+def test_a_write_that_failed_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), written_once(tmp_path / "model") as unfinished:
+        assert unfinished is not None
+        unfinished.mkdir()
+        raise OSError("full")
+    with written_once(tmp_path / "model") as unfinished:
+        assert unfinished is not None
+        assert not unfinished.exists()
+        unfinished.touch()
+    assert (tmp_path / "model").is_file()
 
 
 def test_a_model_that_cannot_be_converted_is_refused(tiny: ModelFiles, tmp_path: Path) -> None:
