@@ -194,7 +194,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         for chunk, (of_prompt, *_) in zip(chunks, spans, strict=True):
             if of_prompt is not None:  # such a chunk has no draft
                 chunk.sequence.num_logprobs_sent = max(chunk.sequence.num_logprobs_sent, chunk.start + chunk.num_tokens)
-                self._reports.report_prompt_logprobs(chunk.sequence, chunk.start, of_prompt)
+                self._reports.report_prompt_logits(chunk.sequence, chunk.start, of_prompt)
         rows_of = [self._rules.rows(chunk) if chunk.sample else [] for chunk in chunks]
         sampled = self._sampler.sample(logits, [row for rows in rows_of for row in rows])
         self._runner.wait()  # the blocks of a sequence that ends now go to others
@@ -239,7 +239,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         tokens_each = 1.0 + num_accepted / max(1, len(decoding))
         predicted_s = self.step_fit.model.seconds(shape) + drafting_s
         self._gaps.stepped(decoding, now, predicted_s=predicted_s, tokens_each=tokens_each)
-        self.step_fit.observe(shape, step_s)
+        self.took(shape, step_s)
         self._pace.took(step_s + drafting_s)
         self._note_knobs(self._speculation.knobs, now)
 

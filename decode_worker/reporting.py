@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from common.requests.reports import Reports
+from common.sampling.logprobs import chunk_logprobs
 from common.wire.messages import Timeline, TokenDelta
 from decode_worker.sequence import DecodeSequence
 
@@ -28,6 +31,12 @@ class DecodeReports(Reports):
             ),
         )
         sequence.num_reported += len(new)
+
+    def report_prompt_logits(self, sequence: DecodeSequence, start: int, logits: Tensor) -> None:
+        """Queue log-probabilities of the prompt's tokens behind `start`; `logits` belong to those from `start` on."""
+        prompt = sequence.token_ids[: sequence.num_request_tokens]
+        found = chunk_logprobs(logits, prompt, start, sequence.params.prompt_logprobs)
+        self.report_prompt_logprobs(sequence, start, found)
 
     def finish(self, sequence: DecodeSequence, reason: str, now: float) -> None:
         """Gather its last tokens, and the durations of its phases."""

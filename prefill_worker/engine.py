@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from common.grammar.grammar import unsampled
 from common.kv.block_hash import BlockHasher
 from common.latency.step_model import StepShape
-from common.model.batch import SequenceChunk
 from common.requests.engine import RequestEngine
-from common.requests.hidden_places import NO_PLACES, HiddenPlaces
 from common.requests.parts import NO_PARTS, EngineParts
 from common.requests.reports import Reports
 from common.requests.rules import RequestRules
 from common.runner.runner import ModelRunner
-from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler, SamplingRow
 from common.transfer.outgoing import TransferEnded
 from common.transfer.sender import KVSender
 from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
 from common.wire.sampling_params import SampledToken
-from common.worker.engine import EngineConfig, RequestReceived, Send
+from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
+from prefill_worker.launcher import ChunkOutput, PromptLauncher
+from prefill_worker.pipeline import PromptPipeline, PromptStep
 from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 from prefill_worker.sequence import PrefillSequence
@@ -45,8 +45,10 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         metrics: WorkerMetrics,
         parts: EngineParts = NO_PARTS,
         pooler: Pooler | None = None,
+        *,
+        launcher: PromptLauncher | None = None,
     ) -> None:
-        """With a `pooler` all requests are for its vectors."""
+        """With a `pooler` all requests are for its vectors. A `launcher` takes the place of the runner's own."""
         rules = RequestRules(
             config.eos_token_ids,
             vocab_size=sampler.vocab_size,
@@ -57,11 +59,26 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         )
         super().__init__(send, config, scheduler, rules, metrics, parts)
         self._reports = Reports(config.identity, self.emit)
-        self._runner, self._sampler, self._sender, self._pooler = runner, sampler, sender, pooler
+        self._vocab_size, self._sender = sampler.vocab_size, sender
+        self._launcher = launcher or PromptLauncher(runner, sampler, pooler, parts.hidden)
+        self._pipeline = PromptPipeline(scheduler, self._launcher)
+        self._makes_tokens = pooler is None
 
     @property
     def is_prefill(self) -> bool:
         return True
+
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or self._pipeline.in_flight is not None
+
+    @property
+    def is_empty(self) -> bool:
+        return super().is_empty and self._pipeline.in_flight is None
+
+    def hold_s(self, now: float) -> float:
+        """While a step computes, the next one waits for prompts that may come, until shortly before the end."""
+        return self._pipeline.hold_s(now, self.step_fit.model)
 
     def apply(self, command: object) -> None:
         match command:
@@ -73,32 +90,53 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
                 super().apply(command)
 
     def step(self, now: float) -> None:
+        if self._has_unused_adapters:
+            self._drain()  # a step in flight may read them
+            self._free_adapters()
         output = self.scheduler.schedule(now, self.step_fit.model, lambda each: self._read_tiers(each, now))
         for sequence in output.admitted:
             self._on_admitted(sequence, now)
-        self._in_step = [chunk.sequence for chunk in output.chunks]
-        if not output.chunks:
-            return  # all that could be computed is being read
-        num_tokens = sum(chunk.num_tokens for chunk in output.chunks)
-        shape = StepShape.sum(StepShape.of_prompt(c.start, c.start + c.num_tokens) for c in output.chunks)
-        self.planned(shape)
-        results = self._compute(output.chunks)
-        self._runner.wait()  # the sender may read the blocks once it hears of them
-        done_at = time.monotonic()
-        for chunk in output.chunks:
-            self._on_computed(chunk, results.get(chunk.sequence.request_id), done_at)
+        before, chunks = self._pipeline.in_flight, output.chunks
+        self._in_step = [chunk.sequence for chunk in chunks]
+        shape = StepShape.sum(chunk.shape for chunk in chunks)
+        self.planned(shape if before is None else before.shape + shape)
+        if chunks:
+            self._launch(chunks, now)
+        if before is not None:
+            self._complete(before)
+        if not self._pipeline.runs_ahead:
+            self._drain()
         self._in_step = ()
-        self._rate.add(num_tokens, done_at - now)
-        self.step_fit.observe(shape, done_at - now)
+
+    def _launch(self, chunks: Sequence[PrefillChunk], now: float) -> None:
+        if self._sender.quantises:
+            self._clear_unused(chunks)
+        rows = [self._row(chunk.sequence) for chunk in chunks if chunk.sample] if self._makes_tokens else []
+        self._pipeline.launch(chunks, rows, now)
+
+    def _complete(self, step: PromptStep) -> None:
+        """Wait for a step that was launched, and process what it made. Only then may others read its blocks."""
+        self._in_step = [*(chunk.sequence for chunk in step.chunks), *self._in_step]
+        computed, ended_at, step_s = self._pipeline.complete(step, time.monotonic)
+        for chunk, output in computed:
+            self._on_computed(chunk, output, ended_at)
+        self._rate.add(step.shape.num_tokens, step_s)
+        self.took(step.shape, step_s)
         self.metrics.steps.inc()
-        self.metrics.step_seconds.observe(done_at - now)
-        self._note_knobs({}, done_at)
+        self.metrics.step_seconds.observe(step_s)
+        self._note_knobs({}, ended_at)
+
+    def _drain(self) -> None:
+        """Complete the step in flight, if there is one."""
+        if self._pipeline.in_flight is not None:
+            self._complete(self._pipeline.in_flight)
 
     def expire(self, now: float) -> None:
         if self._sender.failure is not None:
             raise RuntimeError("the KV sender died") from self._sender.failure
         self._expire_requests(now)
-        self._free_adapters()
+        if self._pipeline.in_flight is None:
+            self._free_adapters()
 
     def tell_progress(self, *, has_stepped: bool) -> None:
         if not has_stepped:
@@ -109,10 +147,19 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
                 self._reports.add_delta(sequence.router, delta)
         self._reports.flush()
 
+    def snapshot(self) -> EngineStatus:
+        """What waits is computed once the step in flight has ended, a part of which is over."""
+        status = super().snapshot()
+        elapsed_s = self._pipeline.elapsed_s(time.monotonic(), status.step_model)
+        return replace(status, waiting_s=max(0.0, status.waiting_s - elapsed_s))
+
     def close(self) -> None:
-        self._sender.stop()
-        self._grammars.close()
-        self._restores.close()
+        try:
+            self._pipeline.close()
+        finally:  # even if a step in flight failed: threads that run on would keep the process from ending
+            self._sender.stop()
+            self._grammars.close()
+            self._restores.close()
 
     @property
     def _num_dropped_frames(self) -> int:
@@ -156,35 +203,22 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         table = self.scheduler.whole_table(sequence) if self.scheduler.window else None
         self._sender.progress(sequence.request_id, sequence.attempt, num_ready, done, table)
 
-    def _compute(self, chunks: Sequence[PrefillChunk]) -> Mapping[str, SampledToken | bytes]:
-        """Run the chunks; what each prompt ends in that ends with one of them: its first token, or its vector."""
-        if self._sender.quantises:
-            self._clear_unused(chunks)
-        asked = [_model_chunk(chunk, self._hidden) for chunk in chunks]
-        last, rows_of_chunks = separate(self._runner.forward(asked), asked)
-        if self._pooler is not None:
-            return self._pooler.pooled(chunks, last, rows_of_chunks)
-        for chunk, rows in zip(chunks, rows_of_chunks, strict=True):
-            if rows is not None:
-                self._reports.report_prompt_logprobs(chunk.sequence, chunk.start, rows)
-        finished = [chunk.sequence for chunk in chunks if chunk.sample]
-        sampled = self._sampler.sample(last, [self._row(sequence) for sequence in finished]) if finished else []
-        return dict(zip((sequence.request_id for sequence in finished), sampled, strict=True))
-
     def _clear_unused(self, chunks: Sequence[PrefillChunk]) -> None:
         """The scale of an 8-bit block counts all its slots, also those that an earlier prompt wrote."""
         for chunk in chunks:
             num_used = chunk.sequence.num_tokens % self.scheduler.block_size
             if chunk.sample and num_used and chunk.sequence.request.decode is not None:
-                self._runner.kv.clear_slots(chunk.sequence.blocks[-1], num_used)
+                self._launcher.clear_slots(chunk.sequence.blocks[-1], num_used)
 
-    def _on_computed(self, chunk: PrefillChunk, result: SampledToken | bytes | None, now: float) -> None:
+    def _on_computed(self, chunk: PrefillChunk, output: ChunkOutput, now: float) -> None:
         sequence = chunk.sequence
         num_ready = self.scheduler.advance(chunk, now)
-        if isinstance(result, SampledToken):
-            self._on_sampled(sequence, result, num_ready)
-        elif result is not None:
-            self._on_pooled(sequence, result)
+        if output.logprobs:
+            self._reports.report_prompt_logprobs(sequence, chunk.start, output.logprobs)
+        if output.sampled is not None:
+            self._on_sampled(sequence, output.sampled, num_ready)
+        elif output.vector is not None:
+            self._on_pooled(sequence, output.vector)
         elif sequence.request.decode is not None:
             self._progress(sequence, num_ready)
 
@@ -202,7 +236,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self.metrics.computed_tokens.inc(sequence.num_tokens - sequence.num_cached)
 
     def _on_sampled(self, sequence: PrefillSequence, sampled: SampledToken, num_ready: int) -> None:
-        if sampled.token_id >= self._sampler.vocab_size:
+        if sampled.token_id >= self._vocab_size:
             self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "prefill"), retryable=False)
             return
         reason = self._rules.finish_reason(sequence, sampled.token_id, num_more=1)
@@ -281,19 +315,3 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
             self._sender.cancel(sequence.request_id, sequence.attempt, reason)
             sequence.lent = False
         self.scheduler.remove(sequence)
-
-
-def _model_chunk(chunk: PrefillChunk, hidden: HiddenPlaces | None) -> SequenceChunk:
-    sequence = chunk.sequence
-    tokens = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    places = NO_PLACES if hidden is None else hidden.take(sequence, chunk.start, chunk.num_tokens)
-    return SequenceChunk(
-        tokens,
-        chunk.start,
-        sequence.blocks,
-        chunk.sample,
-        chunk.all_logits,
-        sequence.adapter,
-        before=places.before,
-        kept=places.kept[0],
-    )

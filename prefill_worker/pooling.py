@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.wire.sampling_params import Pooling
-from kernels import Linear
+from kernels import Linear, to_host
 from prefill_worker.scheduler import PrefillChunk
 
 
@@ -19,13 +19,13 @@ class Pooler:
         self.pooling, self._score = pooling, score
 
     @torch.inference_mode()
-    def pooled(
+    def launch(
         self, chunks: Sequence[PrefillChunk], last: Tensor, rows_of_chunks: Sequence[Tensor | None]
-    ) -> dict[str, bytes]:
-        """The vectors of prompts that end with these chunks, by request id, as float32 in little-endian bytes.
+    ) -> Tensor | None:
+        """The vectors of the n prompts that end with these chunks, [n, width], on their way to the host; else None.
 
         `last` are the hidden states [n, hidden_size] of the last tokens of these prompts, and `rows_of_chunks` those of
-        all tokens of each chunk, for the mean. A vector that is not of finite numbers is b"".
+        all tokens of each chunk, for the mean.
         """
         ended = [chunk.sequence for chunk in chunks if chunk.sample]
         if self.pooling == "mean":
@@ -36,9 +36,12 @@ class Pooler:
             means = [s.hidden_sum / s.num_tokens for s in ended if s.hidden_sum is not None]
             last = torch.stack(means).float() if means else last
         if not ended:
-            return {}
-        vectors = last if self._score is None else self._score(last)
-        vectors = vectors.cpu()
-        finite = torch.isfinite(vectors).all(1).tolist()
-        packed = (row.astype("<f4").tobytes() for row in vectors.numpy())
-        return {s.request_id: row if ok else b"" for s, row, ok in zip(ended, packed, finite, strict=True)}
+            return None
+        return to_host(last if self._score is None else self._score(last))
+
+
+def packed(vectors: Tensor) -> list[bytes]:
+    """Vectors that are on the host, as float32 in little-endian bytes; b"" for one that is not of finite numbers."""
+    finite = torch.isfinite(vectors).all(1).tolist()
+    rows = (row.astype("<f4").tobytes() for row in vectors.numpy())
+    return [row if is_finite else b"" for row, is_finite in zip(rows, finite, strict=True)]

@@ -13,6 +13,11 @@ that several prompts share count for each of them there: what one gives back may
 A prompt that does not fit is passed by others that do. But once the oldest that waits did not fit, others get only as
 many blocks as it needs itself. Then nothing else is admitted before it.
 
+A step may be planned while the one before is in flight: a prompt's next chunk follows what is in flight. Three things
+wait for the end of that step. Blocks of a prompt that ends meanwhile linger until then. A prompt whose next block the
+step computes for another one is admitted afterwards, when it can share it. And in a window a prompt gets its next
+chunk afterwards, in the room that the chunk before it gives back.
+
 A computed prompt keeps its blocks until its decode worker has room. So that a flood of batch prompts for full decode
 workers does not leave others without blocks, prompts of a lower priority own a share of them at most.
 """
@@ -56,8 +61,16 @@ class PrefillChunk:
     num_tokens: int
 
     @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape.of_prompt(self.start, self.end)
+
+    @property
     def sample(self) -> bool:
-        return self.start + self.num_tokens == self.sequence.num_tokens
+        return self.end == self.sequence.num_tokens
 
     @property
     def all_logits(self) -> bool:
@@ -95,12 +108,14 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         )
         self.waiting: list[PrefillSequence] = []  # the oldest first
         self.held: dict[str, PrefillSequence] = {}
+        self._in_flight: dict[PrefillChunk, frozenset[bytes]] = {}  # and the hashes of the blocks that each fills
+        self._lingering: list[PrefillSequence] = []
         self._top_priority = 0
         self._owned: Counter[int] = Counter()  # blocks of prompts, by priority
 
     @property
     def has_work(self) -> bool:
-        if any(sequence.read is None for sequence in self.running):
+        if any(self._is_ready(sequence) for sequence in self.running):
             return True
         return any(self._plan(sequence) is not None for sequence in self.waiting)
 
@@ -114,7 +129,8 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     @property
     def waiting_shape(self) -> StepShape:
-        return StepShape.sum(s.remaining_shape for s in (*self.unready, *self.waiting, *self.running))
+        in_flight = StepShape.sum(chunk.shape for chunk in self._in_flight)
+        return in_flight + StepShape.sum(s.remaining_shape for s in (*self.unready, *self.waiting, *self.running))
 
     def add(self, sequence: PrefillSequence) -> None:
         """Accept a prompt; it owns no blocks yet."""
@@ -129,21 +145,43 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
         `restore` may begin to read blocks of an admitted prompt; nothing of it is computed while its `read` lasts.
         """
-        prompts = [*self.running, *self.waiting]
+        prompts = [*(sequence for sequence in self.running if sequence.num_remaining), *self.waiting]
         self.step_tokens = self._size_of_step(prompts, model)
         order = prompt_order(prompts, now, model, self.max_step_tokens)
         admitted = self._admit(order, now, restore)
-        ready = [sequence for sequence in order.prompts if sequence.blocks and sequence.read is None]
+        ready = [sequence for sequence in order.prompts if sequence.blocks and self._is_ready(sequence)]
         running = PromptOrder(ready, order.elder)
         chunks = [
-            PrefillChunk(sequence, sequence.num_computed, num_tokens) for sequence, num_tokens in self._chunks(running)
+            PrefillChunk(sequence, sequence.num_begun, num_tokens) for sequence, num_tokens in self._chunks(running)
         ]
         return SchedulerOutput(chunks, admitted)
+
+    def launched(self, chunk: PrefillChunk) -> None:
+        """Record that a step in flight computes `chunk`: the next step goes on behind it."""
+        sequence, size = chunk.sequence, self.block_size
+        hashes = sequence.hasher.extend(sequence.token_ids)
+        self._in_flight[chunk] = frozenset(hashes[chunk.start // size : chunk.end // size])
+        sequence.num_in_flight += chunk.num_tokens
+
+    def ended(self, chunk: PrefillChunk) -> bool:
+        """Record that the step in flight of `chunk` has ended, or failed; False when its prompt has ended before.
+
+        `advance` must follow for what it has computed.
+        """
+        sequence = chunk.sequence
+        del self._in_flight[chunk]
+        sequence.num_in_flight -= chunk.num_tokens
+        if self.has(sequence):
+            return True
+        if not sequence.num_in_flight:
+            self._lingering.remove(sequence)
+            self._take_blocks(sequence)
+        return False
 
     def advance(self, chunk: PrefillChunk, now: float) -> int:
         """Record a computed chunk and publish its full blocks; how many blocks of the prompt are complete."""
         sequence = chunk.sequence
-        sequence.num_computed = chunk.start + chunk.num_tokens
+        sequence.num_computed = chunk.end
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
         self._publish(sequence, sequence.num_computed)
         self._slide(sequence)
@@ -166,19 +204,33 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         sequence.num_restored += num_blocks * self.block_size
 
     def remove(self, sequence: PrefillSequence) -> None:
-        """Forget a prompt in any state and release its blocks."""
+        """Forget a prompt in any state and release its blocks, once no step in flight writes to them."""
         if not self.has(sequence):
             return
         self._check_not_lent(sequence)
         del self._by_id[sequence.request_id]
-        self._owned[sequence.priority] -= sequence.num_owned
         if self.held.pop(sequence.request_id, None) is None:
             next(state for state in (self.running, self.unready, self.waiting) if sequence in state).remove(sequence)
-        self._release(sequence)
+        if sequence.num_in_flight:
+            self._lingering.append(sequence)
+        else:
+            self._take_blocks(sequence)
 
     def check_integrity(self) -> BlockCounts:
-        """Every owned block belongs to a live prompt. Raises BlockError otherwise."""
-        return self.pool.check_integrity(sequence.owned_blocks for sequence in self._by_id.values())
+        """Every owned block belongs to a prompt that lives or lingers. Raises BlockError otherwise."""
+        return self.pool.check_integrity(
+            sequence.owned_blocks for sequence in (*self._by_id.values(), *self._lingering)
+        )
+
+    def _is_ready(self, sequence: PrefillSequence) -> bool:
+        """Whether the next step may compute tokens of an admitted prompt."""
+        if sequence.read is not None or not sequence.num_remaining:
+            return False
+        return not (self.window and sequence.num_in_flight)
+
+    def _take_blocks(self, sequence: PrefillSequence) -> None:
+        self._owned[sequence.priority] -= sequence.num_owned
+        self._release(sequence)
 
     def _size_of_step(self, prompts: Sequence[PrefillSequence], model: StepModel) -> Knob:
         start = max((sequence.num_computed for sequence in self.running), default=0)
@@ -207,7 +259,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
                 self._admit_one(sequence, prefix, now)
                 restore(sequence)
                 admitted.append(sequence)
-            if sequence.read is not None:
+            if not self._is_ready(sequence):
                 continue  # it fills no step yet
             in_a_step = order.most_tokens(sequence, self.max_step_tokens)
             num_tokens += min(sequence.num_remaining, STEPS_AHEAD * in_a_step)
@@ -245,9 +297,11 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     def _plan(self, sequence: PrefillSequence) -> CachedPrefix | None:
         """The cached blocks that `sequence` starts from, or None if it must wait. No order decides that."""
-        if len(self.running) >= self.max_num_seqs or not self.pool.num_available:
+        if self._has_no_place or not self.pool.num_available:
             return None
         prefix = self._cached_prefix(sequence)
+        if self._is_coming(sequence, prefix.end):
+            return None
         num_new = self._num_new(sequence, prefix)
         if num_new > self._room_beside(prefix) or self._exceeds_share(sequence):
             return None
@@ -255,6 +309,20 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         if sequence is oldest or self._exceeds_share(oldest) or not self._counts_passing(oldest):
             return prefix
         return prefix if num_new <= self._most_of(oldest) - oldest.num_passing_blocks else None
+
+    @property
+    def _has_no_place(self) -> bool:
+        """Whether as many prompts as may run are admitted and not yet computed, or about to be by a step in flight."""
+        if len(self.running) < self.max_num_seqs:
+            return False
+        return sum(sequence.num_remaining > 0 for sequence in self.running) >= self.max_num_seqs
+
+    def _is_coming(self, sequence: PrefillSequence, index: int) -> bool:
+        """Whether a step in flight computes block `index` of a waiting prompt, which may then start from it."""
+        if not self._in_flight or index >= sequence.num_cacheable // self.block_size:
+            return False
+        block_hash = sequence.hasher.hashes[index]
+        return any(block_hash in hashes for hashes in self._in_flight.values())
 
     def _most_of(self, sequence: PrefillSequence) -> int:
         """The most blocks that a prompt owns at once."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
@@ -15,7 +14,7 @@ from common.kv.cache import KVCache
 from common.kv.window import Window
 from common.model_files.config import ModelConfig
 from common.wire.sampling_params import SamplingParams
-from kernels import NO_ADAPTER, AttentionPlan, QuerySpan, plan_attention
+from kernels import NO_ADAPTER, AttentionPlan, QuerySpan, plan_attention, to_device
 
 NO_PLACE, ROW_BEFORE = -1, -2
 """Where a hidden state is that is nowhere, or that the row before makes in the same step."""
@@ -80,7 +79,10 @@ class ForwardBatch:
 
     @classmethod
     def build(cls, chunks: Sequence[SequenceChunk], config: ModelConfig, kv: KVCache) -> ForwardBatch:
-        """Flattens `chunks`. Raises BlockError, InvalidRequest or ContextLengthExceeded; touches no KV."""
+        """Flattens `chunks`. Raises BlockError, InvalidRequest or ContextLengthExceeded; touches no KV.
+
+        The host waits for no step that the device runs.
+        """
         if not chunks:
             raise BlockError("a step has no chunks")
         spans: list[QuerySpan] = []
@@ -94,41 +96,46 @@ class ForwardBatch:
                 sampled.extend(range(len(token_ids) - len(chunk.token_ids), len(token_ids)))
             elif chunk.sample:
                 sampled.append(len(token_ids) - 1)
-        places = [chunk.adapter for chunk in chunks]
         ids = np.array(token_ids, dtype=np.int64)
         if ids.min() < 0 or ids.max() >= config.vocab_size:
             wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise InvalidRequest(f"token id {wrong} is outside of the vocabulary of {config.vocab_size}")
         positions, slots = _place(spans, kv.block_size, len(ids))
+        adapters = _adapters(chunks)
+        arrays = {"token_ids": ids, "positions": positions, "slots": slots}
+        arrays |= {} if len(sampled) == len(ids) else {"sampled": np.array(sampled, dtype=np.int64)}
+        arrays |= {} if adapters is None else {"adapters": adapters}
+        arrays |= _hidden(chunks, spans, len(ids)) if config.draft_head else {}
+        there = dict(zip(arrays, to_device(list(arrays.values()), kv.device), strict=True))
         return cls(
             num_tokens=len(ids),
-            token_ids=torch.from_numpy(ids).to(kv.device),
-            positions=torch.from_numpy(positions).to(kv.device),
-            slots=torch.from_numpy(slots).to(kv.device),
-            sampled=None if len(sampled) == len(ids) else torch.tensor(sampled, dtype=torch.int64, device=kv.device),
+            token_ids=there["token_ids"],
+            positions=there["positions"],
+            slots=there["slots"],
+            sampled=there.get("sampled"),
             plan=plan_attention(spans, kv.layout, config.num_heads, kv.device),
-            adapters=_adapters(places, [span.num_rows for span in spans], kv.device),
-            hidden=_hidden(chunks, spans, len(ids), kv.device) if config.draft_head else None,
+            adapters=there.get("adapters"),
+            hidden=HiddenRows(there["before"], there["kept"]) if config.draft_head else None,
         )
 
 
-def _hidden(
-    chunks: Sequence[SequenceChunk], spans: Sequence[QuerySpan], num_tokens: int, device: torch.device
-) -> HiddenRows:
+def _hidden(chunks: Sequence[SequenceChunk], spans: Sequence[QuerySpan], num_tokens: int) -> dict[str, np.ndarray]:
+    """As `HiddenRows`."""
     before = np.full(num_tokens, ROW_BEFORE, dtype=np.int64)
     kept = np.full(num_tokens, NO_PLACE, dtype=np.int64)
     for chunk, span in zip(chunks, spans, strict=True):
         before[span.row] = chunk.before
         kept[span.row + span.num_rows - 1] = chunk.kept
     before[0] = max(before[0], NO_PLACE)  # no row is before it
-    return HiddenRows(torch.from_numpy(before).to(device), torch.from_numpy(kept).to(device))
+    return {"before": before, "kept": kept}
 
 
-def _adapters(places: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor | None:
-    """The adapter of each row, of chunks of `counts` rows; None where none has one."""
+def _adapters(chunks: Sequence[SequenceChunk]) -> np.ndarray | None:
+    """The adapter of each row, int64 [T]; None where none has one."""
+    places = [chunk.adapter for chunk in chunks]
     if all(place == NO_ADAPTER for place in places):
         return None
-    return torch.from_numpy(np.repeat(np.array(places, dtype=np.int64), counts)).to(device)
+    return np.repeat(np.array(places, dtype=np.int64), [len(chunk.token_ids) for chunk in chunks])
 
 
 def check_chunk(chunk: SequenceChunk, config: ModelConfig, kv: KVCache) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from torch import Tensor
-
 from common.requests.sequence import WorkerSequence
-from common.sampling.logprobs import chunk_logprobs
 from common.wire.messages import Message, PooledOutput, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
+from common.wire.sampling_params import TokenLogprobs
 
 MAX_ALTERNATIVES = 500_000
 """Of all tokens in one message, unless it has one request: about 8 MB, half of what the wire takes."""
@@ -36,19 +34,15 @@ class Reports:
                 self._emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(part)))
         self._deltas.clear()
 
-    def report_prompt_logprobs(self, sequence: WorkerSequence, start: int, logits: Tensor) -> None:
-        """Queue log-probabilities of the prompt's tokens behind `start`: at once, before any token that follows.
-
-        `logits` belong to the prompt's tokens from `start` on.
-        """
-        prompt = sequence.token_ids[: sequence.num_request_tokens]
+    def report_prompt_logprobs(self, sequence: WorkerSequence, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Queue log-probabilities of the prompt's tokens behind `start`: at once, before any token that follows."""
         message = PromptLogprobs(
             worker_id=self._worker_id,
             epoch=self._epoch,
             request_id=sequence.request_id,
             attempt=sequence.attempt,
             start=start + 1,
-            logprobs=chunk_logprobs(logits, prompt, start, sequence.params.prompt_logprobs),
+            logprobs=tuple(logprobs),
         )
         self._emit(sequence.router, message)
 

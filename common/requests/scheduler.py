@@ -164,7 +164,7 @@ class Scheduler(ABC, Generic[S]):
         for sequence in order.prompts:
             keeps_logits = sequence.wants_prompt_logprobs
             most = min(budget, order.most_tokens(sequence, self.max_step_tokens))
-            has_room_for = len(sequence.blocks) * self.block_size - sequence.num_computed
+            has_room_for = len(sequence.blocks) * self.block_size - sequence.num_begun
             num_tokens = min(most, sequence.num_remaining, has_room_for, logprob_room if keeps_logits else most)
             if num_tokens:
                 yield sequence, num_tokens

@@ -106,14 +106,19 @@ class WorkerSequence:
         return self.num_output_tokens > 0
 
     @property
+    def num_begun(self) -> int:
+        """Tokens behind which the next step goes on."""
+        return self.num_computed
+
+    @property
     def num_remaining(self) -> int:
-        """Tokens whose KV is still to be computed."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens whose KV is still to be computed, by steps that are not launched yet."""
+        return len(self.token_ids) - self.num_begun
 
     @property
     def remaining_shape(self) -> StepShape:
         """The same, as if one step computed them, without what a cache or a tier is expected to hold."""
-        return StepShape.of_prompt(max(self.num_computed, self.num_expected_hits), len(self.token_ids))
+        return StepShape.of_prompt(max(self.num_begun, self.num_expected_hits), len(self.token_ids))
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 
 import torch
@@ -114,10 +113,6 @@ class GraphRunner(ModelRunner):
     def draws(self, count: int) -> SamplingTensors:
         """How they draw, for a caller that samples itself, until the next step is launched."""
         return self._steps.draws(count, searches=self._seats.searches)
-
-    def waiting(self) -> AbstractContextManager[object]:
-        """Around a wait for launched steps."""
-        return nullcontext()
 
     def check_integrity(self) -> None:
         """Waits for the last step. BlockError unless the device has what the host thinks (`Seats`)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,6 +82,10 @@ class ModelRunner:
         """The second half of `forward`, one at a time."""
         with on_device(self.kv.device), torch.inference_mode():
             return self.model.forward(batch, self.kv)
+
+    def waiting(self) -> AbstractContextManager[object]:
+        """Around a wait for launched steps."""
+        return nullcontext()
 
     def wait(self) -> None:
         """Waits for all launched work: afterwards others may read and write the blocks of its chunks."""

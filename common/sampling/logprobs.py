@@ -82,12 +82,19 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, wanted: Mapping[int, Want
     return launched
 
 
+def launch_token_logprobs(
+    logits: Tensor, token_ids: Sequence[int], count: int, *, others: Sequence[int] = ()
+) -> list[LaunchedLogprobs]:
+    """The same of every row of `logits`, whose tokens the host knows."""
+    (ids,) = to_device([np.array(token_ids, dtype=np.int64)], logits.device)
+    return launch_logprobs(logits, ids, dict.fromkeys(range(len(token_ids)), WantedLogprobs(count, others)))
+
+
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], count: int, *, others: Sequence[int] = ()
 ) -> list[TokenLogprobs]:
-    """The same of every row of `logits`, once it is there."""
-    (ids,) = to_device([np.array(token_ids, dtype=np.int64)], logits.device)
-    launched = launch_logprobs(logits, ids, dict.fromkeys(range(len(token_ids)), WantedLogprobs(count, others)))
+    """The same, once it is there."""
+    launched = launch_token_logprobs(logits, token_ids, count, others=others)
     if logits.device.type == "cuda":
         torch.cuda.current_stream(logits.device).synchronize()
     return [found for each in launched for found in each.read()]
@@ -126,7 +133,8 @@ def separate(logits: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, l
     """Splits a step's logits, float32 [rows, vocab_size].
 
     Returns the rows to sample from, one for each chunk with `sample`, and for each chunk the rows that follow its
-    tokens, or None without `all_logits`. Both are views; the first is a copy where some chunk has `all_logits`.
+    tokens, or None without `all_logits`. Both are views; the first is a copy where some chunk has `all_logits`. The
+    host waits for nothing.
     """
     if not any(chunk.all_logits for chunk in chunks):
         return logits, [None] * len(chunks)
@@ -138,7 +146,8 @@ def separate(logits: Tensor, chunks: Sequence[SequenceChunk]) -> tuple[Tensor, l
         rows_of_chunks.append(logits[first:end] if chunk.all_logits else None)
         if chunk.sample:
             sampled.append(end - 1)
-    return logits[sampled], rows_of_chunks
+    (index,) = to_device([np.array(sampled, dtype=np.int64)], logits.device)
+    return logits.index_select(0, index), rows_of_chunks
 
 
 def chunk_logprobs(logits: Tensor, token_ids: Sequence[int], start: int, count: int) -> tuple[TokenLogprobs, ...]:
@@ -146,5 +155,13 @@ def chunk_logprobs(logits: Tensor, token_ids: Sequence[int], start: int, count: 
 
     One fewer than rows where the last row follows the prompt's last token.
     """
-    rows_of_chunks = token_ids[start + 1 : start + 1 + logits.shape[0]]
-    return tuple(token_logprobs(logits[: len(rows_of_chunks)], rows_of_chunks, count))
+    known = token_ids[start + 1 : start + 1 + logits.shape[0]]
+    return tuple(token_logprobs(logits[: len(known)], known, count))
+
+
+def launch_chunk_logprobs(
+    logits: Tensor, token_ids: Sequence[int], start: int, count: int
+) -> Sequence[LaunchedLogprobs]:
+    """The same, on its way to the host."""
+    known = token_ids[start + 1 : start + 1 + logits.shape[0]]
+    return launch_token_logprobs(logits[: len(known)], known, count)

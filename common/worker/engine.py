@@ -125,7 +125,6 @@ class Engine(ABC):
         self.num_steps = 0
         self.step_times = StepTimes()
         self.step_fit = StepFit()
-        self._planned: StepShape | None = None
         self._watch = (time.monotonic(), self.step_times.idle_limit_s)
         self.status = EngineStatus()
         self.failure: BaseException | None = None
@@ -183,9 +182,16 @@ class Engine(ABC):
         self._outbox.append((router, message))
 
     def planned(self, shape: StepShape) -> None:
-        """`step` calls this before it computes a step of this shape."""
-        self._planned = shape
+        """`step` calls this before it computes a step of this shape, or waits for one."""
         self._watch = (time.monotonic(), self.step_times.limit_s(shape, self.step_fit.model))
+
+    def took(self, shape: StepShape, step_s: float) -> None:
+        """`step` calls this once a step of this shape has ended.
+
+        It took `step_s` seconds from its begin, or from the end of the step before if it was launched earlier.
+        """
+        self.step_fit.observe(shape, step_s)
+        self.step_times.add(shape, step_s, self.step_fit.model)
 
     @property
     @abstractmethod
@@ -203,7 +209,7 @@ class Engine(ABC):
         return False
 
     def hold_s(self, now: float) -> float:
-        """How long the next step should wait for others that compute on the same cores."""
+        """How long the next step should wait: for others on the same cores, or for requests that it may hold."""
         return 0.0
 
     @property
@@ -268,7 +274,7 @@ class Engine(ABC):
             self._busy, self._worked_at = True, now
             self._take_cores()
             try:
-                self._step(now)
+                self.step(now)
                 self._failed_steps, self._has_stepped = 0, True
             except (BlockError, RankLost):
                 raise  # ownership is broken: further steps could mix up requests; or no further step can run
@@ -289,18 +295,12 @@ class Engine(ABC):
         self._flush()
 
     def _hold(self, held_s: float) -> None:
-        """Leave the cores to others for so long, or until a command comes."""
+        """Compute nothing for so long, or until a command comes."""
         self._cores.end()
         self._publish()
         self._flush()
         with contextlib.suppress(Empty):
             self._carry_out([self._inbox.get(timeout=min(IDLE_WAIT_S, held_s))])
-
-    def _step(self, now: float) -> None:
-        self._planned = None
-        self.step(now)
-        if self._planned is not None:
-            self.step_times.add(self._planned, time.monotonic() - now, self.step_fit.model)
 
     def _tell_progress(self, now: float) -> None:
         if now - self._progress_told_at >= PROGRESS_INTERVAL_S:

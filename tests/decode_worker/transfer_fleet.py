@@ -84,7 +84,8 @@ class Fleet:
         self.engines = [self.prefill, *(rig.engine for rig in self.decode)]
         self.caches = [self.kv, *(rig.kv for rig in self.decode)]
         for engine in self.engines:
-            engine._runner.forward = self.beside(engine, engine._runner.forward)
+            runner = engine._launcher._runner if engine is self.prefill else engine._runner
+            runner.forward = self.beside(engine, runner.forward)
         self.strays: list[str] = []
         self.owners: dict[int, tuple[Any, int]] = {}  # of a view that a sender took: its engine, and the block
         senders = (sender, *(rig.sender for rig in self.decode))

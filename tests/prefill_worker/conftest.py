@@ -52,6 +52,7 @@ from prefill_worker.scheduler import PrefillScheduler
 from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
 from ..peer_rig import as_peer, peer_caches
 from ..tier_rig import DiskTier
+from .lazy_launcher import LazyLauncher
 
 
 @pytest.fixture(autouse=True)
@@ -199,11 +200,12 @@ class EngineRig(DecodeSide, RouterSide):
         num_host: int = 0,
         peers: bool = False,
         share: bool = True,
+        ahead: bool = False,
         name: str = "p",
     ) -> None:
         """Blocks are kept in a file at `disk`, too, and above it in `num_host` slots of host memory.
 
-        With `peers` others may copy them, out of memory if `share`.
+        With `peers` others may copy them, out of memory if `share`. `ahead`: on a device that runs steps late.
         """
         super().__init__()
         self.model, self.eos = model, eos
@@ -223,16 +225,19 @@ class EngineRig(DecodeSide, RouterSide):
             self.lender, self.puller = self.peers.lender, self.peers.puller
             self.as_peer = as_peer(self.peers, (name, 5), 0)
         self.sent: list[tuple[bytes, Message]] = []
+        runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
+        self.device = LazyLauncher(runner, sampler, pooler) if ahead else None
         self.engine = PrefillEngine(
             self.sent.extend,
             EngineConfig(identity=("p", 5), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
             scheduler,
-            ModelRunner(model, self.kv),
-            Sampler(model.config.vocab_size),
+            runner,
+            sampler,
             sender,
             WorkerMetrics("m", "p", lambda: self.engine.status),
             EngineParts(self.grammars, self.tiers, peers=self.peers),
             pooler,
+            launcher=self.device,
         )
         sender.start()
 

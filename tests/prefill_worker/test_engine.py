@@ -89,13 +89,13 @@ def test_a_reset_cache_is_computed_anew(engine: Rig) -> None:
 
 def test_a_long_prompt_takes_several_steps(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    forward = engine.engine._runner.forward
+    forward = engine.engine._launcher._runner.forward
 
     def recording(chunks: list[Any]) -> object:
         sizes.append(len(chunks[0].token_ids))
         return forward(chunks)
 
-    monkeypatch.setattr(engine.engine._runner, "forward", recording)
+    monkeypatch.setattr(engine.engine._launcher._runner, "forward", recording)
     engine.ask(prompt(100))
     engine.until(lambda: engine.is_clean)
     assert sizes == [32, 32, 32, 4]
@@ -341,7 +341,7 @@ def test_a_full_queue_is_refused_for_another_worker_to_take(make_engine: Callabl
 
 def test_a_step_that_raises_fails_its_requests_only(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(engine.engine._runner, "forward", lambda chunks: 1 / 0)
+        patch.setattr(engine.engine._launcher._runner, "forward", lambda chunks: 1 / 0)
         engine.ask(prompt(40), "bad", remote=True)
         engine.turn()
     assert [(f.phase, f.retryable) for f in engine.failures("bad")] == [("prefill", True)]
@@ -352,7 +352,7 @@ def test_a_step_that_raises_fails_its_requests_only(engine: Rig, monkeypatch: py
 
 
 def test_steps_that_only_raise_end_the_engine(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.engine._runner, "forward", lambda chunks: 1 / 0)
+    monkeypatch.setattr(engine.engine._launcher._runner, "forward", lambda chunks: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         for number in range(MAX_FAILED_STEPS):
             engine.ask(prompt(4), f"r{number}")

@@ -33,9 +33,11 @@ class SleepyEngine(Engine):
         self.work.append(command)
 
     def step(self, now: float) -> None:
-        self.planned(StepShape.of_prompt(0, 128))
+        shape = StepShape.of_prompt(0, 128)
+        self.planned(shape)
         self.in_step.set()
         assert self.go.wait(100)
+        self.took(shape, time.monotonic() - now)
         self.num_done += len(self.work)
         self.work.clear()
 

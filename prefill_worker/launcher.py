@@ -1,0 +1,151 @@
+"""Launches steps of prompts, with all that is made of them: first tokens, log-probabilities of prompts, or vectors.
+
+On a GPU a launched step runs by itself, and nothing here waits for it before its outputs are read. On a CPU it has
+ended when `launch` returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.model.batch import SequenceChunk
+from common.requests.hidden_places import NO_PLACES, HiddenPlaces
+from common.runner.runner import ModelRunner
+from common.sampling.logprobs import LaunchedLogprobs, launch_chunk_logprobs, separate
+from common.sampling.sampled import LaunchedTokens
+from common.sampling.sampler import Sampler, SamplingRow
+from common.wire.sampling_params import SampledToken, TokenLogprobs
+from kernels import on_device
+from prefill_worker.pooling import Pooler, packed
+from prefill_worker.scheduler import PrefillChunk
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOutput:
+    """What a chunk made: log-probabilities of its prompt's tokens if they are wanted, and at its prompt's end the first
+    token, or the vector."""
+
+    logprobs: Sequence[TokenLogprobs] = ()
+    sampled: SampledToken | None = None
+    vector: bytes | None = None
+
+
+class LaunchedPrompts(Protocol):
+    """A step that a device runs."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, or failed: then `read` does not wait."""
+
+    def read(self) -> Sequence[ChunkOutput]:
+        """Wait for the step: what each of its chunks made. Raises the device's error."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePrompts:
+    """Implements `LaunchedPrompts`. `mark` is reached on a GPU when the step has ended; a CPU needs none."""
+
+    runner: ModelRunner
+    ends: Sequence[bool]
+    logprobs: Sequence[Sequence[LaunchedLogprobs]]
+    tokens: LaunchedTokens | None
+    vectors: Tensor | None
+    mark: torch.cuda.Event | None
+
+    @property
+    def is_done(self) -> bool:
+        try:
+            return self.mark is None or bool(self.mark.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True  # the device has failed, as `read` says
+
+    def read(self) -> Sequence[ChunkOutput]:
+        if self.mark is not None:
+            with self.runner.waiting():
+                self.mark.synchronize()
+        sampled = iter(self.tokens.read() if self.tokens is not None else ())
+        vectors = iter(packed(self.vectors) if self.vectors is not None else ())
+        outputs = []
+        for is_end, launched in zip(self.ends, self.logprobs, strict=True):
+            logprobs = [found for each in launched for found in each.read()]
+            end = (next(sampled, None), next(vectors, None)) if is_end else (None, None)
+            outputs.append(ChunkOutput(logprobs, *end))
+        return outputs
+
+
+class PromptLauncher:
+    """A runner, and a sampler or, for a model that makes no tokens, a pooler. Steps run in the order of launches."""
+
+    def __init__(
+        self, runner: ModelRunner, sampler: Sampler, pooler: Pooler | None = None, hidden: HiddenPlaces | None = None
+    ) -> None:
+        self._runner, self._sampler, self._pooler, self._hidden = runner, sampler, pooler, hidden
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step has ended."""
+        return self._runner.kv.device.type == "cuda"
+
+    def clear_slots(self, block: int, first: int) -> None:
+        """Zeros the slots of a block from `first` on, before the next step runs."""
+        self._runner.kv.clear_slots(block, first)
+
+    def launch(self, chunks: Sequence[PrefillChunk], rows: Sequence[SamplingRow]) -> LaunchedPrompts:
+        """Starts a step. `rows` say how the first tokens of the prompts are sampled that end with it.
+
+        Errors as `ModelRunner.forward`; after any error `close` must follow before blocks are given to others.
+        """
+        with on_device(self._runner.kv.device), torch.inference_mode():
+            asked = [self._model_chunk(chunk) for chunk in chunks]
+            last, rows_of_chunks = separate(self._runner.forward(asked), asked)
+            ends = [chunk.sample for chunk in chunks]
+            if self._pooler is not None:
+                vectors = self._pooler.launch(chunks, last, rows_of_chunks)
+                return DevicePrompts(self._runner, ends, [()] * len(chunks), None, vectors, self._mark())
+            logprobs = [_launch_logprobs(*pair) for pair in zip(chunks, rows_of_chunks, strict=True)]
+            tokens = self._sampler.launch(last, self._sampler.prepare(rows)) if rows else None
+            return DevicePrompts(self._runner, ends, logprobs, tokens, None, self._mark())
+
+    def close(self) -> None:
+        """Waits for all that was launched, unless the device has failed: nothing writes to blocks afterwards."""
+        try:
+            self._runner.wait()
+        except RuntimeError as error:  # raised, it would keep the KV threads and so the process alive
+            log.warning("the device failed: %s", str(error).splitlines()[0])
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self._runner.kv.device.type != "cuda":
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark
+
+    def _model_chunk(self, chunk: PrefillChunk) -> SequenceChunk:
+        sequence = chunk.sequence
+        places = NO_PLACES if self._hidden is None else self._hidden.take(sequence, chunk.start, chunk.num_tokens)
+        return SequenceChunk(
+            sequence.token_ids[chunk.start : chunk.end],
+            chunk.start,
+            sequence.blocks,
+            chunk.sample,
+            chunk.all_logits,
+            sequence.adapter,
+            before=places.before,
+            kept=places.kept[0],
+        )
+
+
+def _launch_logprobs(chunk: PrefillChunk, logits: Tensor | None) -> Sequence[LaunchedLogprobs]:
+    if logits is None:
+        return ()
+    sequence = chunk.sequence
+    prompt = sequence.token_ids[: sequence.num_request_tokens]
+    return launch_chunk_logprobs(logits, prompt, chunk.start, sequence.params.prompt_logprobs)

@@ -1,0 +1,104 @@
+"""Steps of prompts in flight: on a GPU step N+1 is launched shortly before step N ends.
+
+    device   step N                    │ step N+1                        │ ...
+    engine   commands ...  launch N+1  │ outputs of N, commands ...  launch N+2  │ ...
+
+Nothing of step N+1 depends on what step N samples. It is launched late, because a prompt that comes while step N runs
+then still gets into step N+1. On a CPU each step ends in the turn that launched it: the host's part takes a hundredth
+of such a step, whose kernels want all cores, and a step that is fixed ahead makes later prompts wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.errors import RankLost
+from common.latency.step_model import StepModel, StepShape
+from common.sampling.sampler import SamplingRow
+from prefill_worker.launcher import ChunkOutput, LaunchedPrompts, PromptLauncher
+from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
+
+LEAD_S = 0.02
+"""How long before the predicted end of a step the next one is launched: a launch takes milliseconds of many kernels."""
+LEAD_SHARE = 0.1
+"""The same as a share of the step: predictions err."""
+LOOK_S = 0.005
+"""How often it is seen whether a step has ended before it was predicted to."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStep:
+    """A launched step. Times are engine clock, in seconds."""
+
+    chunks: Sequence[PrefillChunk]
+    shape: StepShape
+    launched: LaunchedPrompts
+    launched_at: float
+
+
+class PromptPipeline:
+    """At most one step is in flight between two turns of the engine; during a launch there are two."""
+
+    def __init__(self, scheduler: PrefillScheduler, launcher: PromptLauncher) -> None:
+        self._scheduler, self._launcher = scheduler, launcher
+        self._ended_at = 0.0
+        self.in_flight: PromptStep | None = None
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps may stay in flight until the next one is launched."""
+        return self._launcher.runs_ahead
+
+    def launch(self, chunks: Sequence[PrefillChunk], rows: Sequence[SamplingRow], now: float) -> None:
+        """Start a step behind the one in flight. Raises its error, with nothing of it left on the device."""
+        try:
+            launched = self._launcher.launch(chunks, rows)
+        except RankLost:
+            raise  # no further step can run, and this one would never end
+        except BaseException:
+            self._launcher.close()
+            raise
+        for chunk in chunks:
+            self._scheduler.launched(chunk)
+        self.in_flight = PromptStep(tuple(chunks), StepShape.sum(chunk.shape for chunk in chunks), launched, now)
+
+    def complete(
+        self, step: PromptStep, clock: Callable[[], float]
+    ) -> tuple[list[tuple[PrefillChunk, ChunkOutput]], float, float]:
+        """Wait for a step: the chunks whose prompts are still here, when it ended, and how long it took.
+
+        Raises the device's error; then nothing of the step counts as computed.
+        """
+        if self.in_flight is step:
+            self.in_flight = None
+        began_at = self._began_at(step)
+        try:
+            outputs = step.launched.read()
+        finally:
+            self._ended_at = clock()
+            are_here = [self._scheduler.ended(chunk) for chunk in step.chunks]
+        made = zip(step.chunks, outputs, are_here, strict=True)
+        computed = [(chunk, output) for chunk, output, is_here in made if is_here]
+        return computed, self._ended_at, self._ended_at - began_at
+
+    def hold_s(self, now: float, model: StepModel) -> float:
+        """How long the next step should still wait for prompts that come while the one in flight computes."""
+        step = self.in_flight
+        if step is None or not model.knows_prompts or step.launched.is_done:
+            return 0.0
+        step_s = model.seconds(step.shape)
+        left_s = self._began_at(step) + step_s - now
+        return min(LOOK_S, left_s - max(LEAD_S, LEAD_SHARE * step_s))
+
+    def elapsed_s(self, now: float, model: StepModel) -> float:
+        """How much of the time that the step in flight is predicted to take is over."""
+        step = self.in_flight
+        return 0.0 if step is None else min(now - self._began_at(step), model.seconds(step.shape))
+
+    def close(self) -> None:
+        """Wait for the steps in flight and drop what they made. No step writes to a block afterwards."""
+        self._launcher.close()
+
+    def _began_at(self, step: PromptStep) -> float:
+        return max(step.launched_at, self._ended_at)
