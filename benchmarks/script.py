@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from benchmarks.load.conditions import conditions
+from benchmarks.load.conditions import conditions, without_folders
 from benchmarks.load.report import write_json
 from benchmarks.time_limit import time_limit
 
@@ -50,8 +50,14 @@ def median_ratio(samples: Sequence[float], others: Sequence[float]) -> float:
 
 
 def settings_of(options: Namespace) -> dict[str, Any]:
-    """The options as JSON values, without the files that they name."""
-    return {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
+    """The options as JSON values, without the files and folders that they name."""
+    return {name: _published(value) for name, value in vars(options).items() if not isinstance(value, Path)}
+
+
+def _published(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_published(one) for one in value]
+    return without_folders(value) if isinstance(value, str) else value
 
 
 def write_result(

@@ -22,7 +22,7 @@ def conditions(program: str, argv: Sequence[str], **more: Any) -> dict[str, Any]
     """Date, machine, versions and command line as JSON values, and `more`; without secrets and folders."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([*program.split(), *map(_without_folders, _without_secrets(argv))]),
+        "command": shlex.join([*program.split(), *map(without_folders, _without_secrets(argv))]),
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": round(os.getloadavg()[0], 2),
@@ -62,6 +62,6 @@ def _without_secrets(argv: Sequence[str]) -> list[str]:
     return shown
 
 
-def _without_folders(argument: str) -> str:
+def without_folders(argument: str) -> str:
     """`--output=/a/b.json` as `--output=b.json`: results are published, and their folders mean nothing elsewhere."""
     return re.sub(r"(^|(?<=[=,]))/[^\s,=]*?([^/\s,=]+)/?(?=$|,)", r"\2", argument)

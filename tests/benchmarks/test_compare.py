@@ -13,6 +13,7 @@ from benchmarks.compare.peer import Launch, Peer, PeerError, Site
 from benchmarks.compare.ratios import METRICS, Cell, Load, find_problem, parse_loads, ratios, rows
 from benchmarks.compare.rounds import Run, bounds, describe_runs, num_requests, token_ids
 from benchmarks.load.summary import RequestRecord, Summary, summarise
+from benchmarks.script import settings_of
 from common.model_files.resolve import resolve_model
 
 from .fake_engine import fake_process
@@ -104,6 +105,11 @@ def test_engines_have_room_for_the_longest_and_the_widest_load() -> None:
 
 def test_runs_are_described_with_the_reason_of_those_that_failed() -> None:
     assert describe_runs([Run(1.26, 300.04), "no port"]) == {"start_s": [1.3, "no port"], "memory_mib": [300.0]}
+
+
+def test_settings_name_no_folder_of_a_machine() -> None:
+    options = Namespace(model="/m/x.gguf", peer_env=["openvino=/a/b"], log_dir=Path("/logs"), plot=None, repeats=2)
+    assert settings_of(options) == {"model": "x.gguf", "peer_env": ["openvino=b"], "plot": None, "repeats": 2}
 
 
 def test_a_peer_is_named_with_or_without_variant() -> None:

@@ -29,7 +29,6 @@ from benchmarks.compare.rounds import add_options, bounds, compare, describe_run
 from benchmarks.load.report import open_console, print_table
 from benchmarks.script import run, script_parser, settings_of, write_result
 from common.errors import ModelError
-from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 
 PROGRAM = "python -m benchmarks.compare.formats"
@@ -49,11 +48,10 @@ def own_engines(
 
 
 def held_weights(
-    formats: Sequence[Format], paths: Mapping[str, Path], peers: Sequence[str], files: ModelFiles
+    formats: Sequence[Format], peers: Sequence[str], paths: Mapping[str, Path], weights: Mapping[str, Path]
 ) -> dict[str, Held]:
-    """What the files of all engines hold; and of ours what a step reads."""
+    """What the files of all engines hold, and of ours (`paths`, by format) what a step reads; `weights` are theirs."""
     from benchmarks.compare.formats.files import bytes_by_type, bytes_of_a_step
-    from benchmarks.compare.weights import convert
 
     held = {}
     for one in formats:
@@ -61,8 +59,7 @@ def held_weights(
         held[OWN + one.name] = Held(bytes_by_type(path), bytes_of_a_step(path, one.quantization))
     for name in peers:
         peer, variant = choose_variant(name)
-        form = peer.variants[variant]
-        held[name] = Held(bytes_by_type(convert(files, [form])[form]))
+        held[name] = Held(bytes_by_type(weights[peer.variants[variant]]))
     return held
 
 
@@ -99,12 +96,15 @@ def main(argv: Sequence[str]) -> int:
         formats, engines = choose(options.formats), _engines(options.peers)
         files, names = resolve_model(options.model), nearest(formats, engines)
         environments = peer_environments(options.peer_env, [PEERS[name] for name in ENGINES])
+        console.print(f"writing {len(formats)} formats of {files.model_id}", highlight=False)
         peers = peer_engines(names, environments, files, context, most)
         from benchmarks.compare.formats.files import reading_rate, write  # torch takes seconds to import
+        from benchmarks.compare.weights import convert
 
-        console.print(f"writing {len(formats)} formats of {files.model_id}", highlight=False)
-        paths = write(files, formats, mixer(environments))
-        held, rate = held_weights(formats, paths, names, files), reading_rate()
+        mix = mixer(environments)
+        paths = write(files, formats, mix)
+        weights = convert(files, [engine.about["format"] for engine in peers], mix)
+        held, rate = held_weights(formats, names, paths, weights), reading_rate()
     except (ValueError, PeerError, ModelError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     content = {"engines": about, "formats": table, "rows": rows(results, [], [])}
     write_result(options, PROGRAM, argv, content, settings=settings_of(options), read_bytes_per_s=round(rate))
     if options.plot:
-        plot(options.plot, table, f"{options.model}, {options.repeats} rounds, {os.cpu_count()} cores")
+        plot(options.plot, table, f"{options.model}, {options.repeats} round(s), {os.cpu_count()} cores")
     shown = [cell for by_load in results.values() for cell in by_load.values()]
     for problem in (problem for cell in shown for problem in cell.problems):
         console.print(f"not counted: {problem[:200]}", highlight=False, markup=False)

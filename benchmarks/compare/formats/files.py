@@ -71,4 +71,4 @@ def reading_rate() -> float:
     if native is None:
         return 0.0
     memory = Arena().take(MEMORY_BYTES).fill_(1)
-    return MEMORY_BYTES / min(seconds_of(lambda: native.read(memory), 8))
+    return MEMORY_BYTES / min(seconds_of(lambda: native.read(memory), 24))
