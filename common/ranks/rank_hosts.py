@@ -58,7 +58,7 @@ class JoinedHost:
 
 
 class RankHosts:
-    """Lets hosts join until all of them are there. Whoever has no proof of the key learns nothing."""
+    """Lets hosts join until all of them are there. A host without proof of the key learns nothing."""
 
     def __init__(self, listener: socket.socket, key: bytes, *, num_others: int, ranks_per_host: int) -> None:
         """Owns `listener`. `num_others`: hosts beside this one, whose ranks come first."""

@@ -41,7 +41,7 @@ Spread = Callable[[Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What is recorded: the same on all ranks of a worker. With `adapts` each step once more, with adapters."""
+    """The sizes that are recorded, the same on all ranks of a worker. With `adapts` each step once more, with adapters."""
 
     max_num_seqs: int
     max_blocks: int
