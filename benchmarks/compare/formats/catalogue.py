@@ -28,20 +28,20 @@ FORMATS: Final = {
     one.name: one
     for one in (
         Format("bf16", "bfloat16", "gguf-bf16", (), "none"),
-        Format("fp8-tensor", "fp8 by tensor", "fp8 by tensor", EIGHT_BITS),
-        Format("fp8-channel", "fp8 by channel", "fp8 by channel", EIGHT_BITS),
-        Format("fp8-block", "fp8 by block of 128", "fp8 by block of 128", EIGHT_BITS),
-        Format("w8a8", "compressed-tensors W8A8", "W8A8 by channel", EIGHT_BITS),
-        Format("w4a16", "compressed-tensors W4A16", "W4A16, groups of 64", FOUR_BITS),
+        Format("fp8-tensor", "fp8, tensor", "fp8 by tensor", EIGHT_BITS),
+        Format("fp8-channel", "fp8, channel", "fp8 by channel", EIGHT_BITS),
+        Format("fp8-block", "fp8, block 128", "fp8 by block of 128", EIGHT_BITS),
+        Format("w8a8", "W8A8", "W8A8 by channel", EIGHT_BITS),
+        Format("w4a16", "W4A16", "W4A16, groups of 64", FOUR_BITS),
         Format("awq", "AWQ int4", "AWQ int4, groups of 64", FOUR_BITS),
         Format("gptq", "GPTQ int4", "GPTQ int4, groups of 64", FOUR_BITS),
-        Format("q4_0", "GGUF Q4_0", "gguf-q4_0", FOUR_BITS),
-        Format("q4_1", "GGUF Q4_1, the model's own file", "gguf", FOUR_BITS),
-        Format("q8_0", "GGUF Q8_0", "gguf-q8_0", EIGHT_BITS),
-        Format("q4_k_m", "GGUF Q4_K_M", "gguf-q4_k_m", ("llama.cpp:q4_k_m", "openvino:q4_1")),
-        Format("q5_k_m", "GGUF Q5_K_M", "gguf-q5_k_m", ("llama.cpp:q4_k_m", "openvino:q4_1")),
-        Format("q6_k", "GGUF Q6_K", "gguf-q6_k", ("llama.cpp:q6_k", "openvino:int8")),
-        Format("mxfp4", "GGUF MXFP4", "gguf-mxfp4", FOUR_BITS),
+        Format("q4_0", "Q4_0", "gguf-q4_0", FOUR_BITS),
+        Format("q4_1", "Q4_1", "gguf", FOUR_BITS),
+        Format("q8_0", "Q8_0", "gguf-q8_0", EIGHT_BITS),
+        Format("q4_k_m", "Q4_K_M", "gguf-q4_k_m", ("llama.cpp:q4_k_m", "openvino:q4_1")),
+        Format("q5_k_m", "Q5_K_M", "gguf-q5_k_m", ("llama.cpp:q4_k_m", "openvino:q4_1")),
+        Format("q6_k", "Q6_K", "gguf-q6_k", ("llama.cpp:q6_k", "openvino:int8")),
+        Format("mxfp4", "MXFP4", "gguf-mxfp4", FOUR_BITS),
     )
 }
 

@@ -59,10 +59,11 @@ def bytes_by_type(path: Path) -> dict[str, int]:
 
 
 def bytes_of_a_step(path: Path, quantization: str) -> int:
-    """Bytes of the matrices that a decode step reads, as the native kernels hold them; 0 without these kernels."""
+    """Bytes of the matrices that a decode step reads, as native kernels hold them; 0 if these do not hold all."""
     with torch.inference_mode():
         model = load_model(resolve_model(str(path), progress=False), dtype="bfloat16", quantization=quantization)
-    return sum(matrix.native.num_bytes for matrix in matrices(model) if matrix.native is not None)
+    held = [matrix.native for matrix in matrices(model)]
+    return 0 if None in held else sum(weight.num_bytes for weight in held if weight is not None)
 
 
 def reading_rate() -> float:

@@ -13,12 +13,12 @@ OWN: Final = "diptych:"
 COLUMNS: Final = (
     "format",
     "in the file, MB",
-    "read a step, MB",
+    "a step, MB",
     "TPOT, ms",
     "x floor",
     "prompt tok/s",
     "output tok/s",
-    "memory, MiB",
+    "MiB",
     "beside",
     "TPOT",
     "prompt",
@@ -54,10 +54,12 @@ def figures(
     one, prompt, many = (cells[load].medians() if load in cells else {} for load in loads.all())
     if one:
         row["tpot_ms"] = round(one["TPOT mean"], 3)
+        row["tpot_ms_rounds"] = [round(sample, 3) for sample in cells[loads.one].samples["TPOT mean"]]
     if prompt.get("TTFT mean"):
         row["prompt_tokens_per_s"] = round(loads.prompt.input_len / prompt["TTFT mean"] * 1000, 1)
     if many:
         row["output_tokens_per_s"] = round(many["output tok/s"], 1)
+        row["output_tokens_per_s_rounds"] = [round(rate, 1) for rate in cells[loads.many].samples["output tok/s"]]
     if memory:
         row["memory_mib"] = round(statistics.median(memory), 1)
     if held.step_bytes and rate:
@@ -71,14 +73,22 @@ METRICS: Final = ("tpot_ms", "prompt_tokens_per_s", "output_tokens_per_s")
 
 
 def beside(row: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]], peers: Sequence[str]) -> dict[str, Any]:
-    """By peer that was measured, this row's figures over the peer's: a time's should be low, a rate's high."""
-    return {
-        peer: {
-            name: round(row[name] / others[peer][name], 3) for name in METRICS if name in row and name in others[peer]
-        }
-        for peer in peers
-        if peer in others
-    }
+    """By peer that was measured, this row's figures over the peer's: a time's should be low, a rate's high.
+
+    Of figures with rounds also the ratio of each round, if every round of both counted.
+    """
+    return {peer: _ratios(row, others[peer]) for peer in peers if peer in others}
+
+
+def _ratios(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in METRICS:
+        if name in row and name in other:
+            found[name] = round(row[name] / other[name], 3)
+        ours, theirs = (one.get(f"{name}_rounds", []) for one in (row, other))
+        if ours and len(ours) == len(theirs):
+            found[f"{name}_rounds"] = [round(a / b, 3) for a, b in zip(ours, theirs, strict=True)]
+    return found
 
 
 def cells(rows: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
