@@ -186,7 +186,7 @@ class WorkerConfig(CommonConfig, PodSettings):
     kv_memory_gib: float = setting(
         0.0,
         f"GiB of memory for KV blocks, of each rank; 0: {CPU_KV_GIB:g}, on a GPU what --gpu-memory-utilization leaves "
-        "beside weights and steps",
+        "beside weights and steps, on the fullest of all ranks' GPUs",
         group="KV cache",
         ge=0,
         le=4096,
@@ -296,8 +296,6 @@ class WorkerConfig(CommonConfig, PodSettings):
         self._check_draft_head()
         self._check_tiers()
         self._check_adapters()
-        if self.tensor_parallel_size > 1:
-            self._check_ranks()
         self._check_rank_hosts()
 
     def _check_tiers(self) -> None:
@@ -328,13 +326,6 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("lora", twice[0], "each name once")
         if self.max_loras and len(names) > self.max_loras:
             raise ConfigError("max_loras", self.max_loras, f"0, or at least the {len(names)} of --lora")
-
-    def _check_ranks(self) -> None:
-        """What several ranks do not do."""
-        with_ranks = f"with --tensor-parallel-size {self.tensor_parallel_size}"
-        if self.on_gpu and not self.kv_memory_gib and not self.num_blocks:
-            allowed = f"above 0, or --num-blocks, on {self.device} {with_ranks}: each rank has so much KV"
-            raise ConfigError("kv_memory_gib", self.kv_memory_gib, allowed)
 
     def _check_rank_hosts(self) -> None:
         """That each host has as many ranks, and finds rank 0."""

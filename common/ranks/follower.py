@@ -12,6 +12,7 @@ import torch
 
 from common.errors import DiptychError, ModelError, RankLost
 from common.kv.cache import KVCache
+from common.model.decoder import Decoder
 from common.model_config.shard import Shard
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
@@ -21,9 +22,10 @@ from common.ranks.group import RankGroup
 from common.ranks.kv_memory import lend
 from common.ranks.links.channel import Channel
 from common.ranks.load_shard import load_shard, open_for_ranks
-from common.ranks.processes import SEND_S, RankPlan, RankReport
+from common.ranks.processes import LOAD_S, SEND_S, RankPlan, RankReport
 from common.ranks.remote_heads import lend_heads
 from common.runner.kernel_check import check_model_kernels
+from common.runner.kv_memory import CUDAMemory, measure
 from common.runner.loaded import compute_exactly
 from common.runner.runner import ModelRunner
 
@@ -39,7 +41,7 @@ def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | 
     torch.set_num_threads(plan.threads)
     compute_exactly()
     try:
-        steps, kv, places = prepare(plan, lends_memory=blocks is None)
+        steps, kv, places = prepare(plan, channel, lends_memory=blocks is None)
     except (DiptychError, OSError) as error:
         channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
         raise
@@ -72,7 +74,9 @@ def check_files(files: ModelFiles) -> str:
     return ""
 
 
-def prepare(plan: RankPlan, *, lends_memory: bool = True) -> tuple[FollowedSteps, KVCache, RankPlaces | None]:
+def prepare(
+    plan: RankPlan, channel: Channel, *, lends_memory: bool = True
+) -> tuple[FollowedSteps, KVCache, RankPlaces | None]:
     """Loads the shard, and allocates its KV cache and places for adapters. Raises ModelError, ConfigError, RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
     group = RankGroup(shard, plan.meeting, device)
@@ -86,15 +90,24 @@ def prepare(plan: RankPlan, *, lends_memory: bool = True) -> tuple[FollowedSteps
         with_head=plan.with_head,
         batch_invariant=plan.batch_invariant,
     )
-    shape, is_mapped = model.config, lends_memory and device.type == "cpu"
-    kv = KVCache(shape, plan.num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=is_mapped)
-    if kv.shared is None and is_mapped:
-        raise ModelError("this system has no memory that processes can share: take tensor_parallel_size 1")
-    if plan.kernel_check:
-        check_model_kernels(model, kv, samples=plan.with_head)
-    log.info("has its shard: %d KV heads, %d blocks, %d threads", shape.num_kv_heads, plan.num_blocks, plan.threads)
     places = None
     if plan.max_loras:
         whole, _ = open_for_ranks(plan.files, plan.size)
         places = RankPlaces(model, whole, shard, max_loras=plan.max_loras, max_rank=plan.max_lora_rank)
+    num_blocks = plan.num_blocks or _measured(plan, model, group, channel)
+    shape, is_mapped = model.config, lends_memory and device.type == "cpu"
+    kv = KVCache(shape, num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=is_mapped)
+    if kv.shared is None and is_mapped:
+        raise ModelError("this system has no memory that processes can share: take tensor_parallel_size 1")
+    if plan.kernel_check:
+        check_model_kernels(model, kv, samples=plan.with_head)
+    log.info("has its shard: %d KV heads, %d blocks, %d threads", shape.num_kv_heads, num_blocks, plan.threads)
     return FollowedSteps(ModelRunner(model, kv), group.spread), kv, places
+
+
+def _measured(plan: RankPlan, model: Decoder, group: RankGroup, channel: Channel) -> int:
+    """How many blocks fit on the device of every rank. Raises ConfigError or RankLost."""
+    channel.send(msgspec.json.encode(RankReport()), SEND_S)
+    channel.receive(LOAD_S)  # once all ranks have loaded
+    memory = CUDAMemory(torch.device(plan.device))
+    return measure(model, plan.largest, plan.kv_dtype, memory, least=group.least, draws=False)

@@ -35,7 +35,7 @@ class RankGroup:
 
         Rank 0 has the `listener` of a meeting of several hosts, which is the group's from now on.
         """
-        self._shard = shard
+        self._shard, self._device = shard, device
         interface = interface_to(meeting.host) if meeting.host else LOOPBACK
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, interface)
@@ -77,6 +77,12 @@ class RankGroup:
     def spread(self, numbers: Tensor) -> None:
         """Gives every rank the numbers that rank 0 has in this tensor, in place."""
         self._run(lambda: dist.broadcast(numbers, src=0))
+
+    def least(self, number: int) -> int:
+        """The least of the numbers that all ranks give. Raises RankLost."""
+        numbers = torch.tensor([number], device=self._device)
+        self._run(lambda: dist.all_reduce(numbers, op=dist.ReduceOp.MIN))
+        return int(numbers.item())
 
     def close(self) -> None:
         """Leave. No collective may run. On GPUs the end of the process does it: a communicator waits there for the end

@@ -33,6 +33,8 @@ from common.ranks.wait_deadline import WaitDeadline
 from common.runner.draft_model import DraftPlan
 from common.runner.graph_capture import recorder_for
 from common.runner.kernel_check import check_model_kernels
+from common.runner.kv_memory import CUDAMemory, blocks_left
+from common.runner.largest_steps import LargestSteps
 from common.runner.loaded import (
     LoadedModel,
     Makers,
@@ -44,7 +46,7 @@ from common.runner.loaded import (
     task_of,
     with_score,
 )
-from common.runner.runner import ModelRunner
+from common.runner.runner import ModelRunner, RunnableModel
 from common.wire.listening import in_url, listen
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,9 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     if isinstance(config, DecodeWorkerConfig) and config.draft_model:
         draft = DraftPlan.of(files, config, dtype)
     draft_bytes = draft.block_bytes if draft is not None else 0
-    num_blocks = config.num_blocks or blocks_within(Shard(0, size).of(whole), config, kv_dtype, draft_bytes)
+    num_blocks = config.num_blocks
+    if not num_blocks and config.kv_gib:
+        num_blocks = blocks_within(Shard(0, size).of(whole), config, kv_dtype, draft_bytes)
     num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.ranks_per_host)
     config = replace(config, threads=num_threads, num_blocks=num_blocks)
     others, listener = RankProcesses(size), None
@@ -84,11 +88,11 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         raise
     ranks = Ranks(others, group, WaitDeadline(COLLECTIVE_S))
     try:
-        loaded = _load(files, config, task, whole, ranks, dtype, kv_dtype)
+        loaded = _load(files, config, task, whole, ranks, dtype, kv_dtype, draft)
         others.forget_meeting()
         if draft is not None and isinstance(config, DecodeWorkerConfig):  # it is small: rank 0 alone runs it
-            loaded = replace(loaded, draft=draft.load(config, num_blocks, runner_of(config)))
-        log.info("%d ranks, each with %d threads and %d blocks", size, num_threads, num_blocks)
+            loaded = replace(loaded, draft=draft.load(config, loaded.kv.num_blocks, runner_of(config)))
+        log.info("%d ranks, each with %d threads and %d blocks", size, num_threads, loaded.kv.num_blocks)
     except BaseException:
         ranks.close()
         raise
@@ -133,6 +137,7 @@ def plans(
             batch_invariant=config.batch_invariant,
             device=device_of(config.device, rank % config.ranks_per_host),
             num_blocks=config.num_blocks,
+            largest=LargestSteps.of(config, samples=task.generates),
             block_size=config.block_tokens,
             threads=config.threads,
             kernel_check=config.kernel_check,
@@ -180,6 +185,7 @@ def _load(
     ranks: Ranks,
     dtype: str,
     kv_dtype: str,
+    draft: DraftPlan | None,
 ) -> LoadedModel:
     others, size = ranks.processes, config.tensor_parallel_size
     torch.set_num_threads(config.threads)
@@ -224,5 +230,12 @@ def _load(
     def places(max_loras: int, max_rank: int) -> AdapterPlaces:
         return AllPlaces(model, whole, others.adapter_channels, max_loras=max_loras, max_rank=max_rank)
 
-    loaded = LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places), task)
+    def num_blocks(model: RunnableModel) -> int:
+        if config.num_blocks:
+            return config.num_blocks
+        others.measure_together()
+        memory, least = CUDAMemory(torch.device(config.device)), ranks.group.least
+        return blocks_left(model, config, kv_dtype, memory, draft, samples=task.generates, least=least)
+
+    loaded = LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places, num_blocks), task)
     return with_score(loaded, files, config)

@@ -3,6 +3,9 @@ together.
 
 rank 0   start ── RankPlan ─>     load a shard                               ─ step ─> ─ step ─>   close
 rank r         <─ RankReport ──   load a shard  <─ RankReport, KV memory ─   run steps until rank 0 is gone
+
+Where the number of blocks is to be measured, each rank says with one more RankReport that it has loaded its shard, and
+waits for MEASURE.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from common.ranks.links.admission import LINKS
 from common.ranks.links.channel import Channel
 from common.ranks.meeting import Meeting
 from common.ranks.rank_hosts import JoinedHost, links_of
+from common.runner.largest_steps import LargestSteps
 
 if TYPE_CHECKING:
     from common.ranks.step_message import Numbers  # which imports torch, as a rank has not at its start
@@ -40,8 +44,13 @@ SEND_S = 30.0
 END_S = 5.0
 
 
+MEASURE = b"measure"
+"""The message at which ranks that have loaded begin to measure: sums have shorter deadlines than loading."""
+
+
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a rank: what it is to load. It computes with `threads`; `name` is for its logs.
+    """The first message to a rank: what it is to load. It computes with `threads`; `name` is for its logs. Where
+    `num_blocks` is 0 all ranks measure how many fit beside the `largest` steps.
 
     Without `with_head` it ends with hidden states: see `load_model`.
     """
@@ -57,6 +66,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool
     device: str
     num_blocks: int
+    largest: LargestSteps
     block_size: int
     threads: int
     kernel_check: bool
@@ -68,7 +78,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What a rank says when it has started, and when it is ready. With a `problem` it ends."""
+    """What a rank says when it has started, when it has loaded its shard and is about to measure, and when it is ready.
+    With a `problem` it ends."""
 
     problem: str = ""
 
@@ -141,6 +152,12 @@ class RankProcesses:
     def wait_started(self) -> None:
         """Wait until each rank is about to meet the others. Raises RankLost or ModelError."""
         self._wait_for_reports(START_S)
+
+    def measure_together(self) -> None:
+        """Wait until each rank has loaded its shard, then let all of them measure. Raises RankLost or ModelError."""
+        self._wait_for_reports(LOAD_S)
+        for rank in self._ranks:
+            rank.steps.send(MEASURE, SEND_S)
 
     def wait_ready(self) -> Sequence[OtherRank]:
         """Wait until each rank has loaded its shard and lends its KV memory. Raises RankLost or ModelError."""

@@ -1,6 +1,8 @@
 """How many KV blocks fit beside weights and steps on a GPU: measured, because no formula knows what kernels allocate.
 
 load the weights ─> try the largest steps on a small cache ─> what is left of this worker's share is for KV blocks
+
+Ranks of a worker try these steps together, each on its own device, and all have as many blocks as fit on the smallest.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from typing import Protocol
 
 import torch
 
-from common.config import DecodeWorkerConfig, WorkerConfig
+from common.config import WorkerConfig
 from common.errors import ConfigError
 from common.kv.cache import KVCache, block_bytes
 from common.runner.draft_model import DraftPlan
+from common.runner.largest_steps import LargestSteps
 from common.runner.runner import ModelRunner, RunnableModel
-from common.runner.warm_up import run_every_kind, step_tokens
+from common.runner.warm_up import run_every_kind
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -25,6 +28,11 @@ CONTEXT_BYTES = GIB
 """Of the driver's context, loaded kernels and libraries' workspaces, which torch does not count."""
 TRIAL_SHARE = 0.5
 """Of the free memory that the small cache may take at most."""
+
+
+def alone(number: int) -> int:
+    """The least that any rank says, where there is but one."""
+    return number
 
 
 class DeviceMemory(Protocol):
@@ -70,36 +78,56 @@ def blocks_left(
     draft: DraftPlan | None = None,
     *,
     samples: bool = True,
+    least: Callable[[int], int] = alone,
 ) -> int:
     """As many blocks as `--gpu-memory-utilization` leaves room for. ConfigError when that is less than two.
 
-    Steps that are recorded as graphs have memory of their own, as much as one of the largest. A `draft` model is not
-    loaded yet.
+    A `draft` model is not loaded yet. With other ranks `least` gives the least of what all say: see `measure`.
     """
-    per_block = block_bytes(model.config, config.block_tokens, kv_dtype)
+    return measure(model, LargestSteps.of(config, samples=samples), kv_dtype, memory, draft, least=least)
+
+
+def measure(
+    model: RunnableModel,
+    largest: LargestSteps,
+    kv_dtype: str,
+    memory: DeviceMemory,
+    draft: DraftPlan | None = None,
+    *,
+    least: Callable[[int], int] = alone,
+    draws: bool = True,
+) -> int:
+    """The same of any rank, all of which call this at the same time, with `draws` where logits are.
+
+    Steps that are recorded as graphs have memory of their own, as much as one of the largest.
+    """
+    per_block = block_bytes(model.config, largest.block_size, kv_dtype)
     free, total = memory.free_and_total()
-    longest = max(model.config.max_model_len, step_tokens(config))
-    num_tried = max(2, min(-(-longest // config.block_tokens), int(TRIAL_SHARE * free / per_block)))
-    peak = memory.peak_of(lambda: _try_steps(model, config, kv_dtype, num_tried, samples))
+    longest = max(model.config.max_model_len, largest.num_tokens)
+    num_tried = least(max(2, min(-(-longest // largest.block_size), int(TRIAL_SHARE * free / per_block))))
+    peak = memory.peak_of(lambda: _try_steps(model, largest, kv_dtype, num_tried, draws=draws))
     free, total = memory.free_and_total()
-    records = isinstance(config, DecodeWorkerConfig) and config.cuda_graphs
-    steps = (peak - num_tried * per_block) * (2 if records else 1)
-    room = min(int(config.gpu_memory_utilization * total) - memory.used(), free) - steps
+    steps = (peak - num_tried * per_block) * (2 if largest.recorded else 1)
+    room = min(int(largest.share * total) - memory.used(), free) - steps
     if draft is not None:
         room, per_block = room - draft.weight_bytes, per_block + draft.block_bytes
-    num_blocks = room // per_block
+    own = max(0, room // per_block)
+    num_blocks = least(own)
     log.info(
-        "memory of %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB are for KV",
-        *(config.device, total / GIB, free / GIB, steps / GIB, max(0, room) / GIB),
+        "memory of %s: %.2f GiB, %.2f GiB free, steps take %.2f GiB, %.2f GiB are for KV: %d blocks fit, %d are taken",
+        *(model.device, total / GIB, free / GIB, steps / GIB, max(0, room) / GIB, own, num_blocks),
     )
     if num_blocks < 2:
         used = f"this worker uses {memory.used() / GIB:.2f} GiB, its steps take {steps / GIB:.2f} GiB"
         allowed = f"more, or smaller steps: of {total / GIB:.2f} GiB {used}, and {free / GIB:.2f} GiB are free"
-        raise ConfigError("gpu_memory_utilization", config.gpu_memory_utilization, allowed)
+        if own >= 2:
+            allowed = f"more, or smaller steps: another rank has no room for two blocks, and this one for {own}"
+        raise ConfigError("gpu_memory_utilization", largest.share, allowed)
     return num_blocks
 
 
-def _try_steps(model: RunnableModel, config: WorkerConfig, kv_dtype: str, num_blocks: int, samples: bool) -> None:
+def _try_steps(model: RunnableModel, largest: LargestSteps, kv_dtype: str, num_blocks: int, *, draws: bool) -> None:
     """The largest steps over a cache of its own."""
-    kv = KVCache(model.config, num_blocks, config.block_tokens, kv_dtype, config.device)
-    run_every_kind(ModelRunner(model, kv), step_tokens(config), max(1, config.places), samples=samples)
+    kv = KVCache(model.config, num_blocks, largest.block_size, kv_dtype, str(model.device))
+    runner = ModelRunner(model, kv)
+    run_every_kind(runner, largest.num_tokens, largest.num_rows, samples=largest.samples, draws=draws)

@@ -59,11 +59,13 @@ class OtherRanks(Protocol):
 @dataclass(frozen=True, slots=True)
 class Makers:
     """What makes parts of a loaded model in place of this device's own: what runs it over a cache, a cache of so many
-    blocks, and places for so many adapters up to a rank."""
+    blocks, and places for so many adapters up to a rank; and what says how many blocks the settings, or all devices,
+    have room for."""
 
     runner: Callable[[KVCache], ModelRunner] | None = None
     cache: Callable[[int], KVCache] | None = None
     places: Callable[[int, int], AdapterPlaces] | None = None
+    num_blocks: Callable[[RunnableModel], int] | None = None
 
 
 OWN = Makers()
@@ -190,7 +192,10 @@ class LoadedModel:
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_size = config.block_tokens
-        num_blocks = num_kv_blocks(model, config, kv_dtype, draft, samples=task.generates)
+        if makers.num_blocks is None:
+            num_blocks = num_kv_blocks(model, config, kv_dtype, draft, samples=task.generates)
+        else:
+            num_blocks = makers.num_blocks(model)
         longest = Window(shape.window, block_size).longest(num_blocks, shape.max_model_len)
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")

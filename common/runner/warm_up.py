@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from common.config import DecodeWorkerConfig, WorkerConfig
+from common.config import WorkerConfig
 from common.errors import ConfigError
 from common.kv.cache import KVCache
 from common.model.batch import SequenceChunk
+from common.runner.largest_steps import step_tokens
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import max_prompt_logprobs, token_logprobs
 from common.sampling.sampler import Sampler, SamplingRow
@@ -56,17 +57,13 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples:
     return runner
 
 
-def step_tokens(config: WorkerConfig) -> int:
-    """The most tokens that a worker computes in one step."""
-    if isinstance(config, DecodeWorkerConfig):
-        return config.places + config.step_tokens
-    return config.step_tokens
-
-
-def run_every_kind(runner: ModelRunner, num_tokens: int, num_rows: int = 1, *, samples: bool = True) -> None:
+def run_every_kind(
+    runner: ModelRunner, num_tokens: int, num_rows: int = 1, *, samples: bool = True, draws: bool = True
+) -> None:
     """Runs the largest step, one with a prompt's logits, `num_rows` at the longest sequence's end, each kind of draw.
 
-    Those rows need the most room that attention over splits may take, and sampling them the most that a step draws in.
+    Without `draws` it runs the same steps beside a rank that has their logits, and so draws. Those rows need the most
+    room that attention over splits may take, and sampling them the most that a step draws in.
     """
     longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
     table = range(-(-longest // runner.kv.block_size))
@@ -77,12 +74,13 @@ def run_every_kind(runner: ModelRunner, num_tokens: int, num_rows: int = 1, *, s
         return
     num_logprobs_sent = min(num_tokens, longest, max_prompt_logprobs(runner.model.config.vocab_size))
     prompt_logits = runner.forward([SequenceChunk((0,) * num_logprobs_sent, 0, table, all_logits=True)])
-    token_logprobs(prompt_logits, (0,) * num_logprobs_sent, MAX_TOP_LOGPROBS)
+    if draws:
+        token_logprobs(prompt_logits, (0,) * num_logprobs_sent, MAX_TOP_LOGPROBS)
     del prompt_logits
     runner.forward([SequenceChunk((0,), longest - 1, table)])  # a lone row: its products are others than many rows'
     logits = runner.forward([SequenceChunk((0,), longest - 1, table)] * num_rows)
     sampler = Sampler(runner.model.config.vocab_size)
-    for params in SAMPLED:
+    for params in SAMPLED if draws else ():
         sampler.sample(logits, [SamplingRow(params, longest, (0,))] * num_rows)
 
 

@@ -10,8 +10,9 @@ import torch
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.errors import ConfigError
 from common.kv.cache import KVCache
+from common.runner.largest_steps import step_tokens
 from common.runner.runner import ModelRunner
-from common.runner.warm_up import SAMPLED, largest_step, run_every_kind, step_tokens, warmed_up
+from common.runner.warm_up import SAMPLED, largest_step, run_every_kind, warmed_up
 from common.sampling.sampler import Sampler
 
 

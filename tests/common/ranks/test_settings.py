@@ -20,14 +20,6 @@ from common.ranks.meeting import Meeting
 from ..model.threaded_ranks import Sums
 
 
-def test_on_gpus_the_size_of_the_cache_must_be_given() -> None:
-    PrefillWorkerConfig(device="cuda")
-    with pytest.raises(ConfigError) as refused:
-        PrefillWorkerConfig(device="cuda", tensor_parallel_size=2)
-    wanted = "kv_memory_gib=0.0 is refused: above 0, or --num-blocks, on cuda with --tensor-parallel-size 2"
-    assert str(refused.value).startswith(wanted)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -37,6 +29,7 @@ def test_on_gpus_the_size_of_the_cache_must_be_given() -> None:
         {"role_change": True},
         {"kv_transport": "shm"},
         {"device": "cuda", "kv_memory_gib": 1.0},
+        {"device": "cuda", "gpu_memory_utilization": 0.5},
     ],
 )
 def test_what_they_do(settings: dict[str, Any]) -> None:
