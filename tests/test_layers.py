@@ -38,13 +38,14 @@ ROOM_ALLOWED = {
 EXCEPTIONS: dict[str, set[str]] = {
     # Benchmarks run the real worker processes around random weights, and around a model that waits.
     "benchmarks/role_command.py": {"decode_worker.duty", "prefill_worker.duty"},
-    # It times the host's part of a real engine's steps.
+    # They time the host's part of a real engine's steps.
     "benchmarks/host_step.py": {
         "decode_worker.engine",
         "decode_worker.grants",
         "decode_worker.limits",
         "decode_worker.scheduler",
     },
+    "benchmarks/host_prefill.py": {"prefill_worker.engine", "prefill_worker.scheduler"},
     # A process that may change its role gets both duties, and hands the other one over without looking into it.
     "decode_worker/__main__.py": {"prefill_worker.duty"},
     "prefill_worker/__main__.py": {"decode_worker.duty"},

@@ -22,7 +22,7 @@ from common.wire.messages import (
 from common.worker.engine import RequestReceived, RouterLost
 
 from ..examples import examples
-from .transfer_fleet import NUM_TOKENS, ROUTER, Asked, Fleet, Rig
+from .transfer_fleet import NUM_TOKENS, ROUTER, Asked, Fleet, Rig, runner_of
 
 
 @pytest.fixture
@@ -127,15 +127,15 @@ class Story:
         if engine is self.fleet.decode[1].engine:
             device.fail_full = True
             return
-        forward = engine._runner.forward
+        forward = runner_of(engine).forward
 
         def raise_once(*arguments: object) -> None:
-            engine._runner.forward = forward
+            runner_of(engine).forward = forward
             raise RuntimeError("scripted")
 
-        engine._runner.forward = raise_once
+        runner_of(engine).forward = raise_once
         engine._turn()
-        engine._runner.forward = forward
+        runner_of(engine).forward = forward
 
     def end(self) -> None:
         """Let everything run out, and look at what came of it."""

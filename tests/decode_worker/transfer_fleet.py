@@ -55,6 +55,11 @@ class Asked:
         self.over = self.handed = False
 
 
+def runner_of(engine: Any) -> Any:
+    """What runs an engine's steps."""
+    return engine._launcher._runner if isinstance(engine, PrefillEngine) else engine._runner
+
+
 class Fleet:
     """One prefill engine and two decode engines; the test is their router. `pool` blocks each: they are scarce."""
 
@@ -84,7 +89,7 @@ class Fleet:
         self.engines = [self.prefill, *(rig.engine for rig in self.decode)]
         self.caches = [self.kv, *(rig.kv for rig in self.decode)]
         for engine in self.engines:
-            runner = engine._launcher._runner if engine is self.prefill else engine._runner
+            runner = runner_of(engine)
             runner.forward = self.beside(engine, runner.forward)
         self.strays: list[str] = []
         self.owners: dict[int, tuple[Any, int]] = {}  # of a view that a sender took: its engine, and the block
