@@ -213,19 +213,7 @@ def _load(
                 kv.attach_remote(HeadsOverWire(rank.blocks))
         if config.kernel_check:
             check_model_kernels(model, kv, samples=task.generates)
-        if not records_steps(config, kv.device):
-            return RankedRunner(model, kv, others)
-        return RankedGraphRunner(
-            model,
-            kv,
-            recorder_for(kv.device),
-            others,
-            ranks.group.spread,
-            ranks.deadline,
-            max_num_seqs=config.places,
-            max_model_len=config.max_model_len or whole.max_model_len,
-            adapts=config.lora_places > 0,
-        )
+        return _ranked_runner(model, kv, config, ranks, whole.max_model_len)
 
     def places(max_loras: int, max_rank: int) -> AdapterPlaces:
         return AllPlaces(model, whole, others.adapter_channels, max_loras=max_loras, max_rank=max_rank)
@@ -239,3 +227,21 @@ def _load(
 
     loaded = LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places, num_blocks), task)
     return with_score(loaded, files, config)
+
+
+def _ranked_runner(
+    model: RunnableModel, kv: KVCache, config: WorkerConfig, ranks: Ranks, max_model_len: int
+) -> ModelRunner:
+    if not records_steps(config, kv.device):
+        return RankedRunner(model, kv, ranks.processes)
+    return RankedGraphRunner(
+        model,
+        kv,
+        recorder_for(kv.device),
+        ranks.processes,
+        ranks.group.spread,
+        ranks.deadline,
+        max_num_seqs=config.places,
+        max_model_len=config.max_model_len or max_model_len,
+        adapts=config.lora_places > 0,
+    )
