@@ -41,7 +41,7 @@ Spread = Callable[[Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The sizes that are recorded, the same on all ranks of a worker. With `adapts` each step once more, with adapters."""
+    """Sizes of recorded steps, the same on all ranks of a worker. With `adapts` each step once more, with adapters."""
 
     max_num_seqs: int
     max_blocks: int
