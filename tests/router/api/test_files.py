@@ -180,6 +180,8 @@ async def test_without_a_store_there_are_no_files(start: Any) -> None:
         await running.http.get("/v1/batches"),
     ]
     assert [reply.status_code for reply in replies] == [404, 404, 404, 400, 404]
+    codes = {reply.json()["error"]["code"] for reply in replies if reply.status_code == 404}
+    assert codes == {"files_not_kept"}
     assert "--response-store off" in replies[0].json()["error"]["message"]
 
 
