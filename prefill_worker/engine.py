@@ -70,7 +70,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
 
     @property
     def has_work(self) -> bool:
-        return super().has_work or self._pipeline.in_flight is not None
+        return self._pipeline.in_flight is not None or super().has_work
 
     @property
     def is_empty(self) -> bool:

@@ -319,7 +319,8 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
 
     def _is_coming(self, sequence: PrefillSequence, index: int) -> bool:
         """Whether a step in flight computes block `index` of a waiting prompt, which may then start from it."""
-        if not self._in_flight or index >= sequence.num_cacheable // self.block_size:
+        is_shared = self.pool.enable_prefix_caching and index < sequence.num_cacheable // self.block_size
+        if not self._in_flight or not is_shared:
             return False
         block_hash = sequence.hasher.hashes[index]
         return any(block_hash in hashes for hashes in self._in_flight.values())

@@ -42,7 +42,7 @@ def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | 
     compute_exactly()
     try:
         steps, kv, places = prepare(plan, channel, lends_memory=blocks is None)
-    except (DiptychError, OSError) as error:
+    except (DiptychError, OSError, torch.OutOfMemoryError) as error:
         channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
         raise
     if places is not None:

@@ -105,7 +105,12 @@ def measure(
     free, total = memory.free_and_total()
     longest = max(model.config.max_model_len, largest.num_tokens)
     num_tried = least(max(2, min(-(-longest // largest.block_size), int(TRIAL_SHARE * free / per_block))))
-    peak = memory.peak_of(lambda: _try_steps(model, largest, kv_dtype, num_tried, draws=draws))
+    try:
+        peak = memory.peak_of(lambda: _try_steps(model, largest, kv_dtype, num_tried, draws=draws))
+    except torch.OutOfMemoryError as error:
+        beside = f"smaller steps: of {total / GIB:.2f} GiB {free / GIB:.2f} are free beside the weights, and"
+        problem = f"{beside} a step of {largest.num_tokens} tokens does not fit ({str(error).splitlines()[0]})"
+        raise ConfigError("gpu_memory_utilization", largest.share, problem) from error
     free, total = memory.free_and_total()
     steps = (peak - num_tried * per_block) * (2 if largest.recorded else 1)
     room = min(int(largest.share * total) - memory.used(), free) - steps

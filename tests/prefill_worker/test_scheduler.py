@@ -24,8 +24,10 @@ MODEL = StepModel()
 PARAMS = SamplingParams(max_tokens=8)
 
 
-def scheduler(num_blocks: int = 32, budget: int = 8, max_num_seqs: int = 4, window: int = 0) -> PrefillScheduler:
-    pool = BlockPool(num_blocks, SIZE)
+def scheduler(
+    num_blocks: int = 32, budget: int = 8, max_num_seqs: int = 4, window: int = 0, *, enable_prefix_caching: bool = True
+) -> PrefillScheduler:
+    pool = BlockPool(num_blocks, SIZE, enable_prefix_caching=enable_prefix_caching)
     return PrefillScheduler(pool, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, window=window)
 
 

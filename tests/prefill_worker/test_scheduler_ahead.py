@@ -110,6 +110,13 @@ def test_what_a_step_in_flight_computes_for_another_prompt_is_shared_afterwards(
     assert [(chunk.sequence.request_id, chunk.start) for chunk in launch(plan)] == [("b", 4)]
 
 
+def test_without_a_prefix_cache_no_prompt_waits_for_another() -> None:
+    plan = scheduler(budget=8, enable_prefix_caching=False)
+    for name in "ab":
+        plan.add(prompt(name, list(range(8))))
+    assert [[chunk.sequence.request_id for chunk in launch(plan)] for _ in range(2)] == [["a"], ["b"]]
+
+
 def test_a_prompt_whose_step_failed_is_shared_with_none() -> None:
     plan, lost = scheduler(budget=8), prompt("a", list(range(8)))
     plan.add(lost)

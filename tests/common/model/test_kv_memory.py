@@ -86,6 +86,16 @@ def test_no_room_is_refused_with_the_numbers(tiny: Any) -> None:
         found(tiny, PrefillWorkerConfig(**SMALL, max_num_batched_tokens=40), used=3.9)
 
 
+def test_steps_beyond_the_memory_are_refused_with_the_numbers(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore words")
+
+    monkeypatch.setattr("common.runner.kv_memory.run_every_kind", too_much)
+    words = r"=0.5 is refused: smaller steps: of 8.00 GiB 7.00 are free .* a step of 40 tokens .*allocate 9 GiB\)$"
+    with pytest.raises(ConfigError, match=words):
+        found(tiny, PrefillWorkerConfig(**SMALL, max_num_batched_tokens=40))
+
+
 def test_numbers_that_are_given_are_taken(tiny: Any) -> None:
     model, _ = tiny
     assert num_kv_blocks(model, PrefillWorkerConfig(num_blocks=7, device="cuda"), "float32", samples=True) == 7
