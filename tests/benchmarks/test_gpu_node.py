@@ -97,12 +97,17 @@ def test_a_kernel_is_judged_by_its_floor_and_by_the_fastest_peer() -> None:
     by_floor, by_peer = verdict.of_kernels(rows)
     assert by_floor.ok and not by_peer.ok and "beside flashinfer" in by_peer.what
     assert by_peer.found == "1.25 times its time"
+    goals = [
+        {"kernel": "decode attention", "size": "32 x 4,096", "of_floor": 0.89},
+        {"kernel": "prefill attention", "size": "8,192", "of_floor": 0.66},
+    ]
+    assert [one.ok for one in verdict.of_kernels([goal | {"peers_us": {}} for goal in goals])] == [False, True]
 
 
 def test_steps_transfers_and_the_service_are_judged() -> None:
     steps = {"prefill": [{"tokens": 8192, "of_matmul_rate": 0.6}], "decode": []}
     steps["decode"] = [{"how": "kernel by kernel", "batch": 1, "times_floor": 9.0}]
-    steps["decode"] += [{"how": "recorded", "batch": 8, "times_floor": 1.5}]
+    steps["decode"] += [{"how": "recorded", "batch": 8, "times_floor": 1.16}]
     assert [one.ok for one in verdict.of_engine(steps)] == [True, False]
     paths = [{"path": "device to pinned", "gb_per_s": 9.0, "one_block": 3.0}, {"path": "raw", "gb_per_s": 2.0}]
     paths += [{"path": "KV", "gb_per_s": 2.0, "of_raw": 0.8}]
@@ -110,6 +115,12 @@ def test_steps_transfers_and_the_service_are_judged() -> None:
     ring = {"path": "KV through a ring", "gb_per_s": 11.0, "direct": True}
     rings = [ring, ring | {"gb_per_s": 9.0}, ring | {"direct": False}]
     assert [one.ok for one in verdict.of_transfer(rings)] == [True, False, False]
+    hidden = list(verdict.of_hiding([*paths, ring], 1e10))
+    assert [str(one) for one in hidden] == [
+        "PASS  transfer: hidden behind prefill, KV through a ring: 110% of 10.00 GB/s of KV that prefill makes"
+        " (at least 100%)"
+    ]
+    assert not next(verdict.of_hiding(paths, 1e10)).ok and not list(verdict.of_hiding(paths, 0.0))
     arm = {"arm": "1P1D", "requests": 8, "output_tokens_per_s": 9.0, "ttft_p50_ms": 9.0, "tpot_p50_ms": 21.0}
     assert [next(verdict.of_serving([arm], step)).ok for step in (0.0, 10.0, 11.0)] == [True, False, True]
 

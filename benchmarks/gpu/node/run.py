@@ -131,10 +131,17 @@ class NodeRun(Suite):
         if name == "engine" and name in found:
             return verdict.of_engine(found[name])
         if name == "transfer":
-            return verdict.of_transfer(found.get(name, ()))
+            rows = found.get(name, ())
+            return (*verdict.of_transfer(rows), *verdict.of_hiding(rows, self._kv_rate()))
         if name == "serving":
             return verdict.of_serving(found.get(name, ()), self._step_ms())
         return ()
+
+    def _kv_rate(self) -> float:
+        """Bytes of KV a second that the longest prefill of the engine made; 0: not measured."""
+        rows = self.found.get("engine", {}).get("prefill", ())
+        per_token = self.shape.token_bytes * self.shape.num_layers
+        return float(rows[-1]["tokens_per_s"]) * per_token if rows else 0.0
 
     def _step_ms(self) -> float:
         """Of the engine, with as many requests as the service has in flight; 0: not measured."""

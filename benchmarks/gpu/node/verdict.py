@@ -9,13 +9,15 @@ from benchmarks.gpu.chip import Chip
 
 LEAST_COPY, LEAST_MATMUL = 0.8, 0.6
 """Of a data sheet's bandwidth and dense bf16 rate."""
+GOALS = {("decode attention", "32 x 4,096"): 0.9, ("prefill attention", "8,192"): 0.65}
+"""Of the measured copy rate, and of the measured matmul rate, at the sizes where these bind."""
 LEAST_OF_FLOOR = {"decode attention": 0.7, "prefill attention": 0.5}
 LEAST_OF_FLOOR_ELSE = 0.4
-"""Of the time that the chip's own rates allow; small kernels are bound by their launch."""
+"""At other sizes, of the time that the chip's own rates allow; small kernels are bound by their launch."""
 MOST_OF_PEER = {"batch-invariant product": 1.6}
 MOST_OF_PEER_ELSE = 1.1
 """Times the fastest peer's time. A product that may not choose its algorithm by the batch has a price."""
-MOST_TIMES_FLOOR = 1.4
+MOST_TIMES_FLOOR = 1.15
 """Of a recorded decode step, beside the reading of all weights and KV."""
 LEAST_OF_MATMUL = 0.5
 """Of a prefill of the longest prompt."""
@@ -76,7 +78,7 @@ def at_most(part: str, what: str, times: float, most: float, of: str) -> Verdict
 def of_kernels(rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
     for row in rows:
         what = f"{row['kernel']}, {row['size']}"
-        least = LEAST_OF_FLOOR.get(row["kernel"], LEAST_OF_FLOOR_ELSE)
+        least = GOALS.get((row["kernel"], row["size"]), LEAST_OF_FLOOR.get(row["kernel"], LEAST_OF_FLOOR_ELSE))
         yield at_least("kernels", what, row["of_floor"], least, "the floor")
         times = {name: us for name, us in row["peers_us"].items() if isinstance(us, float) and us > 0}
         if times:
@@ -109,6 +111,15 @@ def of_transfer(rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
             wanted = f"at least {LEAST_RING:g}, by the device"
             ok = row["direct"] and rate >= LEAST_RING
             yield Verdict("transfer", row["path"], ok, f"{rate:,.1f} GB/s, {how}", wanted)
+
+
+def of_hiding(rows: Sequence[Mapping[str, Any]], prefill_rate: float) -> Iterator[Verdict]:
+    """Whether the best path ships KV as fast as prefill makes it, `prefill_rate` bytes a second; 0: not measured."""
+    rates = {row["path"]: row["gb_per_s"] for row in rows if "of_raw" in row or "direct" in row}
+    if rates and prefill_rate > 0:
+        best = max(rates, key=lambda path: rates[path])
+        made = f"{prefill_rate / 1e9:,.2f} GB/s of KV that prefill makes"
+        yield at_least("transfer", f"hidden behind prefill, {best}", 1e9 * rates[best] / prefill_rate, 1.0, made)
 
 
 def of_serving(rows: Sequence[Mapping[str, Any]], step_ms: float) -> Iterator[Verdict]:
