@@ -5,7 +5,7 @@ the worker would need the given share of its time for them alone. Steps take the
 default that of an 8B model on one GPU. The worker has room for all prompts and caches none.
 
 `fcfs` is first come, first served; `shortest` the shortest remaining time first without a bound; `slack` judges the
-slack of each prompt alone, and the others follow shortest first; `order` is `common/requests/prompt_order.py`.
+slack of each prompt alone, and the others follow shortest first; `order` is `common/sequences/prompt_order.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.load.report import open_console, print_table
 from benchmarks.load.trace import TraceRow, read_trace
 from benchmarks.script import run, script_parser, settings_of, write_result
 from common.latency.step_model import StepModel, StepShape
-from common.requests.prompt_order import PromptOrder, prompt_order
+from common.sequences.prompt_order import PromptOrder, prompt_order
 
 PROGRAM: Final = "python -m benchmarks.prompt_order"
 

@@ -9,8 +9,6 @@ from common.grammar.grammars import Grammars
 from common.kv.quantised_staging import quantised_incoming
 from common.kv.staging import IncomingBlocks, ReachedPlaces, StagedIncoming, incoming_blocks
 from common.model_files.files import ModelFiles
-from common.requests.hidden_places import HiddenPlaces, hidden_places
-from common.requests.parts import EngineParts
 from common.runner.graph_runner import GraphRunner
 from common.runner.loaded import LoadedModel
 from common.runner.runner import ModelRunner
@@ -18,6 +16,8 @@ from common.runner.step_launcher import StepLauncher
 from common.runner.step_thread import StepThread
 from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
+from common.sequences.hidden_places import HiddenPlaces, hidden_places
+from common.sequences.parts import EngineParts
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.worker.duty import Duty, DutyOffer, WorkerParts

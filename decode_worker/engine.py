@@ -11,11 +11,11 @@ from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
 from common.latency.link_model import Links
 from common.latency.step_model import StepShape
-from common.requests.engine import RequestEngine
-from common.requests.parts import NO_PARTS, EngineParts
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import separate
 from common.sampling.sampler import Sampler
+from common.sequences.engine import RequestEngine
+from common.sequences.parts import NO_PARTS, EngineParts
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender

@@ -8,7 +8,7 @@ the time of a token that often, without one often enough that steps take a quart
 from __future__ import annotations
 
 from common.observe.ewma import Ewma
-from common.requests.token_goal import TokenGoal
+from common.sequences.token_goal import TokenGoal
 
 STEPS_SHARE = 0.25
 """Of the time that steps take without a goal while prompts are computed."""

@@ -19,8 +19,8 @@ from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from common.model.batch import NO_PLACE, ROW_BEFORE, SequenceChunk
-from common.requests.hidden_places import HiddenPlaces, RowPlaces
 from common.sampling.sampler import SamplingRow
+from common.sequences.hidden_places import HiddenPlaces, RowPlaces
 from common.wire.sampling_params import SampledToken
 from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeScheduler

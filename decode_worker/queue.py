@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from common.kv.block_pool import BlockPool
 from common.kv.window import CachedPrefix
-from common.requests.scheduler import Scheduler
-from common.requests.token_goal import TokenGoal
+from common.sequences.scheduler import Scheduler
+from common.sequences.token_goal import TokenGoal
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
 PATIENCE = 8

@@ -14,7 +14,7 @@ from functools import partial
 
 from common.errors import WireError
 from common.latency.link_model import LinkFits
-from common.requests.awaited_grammars import Fail
+from common.sequences.awaited_grammars import Fail
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from decode_worker.counters import DecodeCounters

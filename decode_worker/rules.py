@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from common.errors import WireError
 from common.kv.window import Window
-from common.requests.rules import RequestRules
 from common.sampling.penalties import TokenCounts, needs_counts
 from common.sampling.sampler import SamplingRow
+from common.sequences.rules import RequestRules
 from common.wire.message_fields import unpack_tokens
 from common.wire.messages import KVDone
 from common.wire.sampling_params import SampledToken

@@ -2,8 +2,8 @@
 
 Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
-streams; `common/requests/prompt_order.py` says whose. With a goal for the time of a token, predicted times say how many
-of these, and how many sequences run side by side (`common/requests/step_budget.py`); one that has waited for
+streams; `common/sequences/prompt_order.py` says whose. With a goal for the time of a token, predicted times say how
+many of these, and how many sequences run side by side (`common/sequences/step_budget.py`); one that has waited for
 `PATIENCE` times as long runs besides. `queue.py` says which waiting requests get blocks.
 
 Where the model looks back through a window, a running sequence gives back the blocks that its next token does not see,
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from common.errors import BlockError
 from common.kv.block_pool import BlockCounts, BlockPool
 from common.latency.step_model import StepModel, StepShape
-from common.requests.prompt_order import prompt_order
-from common.requests.step_budget import batch_cap, local_chunk
-from common.requests.token_goal import TokenGoal
+from common.sequences.prompt_order import prompt_order
+from common.sequences.step_budget import batch_cap, local_chunk
+from common.sequences.token_goal import TokenGoal
 from decode_worker.queue import DecodeQueue
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from common.kv.shared_memory import PeerMemory
 from common.kv.window import Window
-from common.requests.sequence import WorkerSequence
+from common.sequences.sequence import WorkerSequence
 from common.wire.messages import DecodeRequest, KVOpen
 from common.wire.sampling_params import SampledToken, TokenLogprobs
 from decode_worker.drafting.draft_tokens import DraftTally, Lookup

@@ -6,11 +6,11 @@ from common.config import PrefillWorkerConfig
 from common.grammar.grammars import Grammars
 from common.kv.quantised_staging import quantised_outgoing
 from common.model_files.files import ModelFiles
-from common.requests.hidden_places import hidden_places
-from common.requests.parts import EngineParts
 from common.runner.loaded import LoadedModel
 from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
+from common.sequences.hidden_places import hidden_places
+from common.sequences.parts import EngineParts
 from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
 from prefill_worker.engine import PrefillEngine

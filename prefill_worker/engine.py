@@ -9,12 +9,12 @@ from dataclasses import replace
 from common.grammar.grammar import unsampled
 from common.kv.block_hash import BlockHasher
 from common.latency.step_model import StepShape
-from common.requests.engine import RequestEngine
-from common.requests.parts import NO_PARTS, EngineParts
-from common.requests.reports import Reports
-from common.requests.rules import RequestRules
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler, SamplingRow
+from common.sequences.engine import RequestEngine
+from common.sequences.parts import NO_PARTS, EngineParts
+from common.sequences.reports import Reports
+from common.sequences.rules import RequestRules
 from common.transfer.outgoing import TransferEnded
 from common.transfer.sender import KVSender
 from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta

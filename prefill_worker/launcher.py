@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from common.model.batch import SequenceChunk
-from common.requests.hidden_places import NO_PLACES, HiddenPlaces
 from common.runner.runner import ModelRunner
 from common.sampling.logprobs import LaunchedLogprobs, launch_chunk_logprobs, separate
 from common.sampling.sampled import LaunchedTokens
 from common.sampling.sampler import Sampler, SamplingRow
+from common.sequences.hidden_places import NO_PLACES, HiddenPlaces
 from common.wire.sampling_params import SampledToken, TokenLogprobs
 from kernels import on_device
 from prefill_worker.pooling import Pooler, packed

@@ -1,8 +1,8 @@
 """Which prompt tokens a prefill worker computes next. Pure: no clocks, sockets or tensors.
 
-One order (`common/requests/prompt_order.py`) decides which prompts are admitted and which admitted ones share the token
-budget of a step: a long prompt comes in chunks, and others pass it between two of them. While prompts have goals, steps
-are as small as they can be without losing tokens a second (`common/requests/step_budget.py`). An admitted prompt owns
+One order (`common/sequences/prompt_order.py`) decides which prompts are admitted and which admitted ones share the
+token budget of a step: a long prompt comes in chunks, and others pass it between two of them. While prompts have goals, steps
+are as small as they can be without losing tokens a second (`common/sequences/step_budget.py`). An admitted prompt owns
 all blocks that it needs, so those that are passed always come to their end. A prompt is admitted only when it is about
 to be computed: those that wait own no blocks that a more urgent one could lack.
 
@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from common.kv.block_pool import BlockCounts, BlockPool
 from common.kv.window import HOLE, CachedPrefix
 from common.latency.step_model import StepModel, StepShape
-from common.requests.prompt_order import PromptOrder, prompt_order
-from common.requests.scheduler import Scheduler
-from common.requests.step_budget import Knob, prefill_step
+from common.sequences.prompt_order import PromptOrder, prompt_order
+from common.sequences.scheduler import Scheduler
+from common.sequences.step_budget import Knob, prefill_step
 from prefill_worker.sequence import PrefillSequence
 
 STEPS_AHEAD = 2

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from benchmarks.prompt_order import VirtualPrompt, VirtualWorker
 from common.latency.step_model import StepModel
-from common.requests.prompt_order import prompt_order
+from common.sequences.prompt_order import prompt_order
 
 
 def foreseen(prompts: Sequence[VirtualPrompt], model: StepModel, budget: int) -> list[tuple[float, float]]:

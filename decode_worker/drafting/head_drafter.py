@@ -20,9 +20,9 @@ from torch import Tensor
 from common.draft_heads.drafting_model import DraftingModel
 from common.kv.block_pool import BlockCounts
 from common.model.batch import NO_PLACE, ForwardBatch, SequenceChunk
-from common.requests.hidden_places import HiddenPlaces
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
+from common.sequences.hidden_places import HiddenPlaces
 from decode_worker.drafting.row_costs import RowCosts
 from kernels import on_device
 

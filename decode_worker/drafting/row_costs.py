@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from common.requests.token_goal import TokenGoal
+from common.sequences.token_goal import TokenGoal
 
 LEAST_CHANCE = 0.1
 """Of acceptance, for a draft token to be considered."""

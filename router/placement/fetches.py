@@ -1,6 +1,6 @@
 """Which blocks of a prompt a worker should take from its disk or from a peer, and which peer lends. Pure.
 
-A worker decides by the same models once more when the prompt's turn comes (`common/requests/restores.py`).
+A worker decides by the same models once more when the prompt's turn comes (`common/sequences/restores.py`).
 """
 
 from __future__ import annotations

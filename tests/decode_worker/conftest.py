@@ -18,9 +18,9 @@ from common.kv.quantised_staging import quantised_incoming
 from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model_files.resolve import resolve_model
-from common.requests.parts import EngineParts
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
+from common.sequences.parts import EngineParts
 from common.transfer.receiver import KVReceiver
 from common.transfer.sender import KVSender
 from common.transfer.shipping import Shipping

@@ -11,9 +11,9 @@ from common.kv.cache import KVCache
 from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.resolve import resolve_model
-from common.requests.hidden_places import HiddenPlaces
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
+from common.sequences.hidden_places import HiddenPlaces
 from decode_worker.drafting.draft_cache import DraftCache
 from decode_worker.drafting.drafter import Drafter
 from decode_worker.drafting.head_drafter import HeadDrafter

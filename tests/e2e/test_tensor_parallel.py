@@ -97,6 +97,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[Sys
 def test_sizes_of_all_kinds_in_one_service(mixed: System, tiny_oracle: Any, random_prompts: Any) -> None:
     prompts = random_prompts(LENGTHS * 2, vocab_size=256, seed=2)
     assert mixed.generate(prompts, max_tokens=NUM_TOKENS) == [tiny_oracle.greedy(p, NUM_TOKENS) for p in prompts]
+    for again in range(3, 13):  # on a busy machine prompts may come one by one, all to the same worker
+        if all(mixed.requests_of(worker) for worker in mixed.stack.workers()):
+            break
+        mixed.generate(random_prompts(LENGTHS * 2, vocab_size=256, seed=again), max_tokens=NUM_TOKENS)
     for worker in mixed.stack.workers():
         assert mixed.requests_of(worker) > 0, f"{worker.name} got nothing"
         assert len(ranks_of(worker)) == (1 if worker.name.endswith("-0") else 0)

@@ -20,9 +20,9 @@ from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.resolve import resolve_model
-from common.requests.parts import EngineParts
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
+from common.sequences.parts import EngineParts
 from common.transfer.outgoing import TransferEnded
 from common.transfer.sender import KVSender
 from common.transfer.shipping import Shipping

@@ -79,7 +79,7 @@ def test_what_waits_for_its_grammar_can_be_aborted_or_be_too_late(
     rig.turn(2)
     rig.tell(AbortRequest(request_id="aborted", attempt=0))
     rig.until(lambda: len(rig.engine.scheduler.unready) == 1)
-    monkeypatch.setattr("common.requests.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("common.sequences.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures("late")
     assert failed.phase == "grammar" and failed.retryable and not rig.failures("aborted")

@@ -163,7 +163,7 @@ def silent() -> Iterator[KVPeer]:
 def test_a_silent_peer_costs_what_computing_takes_once(
     pair: Callable[..., Any], silent: KVPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.requests.restores.MOST_WAIT_S", 0.2)
+    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 0.2)
     _, other = pair()
     began = time.monotonic()
     assert ask(other, FIRST, "a", peer=silent) == (other.oracle(FIRST), 0)
@@ -175,7 +175,7 @@ def test_a_silent_peer_costs_what_computing_takes_once(
 
 
 def test_a_dead_peer_is_no_peer(pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.requests.restores.MOST_WAIT_S", 0.2)
+    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 0.2)
     holder, other = pair()
     holder.lender.stop()
     assert ask(other, FIRST, "a", peer=peer_of(holder)) == (other.oracle(FIRST), 0)
@@ -186,7 +186,7 @@ def test_a_dead_peer_is_no_peer(pair: Callable[..., Any], monkeypatch: pytest.Mo
 def test_a_prompt_may_end_while_it_is_pulled(
     pair: Callable[..., Any], silent: KVPeer, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr("common.requests.restores.MOST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 60.0)
     _, other = pair()
     other.ask(FIRST, "a", peer=silent)
     other.until(lambda: other.puller._pulls)
@@ -202,7 +202,7 @@ def test_a_prompt_may_end_while_it_is_pulled(
 def test_pulls_are_bounded_on_both_sides(
     pair: Callable[..., Any], silent: KVPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.requests.restores.MOST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 60.0)
     monkeypatch.setattr(puller_module, "MAX_PULLS", 1)
     holder, other = pair()
     other.ask(prompt(70, 4), "held", peer=silent)

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel
-from common.requests.prompt_order import PATIENCE_S
-from common.requests.step_budget import Knob
+from common.sequences.prompt_order import PATIENCE_S
+from common.sequences.step_budget import Knob
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import PrefillRequest
 from common.wire.sampling_params import SamplingParams

@@ -139,8 +139,8 @@ def test_damaged_blocks_are_computed_anew(make: Callable[..., Rig], tmp_path: Pa
 
 
 def test_a_read_that_takes_too_long_is_given_up(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.requests.restores.LEAST_WAIT_S", 0.01)
-    monkeypatch.setattr("common.requests.restores.MOST_WAIT_S", 0.01)
+    monkeypatch.setattr("common.sequences.restores.LEAST_WAIT_S", 0.01)
+    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 0.01)
     rig = make()
     evicted(rig)
     rig.tiers.file.gate.clear()
@@ -151,8 +151,8 @@ def test_a_read_that_takes_too_long_is_given_up(make: Callable[..., Rig], monkey
 
 
 def test_others_are_computed_while_one_is_read(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.requests.restores.LEAST_WAIT_S", 60.0)
-    monkeypatch.setattr("common.requests.restores.MOST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.sequences.restores.LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 60.0)
     rig = make()
     evicted(rig)
     rig.tiers.file.gate.clear()

@@ -10,7 +10,7 @@ from benchmarks.simulator.world.world import World
 from common.config import WorkerConfig
 from common.kv.block_log import BlockLog
 from common.latency.step_model import StepModel, StepShape
-from common.requests.scheduler import Scheduler
+from common.sequences.scheduler import Scheduler
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 

@@ -22,8 +22,8 @@ from common.config import WorkerConfig
 from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel, StepShape
-from common.requests.scheduler import Scheduler
-from common.requests.sequence import WorkerSequence
+from common.sequences.scheduler import Scheduler
+from common.sequences.sequence import WorkerSequence
 from common.wire.messages import (
     BlockSnapshotRequest,
     ChangeRole,

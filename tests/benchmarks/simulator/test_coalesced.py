@@ -13,7 +13,7 @@ from benchmarks.simulator.world.scenario import Scenario
 from benchmarks.simulator.world.tokens import Content, CountedTokens, InjectedHasher
 from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel
-from common.requests.token_goal import TokenGoal
+from common.sequences.token_goal import TokenGoal
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams
 from decode_worker.sequence import DecodeSequence, RequestStatus

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from common.requests.token_goal import (
+from common.sequences.token_goal import (
     DECREASE,
     INCREASE,
     JOIN_STEPS,

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from common.requests.knobs import LOG_INTERVAL_S, KnobLog
-from common.requests.step_budget import Knob
+from common.sequences.knobs import LOG_INTERVAL_S, KnobLog
+from common.sequences.step_budget import Knob
 from common.worker.engine import EngineStatus
 from common.worker.metrics import WorkerMetrics
 

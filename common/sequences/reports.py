@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from common.requests.sequence import WorkerSequence
+from common.sequences.sequence import WorkerSequence
 from common.wire.messages import Message, PooledOutput, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
 from common.wire.sampling_params import TokenLogprobs
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.latency.step_model import StepModel, StepShape
-from common.requests.step_budget import (
+from common.sequences.step_budget import (
     EFFICIENT,
     LEARNT,
     LEAST_BATCH,
@@ -18,7 +18,7 @@ from common.requests.step_budget import (
     local_chunk,
     prefill_step,
 )
-from common.requests.token_goal import TokenGoal
+from common.sequences.token_goal import TokenGoal
 
 MODEL = StepModel(fixed_s=0.01, token_s=1e-4, pair_s=1e-8, row_s=1e-3, context_s=1e-6, num_steps=100)
 GOAL, NONE = TokenGoal(0.05), TokenGoal()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.adapters.bank import AdapterBank
 from common.grammar.grammars import Grammars
-from common.requests.hidden_places import HiddenPlaces
+from common.sequences.hidden_places import HiddenPlaces
 from common.tiers.block_tiers import BlockTiers
 from common.transfer.peer_caches import PeerCaches
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from common.model.batch import NO_PLACE
-from common.requests.sequence import WorkerSequence
+from common.sequences.sequence import WorkerSequence
 
 if TYPE_CHECKING:
     from common.draft_heads.drafting_model import DraftingModel

@@ -10,9 +10,9 @@ from common.errors import BlockError
 from common.kv.block_pool import BlockCounts, BlockPool
 from common.kv.window import HOLE, CachedPrefix, Window
 from common.latency.step_model import StepShape
-from common.requests.prompt_order import PromptOrder
-from common.requests.sequence import WorkerSequence
-from common.requests.step_budget import Knob
+from common.sequences.prompt_order import PromptOrder
+from common.sequences.sequence import WorkerSequence
+from common.sequences.step_budget import Knob
 
 if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
     from common.grammar.grammar import Constraint

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from common.latency.link_model import WORTHWHILE, LinkModel, Links
 from common.latency.step_model import StepModel, StepShape
-from common.requests.sequence import WorkerSequence
+from common.sequences.sequence import WorkerSequence
 from common.tiers.block_read import BlockRead
 from common.tiers.block_tiers import BlockTiers
 from common.transfer.peer_caches import PeerCaches

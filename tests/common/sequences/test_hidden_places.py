@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from common.model.batch import NO_PLACE
-from common.requests.hidden_places import HiddenPlaces
+from common.sequences.hidden_places import HiddenPlaces
 
 
 class Text:

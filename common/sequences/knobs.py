@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from common.requests.step_budget import Knob
+from common.sequences.step_budget import Knob
 from common.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.latency.step_model import StepModel, StepShape
-from common.requests.prompt_order import ELDER_SHARE, PATIENCE_S, prompt_order
+from common.sequences.prompt_order import ELDER_SHARE, PATIENCE_S, prompt_order
 
 from ...examples import examples
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from common.errors import WireError
-from common.requests.sequence import WorkerSequence
 from common.sampling.finish import finish_reason
 from common.sampling.token_limits import TokenLimits, num_output_needed, token_limits
+from common.sequences.sequence import WorkerSequence
 from common.wire.message_fields import unpack_tokens
 from common.wire.messages import DecodeRequest, PrefillRequest
 from common.wire.sampling_params import Pooling

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from common.grammar.grammar import Constraint
 from common.grammar.grammars import GRAMMAR_TIMEOUT_S, CompiledGrammar, GrammarReady, Grammars
-from common.requests.sequence import WorkerSequence
+from common.sequences.sequence import WorkerSequence
 
 S = TypeVar("S", bound=WorkerSequence)
 Failed = TypeVar("Failed", contravariant=True)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from common.latency.step_model import StepModel, StepShape
-from common.requests.token_goal import TokenGoal
+from common.sequences.token_goal import TokenGoal
 
 LEAST_CHUNK = 16
 """Prompt tokens of a decode step, whatever the goal: prompts must come to their end."""
