@@ -100,13 +100,33 @@ def test_every_package_is_typed(repository: Path) -> None:
     assert all((repository / folder / "py.typed").exists() for folder in PACKAGES)
 
 
-def test_the_wheel_holds_every_file(repository: Path, wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def left_out(project: dict[str, Any]) -> set[str]:
+    """Folders that are not in the wheel."""
+    patterns = project["tool"]["setuptools"]["packages"]["find"]["exclude"]
+    return {pattern.rstrip("*").replace(".", "/") for pattern in patterns}
+
+
+def test_what_is_not_in_the_wheel_is_not_needed_there(repository: Path, left_out: set[str]) -> None:
+    names = "|".join(folder.replace("/", r"\.") for folder in left_out)
+    needs = re.compile(rf"^\s*(?:from|import) (?:{names})\b", re.MULTILINE)
+    inside = [
+        file
+        for folder in PACKAGES
+        for file in (repository / folder).rglob("*.py")
+        if not any(file.is_relative_to(repository / other) for other in left_out)
+    ]
+    assert all((repository / folder).is_dir() for folder in left_out)
+    assert [str(file) for file in inside if needs.search(file.read_text(encoding="utf-8"))] == []
+
+
+def test_the_wheel_holds_every_file(repository: Path, wheel: Path, left_out: set[str]) -> None:
     expected = {
         str(file.relative_to(repository))
         for folder in PACKAGES
         for pattern in ("*.py", "py.typed", "static/**/*", "native/*", "data/*")
         for file in (repository / folder).rglob(pattern)
-        if file.is_file()
+        if file.is_file() and not any(file.is_relative_to(repository / other) for other in left_out)
     }
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
