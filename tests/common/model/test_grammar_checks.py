@@ -42,6 +42,14 @@ REAL = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def eager() -> Iterator[None]:
+    """Slow grammars yield to no other tests: beside them they would not get their second of a processor in time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.grammar.checks.SLOW_NICENESS", 0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def checks() -> Iterator[GrammarChecks]:
     made = GrammarChecks(resolve_model("tiny-random"), VOCAB_SIZE)
