@@ -118,8 +118,8 @@ def _merged(default: RequestClass, one: RequestClass) -> RequestClass:
     for key, flag in (("ttft_s", "slo_ttft_ms"), ("tpot_s", "slo_tpot_ms")):
         old, new = getattr(default, key), getattr(one, key)
         if old and new and old != new:
-            told = f"name={DEFAULT},{flag[4:]}={new * 1000:g}"
-            raise ConfigError(FIELD, told, f"no goal that --{flag.replace('_', '-')} sets as well, to {old * 1000:g}")
+            given = f"name={DEFAULT},{flag[4:]}={new * 1000:g}"
+            raise ConfigError(FIELD, given, f"no goal that --{flag.replace('_', '-')} sets as well, to {old * 1000:g}")
     ttft_s, tpot_s = one.ttft_s or default.ttft_s, one.tpot_s or default.tpot_s
     return replace(one, ttft_s=ttft_s, tpot_s=tpot_s)
 

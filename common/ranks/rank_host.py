@@ -100,7 +100,7 @@ class RankHost:
 
     def _join(self) -> Joined | None:
         """Tries until the deadline. None once `stop` was called."""
-        until, told = time.monotonic() + self._config.leader_timeout_s, ""
+        until, logged = time.monotonic() + self._config.leader_timeout_s, ""
         while not self.is_stopping:
             try:
                 return self._try_to_join()
@@ -108,9 +108,9 @@ class RankHost:
                 if time.monotonic() > until:
                     where, limit_s = self._config.leader, self._config.leader_timeout_s
                     raise RankLost(f"no worker at {where} took this host within {limit_s:g} s: {error}") from error
-                if str(error) != told:
-                    told = str(error)
-                    log.info("waits for a worker at %s: %s", self._config.leader, told)
+                if str(error) != logged:
+                    logged = str(error)
+                    log.info("waits for a worker at %s: %s", self._config.leader, logged)
             self._stopping.wait(RETRY_S)
         return None
 

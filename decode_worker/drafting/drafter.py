@@ -90,7 +90,7 @@ class Drafter:
         """Compute draft KV of the sequence's next tokens: of how many, 0 while there is no room."""
         start = sequence.num_tokens - self.cache.num_behind(sequence)
         end = min(start + most_tokens, sequence.num_tokens - 1)
-        if end <= start or not self._knows(sequence, start, end):
+        if end <= start or not self._can_read(sequence, start, end):
             return 0
         held = self.cache.take(sequence, end)
         if held is None:
@@ -147,12 +147,12 @@ class Drafter:
     def _chain(self, sequence: DecodeSequence, limit: int) -> _Chain | None:
         first = sequence.num_tokens - self.cache.num_behind(sequence)
         end = sequence.num_tokens + limit - 1  # the last draft token is not run
-        if limit < 1 or not self._knows(sequence, first, end):
+        if limit < 1 or not self._can_read(sequence, first, end):
             return None
         held = self.cache.take(sequence, end)
         return None if held is None else _Chain(sequence, limit, held.blocks, first)
 
-    def _knows(self, sequence: DecodeSequence, start: int, end: int) -> bool:
+    def _can_read(self, sequence: DecodeSequence, start: int, end: int) -> bool:
         """Whether `end` tokens are not too many for the draft model, and those from `start` on are in its table.
 
         The tables of two sizes of one model may differ by some rows at the end.

@@ -27,7 +27,7 @@ async def load_lora_adapter(request: Request) -> Response:
     base = _base(service, request, fields.model)
     name = fields.lora_name
     known = service.models.base_of(name)
-    if service.models.catalog.knows(name) or known not in (None, base.model_name):
+    if service.models.catalog.has(name) or known not in (None, base.model_name):
         raise InvalidRequest(f"lora_name: {name!r} is the name of a model or of another's adapter", param="lora_name")
     outcome = await base.adapters.load(name, fields.lora_path, in_place=bool(fields.load_inplace))
     body = {"status": "ok", "id": name, "parent": base.model_name, "digest": outcome.digest}

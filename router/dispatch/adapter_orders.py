@@ -28,9 +28,9 @@ class AdapterOrders:
         self._adapters: FleetAdapters = fleet.adapters
         self._busy: set[str] = set()
 
-    def knows(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Whether clients may ask for an adapter of this name."""
-        return self._adapters.knows(name)
+        return self._adapters.has(name)
 
     def names(self) -> Iterator[KnownAdapter]:
         """All that clients may ask for."""

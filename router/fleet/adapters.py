@@ -86,7 +86,7 @@ class FleetAdapters:
         version, digest = self._digests.get(name, (0, ""))
         return digest if version == order.version else ""
 
-    def knows(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Whether a name stands for an adapter, which a worker may still be loading."""
         order = self._newest.get(name)
         return order is not None and bool(order.path) and bool(self.digest_of(name) or self._is_loading(order))

@@ -12,7 +12,7 @@ from router.fleet.adapters import KnownAdapter, Outcome
 class ServedAdapters(Protocol):
     """The adapters of one model: see `AdapterOrders`."""
 
-    def knows(self, name: str) -> bool: ...
+    def has(self, name: str) -> bool: ...
     def names(self) -> Iterator[KnownAdapter]: ...
     def digest_of(self, name: str) -> str: ...
     async def load(self, name: str, path: str, *, in_place: bool) -> Outcome: ...
@@ -22,7 +22,7 @@ class ServedAdapters(Protocol):
 class NoAdapters:
     """A model without workers that could hold adapters."""
 
-    def knows(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         return False
 
     def names(self) -> Iterator[KnownAdapter]:

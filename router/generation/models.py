@@ -109,9 +109,9 @@ class Models(Generic[S]):
 
         A key may use an adapter that is on its list, and those of the models that it may use.
         """
-        if asked is None or self.catalog.knows(asked):
+        if asked is None or self.catalog.has(asked):
             return None
-        base = next((name for name, service in self.services.items() if service.adapters.knows(asked)), None)
+        base = next((name for name, service in self.services.items() if service.adapters.has(asked)), None)
         if base is not None and asked not in key.models and not self.catalog.may_use(key, base):
             raise Forbidden(f"key {key.name!r} may not use adapter {asked!r} of model {base!r}", param="model")
         return base
@@ -150,7 +150,7 @@ class Models(Generic[S]):
         """The adapters of a model that clients with this key may ask for."""
         service, may_use = self.services[base], self.catalog.may_use(key, base)
         for known in service.adapters.names():
-            if (may_use or known.name in key.models) and not self.catalog.knows(known.name):
+            if (may_use or known.name in key.models) and not self.catalog.has(known.name):
                 yield ShownModel(known.name, service, known.ready, service.max_model_len, base)
 
     def _holds(self, name: str) -> bool:

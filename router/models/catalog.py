@@ -120,7 +120,7 @@ class Catalog:
         """Whether a known name stands for one model."""
         return name in self._models
 
-    def knows(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Whether something is served under this name."""
         return name in self._models or name in self._splits
 
@@ -144,7 +144,7 @@ class Catalog:
         self._models[name] = model
 
     def _check_free(self, name: str) -> None:
-        if self.knows(name):
+        if self.has(name):
             raise ConfigError(FIELD, name, "each name of a model, alias or split once")
 
     def _check_targets(self, table: ModelTable) -> None:

@@ -69,7 +69,7 @@ def test_all_models_are_behind_one_router(helm4: Path, tmp_path: Path) -> None:
     assert not canary.holds and canary.tool_parser == "llama3" and canary.limits.tokens_per_minute == 1_000_000
     assert dict(table.splits[0].weights) == {"llama-3-8b-canary": 5.0, "meta-llama/Meta-Llama-3-8B-Instruct": 95.0}
     ids = [one.model.rpartition("/")[2] if one.model.startswith("/") else one.model for one in table.models]
-    assert Catalog(table, ids).knows("chat")
+    assert Catalog(table, ids).has("chat")
 
 
 def test_workers_call_their_model_as_the_router_does(helm4: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ async def test_a_changed_file_changes_names_splits_and_limits(serving: Any, tmp_
     file.write_text(changed.format(folder=tmp_path / "large"))
     service.gate.reload()
     async with asyncio.timeout(60):
-        while not service.models.catalog.knows("new"):  # noqa: ASYNC110 (no event tells of it)
+        while not service.models.catalog.has("new"):  # noqa: ASYNC110 (no event tells of it)
             await asyncio.sleep(0.01)
     watching.cancel()
     assert service.models.one("chat").model_name == service.models.one("new").model_name == "small"
@@ -150,7 +150,7 @@ async def test_a_process_that_is_started_again_goes_by_the_file_that_the_others_
         await found._read_anew()
     again, _ = serving(None, part=parts[1])
     assert again.app.state.service.models.one("new").model_name == "small"
-    assert not again.app.state.service.models.catalog.knows("third")
+    assert not again.app.state.service.models.catalog.has("third")
     assert [again._source.watch.look() for _ in range(2)] == [True, False]  # it tries what the others refused, once
     with pytest.raises(ConfigError, match="the same models"):
         await again._read_anew()

@@ -57,11 +57,11 @@ def test_a_worker_that_lacks_what_others_have_is_told_to_load_it(fleet: Fleet) -
 
 def test_of_two_versions_the_newer_one_counts_even_when_it_stands_for_nothing(fleet: Fleet) -> None:
     fleet.say("p0", loaded(7))
-    assert fleet.adapters.knows("a")
+    assert fleet.adapters.has("a")
     assert fleet.say("d0", state("unloaded", 9)) == []
     assert fleet.say("p0", loaded(7)) == [("a", 9, "")]
     assert fleet.say("d1") == [], "a worker that never had it is told to unload it"
-    assert not fleet.adapters.knows("a") and fleet.adapters.digest_of("a") == ""
+    assert not fleet.adapters.has("a") and fleet.adapters.digest_of("a") == ""
 
 
 def test_orders_are_newer_than_all_that_is_known(fleet: Fleet) -> None:
@@ -109,7 +109,7 @@ def test_names_tell_what_may_be_asked_for(fleet: Fleet) -> None:
     fleet.say("p0", loaded(5), loaded(3, OTHER, "b", "/b"), AdapterState("c", 4, "loading", "/c"))
     found = [(one.name, one.digest, one.ready) for one in fleet.adapters.names()]
     assert found == [("a", ONE, True), ("b", OTHER, True)]
-    assert fleet.adapters.knows("c"), "a request for an adapter that is being loaded gets a 404"
+    assert fleet.adapters.has("c"), "a request for an adapter that is being loaded gets a 404"
     fleet.registry.on_cut("p0")
     assert [one.ready for one in fleet.adapters.names()] == [False, False]
 
