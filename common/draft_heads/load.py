@@ -17,7 +17,7 @@ from common.draft_heads.merging_head import HeadWeights, MergingHead
 from common.errors import ConfigError
 from common.kv.cache import torch_dtype
 from common.model.llama import Llama
-from common.model.load import FAMILIES, effective_quantization, log_treated, open_model, torch_device
+from common.model.load import FAMILIES, effective_quantization, log_treated, open_model, reading, torch_device
 from common.model.safetensors_weights import SafetensorsWeights
 from common.model.weights import Assembler, ModelWeights
 from common.model_files.files import ModelFiles
@@ -44,7 +44,8 @@ def load_drafting_model(
     found = find_head(name, files, config)
     wanted = effective_quantization(quantization, source, place)
     assembler = Assembler(config, source, kind, place, wanted)
-    weights = assembler.assemble()
+    with reading(files, assembler, source, config):
+        weights = assembler.assemble()
     log_treated(files, assembler)
     lm_head = weights.lm_head
     assert lm_head is not None  # it was asked for

@@ -113,6 +113,9 @@ UNPACKERS: Final[dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], Quantis
 }
 """Bytes of a block, and what unpacks blocks [rows, blocks a row, bytes]."""
 
+BITS: Final = {kind: int(kind.name[1]) for kind in UNPACKERS}
+"""Of each number: Q4_K has 4."""
+
 
 def unpack_mxfp4(raw: Bytes) -> tuple[Bytes, Bytes]:
     """Codes of e2m1 numbers uint8 [rows, columns], and exponents plus 127, uint8 [rows, columns / 32].

@@ -93,6 +93,14 @@ class GGUFFile:
         """Whether any tensor has fewer than 16 bits a weight."""
         return any(map(self.is_quantised, self._tensors))
 
+    def num_bytes(self, name: str) -> int:
+        """Of the file that the tensor takes. ModelError when there is no such tensor."""
+        return _num_bytes(self._tensor(name))
+
+    def kind(self, name: str) -> GGMLQuantizationType:
+        """How its numbers are stored. ModelError when there is no such tensor."""
+        return GGMLQuantizationType(self._tensor(name).type)
+
     def raw(self, name: str, part: int | None = None) -> npt.NDArray[np.uint8]:
         """The bytes of each row. ModelError where a stack has no such `part`."""
         tensor = self._tensor(name)

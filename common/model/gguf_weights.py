@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from common.gguf_format.quantised import unpack_mxfp4
+from common.gguf_format.quantised import BITS, GROUP, unpack_mxfp4
 from common.gguf_format.tensors import GGUFFile
 from common.model_files.config import ModelConfig
 from common.weight_formats.mxfp4 import microscaled
+from common.weight_formats.stored import Form, StoredTensor
 from kernels import QuantisedWeight
 
 TOP = {
@@ -144,6 +146,29 @@ class GGUFWeights:
     @property
     def has_quantised(self) -> bool:
         return self.file.has_quantised
+
+    def stored(self) -> list[StoredTensor]:
+        return [self._as_stored(name) for name in self.file.names]
+
+    def stored_bytes(self, name: str) -> int:
+        stored = self._stored(name)
+        if stored is None or stored.name not in self.file:
+            return 0
+        num_parts = 1 if stored.part is None else self.file.shape(stored.name)[0]
+        return self.file.num_bytes(stored.name) // num_parts
+
+    def _as_stored(self, name: str) -> StoredTensor:
+        """Floats are read as a copy in float32, whatever their type in the file."""
+        kind, shape, size = self.file.kind(name), self.file.shape(name), self.file.num_bytes(name)
+        count, is_matrix = math.prod(shape), len(shape) > 1
+        if kind in BITS:
+            group = 0 if kind.name.endswith("K") else GROUP
+            return StoredTensor(name, size, count, BITS[kind], Form.INTEGERS, group, is_matrix=is_matrix)
+        bits = 8 * size // count
+        if self.file.is_mxfp4(name):
+            return StoredTensor(name, size, count, bits, Form.SMALL_FLOATS, is_matrix=is_matrix)
+        form = Form.OTHER if self.file.is_quantised(name) else Form.FLOATS
+        return StoredTensor(name, size, count, bits, form, is_matrix=is_matrix)
 
     def _joined_latents(self, name: str) -> Tensor:
         """What makes keys and values of latents, [heads * (nope + value), rank]: the file holds the two apart.

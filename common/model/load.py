@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,11 +23,12 @@ from common.model.llama import Llama
 from common.model.olmo import Olmo
 from common.model.quantised_safetensors import QuantisedSafetensors
 from common.model.safetensors_weights import SafetensorsWeights
-from common.model.tensor_reader import WeightSource
+from common.model.tensor_reader import FileSource, WeightSource
 from common.model.weights import Assembler
 from common.model_files.config import ModelConfig, from_hf
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.quantization import Quantization
+from common.observe.progress import ByteProgress, in_bytes
 from common.weight_formats.quantization_config import read_quantization_config
 from kernels import has_own_kernels
 
@@ -71,9 +74,29 @@ def load_model(
             *(files.model_id, first, first + config.extra_layers - 1),
         )
     assembler = Assembler(config, source, kind, place, wanted, batch_invariant=batch_invariant)
-    weights = assembler.assemble(with_head=with_head)
+    with reading(files, assembler, source, config):
+        weights = assembler.assemble(with_head=with_head)
     log_treated(files, assembler)
     return FAMILIES[config.family](config, weights)
+
+
+@contextmanager
+def reading(files: ModelFiles, assembler: Assembler, source: FileSource, config: ModelConfig) -> Iterator[None]:
+    """Shows how far `assembler` is with the weights that a model of that configuration has in its files."""
+    total = sum(tensor.num_bytes for tensor in source.stored() if tensor.is_of(config.num_layers))
+    place = files.weights[0] if len(files.weights) == 1 else f"{len(files.weights)} files in {files.weights[0].parent}"
+    log.info("reads the weights of %s, %s, from %s", files.model_id, in_bytes(total), place)
+    seen: set[str] = set()
+
+    def count(name: str) -> None:
+        if name not in seen:
+            seen.add(name)
+            progress.add(source.stored_bytes(name))
+
+    with ByteProgress("weights", "read", total, log) as progress:
+        assembler.on_read = count
+        yield
+    log.info("has read the weights of %s in %.1f s", files.model_id, progress.seconds)
 
 
 def log_treated(files: ModelFiles, assembler: Assembler) -> None:
@@ -118,7 +141,7 @@ def load_score(files: ModelFiles, answers: tuple[int, int] | None = None, device
     return weight.to(device=torch_device(device), dtype=torch.float32)
 
 
-def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
+def open_model(files: ModelFiles) -> tuple[ModelConfig, FileSource]:
     """Configuration and still unread weights of a model's files. ModelError as `load_model`."""
     if not files.weights:
         raise ModelError(f"model {files.model_id} has no weights file: fetch the model again")
@@ -129,7 +152,7 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, WeightSource]:
         return config, GGUFWeights(file, config)
     path = files.config or files.weights[0].with_name("config.json")
     config, quantised = from_hf(path), read_quantization_config(path)
-    source: WeightSource = (
+    source: FileSource = (
         SafetensorsWeights(files.weights) if quantised is None else QuantisedSafetensors(files.weights, quantised)
     )
     if config.tie_embeddings is None:

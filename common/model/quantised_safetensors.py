@@ -17,6 +17,7 @@ from common.weight_formats.gptq import GPTQLayout
 from common.weight_formats.grouped_integers import GroupedIntegers
 from common.weight_formats.mxfp4 import MicroscaledFloats, MXFP4Layout
 from common.weight_formats.quantization_config import CheckpointLayout, QuantizationConfig
+from common.weight_formats.stored import StoredTensor, module_tensor, plain_tensor
 from common.weight_formats.tensors import CheckpointTensors, TensorHead
 from kernels import QuantisedWeight
 
@@ -83,6 +84,22 @@ class QuantisedSafetensors(SafetensorsWeights):
     @property
     def has_quantised(self) -> bool:
         return True
+
+    def stored(self) -> list[StoredTensor]:
+        plain = [name for name in self._files if not self._is_part(name)]
+        return [
+            *(plain_tensor(name, self.head(name)) for name in plain),
+            *(module_tensor(self.tensors, module) for module in sorted(self._quantised)),
+        ]
+
+    def stored_bytes(self, name: str) -> int:
+        if not self.is_quantised(name):
+            return super().stored_bytes(name)
+        return module_tensor(self.tensors, name.removesuffix(SUFFIX)).num_bytes
+
+    def _is_part(self, name: str) -> bool:
+        """Whether a tensor of the file belongs to a quantised module."""
+        return name.rpartition(".")[0] in self._quantised or name.removesuffix("_blocks") in self._quantised
 
     def read(self, name: str) -> Tensor:
         if not self.is_quantised(name):

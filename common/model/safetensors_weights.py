@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import ModelError
+from common.weight_formats.stored import StoredTensor, bytes_of, plain_tensor
 from common.weight_formats.tensors import TensorHead
 from kernels import QuantisedWeight
 
@@ -62,6 +63,12 @@ class SafetensorsWeights:
     @property
     def has_quantised(self) -> bool:
         return False
+
+    def stored(self) -> list[StoredTensor]:
+        return [plain_tensor(name, self.head(name)) for name in self._files]
+
+    def stored_bytes(self, name: str) -> int:
+        return bytes_of(self.head(name)) if name in self._files else 0
 
     def head(self, name: str) -> TensorHead:
         """Type and shape of a tensor, which is not read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from common.errors import ModelError
 from common.model.mlp import MLP
 from common.model_files.config import ModelConfig
 from common.model_files.quantization import Quantization
+from common.weight_formats.stored import StoredTensor
 from kernels import GatedLinear, Linear, QuantisedWeight, Weight, quantise, unified
 
 L = TypeVar("L", bound=Linear)
@@ -49,6 +50,16 @@ class WeightSource(Protocol):
         """Added to Gemma's norm weights: 1.0 where the file stores them as offsets from one."""
 
 
+class FileSource(WeightSource, Protocol):
+    """One that knows what it holds before it reads any of it."""
+
+    def stored(self) -> Sequence[StoredTensor]:
+        """All tensors, quantised ones as one each. Reads heads alone."""
+
+    def stored_bytes(self, name: str) -> int:
+        """Those in the file of the tensor of that name, 0 where there is none."""
+
+
 class TensorReader:
     """Reads tensors of a source by name, checks their shapes, and quantises matrices if asked to."""
 
@@ -67,6 +78,8 @@ class TensorReader:
         self.quantization, self.batch_invariant = quantization, batch_invariant
         self.treated: Counter[str] = Counter()
         """How many of the file's matrices are kept, in how many bits, or in floats."""
+        self.on_read: Callable[[str], None] = lambda _: None
+        """Called with the name of each tensor before it is read, maybe twice."""
 
     def mlp(self, prefix: str, inner: int) -> MLP:
         """The gated MLP whose tensors' names begin so."""
@@ -141,6 +154,7 @@ class TensorReader:
 
     def checked(self, name: str, shape: Sequence[int], *others: Sequence[int]) -> Tensor:
         """The tensor, which must be of floats and have that shape, or one of the others."""
+        self.on_read(name)
         tensor = self.source.read(name)
         if tuple(tensor.shape) not in [tuple(one) for one in (shape, *others)]:
             raise ModelError(
@@ -163,6 +177,7 @@ class TensorReader:
         return quantization.bits(in_file) if self.device.type == "cpu" else 0
 
     def _held(self, name: str, rows: int, columns: int) -> QuantisedWeight | None:
+        self.on_read(name)
         held = self.source.read_quantised(name, floats=self.device.type != "cpu")
         return held if held is not None and held.shape == (rows, columns) else None
 

@@ -80,6 +80,7 @@ def prepare(
     """Loads the shard, and allocates its KV cache and places for adapters. Raises ModelError, ConfigError, RankLost."""
     shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
     group = RankGroup(shard, plan.meeting, device)
+    plan.need.check(plan.device)
     model = load_shard(
         plan.files,
         shard,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,11 @@ from common.model.load import (
     effective_quantization,
     log_treated,
     open_model,
+    reading,
     torch_device,
 )
 from common.model.tensor_parallel import Collectives, TensorParallel
-from common.model.tensor_reader import WeightSource
+from common.model.tensor_reader import FileSource
 from common.model.weights import Assembler
 from common.model_config.shard import Shard, check_size
 from common.model_files.config import ModelConfig
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
 
 
-def open_for_ranks(files: ModelFiles, size: int) -> tuple[ModelConfig, WeightSource]:
+def open_for_ranks(files: ModelFiles, size: int) -> tuple[ModelConfig, FileSource]:
     """Configuration of the whole model and its unread weights. ConfigError where `size` ranks cannot share it."""
     config, source = open_model(files)
     check_size(config, size)
@@ -56,7 +58,9 @@ def load_shard(
     rounded = wanted if place.type == "cpu" else Quantization.NONE
     sliced = ShardedSource(source, config, shard, rounded)
     assembler = Assembler(held, sliced, torch_dtype(dtype), place, wanted, batch_invariant=batch_invariant)
-    decoder = FAMILIES[config.family](own, assembler.assemble(with_head=with_head))
+    with nullcontext() if shard.rank else reading(files, assembler, source, config):
+        weights = assembler.assemble(with_head=with_head)
+    decoder = FAMILIES[config.family](own, weights)
     if not shard.rank:
         log_treated(files, assembler)
     decoder.join_ranks(TensorParallel(shard, config.vocab_size, collectives))

@@ -46,7 +46,9 @@ from common.runner.loaded import (
     task_of,
     with_score,
 )
+from common.runner.memory_need import MemoryNeed
 from common.runner.runner import ModelRunner, RunnableModel
+from common.runner.worker_need import WeightForm, need_of
 from common.wire.listening import in_url, listen
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,9 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     draft = None
     if isinstance(config, DecodeWorkerConfig) and config.draft_model:
         draft = DraftPlan.of(files, config, dtype)
+    form = WeightForm(dtype, config.device, config.quantization, task.generates)
+    need = need_of(files, config, form, draft)
+    need.check(config.device, config.ranks_per_host)
     draft_bytes = draft.block_bytes if draft is not None else 0
     num_blocks = config.num_blocks
     if not num_blocks and config.kv_gib:
@@ -78,7 +83,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         hosts, meeting = wait_for_hosts(config), Meeting(others.meeting_file)
         if hosts:
             listener, meeting = meeting_of(hosts)
-        others.start(plans(files, config, task, dtype, kv_dtype, meeting), hosts)
+        others.start(plans(files, config, task, dtype, kv_dtype, meeting, need_of(files, config, form)), hosts)
         others.wait_started()
         group = RankGroup(Shard(0, size), meeting, torch.device(config.device), listener)
     except BaseException:
@@ -121,7 +126,13 @@ class Ranks:
 
 
 def plans(
-    files: ModelFiles, config: WorkerConfig, task: ServedTask, dtype: str, kv_dtype: str, meeting: Meeting
+    files: ModelFiles,
+    config: WorkerConfig,
+    task: ServedTask,
+    dtype: str,
+    kv_dtype: str,
+    meeting: Meeting,
+    need: MemoryNeed,
 ) -> list[RankPlan]:
     """What rank 0 tells each of the other ranks to load."""
     return [
@@ -144,6 +155,7 @@ def plans(
             max_loras=config.lora_places,
             max_lora_rank=config.max_lora_rank,
             meeting=meeting,
+            need=need,
             log_level=config.log_level,
             log_json=config.log_json,
         )

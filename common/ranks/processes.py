@@ -30,6 +30,7 @@ from common.ranks.links.channel import Channel
 from common.ranks.meeting import Meeting
 from common.ranks.rank_hosts import JoinedHost, links_of
 from common.runner.largest_steps import LargestSteps
+from common.runner.memory_need import MemoryNeed
 
 if TYPE_CHECKING:
     from common.ranks.step_message import Numbers  # which imports torch, as a rank has not at its start
@@ -73,6 +74,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int
     max_lora_rank: int
     meeting: Meeting
+    need: MemoryNeed
     log_level: str
     log_json: bool
 

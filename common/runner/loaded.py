@@ -34,6 +34,7 @@ from common.runner.kernel_check import check_model_kernels
 from common.runner.kv_memory import CUDAMemory, blocks_left
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import warmed_up
+from common.runner.worker_need import WeightForm, need_of
 from common.wire.messages import PROTOCOL_VERSION
 from kernels import Linear, share_cores
 from kernels.device import triton_backend
@@ -136,17 +137,18 @@ class LoadedModel:
 
     @classmethod
     def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
-        """Loads weights and allocates the cache. Raises ModelError or ConfigError."""
+        """Loads weights and allocates the cache. Raises ModelError, also for what will not fit, or ConfigError."""
         task = task_of(files, config)
         if config.kv_cache_dtype == "int8" and open_model(files)[0].latent_dim:
             raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
         dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
         options = {"dtype": dtype, "device": config.device, "quantization": config.quantization}
-        if config.draft_head:
-            return cls._with_draft_head(files, config, task, options)
         plan = None
         if isinstance(config, DecodeWorkerConfig) and config.draft_model:
             plan = DraftPlan.of(files, config, dtype)
+        need_of(files, config, WeightForm(**options, with_head=task.generates), plan).check(config.device)
+        if config.draft_head:
+            return cls._with_draft_head(files, config, task, options)
         loaded = cls.of(
             lambda: load_model(files, **options, with_head=task.generates, batch_invariant=config.batch_invariant),
             files,

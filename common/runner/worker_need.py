@@ -1,0 +1,88 @@
+"""What memory a worker will need at least, by its settings and by what the files say of their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from common.config import WorkerConfig
+from common.draft_heads.eagle3_reader import Eagle3Tensors
+from common.draft_heads.head_files import MTP
+from common.kv.cache import block_bytes
+from common.model.load import effective_quantization, open_model, torch_device
+from common.model_config.shard import Shard
+from common.model_files.files import ModelFiles
+from common.runner.draft_model import DraftPlan
+from common.runner.held_bytes import Holding
+from common.runner.memory_need import GIB, MemoryNeed
+from common.weight_formats.stored import HEAD, TABLE
+
+LEAST_BLOCKS: Final = 2
+"""Of a KV cache whose size is measured once the weights are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """The options of `load_model` that decide how many bytes weights take."""
+
+    dtype: str
+    device: str
+    quantization: str
+    with_head: bool = True
+
+
+def weight_bytes(files: ModelFiles, form: WeightForm, draft_head: str = "") -> int:
+    """Bytes that a model's weights will surely take, those of a draft head included, as `--draft-head` names it.
+
+    Reads heads of files alone. ModelError as `load_model`.
+    """
+    config, source = open_model(files)
+    place = torch_device(form.device)
+    wanted = effective_quantization(form.quantization, source, place)
+    holding = Holding(form.dtype, wanted, place.type == "cpu", bool(config.tie_embeddings), form.with_head)
+    num_layers = config.num_layers + (draft_head == MTP)
+    total = holding.of(tensor for tensor in source.stored() if tensor.is_of(num_layers))
+    if draft_head in ("", MTP) or not (found := sorted(Path(draft_head).expanduser().glob("*.safetensors"))):
+        return total
+    # A table and a head of its own may be the model's.
+    return total + holding.of(one for one in Eagle3Tensors(found).stored() if one.name not in (*TABLE, *HEAD))
+
+
+def need_of(files: ModelFiles, config: WorkerConfig, form: WeightForm, draft: DraftPlan | None = None) -> MemoryNeed:
+    """Of a worker, or of rank 0, which alone has a `draft` model. Raises as `weight_bytes`."""
+    ranks = config.tensor_parallel_size
+    shape = Shard(0, ranks).of(open_model(files)[0])
+    if config.draft_head:
+        shape = replace(shape, num_layers=shape.num_layers + 1)
+    dtype = form.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    per_block = block_bytes(shape, config.block_tokens, dtype)
+    weights = weight_bytes(files, form, config.draft_head) // ranks
+    if draft is not None:
+        per_block += draft.block_bytes
+        weights += weight_bytes(draft.files, WeightForm(draft.dtype, form.device, draft.quantization))
+    is_measured = not config.num_blocks and not config.kv_gib
+    share = config.gpu_memory_utilization if is_measured else 1.0
+    return MemoryNeed(files.model_id, weights, _kv_bytes(config, per_block), remedies(config), share)
+
+
+def _kv_bytes(config: WorkerConfig, per_block: int) -> int:
+    if config.num_blocks:
+        return config.num_blocks * per_block
+    return int(config.kv_gib * GIB) or LEAST_BLOCKS * per_block
+
+
+def remedies(config: WorkerConfig) -> str:
+    """What would take less than these settings, as an operator would write it."""
+    found = []
+    if config.on_gpu:
+        found.append("a model of fewer bits")
+    elif config.quantization != "int4":
+        found.append("--quantization int4" if config.quantization == "int8" else "--quantization int8 or int4")
+    if config.num_blocks:
+        found.append(f"fewer --num-blocks than {config.num_blocks}")
+    elif config.kv_gib:
+        found.append(f"less --kv-memory-gib than {config.kv_gib:g}")
+    ranks = f"--tensor-parallel-size above {config.tensor_parallel_size}"
+    found.append(f"{ranks}, on more GPUs" if config.on_gpu else f"{ranks}, on several hosts (--rank-hosts)")
+    return ", or ".join(found)

@@ -1,0 +1,168 @@
+"""What weights will take, by the heads of their files, beside what loading them really takes; and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.errors import ModelError
+from common.machine.memory import Available
+from common.model.load import load_model
+from common.model_files.files import ModelFiles
+from common.model_files.quantization import Quantization
+from common.model_files.resolve import resolve_model
+from common.runner import memory_need
+from common.runner.held_bytes import Holding
+from common.runner.memory_need import GIB, REST_BYTES, MemoryNeed
+from common.runner.worker_need import WeightForm, need_of, remedies, weight_bytes
+from common.weight_formats.stored import Form, StoredTensor
+
+from ..weight_formats.checkpoints import FORMATS, write_checkpoint
+from .generation import files_of
+from .held_memory import taken_bytes
+from .mxfp4_checkpoint import write_mxfp4
+from .test_gguf_families import written
+
+LEAST_SHARE = 0.4
+"""Of what weights take: float32 may turn out to fit 16 bits, vectors and padding are left out."""
+
+
+def check_estimate(files: ModelFiles, dtype: str, quantization: str) -> None:
+    """That it is not above what weights take, and not far below."""
+    form = WeightForm(dtype, "cpu", quantization)
+    model = load_model(files, dtype=dtype, quantization=quantization)
+    expected, taken = weight_bytes(files, form), taken_bytes(model.weights)
+    assert LEAST_SHARE * taken < expected <= taken, (expected, taken)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_floats(tiny_folder: Path, dtype: str, quantization: str) -> None:
+    check_estimate(files_of(tiny_folder), dtype, quantization)
+
+
+def test_weights_of_16_bits_are_not_counted_as_32(tiny_folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())
+    halves = {name: one.to(torch.bfloat16) for name, one in load_file(tiny_folder / "model.safetensors").items()}
+    save_file(halves, tmp_path / "model.safetensors", {"format": "pt"})
+    check_estimate(files_of(tmp_path), "float32", "none")
+    check_estimate(files_of(tmp_path), "bfloat16", "none")
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none", "int8", "int4"])
+@pytest.mark.parametrize("name", ["gptq int4", "gptq int8", "gptq act order", "awq", "w4a16", "w8a16", "fp8 by block"])
+def test_quantised_checkpoints(tiny_folder: Path, tmp_path: Path, name: str, quantization: str) -> None:
+    write_checkpoint(tiny_folder, tmp_path / "held", FORMATS[name])
+    check_estimate(files_of(tmp_path / "held"), "float32", quantization)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none", "int8"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "MXFP4"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+def test_gguf(tmp_path: Path, name: str, kind: str, quantization: str) -> None:
+    _, files = written(tmp_path, name, gguf.GGMLQuantizationType[kind])
+    check_estimate(files, "bfloat16", quantization)
+
+
+def test_experts_of_small_floats(tmp_path: Path) -> None:
+    _, held = write_mxfp4(tmp_path)
+    check_estimate(files_of(held), "bfloat16", "auto")
+
+
+def test_a_gpu_keeps_small_floats_and_widens_what_no_kernel_multiplies() -> None:
+    on_gpu = Holding("bfloat16", Quantization.AUTO, on_cpu=False, tied=False)
+    held = StoredTensor("model.layers.0.mlp.up_proj.weight", 1000, 1000, 8, Form.SMALL_FLOATS)
+    other = StoredTensor("blk.0.ffn_up.weight", 330, 1000, 2, Form.OTHER)
+    assert on_gpu.of([held]) == 1000
+    assert on_gpu.of([other]) == 2000
+    assert Holding("bfloat16", Quantization.AUTO, on_cpu=True, tied=False).of([held, other]) == 2 * 1093 + 1
+
+
+def test_a_tied_table_is_counted_once() -> None:
+    table = StoredTensor("model.embed_tokens.weight", 2000, 1000, 16, dtype="bfloat16")
+    for on_cpu, expected in ((False, 2000), (True, 1500)):
+        assert Holding("bfloat16", Quantization.NONE, on_cpu=on_cpu, tied=True).of([table]) == expected
+    # As it lies in the file it is page cache; as float32 it is not.
+    assert Holding("bfloat16", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 0
+    assert Holding("float32", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 4000
+
+
+def test_layers_that_are_not_read_are_not_counted() -> None:
+    names = ["model.layers.3.mlp.up_proj.weight", "blk.3.ffn_up.weight", "vision_tower.layers.0.mlp.up_proj.weight"]
+    tensors = [StoredTensor(name, 2, 1, 16) for name in names]
+    assert [one.is_of(4) for one in tensors] == [True, True, False]
+    assert not any(one.is_of(3) for one in tensors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kv"),
+    [
+        ({}, GIB),
+        ({"kv_memory_gib": 3.0}, 3 * GIB),
+        ({"num_blocks": 100}, 100 * 4 * 2 * 16 * 2 * 16 * 4),
+        ({"num_blocks": 100, "tensor_parallel_size": 2}, 100 * 4 * 16 * 2 * 16 * 4),
+        ({"num_blocks": 100, "kv_cache_dtype": "fp8"}, 100 * 4 * 2 * 16 * 2 * 16),
+    ],
+)
+def test_kv_by_the_settings(settings: dict[str, Any], kv: int) -> None:
+    files, form = resolve_model("tiny-random"), WeightForm("float32", "cpu", "none")
+    need = need_of(files, PrefillWorkerConfig(**settings), form)
+    assert need.kv == kv
+    assert need.weights == weight_bytes(files, form) // settings.get("tensor_parallel_size", 1)
+    assert need.total == need.weights + kv + REST_BYTES
+
+
+def test_a_draft_model_counts() -> None:
+    files, form = resolve_model("tiny-random"), WeightForm("float32", "cpu", "none")
+    config = DecodeWorkerConfig(num_blocks=10, draft_model="tiny-random", draft_quantization="none")
+    from common.runner.draft_model import DraftPlan
+
+    alone, both = (
+        need_of(files, config, form, draft) for draft in (None, DraftPlan.of(files, config, "float32"))
+    )
+    assert (both.weights, both.kv) == (2 * alone.weights, 2 * alone.kv)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    need = MemoryNeed("big", 7 * GIB, GIB, "less --kv-memory-gib than 1")
+    left = Available(8 * GIB, "memory.max of 9.00 GiB in /sys/fs/cgroup, less its use")
+    monkeypatch.setattr(memory_need, "host_memory", lambda: left)
+    with pytest.raises(ModelError) as refused:
+        need.check("cpu")
+    assert str(refused.value) == (
+        "big does not fit, and none of its weights was read: weights take 7.00 GiB, KV 1.00 GiB, steps and the rest "
+        "0.25 GiB, together 8.25 GiB at least; 8.00 GiB are available on cpu (memory.max of 9.00 GiB in "
+        "/sys/fs/cgroup, less its use). Give it more memory, or less --kv-memory-gib than 1"
+    )
+    MemoryNeed("smaller", 6 * GIB, GIB, "").check("cpu")
+    with pytest.raises(ModelError, match="weights take 12.00 GiB in 2 ranks"):
+        MemoryNeed("smaller", 6 * GIB, GIB, "").check("cpu", 2)
+    monkeypatch.setattr(memory_need, "host_memory", lambda: None)
+    need.check("cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"num_blocks": 9},
+            "--quantization int8 or int4, or fewer --num-blocks than 9, or --tensor-parallel-size above 1, "
+            "on several hosts (--rank-hosts)",
+        ),
+        (
+            {"quantization": "int8", "kv_memory_gib": 2.5},
+            "--quantization int4, or less --kv-memory-gib than 2.5, or --tensor-parallel-size above 1, "
+            "on several hosts (--rank-hosts)",
+        ),
+        ({"device": "cuda"}, "a model of fewer bits, or --tensor-parallel-size above 1, on more GPUs"),
+    ],
+)
+def test_remedies(settings: dict[str, Any], expected: str) -> None:
+    assert remedies(PrefillWorkerConfig(**settings)) == expected
