@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.Monke
     )
     MemoryNeed("smaller", 6 * GIB, GIB, "").check("cpu")
     with pytest.raises(ModelError, match="weights take 12.00 GiB in 2 ranks"):
-        MemoryNeed("smaller", 6 * GIB, GIB, "").check("cpu", 2)
+        MemoryNeed("smaller", 6 * GIB, GIB, "").check("cpu", [MemoryNeed("smaller", 6 * GIB, GIB, "")])
     monkeypatch.setattr(memory_need, "host_memory", lambda: None)
     need.check("cpu")
 
