@@ -2,7 +2,7 @@
 
 DiptychError
 ├── ConfigError          a setting is unknown, of the wrong type or out of range: the process refuses to start
-├── ModelError           a model file is missing, damaged, unsupported or of the wrong dtype: refuses to start
+├── ModelError           a model is missing, damaged, unsupported, of the wrong dtype or too large: refuses to start
 ├── WireError            a frame is not one of our messages, or exceeds a bound: counted and dropped
 ├── BlockError           a block was used against its ownership: a bug, never user input
 ├── RankLost             a rank of a tensor parallel worker is gone or out of step: the worker ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from common.errors import ModelError
 from common.gguf_format.parts import gguf_parts
 
+log = logging.getLogger("model")
 TEXT = ("*.json", "*.jinja")
 WEIGHTS = "*.safetensors"
 SHARD = re.compile(r"-of-(\d+)\.safetensors\Z")
@@ -73,6 +75,7 @@ def _snapshot(model_id: str, patterns: list[str], is_whole: Callable[[Path], boo
     except LocalEntryNotFoundError as error:
         if not download:
             raise ModelError(f"{model_id} is not in the Hugging Face cache, and downloading is off") from error
+    log.info("fetches %s from Hugging Face", model_id)
     try:
         return Path(snapshot_download(model_id, allow_patterns=patterns))
     except Exception as error:  # the hub's own, HTTP and OS errors mean the same to the user

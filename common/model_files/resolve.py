@@ -6,6 +6,7 @@ start takes milliseconds: no vocabulary is parsed and no weights are hashed agai
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -20,6 +21,9 @@ from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel
 from common.model_files.cache_folder import cache_folder, locked, make_folder, write_atomically
 from common.model_files.files import ModelFiles
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
+from common.observe.progress import in_bytes
+
+log = logging.getLogger("model")
 
 DESCRIPTION_VERSION = 3  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -98,6 +102,7 @@ def _resolve_builtin(model: BuiltinModel, *, download: bool, progress: bool) -> 
     if not path.exists():
         if not download:
             raise ModelError(f"{model.name} is not in {folder}: python -m common.model_files.fetch {model.name}")
+        log.info("fetches %s, %s", model.name, in_bytes(model.num_bytes))
         fetch_model(model, progress=progress)
 
     def describe() -> ModelFiles:
@@ -162,6 +167,10 @@ def _described(
         with locked(make_folder(folder) / ".describe.lock"):
             files = _read_description(sidecar, stamps)
             if files is None:
+                size = in_bytes(sum(stamp.num_bytes for stamp in stamps))
+                log.info(
+                    "%s is new or has changed: reads its vocabulary and hashes its files, %s", sources[0].parent, size
+                )
                 files = describe()
                 _write_description(sidecar, stamps, files)
     return files

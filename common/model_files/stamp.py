@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import xxhash
-from tqdm import tqdm
 
 from common.errors import ModelError
+from common.observe.progress import ByteProgress
 
+log = logging.getLogger("model")
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Places in a file, evenly far apart, whose bytes tell it from a changed one without reading it all."""
 DIGEST_CHUNK_BYTES = 1 << 22
@@ -55,16 +57,16 @@ def stamp_file(path: Path) -> FileStamp:
 def hash_weights(paths: Sequence[Path], *, progress: bool, also: bytes = b"") -> str:
     """Hashes the whole content of the files, in the given order, into 16 hex digits: the same on every machine.
 
-    `also` is hashed behind them.
+    `also` is hashed behind them. Without `progress` there is no bar, and lines in the log in its place.
     """
     total = sum(path.stat().st_size for path in paths)
     digest = xxhash.xxh3_64()
-    hidden = not progress or total < SLOW_BYTES
-    with tqdm(total=total, unit="B", unit_scale=True, desc="hashing weights", disable=hidden) as bar:
+    bar = None if progress and total >= SLOW_BYTES else False
+    with ByteProgress("weights", "hashed", total, log, bar=bar) as shown:
         for path in paths:
             with path.open("rb") as file:
                 while chunk := file.read(DIGEST_CHUNK_BYTES):
                     digest.update(chunk)
-                    bar.update(len(chunk))
+                    shown.add(len(chunk))
     digest.update(also)
     return digest.hexdigest()

@@ -57,7 +57,7 @@ class ByteProgress:
         self._began = self._reported = clock()
         self._shows_bar = has_terminal() if bar is None else bar
         self._bar: tqdm[NoReturn] = tqdm(
-            total=total, unit="B", unit_scale=True, desc=what, disable=not self._shows_bar, leave=False
+            total=total, unit="B", unit_scale=True, desc=f"{what} {done}", disable=not self._shows_bar, leave=False
         )
 
     def add(self, num_bytes: int) -> None:

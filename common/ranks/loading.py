@@ -71,7 +71,8 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         draft = DraftPlan.of(files, config, dtype)
     form = WeightForm(dtype, config.device, config.quantization, task.generates)
     need = need_of(files, config, form, draft)
-    need.check(config.device, config.ranks_per_host)
+    of_others = need if draft is None else need_of(files, config, form)
+    need.check(config.device, [of_others] * (config.ranks_per_host - 1))
     draft_bytes = draft.block_bytes if draft is not None else 0
     num_blocks = config.num_blocks
     if not num_blocks and config.kv_gib:
@@ -83,7 +84,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         hosts, meeting = wait_for_hosts(config), Meeting(others.meeting_file)
         if hosts:
             listener, meeting = meeting_of(hosts)
-        others.start(plans(files, config, task, dtype, kv_dtype, meeting, need_of(files, config, form)), hosts)
+        others.start(plans(files, config, task, dtype, kv_dtype, meeting, of_others), hosts)
         others.wait_started()
         group = RankGroup(Shard(0, size), meeting, torch.device(config.device), listener)
     except BaseException:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Final
+
+import msgspec
 
 from common.errors import ModelError
 from common.machine.memory import Available, host_memory
@@ -15,8 +17,7 @@ REST_BYTES: Final = GIB // 4
 """For steps, and for the copies of a matrix while it is packed: what a small model takes beside weights and KV."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryNeed:
+class MemoryNeed(msgspec.Struct, frozen=True):
     """Bytes that a process will take at least to serve a model, or one rank of it.
 
     `remedies`: what would take less, in words. `share`: of a GPU's memory that the process may use.
@@ -33,17 +34,28 @@ class MemoryNeed:
     def total(self) -> int:
         return self.weights + self.kv + self.rest
 
-    def times(self, count: int) -> MemoryNeed:
-        """That of so many processes which are alike."""
-        return replace(self, weights=self.weights * count, kv=self.kv * count, rest=self.rest * count)
+    def plus(self, others: Sequence[MemoryNeed]) -> MemoryNeed:
+        """With that of other ranks on the same host."""
+        every = (self, *others)
+        return msgspec.structs.replace(
+            self,
+            weights=sum(one.weights for one in every),
+            kv=sum(one.kv for one in every),
+            rest=sum(one.rest for one in every),
+        )
 
-    def check(self, device: str, num_ranks: int = 1) -> None:
-        """Raises ModelError where `num_ranks` of them take more than this host has left, or one more than its GPU."""
-        on_host = device == "cpu"
-        need, available = (self.times(num_ranks), host_memory()) if on_host else (self, gpu_memory(device, self.share))
+    def check(self, device: str, others: Sequence[MemoryNeed] = ()) -> None:
+        """Raises ModelError where this is more than its GPU has left, or with `others` of its host more than that has.
+
+        Says in the log what fits.
+        """
+        if device == "cpu":
+            need, available = self.plus(others), host_memory()
+        else:
+            need, available, others = self, gpu_memory(device, self.share), ()
         if available is None:
             return
-        ranks = f" in {num_ranks} ranks" if on_host and num_ranks > 1 else ""
+        ranks = f" in {1 + len(others)} ranks" if others else ""
         what = (
             f"weights take {_gib(need.weights)}{ranks}, KV {_gib(need.kv)}, steps and the rest {_gib(need.rest)}, "
             f"together {_gib(need.total)} at least"

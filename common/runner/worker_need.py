@@ -11,7 +11,9 @@ from common.draft_heads.eagle3_reader import Eagle3Tensors
 from common.draft_heads.head_files import MTP
 from common.kv.cache import block_bytes
 from common.model.load import effective_quantization, open_model, torch_device
+from common.model.tensor_reader import FileSource
 from common.model_config.shard import Shard
+from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
 from common.runner.draft_model import DraftPlan
 from common.runner.held_bytes import Holding
@@ -37,7 +39,10 @@ def weight_bytes(files: ModelFiles, form: WeightForm, draft_head: str = "") -> i
 
     Reads heads of files alone. ModelError as `load_model`.
     """
-    config, source = open_model(files)
+    return _weight_bytes(*open_model(files), form, draft_head)
+
+
+def _weight_bytes(config: ModelConfig, source: FileSource, form: WeightForm, draft_head: str) -> int:
     place = torch_device(form.device)
     wanted = effective_quantization(form.quantization, source, place)
     holding = Holding(form.dtype, wanted, place.type == "cpu", bool(config.tie_embeddings), form.with_head)
@@ -52,12 +57,13 @@ def weight_bytes(files: ModelFiles, form: WeightForm, draft_head: str = "") -> i
 def need_of(files: ModelFiles, config: WorkerConfig, form: WeightForm, draft: DraftPlan | None = None) -> MemoryNeed:
     """Of a worker, or of rank 0, which alone has a `draft` model. Raises as `weight_bytes`."""
     ranks = config.tensor_parallel_size
-    shape = Shard(0, ranks).of(open_model(files)[0])
+    whole, source = open_model(files)
+    shape = Shard(0, ranks).of(whole)
     if config.draft_head:
         shape = replace(shape, num_layers=shape.num_layers + 1)
     dtype = form.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     per_block = block_bytes(shape, config.block_tokens, dtype)
-    weights = weight_bytes(files, form, config.draft_head) // ranks
+    weights = _weight_bytes(whole, source, form, config.draft_head) // ranks
     if draft is not None:
         per_block += draft.block_bytes
         weights += weight_bytes(draft.files, WeightForm(draft.dtype, form.device, draft.quantization))

@@ -14,10 +14,14 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.errors import ModelError
 from common.machine.memory import Available
 from common.model.load import load_model
+from common.model_config.shard import Shard
 from common.model_files.files import ModelFiles
 from common.model_files.quantization import Quantization
 from common.model_files.resolve import resolve_model
+from common.observe import progress
+from common.ranks.load_shard import load_shard
 from common.runner import memory_need
+from common.runner.draft_model import DraftPlan
 from common.runner.held_bytes import Holding
 from common.runner.memory_need import GIB, REST_BYTES, MemoryNeed
 from common.runner.worker_need import WeightForm, need_of, remedies, weight_bytes
@@ -28,6 +32,7 @@ from .generation import files_of
 from .held_memory import taken_bytes
 from .mxfp4_checkpoint import write_mxfp4
 from .test_gguf_families import written
+from .threaded_ranks import Sums
 
 LEAST_SHARE = 0.4
 """Of what weights take: float32 may turn out to fit 16 bits, vectors and padding are left out."""
@@ -63,9 +68,16 @@ def test_quantised_checkpoints(tiny_folder: Path, tmp_path: Path, name: str, qua
     check_estimate(files_of(tmp_path / "held"), "float32", quantization)
 
 
-@pytest.mark.parametrize("quantization", ["auto", "none", "int8"])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "MXFP4"])
-@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("name", "kind", "quantization"),
+    [
+        ("mixtral", "Q8_0", "auto"),
+        ("mixtral", "Q4_0", "int8"),
+        ("mixtral", "MXFP4", "auto"),
+        ("deepseek-v3", "Q5_1", "auto"),
+        ("deepseek-v3", "Q8_0", "none"),
+    ],
+)
 def test_gguf(tmp_path: Path, name: str, kind: str, quantization: str) -> None:
     _, files = written(tmp_path, name, gguf.GGMLQuantizationType[kind])
     check_estimate(files, "bfloat16", quantization)
@@ -122,12 +134,32 @@ def test_kv_by_the_settings(settings: dict[str, Any], kv: int) -> None:
 def test_a_draft_model_counts() -> None:
     files, form = resolve_model("tiny-random"), WeightForm("float32", "cpu", "none")
     config = DecodeWorkerConfig(num_blocks=10, draft_model="tiny-random", draft_quantization="none")
-    from common.runner.draft_model import DraftPlan
-
-    alone, both = (
-        need_of(files, config, form, draft) for draft in (None, DraftPlan.of(files, config, "float32"))
-    )
+    alone, both = (need_of(files, config, form, draft) for draft in (None, DraftPlan.of(files, config, "float32")))
     assert (both.weights, both.kv) == (2 * alone.weights, 2 * alone.kv)
+
+
+def test_reading_is_told_with_its_bytes(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "REPORT_EVERY_S", 0.0)
+    files = files_of(tiny_folder)
+    with caplog.at_level("INFO", "model"):
+        load_model(files)
+    total = sum(one.nbytes for one in load_file(files.weights[0]).values() if one.dim() > 1)
+    first, *lines, last = caplog.messages
+    assert first == f"reads the weights of {files.model_id}, {total / 1e6:.1f} MB, from {files.weights[0]}"
+    assert last.startswith(f"has read the weights of {files.model_id} in ")
+    assert len(lines) > 20
+    assert lines[-1] == f"weights: {total / 1e6:.1f} of {total / 1e6:.1f} MB read"
+
+
+def test_ranks_tell_it_once(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"dtype": "float32", "device": "cpu", "quantization": "none"}
+    for rank, expected in ((1, 0), (0, 2)):
+        caplog.clear()
+        with caplog.at_level("INFO", "model"):
+            load_shard(files_of(tiny_folder), Shard(rank, 2), Sums(), **options)
+        assert sum("the weights of" in line for line in caplog.messages) == expected
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +175,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.Monke
     )
     MemoryNeed("smaller", 6 * GIB, GIB, "").check("cpu")
     with pytest.raises(ModelError, match="weights take 12.00 GiB in 2 ranks"):
-        MemoryNeed("smaller", 6 * GIB, GIB, "").check("cpu", 2)
+        MemoryNeed("smaller", 6 * GIB, GIB, "").check("cpu", [MemoryNeed("smaller", 6 * GIB, GIB, "")])
     monkeypatch.setattr(memory_need, "host_memory", lambda: None)
     need.check("cpu")
 

@@ -13,12 +13,12 @@ log = logging.getLogger("test.progress")
 
 
 def test_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
+    times = iter((0.0, 4.0, 9.9, 10.0, 15.0, 20.5, 20.6, 20.5))
     with (
         caplog.at_level(logging.INFO),
-        ByteProgress("weights", "read", 16 * 10**9, log, bar=False, clock=lambda: now) as shown,
+        ByteProgress("weights", "read", 16 * 10**9, log, bar=False, clock=lambda: next(times)) as shown,
     ):
-        for now in (4.0, 9.9, 10.0, 15.0, 20.5):
+        for _ in range(5):
             shown.add(3 * 10**9)
         shown.add(5 * 10**9)  # what is counted twice does not exceed the whole
         assert (shown.count, shown.seconds) == (16 * 10**9, 20.5)
@@ -26,12 +26,11 @@ def test_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_bar_replaces_the_lines(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
-    now = 0.0
+    times = iter((0.0, 11.0))
     with (
         caplog.at_level(logging.INFO),
-        ByteProgress("weights", "read", 4000, log, bar=True, clock=lambda: now) as shown,
+        ByteProgress("weights", "read", 4000, log, bar=True, clock=lambda: next(times)) as shown,
     ):
-        now = 11.0
         shown.add(4000)
     assert not caplog.messages
     assert "weights" in capfd.readouterr().err
