@@ -74,8 +74,9 @@ def test_quantised_checkpoints(tiny_folder: Path, tmp_path: Path, name: str, qua
         ("mixtral", "Q8_0", "auto"),
         ("mixtral", "Q4_0", "int8"),
         ("mixtral", "MXFP4", "auto"),
-        ("deepseek-v3", "Q5_1", "auto"),
-        ("deepseek-v3", "Q8_0", "none"),
+        ("mixtral", "Q5_1", "auto"),
+        ("deepseek-v3", "F32", "int8"),
+        ("deepseek-v3", "F16", "none"),
     ],
 )
 def test_gguf(tmp_path: Path, name: str, kind: str, quantization: str) -> None:
