@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-REPORT_EVERY_S = 10.0
+PROGRESS_EVERY_S = 10.0
 """Between two lines."""
 SMALL_BYTES = 10**8
 """Below this sizes are told in MB."""
@@ -66,7 +66,7 @@ class ByteProgress:
         self.count += num_bytes
         self._bar.update(num_bytes)
         now = self._clock()
-        if not self._shows_bar and now - self._reported >= REPORT_EVERY_S:
+        if not self._shows_bar and now - self._reported >= PROGRESS_EVERY_S:
             self._reported = now
             whole = in_bytes(self.total)
             unit = 1e6 if whole.endswith("MB") else 1e9
