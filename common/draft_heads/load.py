@@ -23,7 +23,7 @@ from common.model.weights import Assembler, ModelWeights
 from common.model_files.files import ModelFiles
 from kernels import Linear
 
-log = logging.getLogger("model")
+log = logging.getLogger(__name__)
 
 
 def load_drafting_model(

@@ -35,7 +35,7 @@ from kernels import has_own_kernels
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
 
-log = logging.getLogger("model")
+log = logging.getLogger(__name__)
 FAMILIES: dict[str, type[Decoder]] = {
     "llama": Llama,
     "deepseek": DeepSeek,

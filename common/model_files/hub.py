@@ -10,7 +10,7 @@ from pathlib import Path
 from common.errors import ModelError
 from common.gguf_format.parts import gguf_parts
 
-log = logging.getLogger("model")
+log = logging.getLogger(__name__)
 TEXT = ("*.json", "*.jinja")
 WEIGHTS = "*.safetensors"
 SHARD = re.compile(r"-of-(\d+)\.safetensors\Z")

@@ -23,7 +23,7 @@ from common.model_files.files import ModelFiles
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
 from common.observe.progress import in_bytes
 
-log = logging.getLogger("model")
+log = logging.getLogger(__name__)
 
 DESCRIPTION_VERSION = 3  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -13,7 +13,7 @@ import xxhash
 from common.errors import ModelError
 from common.observe.progress import ByteProgress
 
-log = logging.getLogger("model")
+log = logging.getLogger(__name__)
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Places in a file, evenly far apart, whose bytes tell it from a changed one without reading it all."""
 DIGEST_CHUNK_BYTES = 1 << 22

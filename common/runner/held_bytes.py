@@ -77,5 +77,6 @@ class HeldWeights:
         return tensor.num_weights * (tensor.bits / 8 + (6 if tensor.bits == 8 else 4) / tensor.group)
 
     def _dense(self, tensor: StoredTensor) -> float:
-        fits_fewer = self.on_cpu and tensor.form is not StoredForm.INTEGERS
+        # Integers times their scales fill float32.
+        fits_fewer = self.on_cpu and (tensor.form is not StoredForm.INTEGERS or self.dtype == "bfloat16")
         return tensor.num_weights * (LEAST_PACKED if fits_fewer else DTYPE_BYTES)[self.dtype]

@@ -11,7 +11,7 @@ import msgspec
 from common.errors import ModelError
 from common.machine.memory import Available, host_memory
 
-log = logging.getLogger("model")
+log = logging.getLogger(__name__)
 GIB: Final = 2**30
 REST_BYTES: Final = GIB // 4
 """For steps, and for the copies of a matrix while it is packed: what a small model takes beside weights and KV."""

@@ -84,6 +84,11 @@ def test_gguf(tmp_path: Path, name: str, kind: str, quantization: str) -> None:
     check_estimate(files, "bfloat16", quantization)
 
 
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_a_real_model(smollm2_files: ModelFiles, quantization: str) -> None:
+    check_estimate(smollm2_files, "bfloat16", quantization)
+
+
 def test_experts_of_small_floats(tmp_path: Path) -> None:
     _, held = write_mxfp4(tmp_path)
     check_estimate(files_of(held), "bfloat16", "auto")
