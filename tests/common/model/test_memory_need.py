@@ -149,7 +149,7 @@ def test_reading_is_told_with_its_bytes(
 ) -> None:
     monkeypatch.setattr(progress, "PROGRESS_EVERY_S", 0.0)
     files = files_of(tiny_folder)
-    with caplog.at_level("INFO", "model"):
+    with caplog.at_level("INFO", "common.model"):
         load_model(files)
     total = sum(one.nbytes for one in load_file(files.weights[0]).values() if one.dim() > 1)
     first, *lines, last = caplog.messages
@@ -163,7 +163,7 @@ def test_ranks_tell_it_once(tiny_folder: Path, caplog: pytest.LogCaptureFixture)
     options = {"dtype": "float32", "device": "cpu", "quantization": "none"}
     for rank, expected in ((1, 0), (0, 2)):
         caplog.clear()
-        with caplog.at_level("INFO", "model"):
+        with caplog.at_level("INFO", "common.model"):
             load_shard(files_of(tiny_folder), Shard(rank, 2), Sums(), **options)
         assert sum("the weights of" in line for line in caplog.messages) == expected
 

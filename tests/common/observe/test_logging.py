@@ -3,7 +3,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +82,18 @@ def test_every_package_of_ours_speaks_from_the_chosen_level_on(package: str) -> 
     logging.getLogger(f"{package}.x").info("news")
     logging.getLogger(package).debug("detail")
     assert out.getvalue()[13:] == "INFO    decode-0  news\n"
+
+
+def test_every_logger_has_a_level_of_ours(repository: Path) -> None:
+    """One of another name speaks from WARNING on, as those of libraries do: take `__name__`."""
+    named = re.compile(r"""getLogger\("([a-z_.]+)"\)""")
+    names = {
+        name
+        for package in PACKAGES
+        for file in (repository / package).rglob("*.py")
+        for name in named.findall(file.read_text(encoding="utf-8"))
+    }
+    assert {name for name in names if name.partition(".")[0] not in PACKAGES} == {"asyncio"}
 
 
 def test_the_level_error_silences_warnings() -> None:
