@@ -13,7 +13,7 @@ from common.gguf_format.quantised import BITS, GROUP, unpack_mxfp4
 from common.gguf_format.tensors import GGUFFile
 from common.model_files.config import ModelConfig
 from common.weight_formats.mxfp4 import microscaled
-from common.weight_formats.stored import Form, StoredTensor
+from common.weight_formats.stored import NumberForm, StoredTensor
 from kernels import QuantisedWeight
 
 TOP = {
@@ -163,11 +163,11 @@ class GGUFWeights:
         count, is_matrix = math.prod(shape), len(shape) > 1
         if kind in BITS:
             group = 0 if kind.name.endswith("K") else GROUP
-            return StoredTensor(name, size, count, BITS[kind], Form.INTEGERS, group, is_matrix=is_matrix)
+            return StoredTensor(name, size, count, BITS[kind], NumberForm.INTEGERS, group, is_matrix=is_matrix)
         bits = 8 * size // count
         if self.file.is_mxfp4(name):
-            return StoredTensor(name, size, count, bits, Form.SMALL_FLOATS, is_matrix=is_matrix)
-        form = Form.OTHER if self.file.is_quantised(name) else Form.FLOATS
+            return StoredTensor(name, size, count, bits, NumberForm.SMALL_FLOATS, is_matrix=is_matrix)
+        form = NumberForm.OTHER if self.file.is_quantised(name) else NumberForm.FLOATS
         return StoredTensor(name, size, count, bits, form, is_matrix=is_matrix)
 
     def _joined_latents(self, name: str) -> Tensor:

@@ -23,7 +23,7 @@ from common.model.llama import Llama
 from common.model.olmo import Olmo
 from common.model.quantised_safetensors import QuantisedSafetensors
 from common.model.safetensors_weights import SafetensorsWeights
-from common.model.tensor_reader import FileSource, WeightSource
+from common.model.tensor_reader import CheckpointSource, WeightSource
 from common.model.weights import Assembler
 from common.model_files.config import ModelConfig, from_hf
 from common.model_files.gguf_config import TensorFacts, from_gguf
@@ -81,7 +81,7 @@ def load_model(
 
 
 @contextmanager
-def reading(files: ModelFiles, assembler: Assembler, source: FileSource, config: ModelConfig) -> Iterator[None]:
+def reading(files: ModelFiles, assembler: Assembler, source: CheckpointSource, config: ModelConfig) -> Iterator[None]:
     """Shows how far `assembler` is with the weights that a model of that configuration has in its files."""
     total = sum(tensor.num_bytes for tensor in source.stored() if tensor.is_of(config.num_layers))
     place = files.weights[0] if len(files.weights) == 1 else f"{len(files.weights)} files in {files.weights[0].parent}"
@@ -141,7 +141,7 @@ def load_score(files: ModelFiles, answers: tuple[int, int] | None = None, device
     return weight.to(device=torch_device(device), dtype=torch.float32)
 
 
-def open_model(files: ModelFiles) -> tuple[ModelConfig, FileSource]:
+def open_model(files: ModelFiles) -> tuple[ModelConfig, CheckpointSource]:
     """Configuration and still unread weights of a model's files. ModelError as `load_model`."""
     if not files.weights:
         raise ModelError(f"model {files.model_id} has no weights file: fetch the model again")
@@ -152,7 +152,7 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, FileSource]:
         return config, GGUFWeights(file, config)
     path = files.config or files.weights[0].with_name("config.json")
     config, quantised = from_hf(path), read_quantization_config(path)
-    source: FileSource = (
+    source: CheckpointSource = (
         SafetensorsWeights(files.weights) if quantised is None else QuantisedSafetensors(files.weights, quantised)
     )
     if config.tie_embeddings is None:

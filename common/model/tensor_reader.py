@@ -50,7 +50,7 @@ class WeightSource(Protocol):
         """Added to Gemma's norm weights: 1.0 where the file stores them as offsets from one."""
 
 
-class FileSource(WeightSource, Protocol):
+class CheckpointSource(WeightSource, Protocol):
     """One that knows what it holds before it reads any of it."""
 
     def stored(self) -> Sequence[StoredTensor]:

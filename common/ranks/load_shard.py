@@ -18,7 +18,7 @@ from common.model.load import (
     torch_device,
 )
 from common.model.tensor_parallel import Collectives, TensorParallel
-from common.model.tensor_reader import FileSource
+from common.model.tensor_reader import CheckpointSource
 from common.model.weights import Assembler
 from common.model_config.shard import Shard, check_size
 from common.model_files.config import ModelConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
 
 
-def open_for_ranks(files: ModelFiles, size: int) -> tuple[ModelConfig, FileSource]:
+def open_for_ranks(files: ModelFiles, size: int) -> tuple[ModelConfig, CheckpointSource]:
     """Configuration of the whole model and its unread weights. ConfigError where `size` ranks cannot share it."""
     config, source = open_model(files)
     check_size(config, size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.model_files.quantization import Quantization
-from common.weight_formats.stored import HEAD, TABLE, Form, StoredTensor
+from common.weight_formats.stored import HEAD, TABLE, NumberForm, StoredTensor
 
 DTYPE_BYTES: Final = {"float32": 4.0, "bfloat16": 2.0}
 LEAST_PACKED: Final = {"float32": 2.0, "bfloat16": 1.5}
@@ -24,7 +24,7 @@ ALWAYS_FLOATS: Final = ("kv_b_proj.weight", "attn_kv_b.weight", "attn_k_b.weight
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class WeightHolding:
     """How a worker holds the matrices of a model: see `Quantization`; on a CPU or on a GPU.
 
     `tied`: the table of embeddings is the head, too. `with_head`: the model makes logits.
@@ -62,11 +62,13 @@ class Holding:
     def _matrix(self, tensor: StoredTensor, wanted: Quantization) -> float:
         if self._is_kept(tensor, wanted):
             return self._kept(tensor)
-        bits = wanted.bits(tensor.form is not Form.FLOATS) if self.on_cpu else 0
+        bits = wanted.bits(tensor.form is not NumberForm.FLOATS) if self.on_cpu else 0
         return tensor.num_weights * ROUNDED[bits] if bits else self._dense(tensor)
 
     def _is_kept(self, tensor: StoredTensor, wanted: Quantization) -> bool:
-        is_multiplied = tensor.form is Form.INTEGERS or (tensor.form is Form.SMALL_FLOATS and not self.on_cpu)
+        is_multiplied = tensor.form is NumberForm.INTEGERS or (
+            tensor.form is NumberForm.SMALL_FLOATS and not self.on_cpu
+        )
         return is_multiplied and wanted.keeps_held and wanted.takes(tensor.bits)
 
     def _kept(self, tensor: StoredTensor) -> float:
@@ -76,5 +78,5 @@ class Holding:
 
     def _dense(self, tensor: StoredTensor) -> float:
         # Integers times their scales fill float32.
-        fits_fewer = self.on_cpu and (tensor.form is not Form.INTEGERS or self.dtype == "bfloat16")
+        fits_fewer = self.on_cpu and (tensor.form is not NumberForm.INTEGERS or self.dtype == "bfloat16")
         return tensor.num_weights * (LEAST_PACKED if fits_fewer else DTYPE_BYTES)[self.dtype]

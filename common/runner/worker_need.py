@@ -11,12 +11,12 @@ from common.draft_heads.eagle3_reader import Eagle3Tensors
 from common.draft_heads.head_files import MTP
 from common.kv.cache import block_bytes
 from common.model.load import effective_quantization, open_model, torch_device
-from common.model.tensor_reader import FileSource
+from common.model.tensor_reader import CheckpointSource
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
 from common.runner.draft_model import DraftPlan
-from common.runner.held_bytes import Holding
+from common.runner.held_bytes import WeightHolding
 from common.runner.memory_need import GIB, MemoryNeed
 from common.weight_formats.stored import HEAD, TABLE
 
@@ -42,10 +42,10 @@ def weight_bytes(files: ModelFiles, form: WeightForm, draft_head: str = "") -> i
     return _weight_bytes(*open_model(files), form, draft_head)
 
 
-def _weight_bytes(config: ModelConfig, source: FileSource, form: WeightForm, draft_head: str) -> int:
+def _weight_bytes(config: ModelConfig, source: CheckpointSource, form: WeightForm, draft_head: str) -> int:
     place = torch_device(form.device)
     wanted = effective_quantization(form.quantization, source, place)
-    holding = Holding(form.dtype, wanted, place.type == "cpu", bool(config.tie_embeddings), form.with_head)
+    holding = WeightHolding(form.dtype, wanted, place.type == "cpu", bool(config.tie_embeddings), form.with_head)
     num_layers = config.num_layers + (draft_head == MTP)
     total = holding.of(tensor for tensor in source.stored() if tensor.is_of(num_layers))
     if draft_head in ("", MTP) or not (found := sorted(Path(draft_head).expanduser().glob("*.safetensors"))):

@@ -26,7 +26,7 @@ KERNEL_GROUP: Final = 64
 """Weights that share a scale at most, where kernels multiply integers."""
 
 
-class Form(StrEnum):
+class NumberForm(StrEnum):
     """What a tensor is made of: floats of 16 bits or more; integers that kernels multiply; floats of 8 or 4 bits, which
     kernels of a GPU multiply; or small numbers that no kernel multiplies."""
 
@@ -48,7 +48,7 @@ class StoredTensor:
     num_bytes: int
     num_weights: int
     bits: int
-    form: Form = Form.FLOATS
+    form: NumberForm = NumberForm.FLOATS
     group: int = 0
     dtype: str = ""
     is_matrix: bool = True
@@ -86,16 +86,16 @@ def module_tensor(tensors: CheckpointTensors, module: str) -> StoredTensor:
         head, outputs = tensors.head(module + PACKED), tensors.head(f"{module}.scales").shape[1]
         bits = tensors.head(f"{module}.qzeros").shape[1] * WORD_BITS // outputs
         count = math.prod(head.shape) * WORD_BITS // bits
-        return StoredTensor(name, bytes_of(head), count, bits, Form.INTEGERS, KERNEL_GROUP)
+        return StoredTensor(name, bytes_of(head), count, bits, NumberForm.INTEGERS, KERNEL_GROUP)
     if tensors.has(f"{module}.weight_packed"):
         head = tensors.head(f"{module}.weight_packed")
         rows, columns = tensors.tensor(f"{module}.weight_shape").tolist()
         bits = 8 if head.shape[1] * WORD_BITS >= columns * 8 else 4
-        return StoredTensor(name, bytes_of(head), rows * columns, bits, Form.INTEGERS, KERNEL_GROUP)
+        return StoredTensor(name, bytes_of(head), rows * columns, bits, NumberForm.INTEGERS, KERNEL_GROUP)
     if tensors.has(f"{module}_blocks"):  # MXFP4
         head = tensors.head(f"{module}_blocks")
-        return StoredTensor(module, bytes_of(head), 2 * bytes_of(head), 4, Form.SMALL_FLOATS)
+        return StoredTensor(module, bytes_of(head), 2 * bytes_of(head), 4, NumberForm.SMALL_FLOATS)
     head = tensors.head(name)
-    form = Form.INTEGERS if head.dtype == "I8" else Form.SMALL_FLOATS
-    group = KERNEL_GROUP if form is Form.INTEGERS else 0
+    form = NumberForm.INTEGERS if head.dtype == "I8" else NumberForm.SMALL_FLOATS
+    group = KERNEL_GROUP if form is NumberForm.INTEGERS else 0
     return StoredTensor(name, bytes_of(head), math.prod(head.shape), 8, form, group)

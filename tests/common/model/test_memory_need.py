@@ -22,10 +22,10 @@ from common.observe import progress
 from common.ranks.load_shard import load_shard
 from common.runner import memory_need
 from common.runner.draft_model import DraftPlan
-from common.runner.held_bytes import Holding
+from common.runner.held_bytes import WeightHolding
 from common.runner.memory_need import GIB, REST_BYTES, MemoryNeed
 from common.runner.worker_need import WeightForm, need_of, remedies, weight_bytes
-from common.weight_formats.stored import Form, StoredTensor
+from common.weight_formats.stored import NumberForm, StoredTensor
 
 from ..weight_formats.checkpoints import FORMATS, write_checkpoint
 from .generation import files_of
@@ -95,21 +95,21 @@ def test_experts_of_small_floats(tmp_path: Path) -> None:
 
 
 def test_a_gpu_keeps_small_floats_and_widens_what_no_kernel_multiplies() -> None:
-    on_gpu = Holding("bfloat16", Quantization.AUTO, on_cpu=False, tied=False)
-    held = StoredTensor("model.layers.0.mlp.up_proj.weight", 1000, 1000, 8, Form.SMALL_FLOATS)
-    other = StoredTensor("blk.0.ffn_up.weight", 330, 1000, 2, Form.OTHER)
+    on_gpu = WeightHolding("bfloat16", Quantization.AUTO, on_cpu=False, tied=False)
+    held = StoredTensor("model.layers.0.mlp.up_proj.weight", 1000, 1000, 8, NumberForm.SMALL_FLOATS)
+    other = StoredTensor("blk.0.ffn_up.weight", 330, 1000, 2, NumberForm.OTHER)
     assert on_gpu.of([held]) == 1000
     assert on_gpu.of([other]) == 2000
-    assert Holding("bfloat16", Quantization.AUTO, on_cpu=True, tied=False).of([held, other]) == 2 * 1093 + 1
+    assert WeightHolding("bfloat16", Quantization.AUTO, on_cpu=True, tied=False).of([held, other]) == 2 * 1093 + 1
 
 
 def test_a_tied_table_is_counted_once() -> None:
     table = StoredTensor("model.embed_tokens.weight", 2000, 1000, 16, dtype="bfloat16")
     for on_cpu, expected in ((False, 2000), (True, 1500)):
-        assert Holding("bfloat16", Quantization.NONE, on_cpu=on_cpu, tied=True).of([table]) == expected
+        assert WeightHolding("bfloat16", Quantization.NONE, on_cpu=on_cpu, tied=True).of([table]) == expected
     # As it lies in the file it is page cache; as float32 it is not.
-    assert Holding("bfloat16", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 0
-    assert Holding("float32", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 4000
+    assert WeightHolding("bfloat16", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 0
+    assert WeightHolding("float32", Quantization.NONE, on_cpu=True, tied=False).of([table]) == 4000
 
 
 def test_layers_that_are_not_read_are_not_counted() -> None:
