@@ -303,11 +303,11 @@ def _num_logprobs(service: Service, fields: SamplingFields, prompts: Sequence[Pl
         return 0 if fields.num_sampled > (fields.n or 1) else -1  # the likeliest answers are found by them
     name = "top_logprobs" if "top_logprobs" in type(fields).model_fields else "logprobs"
     number = service.num_alternatives(fields.num_alternatives, name)
-    num_tokens = sum(prompt.max_tokens for prompt in prompts) * fields.num_sampled
+    num_tokens = sum(prompt.max_tokens for prompt in prompts) * max(fields.num_sampled, fields.num_beams)
     if number > MAX_TOP_LOGPROBS and num_tokens * (1 + number) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"{name}: {number:,} alternatives to each of {num_tokens:,} tokens (max_tokens, times choices) are more "
-            f"than the {MAX_PROMPT_LOGPROBS:,} log-probabilities that one answer may have",
+            f"{name}: {number:,} alternatives to each of {num_tokens:,} tokens (max_tokens times choices or beams) are "
+            f"more than the {MAX_PROMPT_LOGPROBS:,} log-probabilities that one answer may have",
             param=name,
         )
     return number

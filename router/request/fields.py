@@ -7,25 +7,18 @@ changes nothing: to ignore it would give a wrong answer. tests/router/api/known 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 
 from common.errors import InvalidRequest
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS
+from router.request.beams import check_beams
 from router.request.extensions import Extensions, Fields, JsonSchema, StopText, TokenId
 from router.request.refused import Only, Refused
 
 MAX_STOPS, MAX_CHOICES, MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 64, 128, 1024, 10_000, 1024
 """Entries of one request's lists: `--max-body-bytes` bounds its size, these the work that its bytes ask for."""
-BEAMS_LACK: Mapping[str, object] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), 0),
-    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "response_format", "tools")),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_logprobs")),
-    **{"repetition_penalty": 1, "thinking_token_budget": -1, "logprob_token_ids": None},
-}
-"""Fields that a beam search does not take, with the values that change nothing."""
 MAX_SUFFIX_CHARS = 1024 * 1024
 MAX_PARTS = 10_000
 """Parts of the contents of all messages together, tool calls included."""
@@ -97,7 +90,7 @@ class SamplingFields(Extensions):
                 "truncate_prompt_tokens: must be -1 or at least 1 (got 0)", param="truncate_prompt_tokens"
             )
         if self.use_beam_search:
-            self._check_beams()
+            check_beams(self, self.num_alternatives)
         elif self.length_penalty not in (None, 1.0):
             raise InvalidRequest("length_penalty: only allowed with use_beam_search", param="length_penalty")
 
@@ -115,12 +108,6 @@ class SamplingFields(Extensions):
     def num_beams(self) -> int:
         """Beams of a beam search; 0 without one."""
         return (self.n or 1) if self.use_beam_search else 0
-
-    def _check_beams(self) -> None:
-        """Raises InvalidRequest for what a beam search cannot do: beams begin anew with each token."""
-        for name, same in BEAMS_LACK.items():
-            if getattr(self, name, None) not in (None, same):
-                raise InvalidRequest(f"{name}: not allowed with use_beam_search", param=name)
 
     @property
     def end_user(self) -> str:

@@ -1,17 +1,22 @@
-"""Answers by beam search: each step asks the pools for a token of every beam; prefix caches share the beams' blocks."""
+"""Answers by beam search: each step asks the pools for a token of every beam; prefix caches share the beams' blocks.
+
+A step is an answer of one token, whose worker knows no beam. So the rules on an answer's tokens are kept here: a step
+asks for as many alternatives as there may be banned ones, or for the allowed tokens' log-probabilities.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from common.errors import DeadlineExceeded, InternalError, InvalidRequest, RequestError
-from common.wire.sampling_params import TokenLogprobs
+from common.sampling.token_limits import token_limits
+from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from router.generation.beams.search import Beam, BeamSearch
 from router.streams.client import GenerationClient, GenerationRequest, RequestTimeline, TokenEvent
 
@@ -75,31 +80,34 @@ class BeamClient:
         ends = {*(() if params.ignore_eos else settings.end_token_ids), *params.stop_token_ids}
         search = BeamSearch(settings.width, params.max_tokens, ends, length_penalty=settings.length_penalty)
         deadline = time.monotonic() + request.deadline_s
-        num_cached, latest = 0, TokenEvent(())
+        first, lines = TokenEvent(()), list[RequestTimeline]()
         for step in range(params.max_tokens):
-            events = await self._step(request, search, step, deadline - time.monotonic())
-            search.advance([event.logprobs[0] for event in events])
-            latest = events[0]
-            num_cached = num_cached if step else latest.num_cached_tokens
+            banned = [self._banned(params, beam) for beam in search.running]
+            events = await self._step(request, search, banned, step, deadline - time.monotonic())
+            search.advance([event.logprobs[0] for event in events], banned)
+            first = first if step else events[0]
+            lines = _joined(lines, events)
             if not search.running:
                 break
         found = search.best()
         if len(found) < settings.n:
             raise InvalidRequest(f"n: there are only {len(found)} different answers to {settings.n} choices", param="n")
-        return [_event(beam, params.logprobs, num_cached, latest.timeline) for beam in found[: settings.n]]
+        return [_event(beam, params.logprobs, first, lines) for beam in found[: settings.n]]
+
+    def _banned(self, params: SamplingParams, beam: Beam) -> frozenset[int]:
+        """What must not come next in a beam, by the rule that workers have for the token at the same place."""
+        limits = token_limits(params, self._settings.end_token_ids, len(beam.token_ids), beam.token_ids)
+        return frozenset(limits.banned)
 
     async def _step(
-        self, request: GenerationRequest, search: BeamSearch, step: int, remaining_s: float
+        self,
+        request: GenerationRequest,
+        search: BeamSearch,
+        banned: Sequence[Collection[int]],
+        step: int,
+        remaining_s: float,
     ) -> list[TokenEvent]:
         """The next token of every running beam, with alternatives."""
-        params = msgspec.structs.replace(
-            request.params,
-            max_tokens=1,
-            temperature=0.0,
-            logprobs=search.num_candidates,
-            ignore_eos=True,
-            stop_token_ids=(),
-        )
         if remaining_s <= 0:
             raise DeadlineExceeded(_too_long(request))
         try:
@@ -111,14 +119,14 @@ class BeamClient:
                                 request,
                                 request_id=f"{request.request_id}-{step}-{i}",
                                 prompt_token_ids=[*request.prompt_token_ids, *beam.token_ids],
-                                params=params,
+                                params=_params(request.params, search.num_candidates + len(bans), step),
                                 prompt=None,
                                 deadline_s=remaining_s,
                                 sink=None,
                             )
                         )
                     )
-                    for i, beam in enumerate(search.running)
+                    for i, (beam, bans) in enumerate(zip(search.running, banned, strict=True))
                 ]
         except ExceptionGroup as errors:  # the first failed and the others were aborted
             raise errors.exceptions[0] from errors
@@ -139,13 +147,44 @@ def _too_long(request: GenerationRequest) -> str:
     return f"the beam search took longer than {request.deadline_s:g} s"
 
 
-def _event(beam: Beam, num_alternatives: int, num_cached_tokens: int, timeline: RequestTimeline | None) -> TokenEvent:
-    """All of a choice; with -1 alternatives it has no log-probabilities."""
+def _params(params: SamplingParams, num_candidates: int, step: int) -> SamplingParams:
+    """How a step samples: its token does not count, its alternatives do, and the prompt's log-probabilities come once.
+
+    There are as many as the answer shows, if these are more than the candidates.
+    """
+    return msgspec.structs.replace(
+        params,
+        max_tokens=1,
+        min_tokens=0,
+        temperature=0.0,
+        logprobs=max(num_candidates, params.logprobs),
+        ignore_eos=True,
+        stop_token_ids=(),
+        prompt_logprobs=-1 if step else params.prompt_logprobs,
+        allowed_token_ids=(),
+        bad_words=(),
+        logprob_token_ids=params.allowed_token_ids,
+    )
+
+
+def _joined(before: Sequence[RequestTimeline], events: Sequence[TokenEvent]) -> list[RequestTimeline]:
+    """The latest step's life, which counts the moves and preemptions of all steps: at most one, as a list."""
+    lines = [*before, *(event.timeline for event in events if event.timeline is not None)]
+    if not lines:
+        return []
+    num_moves = sum(line.num_attempts - 1 for line in lines)
+    num_preemptions = sum(line.num_preemptions for line in lines)
+    return [replace(lines[-1], num_attempts=1 + num_moves, num_preemptions=num_preemptions)]
+
+
+def _event(beam: Beam, num_alternatives: int, first: TokenEvent, lines: Sequence[RequestTimeline]) -> TokenEvent:
+    """All of a choice; with -1 alternatives it has no log-probabilities. `first` is that of the search."""
     logprobs = tuple(TokenLogprobs(token.logprob, token.top[:num_alternatives]) for token in beam.logprobs)
     return TokenEvent(
         beam.token_ids,
         logprobs if num_alternatives >= 0 else (),
         beam.finish_reason,
-        num_cached_tokens,
-        timeline,
+        first.num_cached_tokens,
+        lines[-1] if lines else None,
+        first.prompt_logprobs,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from common.wire.sampling_params import TokenLogprobs
 
@@ -49,11 +50,15 @@ class BeamSearch:
         """Enough that `width` beams go on even if each of them could also end."""
         return self._width + max(self._width, len(self._end_token_ids))
 
-    def advance(self, found: Sequence[TokenLogprobs]) -> None:
-        """Let every running beam grow; `found` has the alternatives of each, in their order."""
+    def advance(self, found: Sequence[TokenLogprobs], banned: Sequence[Collection[int]]) -> None:
+        """Let every running beam grow; `found` has the alternatives of each, in their order.
+
+        Those of a beam's `banned` tokens do not count, and of the others no more than `num_candidates`.
+        """
         grown: list[Beam] = []
-        for beam, alternatives in zip(self.running, found, strict=True):
-            for token_id, logprob in alternatives.top:
+        for beam, alternatives, bans in zip(self.running, found, banned, strict=True):
+            free = (each for each in alternatives.top if each[0] not in bans)
+            for token_id, logprob in islice(free, self.num_candidates):
                 own = TokenLogprobs(logprob, alternatives.top)
                 if token_id in self._end_token_ids:
                     self._finished.append(beam.followed_by(token_id, own, "stop"))

@@ -13,9 +13,12 @@ import pytest
 from common.errors import Unavailable
 from common.wire.sampling_params import TokenLogprobs
 from router.generation.beams.search import Beam, BeamSearch
+from router.generation.choices.logprob_budget import MAX_PROMPT_LOGPROBS
 from router.streams.client import GenerationRequest, TokenEvent
 
 Model = Callable[[Sequence[int]], list[float]]
+Rule = Callable[[Sequence[int]], frozenset[int]]
+"""What must not follow these tokens."""
 END, VOCAB, MAX_TOKENS = 0, 4, 5
 
 
@@ -29,39 +32,53 @@ def random_model(seed: int) -> Model:
     return logprobs
 
 
-def search(model: Model, width: int, penalty: float, ends: Sequence[int] = (END,)) -> tuple[list[Beam], int]:
+def free(tokens: Sequence[int]) -> frozenset[int]:
+    return frozenset()
+
+
+def bound(tokens: Sequence[int]) -> frozenset[int]:
+    """No end before the third token, and no token twice in a row."""
+    return frozenset(tokens[-1:]) | (frozenset({END}) if len(tokens) < 2 else frozenset())
+
+
+def search(
+    model: Model, width: int, penalty: float, ends: Sequence[int] = (END,), rule: Rule = free
+) -> tuple[list[Beam], int]:
     """The best continuations, and the number of steps."""
     beams, num_steps = BeamSearch(width, MAX_TOKENS, ends, length_penalty=penalty), 0
     while beams.running:
-        found = []
-        for beam in beams.running:
-            values = sorted(enumerate(model(beam.token_ids)), key=lambda item: -item[1])[: beams.num_candidates]
-            found.append(TokenLogprobs(0.0, tuple(values)))
-        beams.advance(found)
+        found, banned = [], [rule(beam.token_ids) for beam in beams.running]
+        for beam, bans in zip(beams.running, banned, strict=True):
+            values = sorted(enumerate(model(beam.token_ids)), key=lambda item: -item[1])
+            found.append(TokenLogprobs(0.0, tuple(values[: beams.num_candidates + len(bans)])))
+        beams.advance(found, banned)
         num_steps += 1
     return beams.best(), num_steps
 
 
-def everything(model: Model, penalty: float) -> list[tuple[float, tuple[int, ...]]]:
-    """Every whole answer with its score, the best first."""
+def everything(model: Model, penalty: float, rule: Rule = free) -> list[tuple[float, tuple[int, ...]]]:
+    """Every whole answer that keeps a rule, with its score, the best first."""
     scored = []
     for length in range(1, MAX_TOKENS + 1):
         for tokens in itertools.product(range(VOCAB), repeat=length):
             ends = tokens[-1] == END
             if END in tokens[:-1] or (length < MAX_TOKENS and not ends):
                 continue
+            if any(token in rule(tokens[:i]) for i, token in enumerate(tokens)):
+                continue
             total = sum(model(tokens[:i])[token] for i, token in enumerate(tokens))
             scored.append((total / max(1, length - ends) ** penalty, tokens))
     return sorted(scored, reverse=True)
 
 
+@pytest.mark.parametrize("rule", [free, bound])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_search_that_is_wide_enough_finds_the_best_of_all(seed: int, penalty: float) -> None:
+def test_a_search_that_is_wide_enough_finds_the_best_of_all(seed: int, penalty: float, rule: Rule) -> None:
     model = random_model(seed)
-    found, _ = search(model, 3**MAX_TOKENS, penalty)
-    best = everything(model, penalty)[: len(found)]
-    assert [beam.token_ids for beam in found[:20]] == [tokens for _, tokens in best[:20]]
+    found, _ = search(model, 3**MAX_TOKENS, penalty, rule=rule)
+    best = everything(model, penalty, rule)[: len(found)]
+    assert found and [beam.token_ids for beam in found[:20]] == [tokens for _, tokens in best[:20]]
 
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0])
@@ -109,7 +126,12 @@ class Pools:
         known = self.NEXT.get(said, {"d": -0.2, "f": -2.0})
         top = [(ord(letter), value) for letter, value in known.items()]
         top += [(self.eos, -9.0), *((ord("0") + i, -20.0 - i) for i in range(request.params.logprobs - 3))]
-        yield TokenEvent((top[0][0],), (TokenLogprobs(top[0][1], tuple(top)),), "length", len(said))
+        if chosen := request.params.logprob_token_ids:
+            top = [each for each in top if each[0] in chosen]
+        of_prompt = tuple(TokenLogprobs(-float(i), ((0, -0.5),)) for i in request.prompt_token_ids[1:])
+        shown = of_prompt if request.params.prompt_logprobs >= 0 else ()
+        logprobs = (TokenLogprobs(top[0][1], tuple(top)),)
+        yield TokenEvent((top[0][0],), logprobs, "length", len(said), prompt_logprobs=shown)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -156,6 +178,53 @@ async def test_answers_that_end(pools: tuple[Any, Pools], tools: Any) -> None:
     assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 3
 
 
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"bad_words": ["c"]}, ["bed", "axd"]),
+        ({"bad_words": ["b", "xd"]}, ["ayd", "axf"]),
+        ({"allowed_token_ids": [*b"axycdef"]}, ["axd", "ayd"]),
+        ({"min_tokens": 2, "length_penalty": -8.0}, ["bc", "be"]),
+    ],
+    ids=["a word", "the end of a word", "allowed tokens", "a length"],
+)
+async def test_rules_on_tokens_are_kept_in_every_beam(
+    pools: tuple[Any, Pools], fields: dict[str, Any], texts: list[str]
+) -> None:
+    """A length penalty far below 0 would end the answer at once."""
+    running, client = pools
+    body = (await running.completion(use_beam_search=True, n=2, max_tokens=3, logprobs=0, **fields)).json()
+    assert [choice["text"] for choice in body["choices"]] == texts
+    best = body["choices"][0]["logprobs"]["token_logprobs"]
+    known = [client.NEXT.get(texts[0][:i], {"d": -0.2, "f": -2.0}).get(texts[0][i : i + 1], -9.0) for i in range(3)]
+    assert best == known  # rules change no log-probability of what is left
+    asked = {(one.params.min_tokens, one.params.bad_words, one.params.allowed_token_ids) for one in client.asked}
+    assert asked == {(0, (), ())}
+
+
+async def test_rules_that_leave_no_answer(pools: tuple[Any, Pools]) -> None:
+    running, _ = pools
+    reply = await running.completion(use_beam_search=True, max_tokens=3, allowed_token_ids=[97], bad_words=["a"])
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+
+
+async def test_as_many_alternatives_as_are_asked_for(pools: tuple[Any, Pools]) -> None:
+    """More than a search of one beam has candidates."""
+    running, _ = pools
+    (choice,) = (await running.completion(use_beam_search=True, max_tokens=2, logprobs=7)).json()["choices"]
+    assert [len(row) for row in choice["logprobs"]["top_logprobs"]] == [7, 7]
+
+
+async def test_log_probabilities_of_the_prompt_are_those_of_the_first_step(pools: tuple[Any, Pools]) -> None:
+    running, client = pools
+    fields = {"use_beam_search": True, "n": 2, "max_tokens": 2, "prompt": "hi", "return_tokens_as_token_ids": True}
+    body = (await running.completion(**fields, prompt_logprobs=1)).json()
+    assert [choice["prompt_logprobs"][1][str(ord("i"))]["logprob"] for choice in body["choices"]] == [-105.0] * 2
+    body = (await running.completion(**fields, echo=True, logprobs=0)).json()
+    assert [choice["logprobs"]["token_logprobs"][:2] for choice in body["choices"]] == [[None, -105.0]] * 2
+    assert [one.params.prompt_logprobs >= 0 for one in client.asked] == [True, False, False] * 2
+
+
 @pytest.mark.parametrize("fail_at", [1, 3])
 async def test_a_step_that_fails_ends_the_answer(pools: tuple[Any, Pools], fail_at: int) -> None:
     running, client = pools
@@ -165,14 +234,31 @@ async def test_a_step_that_fails_ends_the_answer(pools: tuple[Any, Pools], fail_
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"bad_words": ["x"]}, {"logit_bias": {"5": 1}}, {"repetition_penalty": 1.1}, {"min_tokens": 1},
-     {"guided_regex": "a+"}, {"prompt_logprobs": 1}, {"response_format": {"type": "json_object"}}],
-    ids=lambda fields: next(iter(fields)),
+    ("fields", "param"),
+    [({"logit_bias": {"5": 1}}, "logit_bias"), ({"repetition_penalty": 1.1}, "repetition_penalty"),
+     ({"presence_penalty": 1.0}, "presence_penalty"), ({"guided_regex": "a+"}, "guided_regex"),
+     ({"response_format": {"type": "json_object"}}, "response_format"),
+     ({"logprobs": 1, "logprob_token_ids": [5]}, "logprob_token_ids"),
+     ({"allowed_token_ids": [5] * 1025}, "allowed_token_ids"), ({"allowed_token_ids": [5], "logprobs": 1}, "logprobs")],
 )  # fmt: skip
-async def test_what_a_beam_search_cannot_do_is_said(running: Any, fields: dict[str, Any]) -> None:
+async def test_what_a_beam_search_cannot_do_is_said(running: Any, fields: dict[str, Any], param: str) -> None:
     reply = await running.completion(use_beam_search=True, max_tokens=3, **fields)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(fields)))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_fields_that_change_nothing_are_taken(pools: tuple[Any, Pools]) -> None:
+    running, _ = pools
+    same = {"logit_bias": {}, "bad_words": [], "repetition_penalty": 1.0, "presence_penalty": 0, "guided_json": None}
+    assert (await running.completion(use_beam_search=True, max_tokens=3, **same)).status_code == 200
+    assert (await running.chat(use_beam_search=True, max_tokens=3, tools=[])).status_code == 200
+
+
+async def test_every_beam_counts_in_the_bound_on_log_probabilities(start: Any) -> None:
+    running = await start(max_logprobs=-1)
+    num_tokens = MAX_PROMPT_LOGPROBS // (1 + running.app.state.service.text.vocab_size) // 8
+    reply = await running.completion(use_beam_search=True, logprobs=-1, max_tokens=num_tokens, best_of=9)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logprobs")
+    assert f" {9 * num_tokens:,} tokens" in reply.json()["error"]["message"]
 
 
 async def test_a_length_penalty_needs_beams(running: Any) -> None:
