@@ -12,12 +12,15 @@ import pytest
 from common.model_files.resolve import resolve_model
 
 from ..common.model.generation import random_checkpoint, transformers_model
-from ..families import CASES
+from ..common.model.test_llama import CASES as LLAMA_CASES
+from ..families import CASES as OTHER_CASES
 from .conftest import Oracle
 from .test_failures import SLOW_PREFILL, run_with
 
 pytestmark = pytest.mark.e2e
 ALL_REMOTE = ("--local-prefill-threshold", "0")
+CASES = {name: LLAMA_CASES[name] for name in ("qwen2", "qwen2-window", "qwen3")} | OTHER_CASES
+"""Llama itself and Mistral go through two pools in files of their own."""
 LENGTHS = (66, 70, 81, 96, 97, 130)
 """Beyond the windows, and beyond where the factors of LongRoPE change in transformers."""
 NUM_TOKENS = 40
@@ -29,6 +32,8 @@ WINDOWED_BLOCKS = {"mixtral-window": 9}
 """Where every layer sees through a window, a sequence has few at a time."""
 QUICK = "gpt-oss"
 """It has most of what the others have: experts, biases, sinks, windows and YaRN."""
+KILLED = ("gpt-oss", "mixtral", "qwen3-moe", "glm4-moe", "gemma2", "phi3", "olmo3")
+"""Several kinds of experts, and several places of norms and windows."""
 
 
 @pytest.fixture
@@ -64,7 +69,7 @@ def test_tokens_equal_transformers(system_of: Any, random_prompts: Any, folder: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("folder", ["gpt-oss", "glm4-moe", "olmo3"], indirect=True)
+@pytest.mark.parametrize("folder", KILLED, indirect=True)
 def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, folder: Path, role: str) -> None:
     """Experts choose the same for a sequence that goes on at another worker, whatever rows are beside it there."""
     system = system_of(2, 2, model=str(folder), router_flags=ALL_REMOTE, prefill_flags=SLOW_PREFILL)

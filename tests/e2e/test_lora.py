@@ -13,7 +13,15 @@ import httpx
 import pytest
 import torch
 
+from common.adapters.bank import AdapterBank
+from common.adapters.places import AdapterPlaces
+from common.model.load import load_model
+from common.model_files.resolve import resolve_model
+
 from ..adapters import ATTENTION, make_adapter, merge
+from ..common.model.generation import transformers_model
+from ..common.model.test_lora import AdaptedPool
+from ..common.weight_formats.checkpoints import FORMATS, write_checkpoint
 from .asking import MODEL, wait_until
 from .conftest import Oracle
 
@@ -54,14 +62,16 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, tiny_or
     return Adapted(folders, {"base": tiny_oracle, **oracles})
 
 
-def ask_all(system: Any, names: Sequence[str], prompts: Sequence[list[int]], **params: Any) -> dict[str, Any]:
+def ask_all(
+    system: Any, names: Sequence[str], prompts: Sequence[list[int]], *, base: str = MODEL, **params: Any
+) -> dict[str, Any]:
     """The prompts of all names at once."""
     with ThreadPoolExecutor(len(names)) as pool:
         asked = {
             name: pool.submit(
                 system.generate,
                 prompts,
-                model=MODEL if name == "base" else name,
+                model=base if name == "base" else name,
                 **{"max_tokens": NUM_TOKENS, **params},
             )
             for name in names
@@ -219,3 +229,54 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
     taken = load(two_decode_workers, MODEL, adapted.folders["a"])
     assert taken.status_code == 400 and "name of a model" in taken.json()["error"]["message"]
     assert post(two_decode_workers, "unload_lora_adapter", lora_name="missing").status_code == 404
+
+
+@dataclass(frozen=True)
+class QuantisedBase:
+    """A checkpoint in a file's integers, the floats that they stand for, and an adapter made for these."""
+
+    folder: Path
+    dense: Path
+    adapter: Path
+
+    def expected(self, quantization: str, prompts: Sequence[list[int]]) -> dict[str, list[list[int]]]:
+        """With "none" as transformers answers with the floats; with "auto" as the integers, in this process."""
+        if quantization == "none":
+            merged = merge(self.dense.with_name("merged"), self.dense, self.adapter)
+            oracles = {"base": Oracle(transformers_model(self.dense)), "a": Oracle(transformers_model(merged))}
+            return {name: [oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts] for name, oracle in oracles.items()}
+        model = load_model(resolve_model(str(self.folder)), quantization=quantization)
+        place = AdapterBank(AdapterPlaces(model, max_loras=1, max_rank=8)).load("a", str(self.adapter)).place
+        with torch.inference_mode():
+            return {
+                name: [AdaptedPool(model).greedy_with(at, prompt, NUM_TOKENS, chunk=512) for prompt in prompts]
+                for name, at in (("base", -1), ("a", place))
+            }
+
+
+@pytest.fixture(params=["awq", "w8a8 by channel"])
+def quantised_base(request: pytest.FixtureRequest, tmp_path: Path, tiny_folder: Path) -> QuantisedBase:
+    folder = tmp_path / "quantised"
+    dense = write_checkpoint(tiny_folder, folder, FORMATS[request.param])
+    return QuantisedBase(folder, dense, make_adapter(tmp_path / "a", dense, seed=1, rank=4, use_rslora=True))
+
+
+@pytest.mark.parametrize("quantization", ["none", "auto"])
+def test_an_adapter_of_a_quantised_checkpoint(
+    system_of: Any, quantised_base: QuantisedBase, random_prompts: Any, quantization: str
+) -> None:
+    """Its products are added to those of the file's integers, beside rows without it, with hits and preemption."""
+    prompts = random_prompts(LENGTHS, vocab_size=256, seed=10)
+    expected = quantised_base.expected(quantization, prompts)
+    assert expected["a"] != expected["base"], "the adapter changes nothing"
+    system = system_of(
+        model=str(quantised_base.folder),
+        quantization=quantization,
+        router_flags=ROUTER_FLAGS,
+        worker_flags=("--lora", f"a={quantised_base.adapter}"),
+        decode_flags=("--num-blocks", "24", "--watermark", "0"),
+    )
+    for _ in range(2):
+        assert ask_all(system, ("base", "a"), prompts, base=str(quantised_base.folder)) == expected
+    assert system.metric("vllm:num_preemptions", "decode") > 0
+    assert system.metric("vllm:prefix_cache_hits", "prefill") > 0

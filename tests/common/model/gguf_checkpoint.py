@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from safetensors.torch import load_file
 
 from common.model_files.tokenizer import byte_alphabet
+
+from .k_quants import quantised
 
 Array = npt.NDArray[Any]
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -118,11 +121,18 @@ PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe")
 
 
 def write_gguf(
-    folder: Path, path: Path, architecture: str, kind: GGMLQuantizationType, *, split: int = 0, **more: Any
+    folder: Path,
+    path: Path,
+    architecture: str,
+    kind: GGMLQuantizationType | Mapping[str, GGMLQuantizationType],
+    *,
+    split: int = 0,
+    **more: Any,
 ) -> Path:
     """Writes the model of a folder to `path`, matrices of MLPs and experts in `kind`, with `more` metadata.
 
-    With `split` to files of so many tensors each, beside `path`.
+    Or matrices of each name in the file, as "attn_q", in a kind of their own. With `split` to files of so many
+    tensors each, beside `path`.
     """
     config = json.loads((folder / "config.json").read_text())
     counts = [config.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
@@ -147,14 +157,19 @@ def write_gguf(
     for name, array in _converted(folder, config, architecture, apart=apart):
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        written = kind if "ffn_" in stored and array.ndim > 1 and "inp" not in stored else GGMLQuantizationType.F32
-        written = written if "bias" not in stored else GGMLQuantizationType.F32
-        writer.add_tensor(stored, gguf.quants.quantize(np.ascontiguousarray(array), written), raw_dtype=written)
+        written = _kind_of(stored, kind) if array.ndim > 1 and "bias" not in stored else GGMLQuantizationType.F32
+        writer.add_tensor(stored, quantised(np.ascontiguousarray(array), written), raw_dtype=written)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _kind_of(stored: str, kind: GGMLQuantizationType | Mapping[str, GGMLQuantizationType]) -> GGMLQuantizationType:
+    if isinstance(kind, Mapping):
+        return kind.get(stored.split(".")[-2], GGMLQuantizationType.F32)
+    return kind if "ffn_" in stored and "inp" not in stored else GGMLQuantizationType.F32
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, num_tokens: int) -> None:

@@ -15,6 +15,8 @@ from common.model_files.quantization import Quantization
 from kernels import Linear, QuantisedWeight, unified
 from kernels.cpu.packed import panel_size
 
+from .k_quants import quantised
+
 SIMPLE = [kind for kind in UNPACKERS if not kind.name.endswith("_K")]
 K_QUANTS = [kind for kind in UNPACKERS if kind.name.endswith("_K")]
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -32,6 +34,16 @@ def raw_of(kind: GGMLQuantizationType, rows: int, columns: int, seed: int = 0) -
         halves = source.uniform(0.0005, 0.002, blocks.shape[:2]).astype(np.float16)
         blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
     return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(GGMLQuantizationType.Q4_K, 15), (GGMLQuantizationType.Q6_K, 63)])
+def test_tests_write_k_quants_that_the_library_reads(kind: GGMLQuantizationType, steps: int) -> None:
+    """No weight is further off than one and a half steps of its group: half a step, and what the scales lose."""
+    weight = np.random.default_rng(3).normal(size=(12, 768)).astype(np.float32)
+    read = dequantize(quantised(weight, kind), kind)
+    size = 32 if kind == GGMLQuantizationType.Q4_K else 16
+    span = np.abs(weight.reshape(-1, size)).max(-1, keepdims=True) * 2 / steps
+    assert float((np.abs(read - weight).reshape(-1, size) / span).max()) < 1.5
 
 
 def weight_of(held: QuantisedBlocks | None) -> QuantisedWeight:
