@@ -39,7 +39,7 @@ class DeviceMemory(Protocol):
     """The memory of one GPU, as one process sees it."""
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes that nobody uses, and all."""
+        """Free bytes, and all."""
 
     def used(self) -> int:
         """Bytes that this process has taken."""
