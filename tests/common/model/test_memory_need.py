@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.draft_heads.load import load_drafting_model
 from common.errors import ModelError
 from common.machine.memory import Available
 from common.model.load import load_model
@@ -27,6 +28,7 @@ from common.runner.memory_need import GIB, REST_BYTES, MemoryNeed
 from common.runner.worker_need import WeightForm, need_of, remedies, weight_bytes
 from common.weight_formats.stored import StoredForm, StoredTensor
 
+from ...draft_heads import eagle_folder
 from ..weight_formats.checkpoints import FORMATS, write_checkpoint
 from .generation import files_of
 from .held_memory import taken_bytes
@@ -137,6 +139,18 @@ def test_kv_by_the_settings(settings: dict[str, Any], kv: int) -> None:
     assert need.total == need.weights + kv + REST_BYTES
 
 
+def test_a_draft_head_counts(tiny_folder: Path, tmp_path: Path) -> None:
+    """Beside its weights the model then has states and tables of rotation, so only the lower bound can be close."""
+    files, head = files_of(tiny_folder), str(eagle_folder(tmp_path / "head", tiny_folder))
+    form = WeightForm("float32", "cpu", "int8")
+    alone, both = weight_bytes(files, form), weight_bytes(files, form, head)
+    model = load_drafting_model(files, head, num_places=1, quantization="int8")
+    taken = taken_bytes(model) - taken_bytes(load_model(files, quantization="int8"))
+    matrices = [one for name, one in load_file(Path(head) / "model.safetensors").items() if one.dim() == 2]
+    own = sum(one.numel() for one in matrices if one.shape[0] != model.config.vocab_size)
+    assert own < both - alone <= min(taken, 1.2 * own)
+
+
 def test_a_draft_model_counts() -> None:
     files, form = resolve_model("tiny-random"), WeightForm("float32", "cpu", "none")
     config = DecodeWorkerConfig(num_blocks=10, draft_model="tiny-random", draft_quantization="none")
@@ -160,7 +174,7 @@ def test_reading_is_told_with_its_bytes(
 
 
 def test_ranks_tell_it_once(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = {"dtype": "float32", "device": "cpu", "quantization": "none"}
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "quantization": "none"}
     for rank, expected in ((1, 0), (0, 2)):
         caplog.clear()
         with caplog.at_level("INFO", "common.model"):
