@@ -101,18 +101,18 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         shape = StepShape.sum(chunk.shape for chunk in chunks)
         self.planned(shape if before is None else before.shape + shape)
         if chunks:
-            self._launch(chunks, now)
+            self._launch(chunks, shape, now)
         if before is not None:
             self._complete(before)
         if not self._pipeline.runs_ahead:
             self._drain()
         self._in_step = ()
 
-    def _launch(self, chunks: Sequence[PrefillChunk], now: float) -> None:
+    def _launch(self, chunks: Sequence[PrefillChunk], shape: StepShape, now: float) -> None:
         if self._sender.quantises:
             self._clear_unused(chunks)
         rows = [self._row(chunk.sequence) for chunk in chunks if chunk.sample] if self._makes_tokens else []
-        self._pipeline.launch(chunks, rows, now)
+        self._pipeline.launch(chunks, shape, rows, now)
 
     def _complete(self, step: PromptStep) -> None:
         """Wait for a step that was launched, and process what it made. Only then may others read its blocks."""

@@ -50,8 +50,8 @@ class PromptPipeline:
         """Whether steps may stay in flight until the next one is launched."""
         return self._launcher.runs_ahead
 
-    def launch(self, chunks: Sequence[PrefillChunk], rows: Sequence[SamplingRow], now: float) -> None:
-        """Start a step behind the one in flight. Raises its error, with nothing of it left on the device."""
+    def launch(self, chunks: Sequence[PrefillChunk], shape: StepShape, rows: Sequence[SamplingRow], now: float) -> None:
+        """Start a step of that shape behind the one in flight. Raises its error, with none of it left on the device."""
         try:
             launched = self._launcher.launch(chunks, rows)
         except RankLost:
@@ -61,7 +61,7 @@ class PromptPipeline:
             raise
         for chunk in chunks:
             self._scheduler.launched(chunk)
-        self.in_flight = PromptStep(tuple(chunks), StepShape.sum(chunk.shape for chunk in chunks), launched, now)
+        self.in_flight = PromptStep(tuple(chunks), shape, launched, now)
 
     def complete(
         self, step: PromptStep, clock: Callable[[], float]

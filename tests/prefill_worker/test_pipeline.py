@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from common.kv.block_hash import block_hashes
-from common.latency.step_model import StepModel
+from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import AbortRequest, KVBlocks, KVDone, PromptLogprobs, ResetPrefixCache
 from prefill_worker.launcher import ChunkOutput
 from prefill_worker.pipeline import LEAD_S, LEAD_SHARE, LOOK_S, PromptPipeline
+from prefill_worker.scheduler import PrefillChunk
 
 from ..engine_rig import prompt
 from .test_scheduler import MODEL, scheduler
@@ -227,6 +228,10 @@ class Timed:
         return [ChunkOutput()] * self.num_chunks
 
 
+def launch(pipeline: PromptPipeline, chunks: Sequence[PrefillChunk], now: float) -> None:
+    pipeline.launch(chunks, StepShape.sum(chunk.shape for chunk in chunks), (), now)
+
+
 def test_a_step_takes_the_time_between_two_ends() -> None:
     plan, device = scheduler(budget=8), Timed()
     pipeline = PromptPipeline(plan, device)  # type: ignore[arg-type]
@@ -238,7 +243,7 @@ def test_a_step_takes_the_time_between_two_ends() -> None:
         if launched_at == 13.5 and before is not None:
             taken.append(pipeline.complete(before, lambda: next(ends))[2])
             before = None
-        pipeline.launch(plan.schedule(launched_at, MODEL).chunks, (), launched_at)
+        launch(pipeline, plan.schedule(launched_at, MODEL).chunks, launched_at)
         if before is not None:
             taken.append(pipeline.complete(before, lambda: next(ends))[2])
     assert pipeline.in_flight is not None
@@ -252,7 +257,7 @@ def test_a_step_is_launched_shortly_before_the_one_in_flight_ends(token_s: float
     pipeline = PromptPipeline(plan, device)  # type: ignore[arg-type]
     assert pipeline.hold_s(10.0, model) == 0.0
     plan.add(sequence_of("a", list(range(40))))
-    pipeline.launch(plan.schedule(10.0, model).chunks, (), 10.0)
+    launch(pipeline, plan.schedule(10.0, model).chunks, 10.0)
     lead_s = max(LEAD_S, LEAD_SHARE * 8 * token_s)
     assert pipeline.hold_s(10.0, StepModel()) == 0.0, "nothing is known of steps"
     assert pipeline.hold_s(10.0, model) == LOOK_S
