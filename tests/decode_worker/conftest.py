@@ -46,6 +46,7 @@ from ..engine_rig import ROUTER, RouterSide, made, prompt
 from ..peer_rig import peer_caches
 from ..tier_rig import DiskTier
 from .drafter_rig import Headed, drafter_of, head_drafter_of, patient_limits
+from .drafting_engines import LAUNCHERS, engines_that_draft
 from .handover_pair import Pair
 from .receiver_rig import Peer, ReceiverRig
 
@@ -296,3 +297,15 @@ def engine(make_engine: Callable[..., EngineRig]) -> EngineRig:
 def pair(make_engine: Callable[..., EngineRig]) -> Pair:
     """Two decode engines, for a hand-over."""
     return Pair(make_engine)
+
+
+@pytest.fixture(params=LAUNCHERS)
+def drafting(
+    request: pytest.FixtureRequest,
+    make_engine: Callable[..., EngineRig],
+    monkeypatch: pytest.MonkeyPatch,
+    right: Headed,
+) -> Iterator[Callable[..., EngineRig]]:
+    """Engines with a draft head, by default the module's `right` one, to which rows cost nothing."""
+    with engines_that_draft(request.param, make_engine, monkeypatch, headed=right) as make:
+        yield make

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from common.wire.messages import AbortRequest
 from ..draft_heads import certain_model, eagle_folder, right_eagle, right_mtp, with_tokenizer
 from ..engine_rig import prompt
 from .drafter_rig import Headed
-from .drafting_engines import KINDS, LAUNCHERS, TrueAnswers, engines_that_draft
+from .drafting_engines import KINDS, TrueAnswers
 from .prophet import counted, total
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
@@ -36,18 +36,6 @@ def right(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Headed:
 def wrong(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Headed:
     """With a head that is hardly ever of the model's opinion."""
     return Headed.load(served, str(eagle_folder(tmp_path_factory.mktemp("wrong") / "head", served)))
-
-
-@pytest.fixture(params=LAUNCHERS)
-def drafting(
-    request: pytest.FixtureRequest,
-    make_engine: Callable[..., Rig],
-    monkeypatch: pytest.MonkeyPatch,
-    right: Headed,
-) -> Iterator[Callable[..., Rig]]:
-    """Engines with a draft head, by default the right one, to which rows cost nothing."""
-    with engines_that_draft(request.param, make_engine, monkeypatch, headed=right) as make:
-        yield make
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..draft_heads import certain_model, right_eagle
 from ..eagle3_heads import far_model, right_eagle3
 from ..engine_rig import prompt
 from .drafter_rig import Headed
-from .drafting_engines import LAUNCHERS, NoLookup, TrueAnswers, engines_that_draft
+from .drafting_engines import NoLookup, TrueAnswers
 from .handover_pair import Pair
 from .lazy_device import LazyDevice
 from .prophet import counted
@@ -38,18 +38,6 @@ def right(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def answers(right: Headed) -> TrueAnswers:
     """Those of the model of `right`."""
     return TrueAnswers()
-
-
-@pytest.fixture(params=LAUNCHERS)
-def drafting(
-    request: pytest.FixtureRequest,
-    make_engine: Callable[..., Rig],
-    monkeypatch: pytest.MonkeyPatch,
-    right: Headed,
-) -> Iterator[Callable[..., Rig]]:
-    """Engines with such a head, to which rows cost nothing."""
-    with engines_that_draft(request.param, make_engine, monkeypatch, headed=right) as make:
-        yield make
 
 
 @pytest.mark.parametrize("num_blocks", [8, 12])
