@@ -27,6 +27,11 @@ def backend(kind: str) -> Kernels:
     return triton_backend(kind) or plain_backend
 
 
+def prepare(kind: str) -> None:
+    """Compiles or loads the kernels of a device type; else the first call of one does."""
+    backend(kind)
+
+
 def has_own_kernels(kind: str) -> bool:
     """Whether this device type has more than plain torch."""
     return backend(kind) is not plain_backend

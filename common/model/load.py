@@ -30,7 +30,7 @@ from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.quantization import Quantization
 from common.observe.progress import ByteProgress, in_bytes
 from common.weight_formats.quantization_config import read_quantization_config
-from kernels import has_own_kernels
+from kernels import has_own_kernels, prepare
 
 if TYPE_CHECKING:
     from common.model_files.files import ModelFiles
@@ -85,6 +85,7 @@ def reading(files: ModelFiles, assembler: Assembler, source: StoredWeights, conf
     """Shows how far `assembler` is with the weights that a model of that configuration has in its files."""
     total = sum(tensor.num_bytes for tensor in source.stored() if tensor.is_of(config.num_layers))
     place = files.weights[0] if len(files.weights) == 1 else f"{len(files.weights)} files in {files.weights[0].parent}"
+    prepare(assembler.device.type)  # to compile them may take longer than to read the weights
     log.info("reads the weights of %s, %s, from %s", files.model_id, in_bytes(total), place)
     seen: set[str] = set()
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 PROGRESS_EVERY_S = 10.0
 """Between two lines."""
 SMALL_BYTES = 10**8
-"""Below this sizes are told in MB."""
+"""Smaller sizes are shown in MB."""
 
 
 def in_bytes(count: int) -> str:

@@ -1,6 +1,6 @@
-"""How many bytes weights will surely take in memory, by what their files say of them. Pure.
+"""The fewest bytes that weights can take in memory, computed from the headers of their files. Pure.
 
-The estimate is a lower bound, because a worker that would run must not be refused: packing may lose nothing in fewer
+It is a lower bound, because a worker that would run must not be refused: packing may lose nothing in fewer
 bits (`kernels/cpu/packed.py`), tables that are used as they lie in their file are page cache, which the kernel drops,
 and vectors, padding and the scales of some formats are left out.
 """

@@ -1,4 +1,4 @@
-"""What memory a worker will need at least, by its settings and by what the files say of their weights."""
+"""The least memory that a worker needs, computed from its settings and from the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WeightForm:
 
 
 def weight_bytes(files: ModelFiles, form: WeightForm, draft_head: str = "") -> int:
-    """Bytes that a model's weights will surely take, those of a draft head included, as `--draft-head` names it.
+    """The fewest bytes that a model's weights can take, those of a draft head included, as `--draft-head` names it.
 
     Reads heads of files alone. ModelError as `load_model`.
     """
