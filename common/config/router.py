@@ -82,6 +82,12 @@ class RouterConfig(
         group="Model",
         **FILE,
     )
+    lora_file: str = setting(
+        "",
+        "TOML file with LoRA adapters that the workers are to hold, read again whenever it changes (docs/lora.md)",
+        group="Model",
+        **FILE,
+    )
     reasoning: str = setting(
         "auto",
         "auto: an answer's text between <think> and </think> is sent as its reasoning, where the model's chat template "

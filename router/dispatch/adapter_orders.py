@@ -20,6 +20,10 @@ POLL_S = 0.02
 """Between two looks whether all have."""
 
 
+class Superseded(InvalidRequest):
+    """A newer order for the same name came from another router, or from another process of this one."""
+
+
 class AdapterOrders:
     """The adapters of one model, for the front."""
 
@@ -36,6 +40,10 @@ class AdapterOrders:
         """All that clients may ask for."""
         return self._adapters.names()
 
+    def path_of(self, name: str) -> str:
+        """The folder that a name stands for; "" for a name that stands for none."""
+        return self._adapters.path_of(name)
+
     def digest_of(self, name: str) -> str:
         """The weights that a name stands for now. Raises Unavailable while the first worker still loads them."""
         if digest := self._adapters.digest_of(name):
@@ -46,7 +54,7 @@ class AdapterOrders:
         """Load an adapter on all workers that have places for any. `in_place`: instead of what the name stands for.
 
         When a worker cannot load it, all go back to what was before. Raises InvalidRequest with the worker's reason,
-        Unavailable without workers, DeadlineExceeded.
+        Superseded, Unavailable without workers, DeadlineExceeded.
         """
         if self._adapters.path_of(name) and not in_place:
             raise InvalidRequest(
@@ -60,7 +68,7 @@ class AdapterOrders:
             order = self._send(name, path)
             outcome = await self._settled(order)
             if outcome.superseded:
-                raise InvalidRequest(f"lora_name: another router changed {name!r} meanwhile", param="lora_name")
+                raise Superseded(f"lora_name: another router changed {name!r} meanwhile", param="lora_name")
             if not outcome.failures and not outcome.missing and outcome.num_loaded:
                 return outcome
             await self._settled(self._send(name, before))
