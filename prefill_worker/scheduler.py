@@ -44,8 +44,8 @@ MAX_TRIES = 16
 """How many prompts that do not fit a step tries, so that a long queue does not slow it down."""
 
 LOW_SHARE = 0.75
-"""Of all blocks, that prompts of a low priority own at most, unless one of them alone needs more. Low is a priority
-below 0, and one below the highest that came so far."""
+"""The share of all blocks that prompts of a low priority own at most, unless one of them alone needs more. A priority
+below 0 is low, and so is one below the highest that came so far."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class HeldWeights:
         return self._matrix(tensor, self.quantization)
 
     def _table(self, tensor: StoredTensor) -> float:
-        """With the head that reads the same numbers."""
+        """Bytes of the table of embeddings, and of the head where it reads the same numbers."""
         is_mapped = self.on_cpu and tensor.dtype == self.dtype
         table = 0.0 if is_mapped else tensor.num_weights * DTYPE_BYTES[self.dtype]
         if not (self.tied and self.with_head):

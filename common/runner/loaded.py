@@ -238,7 +238,7 @@ def task_of(files: ModelFiles, config: WorkerConfig) -> ServedTask:
 
 
 def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
-    """With the head of a model that scores. ModelError as `load_score`."""
+    """Add the head of a model that scores. Raises ModelError as `load_score` does."""
     if loaded.task.name != "score":
         return loaded
     weight = load_score(files, loaded.task.answers, config.device)
@@ -248,7 +248,7 @@ def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> 
 def fingerprint_of(
     files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: str, kv_dtype: str, *, batch_invariant: bool
 ) -> str:
-    """Of the blocks that `kv` ships and receives, whatever the number of ranks that they lie in."""
+    """The fingerprint of the blocks that `kv` ships and receives; the number of ranks is no part of it."""
     shape = model.config
     return layout_fingerprint(
         files.model_id,
@@ -280,7 +280,7 @@ def num_kv_blocks(
 
 
 def blocks_within(shape: ModelConfig, config: WorkerConfig, kv_dtype: str, draft_bytes: int = 0) -> int:
-    """As many blocks as the settings give memory for; each takes `draft_bytes` beside its own."""
+    """How many blocks the settings give memory for; each needs `draft_bytes` for draft KV beside its own."""
     per_block = block_bytes(shape, config.block_tokens, kv_dtype) + draft_bytes
     num_blocks = int(config.kv_gib * GIB / per_block)
     if num_blocks < 2:

@@ -114,7 +114,7 @@ class RecordedSteps:
         log.info("recorded %d decode steps in %.1f s", len(self._steps), time.perf_counter() - began)
 
     def plan(self, size: int) -> StepPlan:
-        """Of a step of `size` rows."""
+        """The plan of a recorded step of `size` rows."""
         return self._steps[size, False].plan
 
     def launch(self, launch: StepLaunch) -> None:

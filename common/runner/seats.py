@@ -32,7 +32,7 @@ FROM_HOST = -1
 """The source of a row whose token comes from the host; others name a row of the step before."""
 NO_SEAT = -1
 MAX_TOP_K = 2**31 - 1
-"""As good as any larger one."""
+"""Larger values of `top_k` mean the same: no vocabulary is so large."""
 Numbers = npt.NDArray[np.int64]
 
 
@@ -134,7 +134,7 @@ class Seats:
         return found
 
     def _check(self, chunk: SequenceChunk, source: int) -> None:
-        """Of a row that says something new; of its table all entries, which later steps will use."""
+        """Check a row that changes its seat, with all entries of its table, which later steps will use."""
         check_chunk(chunk, self._config, self._kv)
         token_id, most = chunk.token_ids[0], self.layout.width * self.layout.block_size
         if source < 0 and not 0 <= token_id < self._config.vocab_size:

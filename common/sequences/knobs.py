@@ -9,7 +9,7 @@ from common.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
-"""At least so many seconds lie between two lines about one knob: it may turn at every step."""
+"""How often the log tells of one knob at most: it may turn at every step."""
 NOTABLE = 0.25
 """A change of value by this share is logged; one of its reason always."""
 

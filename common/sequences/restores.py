@@ -26,7 +26,10 @@ computing cannot be predicted yet, as after a restart."""
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """So many blocks from tiers, or from `peer`, predicted to take `seconds`, and `compute_s` to compute."""
+    """A way to get `num_blocks` blocks, from tiers or from `peer`.
+
+    Getting them is predicted to take `seconds`, computing them `compute_s`.
+    """
 
     num_blocks: int
     seconds: float

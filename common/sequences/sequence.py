@@ -67,7 +67,7 @@ class WorkerSequence:
 
     @property
     def priority(self) -> int:
-        """That of its class: the highest has its turn first."""
+        """The priority of the request's class: the highest has its turn first."""
         return self.request.priority
 
     @property

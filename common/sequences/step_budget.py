@@ -30,7 +30,7 @@ LEAST_STEP = 64
 SIZES = 16
 """How many sizes of a prefill step are compared."""
 EFFICIENT = 0.97
-"""Of the most tokens a second that any size is predicted to bring."""
+"""The smallest size of a step is taken that is predicted to bring this share of the most tokens a second."""
 
 Reason = Literal["bound", "goal", "least", "missed", "efficiency", "gain", "cost"]
 """Why a knob stands where it stands: at the bound of its flag; as far as the goal allows; at the least that is needed;
@@ -85,7 +85,7 @@ def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) ->
 
 @lru_cache(maxsize=64)
 def _step_sizes(most: int) -> tuple[int, ...]:
-    """Of a prefill step, those that are compared."""
+    """The sizes of a prefill step that are compared."""
     return tuple(max(LEAST_STEP, most * count // SIZES) for count in range(1, SIZES + 1))
 
 

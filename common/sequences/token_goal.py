@@ -19,7 +19,7 @@ STRETCH = 16
 PERIOD = 20
 """Stretches between two corrections."""
 QUANTILE = 0.95
-"""Of stretches, that are to keep the goal: the quantile of goals that name none."""
+"""The share of stretches that are to keep the goal: the quantile of goals that name none."""
 START, LEAST, MOST = 0.9, 0.5, 0.97
 """Shares. The rest at most is for the gap before the second token, which also holds a transfer."""
 INCREASE, DECREASE, MOST_DECREASE = 0.02, 0.99, 0.9
@@ -29,7 +29,7 @@ JOIN_STEPS = 2.0
 """Steps between an answer's first two tokens beside its own: half of the one that runs when its KV comes, the one that
 was launched ahead, and about another half for the KV's way."""
 LEAST_LEFT = 0.75
-"""Of the goal, that is left to steps however short answers are."""
+"""The share of the goal that is left to steps however short answers are."""
 LENGTH_SMOOTHING = 0.05
 """The share of one more answer in what joining the batch takes of the goal."""
 MOST_LATE = PERIOD - math.ceil(QUANTILE * PERIOD)

@@ -128,7 +128,7 @@ class Drafter:
 
     @property
     def counts(self) -> BlockCounts:
-        """Of the blocks of its KV."""
+        """How the blocks of its KV are used."""
         return self.cache.pool.counts
 
     def reset(self) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from common.sequences.token_goal import TokenGoal
 
 LEAST_CHANCE = 0.1
-"""Of acceptance, for a draft token to be considered."""
+"""A draft token that is less likely to be accepted is not considered."""
 LEAST_GAIN = 1.05
-"""In tokens a second, for draft tokens to pay: the step behind them is not launched ahead."""
+"""Draft tokens must bring so many times the tokens a second, because the step behind them is not launched ahead."""
 SLOWEST = 1.5
 """A step may take so many times as long with draft tokens: sequences without any wait as long, too. With a goal for the
 time of a token, a step that would keep it may take as long as that allows."""

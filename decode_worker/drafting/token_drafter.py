@@ -22,7 +22,7 @@ class TokenDrafter(Protocol):
 
     @property
     def counts(self) -> BlockCounts:
-        """Of blocks of its own; none if its KV lies in the served model's."""
+        """How its own blocks are used; it has none if its KV lies in the served model's."""
 
     @property
     def token_s(self) -> float:

@@ -33,7 +33,7 @@ MAX_PLACED_A_TURN = 32
 MAX_TAKEN_BACK = 8
 """Prompts that are taken back at one tick."""
 LEAST_PAUSE_S = 0.01
-"""Between two looks for room at a time that was predicted for it."""
+"""The shortest pause before the queue is served again because a worker is predicted to have room."""
 
 Cancel = Callable[[], None]
 Later = Callable[[float, Callable[[float], None]], Cancel]

@@ -47,7 +47,7 @@ MIN_TOKENIZE_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
 """Four times those of most texts, so that a text of four times the model's length can be counted."""
 BYTES_PER_ID = 4
-"""At least, of a token id and the comma behind it in JSON."""
+"""What a token id and the comma behind it take in JSON at least."""
 DOES: Mapping[Task, str] = {"generate": "generates text", "embed": "embeds texts", "score": "scores pairs of texts"}
 
 

@@ -35,7 +35,7 @@ class _Open:
 
 
 class Balancer:
-    """At most one move at a time touches a worker, so that it is judged with all moves before it."""
+    """Moves answers between ready decode workers. One move at a time touches a worker, so the next sees its effect."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from router.request.errors import CLIENT_CLOSED, loggable
 log = logging.getLogger(__name__)
 
 MAX_REASON_CHARS = 200
-"""Of an error in the log: it may quote what a client sent."""
+"""An error is cut to this length in the log, because it may quote what a client sent."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
 
 
 def _phases(record: RequestRecord) -> dict[str, object]:
-    """Of the first choice that workers reported on."""
+    """How long the phases took of the first choice that workers reported on."""
     for choice in record.choices:
         if (line := choice.timeline) is not None:
             return {
