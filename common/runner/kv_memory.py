@@ -19,11 +19,11 @@ from common.errors import ConfigError
 from common.kv.cache import KVCache, block_bytes
 from common.runner.draft_model import DraftPlan
 from common.runner.largest_steps import LargestSteps
+from common.runner.memory_need import GIB
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import run_every_kind
 
 log = logging.getLogger(__name__)
-GIB = 2**30
 CONTEXT_BYTES = GIB
 """What the driver's context, loaded kernels and libraries' workspaces take at most; torch does not count them."""
 TRIAL_SHARE = 0.5

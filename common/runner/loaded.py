@@ -32,14 +32,13 @@ from common.runner.graph_capture import recorder_for
 from common.runner.graph_runner import GraphRunner
 from common.runner.kernel_check import check_model_kernels
 from common.runner.kv_memory import CUDAMemory, blocks_left
+from common.runner.memory_need import GIB
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import warmed_up
 from common.runner.worker_need import WeightForm, need_of
 from common.wire.messages import PROTOCOL_VERSION
 from kernels import Linear, share_cores
 from kernels.device import triton_backend
-
-GIB = 2**30
 
 
 class OtherRanks(Protocol):

@@ -25,7 +25,7 @@ from router.request.errors import CLIENT_CLOSED, loggable
 
 log = logging.getLogger(__name__)
 
-MAX_REASON_CHARS = 200
+MAX_ERROR_CHARS = 200
 """An error is cut to this length in the log, because it may quote what a client sent."""
 
 
@@ -102,7 +102,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
     if record.id:
         fields["id"] = record.id
     if record.error is not None:
-        fields |= {"error": record.error_name, "reason": loggable(record.error)[:MAX_REASON_CHARS]}
+        fields |= {"error": record.error_name, "reason": loggable(record.error)[:MAX_ERROR_CHARS]}
     if record.choices:
         fields |= {"prompt": record.num_prompt_tokens, "cached": record.num_cached_tokens}
         fields |= {"output": record.num_output_tokens, "finish": record.finish_reason or "none"}
