@@ -40,7 +40,7 @@ from common.worker.metrics import WorkerMetrics
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.limits import DecodeLimits
-from decode_worker.pipeline import ServedModel
+from decode_worker.pipeline import DecodeModel
 from decode_worker.scheduler import DecodeScheduler
 
 PROGRAM: Final = "python -m benchmarks.host_step"
@@ -105,7 +105,7 @@ class Host:
             DecodeScheduler(
                 BlockPool(num_blocks, BLOCK_SIZE), max_num_seqs=count, local_prefill_chunk=CHUNK, watermark=0.0
             ),
-            ServedModel(runner, sampler, StepLauncher(runner, sampler)),
+            DecodeModel(runner, sampler, StepLauncher(runner, sampler)),
             TransferEnds(IncomingTransfers(self._receiver, epoch=1, fingerprint=""), self._sender),
             WorkerMetrics("m", "d", lambda: self.engine.status),
         )

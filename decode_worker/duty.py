@@ -29,7 +29,7 @@ from decode_worker.drafting.token_drafter import TokenDrafter
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.limits import DecodeLimits
-from decode_worker.pipeline import Launcher, ServedModel
+from decode_worker.pipeline import Launcher, DecodeModel
 from decode_worker.scheduler import DecodeScheduler
 
 log = logging.getLogger(__name__)
@@ -119,9 +119,9 @@ class DecodeDuty(Duty):
         sender.start()
         return self._engine
 
-    def _served(self, loaded: LoadedModel, hidden: HiddenPlaces | None) -> ServedModel:
+    def _served(self, loaded: LoadedModel, hidden: HiddenPlaces | None) -> DecodeModel:
         runner, sampler = loaded.runner, Sampler(loaded.vocab_size)
-        return ServedModel(runner, sampler, step_launcher(runner, sampler), self._drafter(loaded, sampler, hidden))
+        return DecodeModel(runner, sampler, step_launcher(runner, sampler), self._drafter(loaded, sampler, hidden))
 
     def _drafter(self, loaded: LoadedModel, sampler: Sampler, hidden: HiddenPlaces | None) -> TokenDrafter | None:
         draft, drafting = loaded.draft, loaded.drafting

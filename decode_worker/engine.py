@@ -26,7 +26,7 @@ from decode_worker.grants import TransferEnds
 from decode_worker.handover import Handovers
 from decode_worker.limits import DecodeLimits
 from decode_worker.pace import StepPace
-from decode_worker.pipeline import Pipeline, ServedModel, StepInFlight, by_chunk
+from decode_worker.pipeline import Pipeline, DecodeModel, StepInFlight, by_chunk
 from decode_worker.remote_prefill import RemotePrefills
 from decode_worker.reporting import DecodeReports
 from decode_worker.rules import DecodeRules
@@ -56,7 +56,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         config: EngineConfig,
         limits: DecodeLimits,
         scheduler: DecodeScheduler,
-        model: ServedModel,
+        model: DecodeModel,
         transfers: TransferEnds,
         metrics: WorkerMetrics,
         parts: EngineParts = NO_PARTS,

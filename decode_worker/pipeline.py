@@ -53,7 +53,7 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class DecodeModel:
     """What makes tokens: `runner` computes steps and `sampler` draws from their logits.
 
     A `launcher` launches the steps that it takes before the tokens of the step before are known. A `drafter` computes

@@ -39,7 +39,7 @@ from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers, TransferEnds
-from decode_worker.pipeline import Launcher, ServedModel
+from decode_worker.pipeline import Launcher, DecodeModel
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, RouterSide, made, prompt
@@ -128,7 +128,7 @@ class EngineRig(RouterSide):
             DecodeScheduler(
                 pool, max_num_seqs=max_num_seqs, local_prefill_chunk=chunk, watermark=watermark, slo_tpot_s=slo_tpot_s
             ),
-            ServedModel(runner, sampler, None if launcher is None else launcher(runner, sampler), self.drafter or head),
+            DecodeModel(runner, sampler, None if launcher is None else launcher(runner, sampler), self.drafter or head),
             TransferEnds(IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"), self.sender),
             WorkerMetrics("m", "d", lambda: self.engine.status),
             replace(self._parts(pool, worker_id, disk, lends), hidden=None if head is None else head.hidden),
