@@ -16,7 +16,7 @@ from decode_worker.sequence import DecodeSequence
 # Announcements (`KVOpen`) that came before their `DecodeRequest`.
 MAX_EARLY_OPENS = 4096
 EARLY_OPEN_S = 10.0
-"""How long one is kept."""
+"""How long such an announcement is kept."""
 
 RENEW_S = 1.0
 """How often `KVWait` renews the lease of a prefill worker whose prompt waits for room here."""

@@ -17,8 +17,8 @@ LONGEST_GAP_S = 0.1
 SMOOTHING = 0.2
 """The share of one more step in the average time of steps."""
 RESERVE = 0.9
-"""The share of the time that a step may take of which a gap is made: steps seldom take so long, and a gap that cores
-lengthen by coming late is made up for by nothing."""
+"""A gap is made this share of the time that a step may take: steps seldom take so long, and nothing makes up for a gap
+that grows because the cores come late."""
 
 
 class StepPace:

@@ -296,7 +296,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return self.pool.num_blocks - self._owned.total() - len(prefix.blocks)
 
     def _plan(self, sequence: PrefillSequence) -> CachedPrefix | None:
-        """The cached blocks that `sequence` starts from, or None if it must wait. No order decides that."""
+        """The cached blocks that `sequence` starts from, or None if it must wait, whatever its place in the order."""
         if self._has_no_place or not self.pool.num_available:
             return None
         prefix = self._cached_prefix(sequence)

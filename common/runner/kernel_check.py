@@ -122,7 +122,7 @@ def product_checks(model: RunnableModel, device: torch.device) -> Iterator[Check
 
 
 def matrices_of(model: RunnableModel) -> Iterator[Linear | HeadLinear]:
-    """What a step multiplies by, but for experts, and for a quantised head, whose floats may take gigabytes."""
+    """The matrices of a step, without experts, and without a quantised head, whose floats may take gigabytes."""
     weights = getattr(model, "weights", None)
     for layer in weights.layers if weights is not None else ():
         yield from (layer.qkv, layer.output)

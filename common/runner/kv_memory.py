@@ -97,7 +97,7 @@ def measure(
     least: Callable[[int], int] = alone,
     draws: bool = True,
 ) -> int:
-    """The same of any rank, all of which call this at the same time, with `draws` where logits are.
+    """`blocks_left` for one rank. All ranks call this at the same time, with `draws` where logits are.
 
     Steps that are recorded as graphs have memory of their own, as much as one of the largest.
     """

@@ -58,9 +58,11 @@ class OtherRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Makers:
-    """What makes parts of a loaded model in place of this device's own: what runs it over a cache, a cache of so many
-    blocks, and places for so many adapters up to a rank; and what says how many blocks the settings, or all devices,
-    have room for."""
+    """Makers of parts of a loaded model, each in place of this device's own.
+
+    `runner` makes what runs the model over a cache, `cache` a cache of so many blocks, `places` the places for so many
+    adapters up to a rank. `num_blocks` says how many blocks the settings, or all devices, have room for.
+    """
 
     runner: Callable[[KVCache], ModelRunner] | None = None
     cache: Callable[[int], KVCache] | None = None

@@ -57,7 +57,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepLaunch:
-    """Have the seats changed, then the recording of `size` rows replayed, with what adapters add if `adapted`."""
+    """An order: change the seats, then replay the recording of `size` rows, with adapters if `adapted`."""
 
     size: int
     adapted: bool

@@ -123,7 +123,7 @@ class Seats:
                 raise BlockError(f"seat {seat} holds another block than its sequence at {wrong} of {length} entries")
 
     def _news(self, chunks: Sequence[SequenceChunk], seats: Sequence[int], starts: Numbers) -> list[int]:
-        """The rows that say something new: without a seat, with another table or a longer one, or beyond theirs."""
+        """The rows that change their seat: they have none, or another or a longer table, or are beyond its end."""
         tables = [chunk.block_table for chunk in chunks]
         is_other = list(map(operator.is_not, tables, [self._tables[seat] for seat in seats]))
         lengths, taken = np.array(list(map(len, tables))), np.array(seats)

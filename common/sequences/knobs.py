@@ -23,7 +23,7 @@ class KnobLog:
         self._logged: dict[str, tuple[Knob, float]] = {}
 
     def note(self, name: str, knob: Knob, now: float) -> None:
-        """The knob `name` stands like this now, in seconds of a monotonic clock."""
+        """Note where the knob `name` stands at `now`, in seconds of a monotonic clock."""
         known = self._known.get(name)
         if knob == known:
             return

@@ -23,8 +23,8 @@ LEAST_CHUNK = 16
 LEAST_BATCH = 4
 """Sequences that run side by side, whatever the goal: fewer would save hardly any of a step's time."""
 LEARNT = 64
-"""Steps that a model must have been fitted to before it caps a batch: from the first few, which are of one sequence, it
-takes the whole time of a step for that of a row."""
+"""A model caps a batch once it is fitted to so many steps. The first few are of one sequence: to the model a row then
+seems to cost the whole step."""
 LEAST_STEP = 64
 """Prompt tokens of a prefill step."""
 SIZES = 16

@@ -21,7 +21,8 @@ PERIOD = 20
 QUANTILE = 0.95
 """The share of stretches that are to keep the goal: the quantile of goals that name none."""
 START, LEAST, MOST = 0.9, 0.5, 0.97
-"""Shares. The rest at most is for the gap before the second token, which also holds a transfer."""
+"""The share of the goal that a step may take: at first, at least, at most. The rest is for the gap before the second
+token, which also holds a transfer."""
 INCREASE, DECREASE, MOST_DECREASE = 0.02, 0.99, 0.9
 """A tail that exceeds the goal shrinks the share by as much, and a little more, but not by more than a tenth at once: a
 stall says nothing about the steps."""

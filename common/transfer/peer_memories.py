@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 MAX_WORKERS = 256
 """How many offers of memory this worker remembers: more than a host has workers, few enough for hostile ones."""
 MOST_REACHED = 2**30
-"""Bytes of a ring that this worker's device may pin: some times what any worker's has."""
+"""Bytes of a ring that this worker's device may pin: several times the ring of any worker."""
 RETRY_S = 30.0
 """How long until a refused offer is tried again: its cause (open files, memory, rights) may be gone."""
 

@@ -60,7 +60,7 @@ NOTHING = Draft()
 
 
 def of_model(token_ids: tuple[int, ...]) -> Draft:
-    """What a draft model drafted."""
+    """A draft of tokens that a draft model computed."""
     return Draft(token_ids, (), model_kinds(len(token_ids)))
 
 
@@ -162,7 +162,7 @@ class HitRates:
         self._forget(0, self.FORGETTING)
 
     def forget_model(self) -> None:
-        """A step passed in which the draft model did not seem to pay: it is tried again some day."""
+        """Forget a little after a step in which the draft model did not seem to pay: it is tried again some day."""
         self._forget(MODEL, self.MODEL_FORGETTING)
 
     def _chances(self, kinds: Sequence[int]) -> list[float]:

@@ -40,7 +40,7 @@ LEAST_AT_ONCE, MOST_AT_ONCE = 16, 512
 LEAST_BESIDE = 8
 """Tokens that are caught up with beside a step, which itself adds one or some."""
 MOST_WAITING = 16
-"""Waiting sequences that are looked at."""
+"""How many waiting sequences are considered for catching up."""
 NO_ROOM_S = 1.0
 """How long no sequence is caught up with after the draft cache had no room for one."""
 USUAL_ANSWER = 128
@@ -223,7 +223,7 @@ class ModelDrafts:
             self._no_room_until = time.monotonic() + NO_ROOM_S
 
     def _timed(self, compute: Callable[[], T], nothing: T) -> T:
-        """What `compute` gives. If it fails the worker goes on without the draft model."""
+        """Run `compute` and count its time. If it fails the worker goes on without the draft model."""
         began = time.perf_counter()
         try:
             return compute()

@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What the core has done for it. None of these waits, and none calls the core back before it returns.
+    """What the core asks its owner to do. None of these waits, and none calls the core back before it returns.
 
     `send` and `abort` are those of a connection to a worker. `later` calls back after so many seconds, with the time
-    of then, unless it is cancelled; after 0 seconds it lets other work have a turn first. `wake` tells the consumer of
-    a request, by its id, that `RequestState.take_event` has something new.
+    that it is then, unless it is cancelled; 0 seconds let other work have a turn first. `wake` tells the consumer of a
+    request, by its id, that `RequestState.take_event` has something new.
     """
 
     send: Send
@@ -357,7 +357,7 @@ class DispatchCore:
             )
         if decode is None:
             return
-        # A decode worker that got a second attempt may read of it after it ended the first, and start over.
+        # A decode worker may read of a second attempt only after it has ended the first: it would start over.
         if last is not decode or decode.attempt > decode.first_attempt:
             self._actions.abort(decode.address, state.request.request_id, state.attempt)
         if last is state.prefill:  # else it would offer its KV, and hold the blocks until the lease of that ends
