@@ -29,7 +29,7 @@ from decode_worker.drafting.token_drafter import TokenDrafter
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.limits import DecodeLimits
-from decode_worker.pipeline import Launcher, DecodeModel
+from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class DecodeDuty(Duty):
                 max_draft_tokens=settings.max_draft_tokens,
             ),
             scheduler,
-            self._served(loaded, hidden),
+            self._model(loaded, hidden),
             TransferEnds(transfers, sender),
             self.parts.metrics,
             EngineParts(grammars, tiers, loaded.adapters, peers, hidden),
@@ -119,7 +119,7 @@ class DecodeDuty(Duty):
         sender.start()
         return self._engine
 
-    def _served(self, loaded: LoadedModel, hidden: HiddenPlaces | None) -> DecodeModel:
+    def _model(self, loaded: LoadedModel, hidden: HiddenPlaces | None) -> DecodeModel:
         runner, sampler = loaded.runner, Sampler(loaded.vocab_size)
         return DecodeModel(runner, sampler, step_launcher(runner, sampler), self._drafter(loaded, sampler, hidden))
 

@@ -26,7 +26,7 @@ from decode_worker.grants import TransferEnds
 from decode_worker.handover import Handovers
 from decode_worker.limits import DecodeLimits
 from decode_worker.pace import StepPace
-from decode_worker.pipeline import Pipeline, DecodeModel, StepInFlight, by_chunk
+from decode_worker.pipeline import DecodeModel, Pipeline, StepInFlight, by_chunk
 from decode_worker.remote_prefill import RemotePrefills
 from decode_worker.reporting import DecodeReports
 from decode_worker.rules import DecodeRules

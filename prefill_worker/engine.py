@@ -140,7 +140,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self._reports.flush()
 
     def snapshot(self) -> EngineStatus:
-        """Like the base class's, less the part of the step in flight that is over: what waits begins behind that step."""
+        """The base class's, less the part of the step in flight that is over: what waits begins behind that step."""
         status = super().snapshot()
         elapsed_s = self._pipeline.elapsed_s(time.monotonic(), status.step_model)
         return replace(status, waiting_s=max(0.0, status.waiting_s - elapsed_s))

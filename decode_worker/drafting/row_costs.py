@@ -43,7 +43,7 @@ class RowCosts:
             self._seconds[larger] += self.FORGETTING * (self._seconds[at] - self._seconds[larger])
 
     def relax(self) -> None:
-        """Forget a little after a step was not run because it seemed to cost too much, so that it is tried again some day."""
+        """Forget a little after a step was not run because it seemed to cost too much: it is tried again some day."""
         self._seconds = [(1.0 - self.RELAXING) * seconds for seconds in self._seconds]
 
     def seconds(self, num_rows: int) -> float:

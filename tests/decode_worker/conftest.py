@@ -39,7 +39,7 @@ from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers, TransferEnds
-from decode_worker.pipeline import Launcher, DecodeModel
+from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, RouterSide, made, prompt
