@@ -79,7 +79,7 @@ class Seats:
             raise InvalidRequest(f"row {max(sources)} feeds a step, but the step before had {len(before)} rows")
         seats = [before[source] if source >= 0 else NO_SEAT for source in sources]
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-        new = self._news(chunks, seats, starts)
+        new = self._changed_rows(chunks, seats, starts)
         for row in new:
             self._check(chunks[row], sources[row])
         places, free = [], iter(set(range(self.layout.num_seats)).difference(seats) if new else ())
@@ -122,7 +122,7 @@ class Seats:
             if wrong:
                 raise BlockError(f"seat {seat} holds another block than its sequence at {wrong} of {length} entries")
 
-    def _news(self, chunks: Sequence[SequenceChunk], seats: Sequence[int], starts: Numbers) -> list[int]:
+    def _changed_rows(self, chunks: Sequence[SequenceChunk], seats: Sequence[int], starts: Numbers) -> list[int]:
         """The rows that change their seat: they have none, or another or a longer table, or are beyond its end."""
         tables = [chunk.block_table for chunk in chunks]
         is_other = list(map(operator.is_not, tables, [self._tables[seat] for seat in seats]))

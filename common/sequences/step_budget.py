@@ -22,14 +22,14 @@ LEAST_CHUNK = 16
 """Prompt tokens of a decode step, whatever the goal: prompts must come to their end."""
 LEAST_BATCH = 4
 """Sequences that run side by side, whatever the goal: fewer would save hardly any of a step's time."""
-LEARNT = 64
+LEAST_LEARNT_STEPS = 64
 """A model caps a batch once it is fitted to so many steps. The first few are of one sequence: to the model a row then
 seems to cost the whole step."""
 LEAST_STEP = 64
 """Prompt tokens of a prefill step."""
 SIZES = 16
 """How many sizes of a prefill step are compared."""
-EFFICIENT = 0.97
+EFFICIENT_SHARE = 0.97
 """The smallest size of a step is taken that is predicted to bring this share of the most tokens a second."""
 
 Reason = Literal["bound", "goal", "least", "missed", "efficiency", "gain", "cost"]
@@ -62,7 +62,7 @@ def local_chunk(
 def batch_cap(model: StepModel, context: float, goal: TokenGoal, most: int, usual: int | None = None) -> Knob:
     """How many sequences of `context` tokens on average may run side by side: at most `most`."""
     usual = most if usual is None else usual
-    if not goal.is_set or model.num_steps < LEARNT:
+    if not goal.is_set or model.num_steps < LEAST_LEARNT_STEPS:
         return Knob(usual, "bound")
     empty_s, row_s = model.seconds(StepShape()), model.row_s + model.context_s * context
     if empty_s + row_s > goal.goal_s:
@@ -78,7 +78,7 @@ def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) ->
     sizes = _step_sizes(most)
     prompt_s = model.prompt_s
     rates = [size / prompt_s(start, start + size) for size in sizes]
-    enough = EFFICIENT * max(rates)
+    enough = EFFICIENT_SHARE * max(rates)
     size = next(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
     return Knob(size, "bound" if size == most else "efficiency")
 

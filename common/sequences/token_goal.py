@@ -29,7 +29,7 @@ stall says nothing about the steps."""
 JOIN_STEPS = 2.0
 """Steps between an answer's first two tokens beside its own: half of the one that runs when its KV comes, the one that
 was launched ahead, and about another half for the KV's way."""
-LEAST_LEFT = 0.75
+LEAST_LEFT_SHARE = 0.75
 """The share of the goal that is left to steps however short answers are."""
 LENGTH_SMOOTHING = 0.05
 """The share of one more answer in what joining the batch takes of the goal."""
@@ -56,7 +56,7 @@ class TokenGoal:
     @property
     def limit_s(self) -> float:
         """Seconds that a step may be predicted to take; infinity without a goal."""
-        return self.share * max(LEAST_LEFT, self._left.value) * self.goal_s if self.is_set else math.inf
+        return self.share * max(LEAST_LEFT_SHARE, self._left.value) * self.goal_s if self.is_set else math.inf
 
     def answered(self, num_tokens: int) -> None:
         """An answer of so many tokens was decoded."""

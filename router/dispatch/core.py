@@ -29,7 +29,7 @@ from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
 from router.placement.balancer import Balancer
 from router.placement.growth import Growth
-from router.placement.handover import HandOvers
+from router.placement.handover import HandOverOrders
 from router.placement.placement import Abort, Placement, Send
 from router.placement.recovery import Recovery, refusal
 from router.placement.role_changes import RoleChanges
@@ -102,7 +102,7 @@ class DispatchCore:
             actions.later,
             self._fail,
         )
-        self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
+        self._handovers = HandOverOrders(registry, self._placement, self.waiting, self.counters)
         self._balancer = Balancer(
             registry,
             self._placement,
@@ -305,7 +305,7 @@ class DispatchCore:
         if first:
             self._registry.on_request_served(assignment.address)
             self._placement.computed(assignment, now)
-            self._turns.soon(now)
+            self._turns.room_expected(now)
             if assignment is state.decode:
                 self._placement.remember(state, assignment, now)
                 self._placement.spare_prefill(state)
@@ -347,7 +347,7 @@ class DispatchCore:
         self._quiet.discard(state)
         self._placement.settle(state)
         self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
-        self._turns.soon(now)
+        self._turns.room_expected(now)
         decode = state.decode
         if last is decode:
             self._placement.remember(state, last, now)

@@ -114,7 +114,7 @@ class Turns:
             if self._registry.is_gone(state.request.adapter):  # no worker will ever take it
                 self._fail(state, ModelNotFound("the adapter that the request uses was unloaded", param="model"))
 
-    def soon(self, now: float) -> None:
+    def room_expected(self, now: float) -> None:
         """A worker may have room for a held request."""
         if self._waiting.num_held:
             self._serve_in(0.0, now)

@@ -14,7 +14,7 @@ from router.admission.load import DispatchCounters
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.placement.growth import num_more_blocks
-from router.placement.handover import HandOvers
+from router.placement.handover import HandOverOrders
 from router.placement.placement import Placement
 from router.policy.balance import Running, choose_move, why_leave
 from router.streams.request_state import RequestState, Stage
@@ -41,7 +41,7 @@ class Balancer:
         self,
         registry: WorkerRegistry,
         placement: Placement,
-        handovers: HandOvers,
+        handovers: HandOverOrders,
         counters: DispatchCounters,
         *,
         least_tpot_s: float,

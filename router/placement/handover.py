@@ -31,7 +31,7 @@ RETRY_HANDOVER_S = 0.5
 """How long after a failed hand-over the next one may begin."""
 
 
-class HandOvers:
+class HandOverOrders:
     """Requests that start over go into `waiting`, as after a failure, but do not count as failed."""
 
     def __init__(
