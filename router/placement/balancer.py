@@ -14,7 +14,7 @@ from router.admission.load import DispatchCounters
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.placement.growth import num_more_blocks
-from router.placement.handover import HandOvers
+from router.placement.handover import HandOverOrders
 from router.placement.placement import Placement
 from router.policy.balance import Running, choose_move, why_leave
 from router.streams.request_state import RequestState, Stage
@@ -35,13 +35,13 @@ class _Open:
 
 
 class Balancer:
-    """At most one move at a time touches a worker, so that it is judged with all moves before it."""
+    """Moves answers between ready decode workers. One move at a time touches a worker, so the next sees its effect."""
 
     def __init__(
         self,
         registry: WorkerRegistry,
         placement: Placement,
-        handovers: HandOvers,
+        handovers: HandOverOrders,
         counters: DispatchCounters,
         *,
         least_tpot_s: float,

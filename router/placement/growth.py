@@ -43,7 +43,7 @@ class Growth:
             self._registry.resize(address, sizes)
 
     def _changed(self, states: Iterable[RequestState]) -> dict[str, dict[int, tuple[int, int]]]:
-        """By worker and serial of a booking, the blocks it has gained and will gain, where they are others now."""
+        """The bookings that have changed: by worker and serial, the blocks that each has gained and will still gain."""
         workers = self._registry.workers
         changed: defaultdict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         for state in states:

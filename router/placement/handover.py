@@ -27,11 +27,11 @@ RESERVED_TOKENS = 128
 """Tokens that the old worker may generate while it copies; the new one sets blocks aside for them."""
 TIMEOUT_S = 15.0
 """Ends a hand-over of which neither worker reports; longer than their own deadline."""
-RETRY_S = 0.5
+RETRY_HANDOVER_S = 0.5
 """How long after a failed hand-over the next one may begin."""
 
 
-class HandOvers:
+class HandOverOrders:
     """Requests that start over go into `waiting`, as after a failure, but do not count as failed."""
 
     def __init__(
@@ -87,7 +87,7 @@ class HandOvers:
         successor, state.successor = state.successor, None
         if successor is not None:
             self._placement.leave(state, successor, abort=True)
-        state.handover_after = now + RETRY_S
+        state.handover_after = now + RETRY_HANDOVER_S
         self._close(state, "failed")
         log.info("request %s is not handed over: %s", state.request.request_id, reason)
 

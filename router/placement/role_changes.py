@@ -26,7 +26,7 @@ ANSWER_S = 2.0
 
 
 LOOK_S = 0.5
-"""Between two forecasts: each looks at all workers."""
+"""How often changes of roles are considered: each time looks at all workers."""
 
 
 @dataclass(slots=True)
