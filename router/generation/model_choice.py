@@ -20,7 +20,7 @@ Plan = Callable[[Service], Awaitable[AnswerPlan]]
 
 
 class Asked(Protocol):
-    """The body of a request, as far as the choice of a model goes."""
+    """What the choice of a model reads of a request's body."""
 
     @property
     def model(self) -> str | None: ...

@@ -17,7 +17,7 @@ from router.models.catalog import Catalog
 
 
 class Served(Protocol):
-    """One model, as far as the choice among models goes."""
+    """What the choice among models reads of a served model."""
 
     @property
     def model_name(self) -> str: ...

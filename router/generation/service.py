@@ -67,7 +67,7 @@ class ServingClient(GenerationClient, Protocol):
         ...
 
     def passed_on(self) -> None:
-        """Another model answers a request of this one: what scales its pools must know that it is asked for."""
+        """Count a request of this model that another one answers: what scales this model's pools must know of it."""
         ...
 
 
@@ -208,7 +208,7 @@ class Service:
         return log, trace.traceparent
 
     def hint(self, error: RequestError) -> None:
-        """Let a refusal for lack of room say when there will be some, if it does not know better."""
+        """Let a refusal for lack of room say when there will be some, unless it says so already."""
         front = self.front or self
         unknown = error.retry_after_s is None or error.retry_after_s <= RETRY_AFTER_S
         if error.status in (429, 503) and unknown and not front.draining:

@@ -86,5 +86,5 @@ def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> C
 
 
 def _sparing(accept: Callable[[Worker], bool], lives: Collection[tuple[str, int]]) -> Callable[[Worker], bool]:
-    """The same, but for the lives of workers that failed the request."""
+    """What `accept` says, but False for a worker whose present life failed the request."""
     return lambda worker: accept(worker) and (worker.address, worker.epoch) not in lives

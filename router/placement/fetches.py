@@ -50,7 +50,7 @@ class Fetches:
         return found
 
     def begin(self, fetch: Fetch | None, now: float) -> None:
-        """The request was sent to a worker that will take this."""
+        """Count a pull: the request was sent to a worker that will take this."""
         if fetch is not None and fetch.lender:
             self._lends_until = {address: until for address, until in self._lends_until.items() if until > now}
             self._lends_until[fetch.lender] = now + self._busy_s(fetch.lender, now) + fetch.lending_s

@@ -12,11 +12,11 @@ from router.policy.output_lengths import OutputLengths
 from router.streams.request_state import RequestState
 
 MOST_A_TICK = 500
-"""Sequences: see `Growth`."""
+"""How many sequences a tick looks at: see `Growth`."""
 
 
 def num_more_blocks(worker: Worker, num_tokens: int, num_expected: int) -> int:
-    """Blocks that a sequence of `num_tokens` takes beyond those of now when `num_expected` tokens more have come.
+    """How many more blocks a sequence of `num_tokens` tokens takes once `num_expected` more have come.
 
     It ends at the worker's longest sequence.
     """

@@ -32,7 +32,10 @@ RETRY_HANDOVER_S = 0.5
 
 
 class HandOverOrders:
-    """Requests that start over go into `waiting`, as after a failure, but do not count as failed."""
+    """Gives workers the orders for hand-overs, and follows them.
+
+    Requests that start over go into `waiting`, as after a failure, but do not count as failed.
+    """
 
     def __init__(
         self, registry: WorkerRegistry, placement: Placement, waiting: WaitingRequests, counters: DispatchCounters
@@ -124,7 +127,7 @@ class HandOverOrders:
 
 
 def _num_reserved(state: RequestState) -> int:
-    """Tokens that the old worker may generate meanwhile."""
+    """How many tokens the old worker may generate during the hand-over."""
     return min(RESERVED_TOKENS, state.num_remaining)
 
 
