@@ -43,9 +43,14 @@ EXCEPTIONS: dict[str, set[str]] = {
         "decode_worker.engine",
         "decode_worker.grants",
         "decode_worker.limits",
+        "decode_worker.pipeline",
         "decode_worker.scheduler",
     },
-    "benchmarks/host_prefill.py": {"prefill_worker.engine", "prefill_worker.scheduler"},
+    "benchmarks/host_prefill.py": {
+        "prefill_worker.engine",
+        "prefill_worker.launcher",
+        "prefill_worker.scheduler",
+    },
     # A process that may change its role gets both duties, and hands the other one over without looking into it.
     "decode_worker/__main__.py": {"prefill_worker.duty"},
     "prefill_worker/__main__.py": {"decode_worker.duty"},
