@@ -51,12 +51,14 @@ class LineFormatter(logging.Formatter):
         self.process_name = process_name
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        at = datetime.fromtimestamp(record.created)
+        time = f"{at.hour:02}:{at.minute:02}:{at.second:02}.{at.microsecond // 1000:03}"
         line = f"{time} {record.levelname:<7} {self.process_name}  {record.getMessage()}"
         fields = " ".join(f"{name}={_text_of(value)}" for name, value in fields_in(record).items())
         if fields:
             line += f"  {fields}"
-        line = line.translate(_CONTROL)
+        if not line.isprintable():
+            line = line.translate(_CONTROL)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
