@@ -64,6 +64,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def _compiled(source: str) -> jinja2.Template:
+    template = _environment().from_string(source)
+    template.globals = dict(template.globals)  # each render copies it, and what Jinja makes is a chain of tables
+    return template
+
+
 class ChatTemplate:
     """One model's chat template, compiled. `source` is None for a base model: then every render is refused.
 
@@ -74,7 +80,7 @@ class ChatTemplate:
         self.source, self._model_id = source, model_id
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = None if source is None else _environment().from_string(source)
+            self._template = None if source is None else _compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template of {model_id} has an error in line {error.lineno}: {error}") from error
 

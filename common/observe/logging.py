@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from typing import TextIO
@@ -26,6 +27,9 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 # A message may quote what a client sent: it must not look like another line, or control a terminal.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
+_QUOTED = re.compile(r'[\s"=]')
+"""Values with one of these are quoted."""
+
 
 def fields_in(record: logging.LogRecord) -> dict[str, object]:
     """The fields that the caller passed in `extra`, in order."""
@@ -36,7 +40,7 @@ def _text_of(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)
-    return json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() or c in '"=' for c in text) else text
+    return json.dumps(text, ensure_ascii=False) if not text or _QUOTED.search(text) else text
 
 
 class LineFormatter(logging.Formatter):
@@ -47,12 +51,14 @@ class LineFormatter(logging.Formatter):
         self.process_name = process_name
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        at = datetime.fromtimestamp(record.created)
+        time = f"{at.hour:02}:{at.minute:02}:{at.second:02}.{at.microsecond // 1000:03}"
         line = f"{time} {record.levelname:<7} {self.process_name}  {record.getMessage()}"
         fields = " ".join(f"{name}={_text_of(value)}" for name, value in fields_in(record).items())
         if fields:
             line += f"  {fields}"
-        line = line.translate(_CONTROL)
+        if not line.isprintable():
+            line = line.translate(_CONTROL)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -10,23 +10,22 @@ requests have waited already, and how much later than predicted first tokens cam
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import median_high
 
 from common.config import RouterConfig
 from common.config.request_class import DEFAULT, RequestClass
 from common.errors import MAX_RETRY_AFTER_S, RETRY_AFTER_S, Overloaded
-from common.latency.step_model import StepShape
 from common.observe.ewma import Ewma
-from common.wire.message_fields import MAX_PRIORITY, Role
+from common.wire.message_fields import Role
 from router.admission.holding import Holding
 from router.admission.load import DispatchCounters
 from router.admission.waiting import WaitingRequests
+from router.admission.waits import lasting_s, most_wait_s, observed_waits_s, wait_for, waits_of
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.policy.arrival import token_s_at
-from router.policy.forecast import place_s, places_of, queued_s, step_tokens, wait_s
+from router.policy.forecast import places_of, queued_s
 from router.policy.output_lengths import UNKNOWN_LENGTH
 from router.policy.patience import Patience
 from router.policy.request_shape import NO_HITS, RequestShape
@@ -44,20 +43,10 @@ refused whenever it comes."""
 SPARE_SHARE = 0.5
 """Of the time by which an answer's tokens are predicted to be early in all, that it may wait for a place in a batch
 behind its first token: lengths of answers and ends of others are known badly."""
-NUM_LATE = 4
-"""Requests that must have waited for some time before it counts: one alone may be a long prompt."""
 MIN_EXPECTED_S = 0.05
 """A shorter prediction teaches nothing when it proves wrong: messages and wake-ups take that long themselves."""
 SMOOTHING = 0.1
 """The share of one more request in the average time of prompts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """How many seconds a first token is predicted to wait for others, and the pool that has too few workers for it."""
-
-    seconds: float
-    behind: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +241,25 @@ class Admission:
     def _judged_unread(
         self, is_longer: Callable[[int], bool], now: float, one: RequestClass, key: str
     ) -> Refusal | None:
+        ready = self._registry.ready if self._shortlist is None else self._shortlist.ready
+        if self._is_surely_in_time((*ready("prefill"), *ready("decode")), now, one):
+            return None
         threshold = self._config.local_prefill_threshold
         refusal = self._judged(self.place_for(threshold + 1, now, one), now, one, key)
         if refusal is None:
             return None
         short = self._judged(self.place_for(1, now, one), now, one, key)
         return refusal if short is not None or is_longer(threshold) else None
+
+    def _is_surely_in_time(self, workers: Iterable[Worker], now: float, one: RequestClass) -> bool:
+        """Whether `_judged` would take any prompt of a class, at whichever of these workers it were placed.
+
+        As a rule all are far from an overload, and this costs a small part of a placement.
+        """
+        if self._holding.holds_any:
+            return False
+        limit_s = self._limit_s(one.name) * (LEAST_SHARE if one.ttft_s > 0 else 1.0)
+        return all(most_wait_s(worker, now, one.priority) <= limit_s for worker in workers)
 
     def _judged(
         self, choice: Choice | None, now: float, one: RequestClass, key: str, num_expected: int = UNKNOWN_LENGTH
@@ -315,69 +317,6 @@ def _patience_of(one: RequestClass, config: RouterConfig) -> Patience:
         longest_s = min(longest_s, one.ttft_s)
     is_patient = one.ttft_s <= 0 and one.name != DEFAULT
     return Patience(longest_s, longest_s if is_patient else min(longest_s, config.overload_wait_s))
-
-
-def observed_waits_s(waits: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """By address, how long `NUM_LATE` requests have waited at least; without addresses where fewer wait."""
-    return {address: waits_s[-NUM_LATE] for address, waits_s in _sorted_by_address(waits).items()}
-
-
-def lasting_s(begun: Mapping[str, Mapping[str, float]], now: float) -> dict[str, float]:
-    """By address, how long half of its requests have been decoded; without addresses that decode only a few.
-
-    `begun`: when each of them began, by address and id. When load rises, the requests that have ended were quick: those
-    that run show sooner that a full batch is slow.
-    """
-    return {address: now - median_high(times.values()) for address, times in begun.items() if len(times) >= NUM_LATE}
-
-
-def _sorted_by_address(times: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
-    """For each address with at least `NUM_LATE` times, all of them in order."""
-    by_address: dict[str, list[float]] = {}
-    for address, seconds in times:
-        by_address.setdefault(address, []).append(seconds)
-    return {address: sorted(found) for address, found in by_address.items() if len(found) >= NUM_LATE}
-
-
-def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> list[tuple[RequestState, float]]:
-    """Requests that wait for a first token, in the order of their placing, with the seconds until their turn."""
-    by_address: dict[str, list[tuple[RequestState, Assignment]]] = {}
-    for state in states:
-        assignment = state.waits_for
-        if assignment is not None and state.stage is Stage.PREFILL and not state.stream.token_ids:
-            by_address.setdefault(assignment.address, []).append((state, assignment))
-    waits = []
-    for address, placed in by_address.items():
-        before, worker = StepShape(), workers[address]
-        placed.sort(key=lambda one: one[0].progress_at)
-        for index, (state, assignment) in enumerate(placed):
-            decode_s = place_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
-            prompts_s = worker.step_model.steps_s(before, step_tokens(worker)) * worker.slowness
-            waits.append((state, max(prompts_s, decode_s)))
-            before += assignment.booking.prompt
-    return waits
-
-
-def wait_for(
-    first: Worker,
-    decode: Worker | None,
-    now: float,
-    priority: int = -MAX_PRIORITY,
-    held_s: float = 0.0,
-    num_held: int = 0,
-    meanwhile_s: float = 0.0,
-) -> Wait:
-    """How long a prompt waits at `first`, which computes it, and its answer for a place at `decode`.
-
-    A worker that has computed nothing yet counts as idle, unless others wait there. The router holds `num_held`
-    requests before it for each decode worker, whose prompts take `held_s` seconds of `first`. A place that becomes free
-    while the prompt is computed, for `meanwhile_s` seconds, delays nothing.
-    """
-    is_known = first.step_model.is_known
-    prompts_s = wait_s(first, now, priority) if is_known else first.observed_from.get(priority, first.observed_s)
-    batch_s = place_s(decode, priority=priority, num_more=num_held) if decode is not None else 0.0
-    prompts_s += held_s
-    return Wait(max(prompts_s, batch_s - meanwhile_s), "prefill" if prompts_s >= batch_s - meanwhile_s else "decode")
 
 
 def too_late(predicted_s: float, limit_s: float, others_s: float = 0.0) -> Overloaded:

@@ -33,6 +33,11 @@ class Holding:
     def __init__(self, registry: WorkerRegistry, waiting: WaitingRequests) -> None:
         self._registry, self._waiting = registry, waiting
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether a request is held."""
+        return self._waiting.num_held > 0
+
     def concerns(self, choice: Choice) -> bool:
         """Whether the choice needs the pool that computes prompts: those that need it not are never held."""
         return choice.prefill is not None or not self._registry.ready("prefill")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from router.admission.admission import waits_of
+from router.admission.waits import waits_of
 from router.fleet.worker import Worker
 from router.streams.request_state import RequestState, Stage
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 
 from common.kv.window import Window
 from common.wire.messages import SHORT_HASH_BYTES
@@ -167,7 +167,8 @@ class PrefixIndex:
         """Forget blocks that were expected for too long."""
         for held in self._workers.values():
             if held.expected and next(iter(held.expected.values())) <= now:
-                self._forget_expected(held, [short for short, until in held.expected.items() if until <= now])
+                due = takewhile(lambda one: one[1] <= now, held.expected.items())  # the others come behind them
+                self._forget_expected(held, [short for short, _ in due])
 
     def clear(self, address: str) -> None:
         """The worker restarted or is gone: it holds nothing."""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Final, cast
 
 import zmq
 import zmq.asyncio
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_UNSENT_ABORTS = 4096
 """Aborts that are kept for a worker that cannot take them now; beyond, the oldest is dropped."""
+POLLIN: Final = int(zmq.POLLIN)
+"""A plain number: to look at flags of an enum takes as long as to ask for them."""
 LAST_WORDS_S = 0.02
 """Time to read what a worker sent before its connection broke."""
 
@@ -56,6 +58,9 @@ class WorkerConnection:
 
     ZeroMQ reconnects by itself, looks the name up again each time, and reports a broken connection. So a killed worker
     is noticed at once, and not only by its silence.
+
+    Messages are read in the turn of the event loop in which they are there: with pyzmq's own asyncio sockets each one
+    would cost a future, a timer and a turn of the task that awaits it, more than it takes to pass on a token.
     """
 
     address: str
@@ -66,8 +71,10 @@ class WorkerConnection:
     counters: ConnectionCounters = field(default_factory=ConnectionCounters)
     drops: DropLog = field(init=False)
     _unsent_aborts: deque[AbortRequest] = field(default_factory=lambda: deque(maxlen=MAX_UNSENT_ABORTS))
-    _socket: zmq.asyncio.Socket | None = None
+    _socket: zmq.Socket[bytes] | None = None
     _monitor: zmq.asyncio.Socket | None = None
+    _receiving: asyncio.Future[None] | None = None
+    _reads: bool = False
     _dialer: Dialer | None = None
     _refusal: str = ""
     _is_up: bool = False
@@ -76,7 +83,7 @@ class WorkerConnection:
         self.drops = DropLog(log, f"a frame from {self.address}")
 
     def open(self, context: zmq.asyncio.Context) -> None:
-        socket = self._socket = context.socket(zmq.DEALER)  # set first: `close` must find it whatever fails next
+        socket = self._socket = zmq.Socket(context, zmq.DEALER)  # set first: `close` must find it whatever fails next
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, self.hwm),
@@ -95,22 +102,22 @@ class WorkerConnection:
         ):
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.ROUTING_ID, self.router_id.encode())
-        self._monitor = socket.get_monitor_socket(WATCHED)
+        self._monitor = cast("zmq.asyncio.Socket", socket.get_monitor_socket(WATCHED))  # of the context's kind
         self._dialer = Dialer(socket, self.address, self.curve)
 
     def send(self, message: Message) -> bool:
         """Send now or not at all: False when the worker is not connected or reads too slowly."""
         if self._socket is None or self._socket.closed:
             return False
-        # The asyncio socket's send, not the plain one: it looks for messages whose wake-up this call swallowed.
-        sent = cast("asyncio.Future[object]", self._socket.send(encode(message), zmq.NOBLOCK))
-        error = sent.exception()  # a send that may not block is settled when it returns
-        if error is None:
-            return True
-        if not isinstance(error, zmq.ZMQError):
-            raise error
-        self.counters.num_unsent += 1
-        return False
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.counters.num_unsent += 1
+            sent = False
+        else:
+            sent = True
+        self._look_again(self._socket)
+        return sent
 
     def abort(self, request_id: str, attempt: int) -> None:
         """Have the worker forget a request, now or when it can be reached again."""
@@ -126,16 +133,15 @@ class WorkerConnection:
         """Pass messages on until cancelled. Frames that are no message of a worker are counted and dropped."""
         if self._socket is None:
             raise RuntimeError(f"{self.address} is not open")
-        num_in_a_row = 0
-        while True:
-            parts = await self._socket.recv_multipart()
-            message = self._parse(parts)
-            if message is not None:
-                self.events.on_message(self.address, message)
-            num_in_a_row += 1
-            if num_in_a_row >= MAX_IN_A_ROW:
-                num_in_a_row = 0
-                await asyncio.sleep(0)
+        loop, descriptor = asyncio.get_running_loop(), self._socket.FD
+        receiving = self._receiving = loop.create_future()
+        loop.add_reader(descriptor, self._read)
+        loop.call_soon(self._read)  # the descriptor does not tell of what is there already
+        try:
+            await receiving
+        finally:
+            self._receiving = None
+            loop.remove_reader(descriptor)
 
     async def watch(self) -> None:
         """Report when the connection comes up, breaks or is refused, until cancelled; dial again after a refusal."""
@@ -166,6 +172,37 @@ class WorkerConnection:
             self._monitor.close(linger=0)
         self._socket = self._monitor = None
 
+    def _read(self) -> None:
+        """Pass on the messages that are there. An error ends `receive`, which raises it."""
+        socket, receiving = self._socket, self._receiving
+        if socket is None or receiving is None or receiving.done():
+            return
+        self._reads = True
+        try:
+            for _ in range(MAX_IN_A_ROW):
+                if not _has_message(socket):
+                    return
+                message = self._parse(socket.recv_multipart(zmq.NOBLOCK))
+                if message is not None:
+                    self.events.on_message(self.address, message)
+                if receiving.done():  # the message made the caller leave this worker
+                    return
+            receiving.get_loop().call_soon(self._read)
+        except Exception as error:
+            if not receiving.done():
+                receiving.set_exception(error)
+        finally:
+            self._reads = False
+
+    def _look_again(self, socket: zmq.Socket[bytes]) -> None:
+        """Read soon if there is something: a send takes ZeroMQ's signal of a message away, and the descriptor with it
+        tells of none until the next one comes."""
+        receiving = self._receiving
+        if receiving is None or self._reads:  # `_read` looks after each message by itself
+            return
+        if _has_message(socket):
+            receiving.get_loop().call_soon(self._read)
+
     def _tell_refusal(self, refusal: str) -> None:
         if refusal == self._refusal:
             return
@@ -186,3 +223,8 @@ class WorkerConnection:
             self.events.on_unreadable(self.address, str(error))
             return None
         return message
+
+
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is there. ZeroMQ's descriptor tells of the next one once this has said no."""
+    return bool(cast(int, socket.get(zmq.EVENTS)) & POLLIN)

@@ -70,6 +70,9 @@ class Exchange(Response):
         log.num_prompt_tokens = plan.num_prompt_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._plan.num_prompt_logprobs_held:
+            await self._serve(scope, receive, send)
+            return
         with ExitStack() as held:
             try:
                 held.enter_context(self._service.prompt_logprob_budget.lease(self._plan.num_prompt_logprobs_held))
@@ -81,8 +84,12 @@ class Exchange(Response):
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generations = Generations(self._source(), self._service.unread)
-        watcher = asyncio.create_task(_watch(receive, generations), name=f"{self._plan.id}-watch")
+        generations = self._generations = Generations(self._source(), self._service.unread)
+        pieces, watcher = pieces_of(scope), None
+        if pieces is None:
+            watcher = asyncio.create_task(_watch(receive, generations), name=f"{self._plan.id}-watch")
+        else:
+            pieces.watch(generations.leave)
         try:
             async with asyncio.timeout(self._service.config.request_timeout_s + SEND_GRACE_S):
                 await generations.start([choice.request for choice in self._plan.choices])
@@ -96,7 +103,10 @@ class Exchange(Response):
             self._log.client_gone()
             raise
         finally:
-            watcher.cancel()
+            if watcher is not None:
+                watcher.cancel()
+            if pieces is not None:
+                pieces.unwatch()
             await generations.close()
             self._settle()
             self._log.end()
@@ -113,6 +123,7 @@ class Exchange(Response):
         pieces: list[list[Piece]] = [[] for _ in self._plan.choices]
         keepalive_s = self._service.config.keepalive_s
         try:
+            generations.sink = partial(self._keep, pieces)
             while not self._finished:
                 for choice, piece in self._take(generations, await generations.next(keepalive_s)):
                     pieces[choice.index].append(piece)
@@ -124,6 +135,15 @@ class Exchange(Response):
             await self._before_end()
         response = Response(body, media_type="application/json")
         await response(scope, receive, send)
+
+    def _keep(self, pieces: Sequence[list[Piece]], index: int, at: float, event: TokenEvent) -> bool:
+        """Take an event in the middle of an answer at once; False leaves it to `_answer_whole`."""
+        choice = self._plan.choices[index]
+        if event.logprobs or not self._is_middle(choice, event):
+            return False
+        if not choice.finish_reason:
+            pieces[index].append(self._pushed(choice, at, event))
+        return True
 
     # ------------------------------------------------------------ streamed
 
@@ -138,7 +158,7 @@ class Exchange(Response):
         opened = False
         # A token without text, such as half a character, is no silence: no comment is due for it.
         self._next_comment = time.perf_counter() + (keepalive_s if arrivals else 0.0)
-        self._generations, self._pieces = generations, pieces_of(scope)
+        self._pieces = pieces_of(scope)
         while True:
             chunks: list[bytes] = []
             if arrivals and not opened:
@@ -173,25 +193,28 @@ class Exchange(Response):
 
     def _pass_on(self, index: int, at: float, event: TokenEvent) -> bool:
         """Write an event in the middle of a stream at once; False leaves it to `_answer_stream`."""
-        choice, pieces, generations = self._plan.choices[index], self._pieces, self._generations
-        if pieces is None or generations is None or not pieces.ready or not choice.num_pieces:
+        choice, pieces = self._plan.choices[index], self._pieces
+        if pieces is None or not pieces.ready or not self._is_middle(choice, event):
             return False
-        num_tokens = len(event.token_ids)
-        if event.finish_reason or self._is_many(num_tokens, first=False):
-            return False
-        if choice.finish_reason:  # ended by a stop string
-            return True
-        piece = choice.push(event)
-        self._measure(choice, at, len(piece.token_ids))
-        if data := self._frames.chunk(choice, piece):
+        if not choice.finish_reason and (data := self._frames.chunk(choice, self._pushed(choice, at, event))):
             pieces.write(data)
             self._next_comment = at + self._service.config.keepalive_s
-        if choice.finish_reason:
-            generations.stop(index)
-            generations.wake()
         return True
 
     # ------------------------------------------------------------ both
+
+    def _is_middle(self, choice: AnswerChoice, event: TokenEvent) -> bool:
+        """Whether an event is one in the middle of a choice, that is made into text at once."""
+        return not (not choice.num_pieces or event.finish_reason or self._is_many(len(event.token_ids), first=False))
+
+    def _pushed(self, choice: AnswerChoice, at: float, event: TokenEvent) -> Piece:
+        """What an event that came to a sink adds to its choice; a stop string ends the choice."""
+        piece = choice.push(event)
+        self._measure(choice, at, len(piece.token_ids))
+        if choice.finish_reason and self._generations is not None:
+            self._generations.stop(choice.index)
+            self._generations.wake()
+        return piece
 
     async def _made(self, write: Callable[[], bytes], num_tokens: int, *, first: bool = True) -> bytes:
         """The bytes that `write` makes of so many tokens, in a thread if they are many. Raises Unavailable.

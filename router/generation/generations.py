@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections import Counter, deque
@@ -107,8 +106,9 @@ class Generations:
 
     async def close(self) -> None:
         """Abort running streams and wait until all are closed."""
-        await self._abort()
-        await asyncio.gather(*self._tasks.values(), *filter(None, (self._aborting,)), return_exceptions=True)
+        if self._aborting is not None or not all(task.done() for task in self._tasks.values()):
+            await self._abort()
+            await asyncio.gather(*self._tasks.values(), *filter(None, (self._aborting,)), return_exceptions=True)
         self._forget()
 
     def give_up(self, error: RequestError) -> None:
@@ -128,7 +128,7 @@ class Generations:
 
     async def _pump(self, index: int, request: GenerationRequest) -> None:
         finished = False
-        request = dataclasses.replace(request, sink=partial(self._pass_on, index))
+        request = replace(request, sink=partial(self._pass_on, index))
         try:
             async with aclosing(self._client.generate(request)) as events:
                 async for event in events:

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
+
+import msgspec
 
 from common.errors import DeadlineExceeded, Overloaded
 from router.streams.client import GenerationRequest, TokenEvent, TokenSource
@@ -26,7 +27,7 @@ class InTurnClient:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `TokenSource.generate`; one that is refused behind its first event is not tried again."""
         while True:
-            placed = replace(request, deadline_s=await self._turn(request))
+            placed = msgspec.structs.replace(request, deadline_s=await self._turn(request))
             self._num_there += 1
             began = gives_up_place = False
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class AnswerParts:
         self._only_calls = is_held(fields, calling)  # or only JSON of a schema
         self._thinks = service.thinks and not self._only_calls and not self._form.has_channels
         self._scanners: dict[int, _Scanners] = {}
-        self._id = uuid.uuid4().hex
+        self._id = secrets.token_hex(16)
 
     @property
     def only_text(self) -> bool:

@@ -1,18 +1,27 @@
-"""Where a streamed answer is written while its client reads: straight to the connection, without a task a piece."""
+"""The connection of an answer, past the layers before it: it writes pieces, and tells of its loss, without a task."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from starlette.types import Scope
 
 
 class Pieces(Protocol):
-    """The connection of one answer whose head is sent."""
+    """The connection of one answer."""
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Call `on_gone` when the client leaves before it has the answer, or now if it has left."""
+        ...
+
+    def unwatch(self) -> None:
+        """Call it no more."""
+        ...
 
     @property
     def ready(self) -> bool:
-        """Whether a piece can be written now: the client reads, and is still there."""
+        """Whether a piece can be written now: the head is sent, and the client reads and is still there."""
         ...
 
     def write(self, piece: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -145,7 +144,7 @@ def make_plan(
     """
     num_logprobs = _num_logprobs(service, fields, prompts)
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
-    answer_id = f"{prefix}{uuid.uuid4().hex}"
+    answer_id = f"{prefix}{secrets.token_hex(16)}"
     choices: list[AnswerChoice] = []
     salt, adapter = origin.key.salt(fields.cache_salt or ""), service.adapter_of(fields.model)
     for number, prompt in enumerate(prompts):

@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
+import msgspec
+
 from common.config.request_class import DEFAULT
 from common.errors import Overloaded, RequestError
 from router.admission.load import DispatchLoad
@@ -44,7 +46,7 @@ class MeasuredClient:
             last, num_tokens = self._clock(), num_tokens + len(event.token_ids)
             return True
 
-        stream = self._client.generate(request if sink is None else replace(request, sink=passed_on))
+        stream = self._client.generate(request if sink is None else msgspec.structs.replace(request, sink=passed_on))
         try:
             async for event in stream:
                 now, count = self._clock(), len(event.token_ids) or int(bool(event.pooled))

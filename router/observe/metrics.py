@@ -44,6 +44,7 @@ class RouterMetrics:
         self._traffics = (self.traffic,) if front is None else (self.traffic, front.traffic)
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
+        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}  # to look them up takes long
         self._shown: Collector = self.registry
         if load is not None:
             self.registry.register(LoadCollector(load, self._labels))
@@ -236,7 +237,8 @@ class RouterMetrics:
         if choice.num_tokens > 1:
             self.per_output_token.observe(decode_s / (choice.num_tokens - 1))
         if line is not None:
-            self._drafts.count(line.drafts.num_drafts, line.drafts.num_tokens, line.drafts.accepted)
+            if line.drafts.num_drafts:
+                self._drafts.count(line.drafts.num_drafts, line.drafts.num_tokens, line.drafts.accepted)
             self.queue.observe(line.queue_s)
             self.prefill.observe(line.prefill_s)
             self.decode.observe(line.decode_s or decode_s)
@@ -253,7 +255,10 @@ class RouterMetrics:
             self.tpot_ratio.observe(decode_s / (choice.num_tokens - 1) / line.forecast.token_s)
 
     def _add(self, counter: Counter, *labels: str, by: int = 1) -> None:
-        counter.labels(*self._labels.values(), *labels).inc(by)
+        child = self._children.get((counter, labels))
+        if child is None:
+            child = self._children[counter, labels] = counter.labels(*self._labels.values(), *labels)
+        child.inc(by)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())

@@ -6,7 +6,7 @@ began ─ first_at ─ ... ─ last_at ─ ended        seconds of perf_counter
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from common.config.request_class import DEFAULT
 from common.errors import RequestError
@@ -14,8 +14,7 @@ from common.wire.sampling_params import SamplingParams
 from router.streams.client import RequestTimeline
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceRecord:
+class ChoiceRecord(msgspec.Struct, frozen=True):
     """One choice of the answer. Its times are 0 without a token; `finish_reason` is "" if it was cut short."""
 
     index: int
@@ -27,8 +26,7 @@ class ChoiceRecord:
     timeline: RequestTimeline | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True):
     """`key` names the API key and `id` the answer; both may be "". A refused request may have no choices."""
 
     request_id: str

@@ -229,12 +229,11 @@ class Placement:
         self, state: RequestState, workers: Sequence[Worker], hits: Hits, now: float, held_s: float = 0.0
     ) -> RequestShape:
         num_remaining = state.request.params.max_tokens - state.num_base_tokens
+        known = {size: held for size, held in hits.items() if held}  # nothing is known of most new prompts
         tokens = {}
-        for worker in workers:
+        for worker in workers if known else ():
             size, address = worker.identity.block_size, worker.address
-            if size not in hits:
-                continue
-            if num_blocks := hits[size].num_blocks(address):
+            if size in known and (num_blocks := known[size].num_blocks(address)):
                 tokens[address] = size * num_blocks
         return RequestShape(
             len(state.request.prompt_token_ids) + state.num_base_tokens,
@@ -246,7 +245,7 @@ class Placement:
             held_s=held_s,
             ttft_s=state.first_token_s(now),
             tpot_s=state.request.tpot_s,
-            fetches=self._fetches.of(state, workers, hits, now) if hits else None,
+            fetches=self._fetches.of(state, workers, known, now) if known else None,
         )
 
     def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 UNKNOWN_LENGTH = 256
 """Tokens of an answer before any has ended, and behind the longest one so far."""
@@ -30,11 +31,7 @@ class _Lengths:
     def more(self, num_tokens: int) -> float:
         """The mean of what answers of more than `num_tokens` had beyond them; `UNKNOWN_LENGTH` counts as one more."""
         if not self.sums:
-            total = 0
-            self.sums = [0]
-            for length in reversed(self.ordered):
-                total += length
-                self.sums.append(total)
+            self.sums = list(accumulate(reversed(self.ordered), initial=0))  # once for nearly every answer
             self.sums.reverse()
         place = bisect_right(self.ordered, num_tokens)
         num_longer = len(self.ordered) - place

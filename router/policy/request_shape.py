@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+
+import msgspec
 
 from common.latency.step_model import StepShape
 from router.fleet.worker import Worker
@@ -13,8 +14,7 @@ from router.policy.fetch import Fetch
 NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class RequestShape:
+class RequestShape(msgspec.Struct, frozen=True, gc=False):
     """A request as it is weighed. `hits`: prompt tokens that a worker has cached, by its address. `fetches`: what a
     worker that computes the prompt takes from its disk or from a peer.
 

@@ -132,20 +132,25 @@ class RoutingPolicy:
         first = _best([_prefill_place(worker, shape, now) for worker in prefill])
         then = _best(remote)
         cost_s = _pair_s(first, then)
-        local = (self._local(place, first, then, shape, now) for place in remote)
+        local = (self._local(place, first, then, cost_s, shape, now) for place in remote)
         if alone := [place for place in local if place is not None]:
             return _alone(_best(alone))
         rank = (max(first.rank, then.rank), cost_s, *then.turn)
         return rank, Choice(first.worker, then.worker, joined(first.forecast, then.forecast))
 
-    def _local(self, place: _Place, first: _Place, then: _Place, shape: RequestShape, now: float) -> _Place | None:
-        """The place of a decode worker that should compute the prompt although there are prefill workers, or None."""
+    def _local(
+        self, place: _Place, first: _Place, then: _Place, remote_s: float, shape: RequestShape, now: float
+    ) -> _Place | None:
+        """The place of a decode worker that should compute the prompt although there are prefill workers, or None.
+
+        `remote_s` is the cost of these.
+        """
         if place.rank > then.rank:
             return None
-        if (urgent := self._urgent(place, first, shape, now)) is not None:
+        if shape.tpot_s and (urgent := self._urgent(place, first, shape, now)) is not None:
             return urgent
-        worker, remote_s = place.worker, _pair_s(first, then)
-        uncached, holds_more = shape.uncached(worker), _holds_more(place, first.worker, shape)
+        worker, uncached = place.worker, shape.num_tokens - place.hits
+        holds_more = _holds_more(place, first.worker, shape)
         # The tokens after the first must not hide that the prefill worker would compute an answer again.
         same_s = shape.num_expected * min(place.forecast.token_s, then.forecast.token_s) if holds_more else 0.0
         if uncached > self.local_prefill_threshold:
@@ -237,6 +242,8 @@ def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:
 
 def _best(places: Sequence[_Place]) -> _Place:
     """The place of the least cost, or the one among about equal ones whose worker has least to do."""
+    if len(places) == 1:
+        return places[0]
     least = min(places, key=lambda place: (place.rank, place.cost_s))
     most_s, surely_s = (1.0 + MOST_TOLERANCE) * least.cost_s + TOLERANCE_S, least.cost_s + TOLERANCE_S
     near = (place for place in places if place.cost_s <= most_s and place.rank == least.rank)

@@ -181,8 +181,11 @@ class Message(Fields):
 
 def not_too_many_parts(messages: object) -> object:
     if isinstance(messages, list):  # before a million parts are checked one by one
-        found = (message.get(name) for message in messages if isinstance(message, dict) for name in _PARTS)
-        num_parts = sum(len(parts) for parts in found if isinstance(parts, list))
+        num_parts = 0
+        for message in messages:
+            for name in _PARTS if isinstance(message, dict) else ():
+                if isinstance(parts := message.get(name), list):
+                    num_parts += len(parts)
         if num_parts > MAX_PARTS:
             raise ValueError(f"must have at most {MAX_PARTS} parts and tool calls together, not {num_parts}")
     return messages

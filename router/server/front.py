@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import uuid
+import secrets
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,7 +34,7 @@ class Front:
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")
         if not SANE_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex
+            request_id = secrets.token_hex(16)
         visit = gate.arrive(scope, request_id)
         scope.setdefault("state", {}).update(request_id=request_id, visit=visit)
 

@@ -56,10 +56,24 @@ class CyclePieces:
     """Writes pieces of a streamed answer past the layers of the application: they do nothing with a body, and each
     would cost more than the piece. Implements `router.generation.pieces.Pieces`."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "_on_gone")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle, self._on_gone = cycle, _nothing
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        self._cycle.flow.resume_reading()  # the end of a connection that is not read is not noticed
+        self._on_gone = on_gone
+        if self._cycle.disconnected:
+            on_gone()
+
+    def unwatch(self) -> None:
+        self._on_gone = _nothing
+
+    def lost(self) -> None:
+        """The connection is lost."""
+        if self._cycle.disconnected:
+            self._on_gone()
 
     @property
     def ready(self) -> bool:
@@ -108,6 +122,8 @@ class HTTPConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.bounds.places.leave(self.transport)
         super().connection_lost(exc)
+        if self.cycle is not None:
+            self.cycle.scope["state"]["pieces"].lost()
 
     def pause_writing(self) -> None:
         self.unread_since = self.loop.time()
@@ -298,6 +314,10 @@ class HTTPConnection(HttpToolsProtocol):
         if not started and not self.transport.is_closing():
             self.transport.write(_answer(error))
         self.transport.close()
+
+
+def _nothing() -> None:
+    """A client that leaves concerns no answer."""
 
 
 def _too_large() -> HeadTooLarge:

@@ -25,8 +25,7 @@ brings it. Called while the reader of `generate` waits for an event, so all earl
 token would cost a turn of one more task."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True):
     """One sequence to generate. The router makes `request_id`: it is unique and never a client's text.
 
     `deadline_s` is how long the request may take from now until its last token, `ttft_s` how long until its first one
@@ -67,8 +66,7 @@ class GenerationRequest:
         return self.share or COMMON_SHARE
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """The client, as far as its request's head tells: the name of its key, and the classes that a request may be of.
 
     The first of them is that of a request that names none. Without classes it is of the class `default`.
@@ -94,8 +92,7 @@ class DraftCounts:
         return sum(self.accepted)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTimeline:
+class RequestTimeline(msgspec.Struct, frozen=True, gc=False):
     """A request's life inside the pools; durations in seconds, 0 for a phase that did not happen.
 
         dispatched ─ queue_s ─ prefill_s ─ first token ─ decode_s ─ last token

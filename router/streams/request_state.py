@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from msgspec.structs import replace
@@ -58,7 +58,7 @@ class Assignment:
     delivered: bool = False
     sent_at: float = 0.0
     delivered_at: float = 0.0
-    timeline: Timeline = field(default_factory=Timeline)
+    timeline: Timeline = NO_TIMELINE
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ class RequestState:
         self._error: RequestError | None = None
         self._hashers: dict[int, BlockHasher] = {}
         self._queue_s = 0.0
-        self._past = Timeline()
+        self._past = NO_TIMELINE
         self._names = {"prefill": "", "decode": ""}
         self._timeline = RequestTimeline()  # made of `_timeline_parts`
         self._timeline_parts: tuple[object, ...] = ()

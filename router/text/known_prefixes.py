@@ -20,9 +20,10 @@ import numpy as np
 
 from common.model_files.tokenizer import Tokenizer
 from common.wire.message_fields import TOKEN_BYTES
+from router.text.known_heads import KnownHeads
 
 MIN_BYTES = 4096
-"""Shorter texts take a millisecond or two."""
+"""Of shorter texts only the head is known."""
 SEGMENT_BYTES = 1024
 """A segment has at least so many: for fewer it pays to tokenise them again."""
 MAX_KEPT_BYTES = 32 * 1024 * 1024
@@ -62,7 +63,9 @@ class KnownPrefixes:
 
     def __init__(self, tokenizer: Tokenizer, texts: str, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._tokenizer, self._max_bytes = tokenizer, max_bytes
-        self._marks = {name.encode(): token for name, token in tokenizer.cutting_tokens().items() if name in texts}
+        marks = {name: token for name, token in tokenizer.cutting_tokens().items() if name in texts}
+        self._marks = {name.encode(): token for name, token in marks.items()}
+        self._heads = KnownHeads(tokenizer, marks) if marks else None
         self._segments: OrderedDict[bytes, _Segment] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -77,8 +80,10 @@ class KnownPrefixes:
 
         Prompts of another `salt` find nothing of it: what is known shows in the time.
         """
-        if len(text) < MIN_BYTES or not self._marks:
+        if self._heads is None:
             return self._tokenizer.encode(text, add_special_tokens=False)
+        if len(text) < MIN_BYTES:
+            return self._heads.encode(text, salt)
         try:
             data = text.encode()
         except UnicodeEncodeError:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from common.config.request_class import RequestClass
@@ -91,7 +91,7 @@ async def test_tokens_that_went_to_a_sink_count_as_others() -> None:
 
     script.generate = generate  # type: ignore[method-assign]
     client = MeasuredClient(cast(Dispatcher, script), window, lambda: script.now)
-    request = dataclasses.replace(REQUEST, sink=lambda event: not sunk.append(event))
+    request = msgspec.structs.replace(REQUEST, sink=lambda event: not sunk.append(event))
     assert len([event async for event in client.generate(request)]) == 1, "the first token has no sink"
     assert len(sunk) == 3 and window.attainment(script.now) == {"ttft": 1.0, "tpot": 0.0}
 

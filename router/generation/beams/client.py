@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -115,7 +115,7 @@ class BeamClient:
                 tasks = [
                     group.create_task(
                         self._token(
-                            replace(
+                            msgspec.structs.replace(
                                 request,
                                 request_id=f"{request.request_id}-{step}-{i}",
                                 prompt_token_ids=[*request.prompt_token_ids, *beam.token_ids],
@@ -174,7 +174,7 @@ def _joined(before: Sequence[RequestTimeline], events: Sequence[TokenEvent]) -> 
         return []
     num_moves = sum(line.num_attempts - 1 for line in lines)
     num_preemptions = sum(line.num_preemptions for line in lines)
-    return [replace(lines[-1], num_attempts=1 + num_moves, num_preemptions=num_preemptions)]
+    return [msgspec.structs.replace(lines[-1], num_attempts=1 + num_moves, num_preemptions=num_preemptions)]
 
 
 def _event(beam: Beam, num_alternatives: int, first: TokenEvent, lines: Sequence[RequestTimeline]) -> TokenEvent:

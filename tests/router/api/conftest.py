@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 
@@ -106,7 +106,7 @@ class Engine:
     def _event(self, request: GenerationRequest, tokens: list[int], reason: str) -> TokenEvent:
         top = tuple((ord("a") + i, -1.0 - i) for i in range(max(0, request.params.logprobs)))
         logprobs = tuple(TokenLogprobs(self.logprob, top) for _ in tokens) if request.params.logprobs >= 0 else ()
-        timeline = dataclasses.replace(TIMELINE) if reason else None
+        timeline = msgspec.structs.replace(TIMELINE) if reason else None
         asked, prompt = request.params.prompt_logprobs, ()
         if asked >= 0 and request.request_id not in self.with_logprobs:
             self.with_logprobs.add(request.request_id)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from router.generation.exchange import Exchange
 from router.server.http_connection import CyclePieces
 
 TEXT = 'The "quick" brøwn 🦊\n jumps\\ over the lazy dog. '
@@ -73,6 +74,36 @@ async def test_the_bytes_are_those_of_the_usual_way(
     monkeypatch.setattr("router.generation.exchange.pieces_of", lambda scope: None)
     written.clear()
     assert await streamed(running, path, body) == direct and not written
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_whole_answers_take_the_middle_of_a_choice_at_once(
+    start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    path, body = CASES[case]
+    body = {name: value for name, value in body.items() if name != "stream_options"}
+    engine = tools.Engine(text=TEXT)
+    running = await start(engine)
+    taken: list[bool] = []
+    keep = Exchange._keep
+
+    def remember(self: Exchange, *event: Any) -> bool:
+        taken.append(keep(self, *event))
+        return taken[-1]
+
+    monkeypatch.setattr(Exchange, "_keep", remember)
+    direct = await whole(running, path, body)
+    assert any(taken) is not any(request.params.logprobs >= 0 for request in engine.requests)
+    monkeypatch.setattr(Exchange, "_keep", lambda *_: False)
+    assert await whole(running, path, body) == direct
+
+
+async def whole(running: Any, path: str, body: dict[str, Any]) -> str:
+    """An answer without what differs from one to the next."""
+    reply = await running.http.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    plain = re.sub(r"[0-9a-f]{32}", "ID", reply.text)
+    return re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":0', plain)
 
 
 async def test_what_a_client_does_not_read_waits_for_it(start: Any, tools: Any) -> None:

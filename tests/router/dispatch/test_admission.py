@@ -6,8 +6,9 @@ from common.errors import MAX_RETRY_AFTER_S, Overloaded
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
-from router.admission.admission import Admission, lasting_s, observed_waits_s, too_late, wait_for, waits_of
+from router.admission.admission import Admission, too_late
 from router.admission.load import DispatchCounters
+from router.admission.waits import lasting_s, observed_waits_s, wait_for, waits_of
 from router.fleet.registry import WorkerRegistry
 from router.policy.forecast import on_prefill
 from router.policy.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
@@ -187,6 +188,27 @@ def test_nobody_looks_at_a_prompt_whose_length_does_not_matter():
 
     assert not refuses_unread(admission_of(worker(), busy("decode")), is_longer)
     assert refuses_unread(admission_of(busy("prefill"), busy("decode")), is_longer)
+
+
+@pytest.mark.parametrize("ttft_ms", [0.0, 1000.0])
+@pytest.mark.parametrize("num_running", [0, 4])
+def test_workers_that_are_far_from_an_overload_are_not_weighed_and_the_answer_is_the_same(
+    monkeypatch, ttft_ms, num_running
+):
+    """At each load either way of asking says the same; the quick one answers at low loads and nowhere near a limit."""
+    answers = []
+    for num_waiting in (0, 100, 200, 300, 1000, 10_000, 29_000, 40_000):
+        prefill = worker(num_waiting_tokens=num_waiting, full_tokens_per_s=1000.0)
+        full = decode(num_running=num_running, num_waiting=num_running, service_s=num_waiting / 1000)
+        admission = admission_of(prefill, full, slo_ttft_ms=ttft_ms)
+        sure = admission._is_surely_in_time((prefill, full), 0.0, admission._classes["default"])
+        quick = refuses_unread(admission, lambda num_tokens: True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Admission, "_is_surely_in_time", lambda *_: False)
+            assert quick == refuses_unread(admission, lambda num_tokens: True)
+        answers.append((sure, quick))
+    assert answers[0] == (True, False) and answers[-1] == (False, True)
+    assert (True, True) not in answers
 
 
 # ---------------------------------------------------------------- what the last predictions were worth

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from common.wire.codec import decode, encode
 from common.wire.curve import Curve
 from common.wire.curve_keys import KeyPair
 from common.wire.messages import AbortRequest, RequestFailed, RouterHeartbeat
-from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
+from router.fleet.worker_connection import BURST, ConnectionEvents, WorkerConnection
 
 
 class Recorder:
@@ -106,6 +107,54 @@ async def test_frames_that_cannot_be_read_are_told_and_the_next_is_read(wire, to
     assert reasons[1:] == ["2 parts instead of 1", "a RouterHeartbeat is not for routers"]
 
 
+async def test_a_message_whose_signal_a_send_took_is_read(wire, tools):
+    """A send handles what came meanwhile, and then the descriptor tells of nothing."""
+    router, connection, recorder = wire
+    await tools.until(lambda: recorder.ups)
+    assert connection.send(RouterHeartbeat(router_id="me"))
+    name, _ = await router.recv_multipart()
+    failed = RequestFailed(worker_id="w", request_id="a", attempt=0, phase="decode", message="x", retryable=True)
+    for _ in range(20):
+        recorder.messages.clear()
+        await router.send_multipart([name, encode(failed)])
+        hold_up_the_loop()  # it must not see the signal first
+        assert connection.send(RouterHeartbeat(router_id="me"))
+        await tools.until(lambda: recorder.messages)
+
+
+async def test_more_than_a_burst_is_read_in_order(wire, tools):
+    router, connection, recorder = wire
+    await tools.until(lambda: recorder.ups)
+    assert connection.send(RouterHeartbeat(router_id="me"))
+    name, _ = await router.recv_multipart()
+    failures = [
+        RequestFailed(worker_id="w", request_id=str(number), attempt=0, phase="decode", message="x", retryable=True)
+        for number in range(3 * BURST)
+    ]
+    for failed in failures:
+        await router.send_multipart([name, encode(failed)])
+    await tools.until(lambda: len(recorder.messages) == len(failures))
+    assert recorder.messages == failures
+
+
+async def test_an_error_in_what_a_message_does_ends_the_reading_with_it(wire, tools):
+    router, connection, recorder = wire
+    await tools.until(lambda: recorder.ups)
+
+    def fail(address, message):
+        raise ZeroDivisionError("a bug")
+
+    connection.events = replace(connection.events, on_message=fail)
+    reading = asyncio.create_task(connection.receive())
+    await asyncio.sleep(0)
+    assert connection.send(RouterHeartbeat(router_id="me"))
+    name, _ = await router.recv_multipart()
+    failed = RequestFailed(worker_id="w", request_id="a", attempt=0, phase="decode", message="x", retryable=True)
+    await router.send_multipart([name, encode(failed)])
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        await reading
+
+
 async def test_a_broken_connection_is_told(wire, tools):
     router, _, recorder = wire
     await tools.until(lambda: recorder.ups)
@@ -136,6 +185,10 @@ async def test_a_worker_with_keys_is_told_of_and_found_once_it_has_none(tools):
     connection.close(0)
     plain.close(linger=0)
     context.term()
+
+
+def hold_up_the_loop():
+    time.sleep(0.02)
 
 
 def can_bind(socket, port):

@@ -1,11 +1,11 @@
 """The dispatcher on real sockets when all goes well, and at its bounds."""
 
 import asyncio
-import dataclasses
 import subprocess
 import sys
 from collections import Counter
 
+import msgspec
 import pytest
 import uvloop
 
@@ -67,7 +67,7 @@ async def test_a_sink_gets_each_event_but_the_last_in_its_turn(cluster, tools):
         return takes
 
     request = tools.request(PROMPT, max_tokens=300)
-    async for event in dispatcher.generate(dataclasses.replace(request, sink=sink)):
+    async for event in dispatcher.generate(msgspec.structs.replace(request, sink=sink)):
         taken.extend(event.token_ids)
     assert taken == tools.expected(PROMPT, 300)
     assert event.finish_reason == "length" and {"sunk", "left"} == set(ways)
@@ -81,7 +81,7 @@ async def test_a_sink_that_fails_ends_its_own_answer(cluster, tools):
 
     request = tools.request(PROMPT, max_tokens=300)
     with pytest.raises(ZeroDivisionError):
-        async for _ in dispatcher.generate(dataclasses.replace(request, sink=sink)):
+        async for _ in dispatcher.generate(msgspec.structs.replace(request, sink=sink)):
             pass
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
     await tools.until(lambda: not dispatcher.core.states)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import struct
 
 import pytest
@@ -19,7 +18,7 @@ PROMPT = list(range(1, 41))
 
 
 async def events(dispatcher, tools, tokens=PROMPT, pooling="last"):
-    request = dataclasses.replace(tools.request(tokens, max_tokens=1, pooling=pooling), pooled_width=4)
+    request = replace(tools.request(tokens, max_tokens=1, pooling=pooling), pooled_width=4)
     return [event async for event in dispatcher.generate(request)]
 
 

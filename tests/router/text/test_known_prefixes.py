@@ -13,7 +13,8 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from common.errors import InvalidRequest
 from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
-from router.text import known_prefixes
+from router.text import known_heads, known_prefixes
+from router.text.known_heads import KnownHeads
 from router.text.known_prefixes import KnownPrefixes
 
 MARKS = ("<s>", "<e>", "<|longer|>")
@@ -160,6 +161,48 @@ def test_the_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
         text += rng.choice([*tokenizer.cutting_tokens(), "word ", "é", "\n\n"]) * rng.randrange(1, 4)
         assert known.encode(text) == tokenizer.encode(text, add_special_tokens=False)
     assert known.num_bytes > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=50, deadline=None)
+@given(prompts=st.lists(texts.map("".join), min_size=1, max_size=3), heads=texts)
+def test_tokens_behind_a_known_head_are_those_of_the_whole_text(
+    kind: str, prompts: list[str], heads: list[str]
+) -> None:
+    tokenizer = Tokenizer(KINDS[kind]())
+    known = KnownHeads(tokenizer, tokenizer.cutting_tokens())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known_heads, "MIN_CHARS", 1)
+        patch.setattr(known_heads, "MAX_HEADS", 4)
+        for text in [head + prompt for _ in range(3) for head in heads for prompt in prompts]:
+            assert known.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_head_is_tokenised_twice_and_then_known_within_its_salt() -> None:
+    tokenizer = Counting(byte_level())
+    known, head = KnownHeads(tokenizer, tokenizer.cutting_tokens()), "<s>" + "ab " * 40 + "<e><s>"
+    for number, salt in enumerate(("a", "a", "a", "b", "a")):
+        before, text = tokenizer.num_chars, f"{head}user {number}<e><s>"
+        known.encode(text, salt)
+        is_known = number in (2, 4)
+        assert tokenizer.num_chars - before == (len(text) - len(head) + len("<s>") if is_known else len(text))
+
+
+def test_heads_that_come_once_are_forgotten() -> None:
+    tokenizer = Tokenizer(byte_level())
+    known = KnownHeads(tokenizer, tokenizer.cutting_tokens())
+    for number in range(3 * known_heads.MAX_HEADS):
+        known.encode(f"<s>user {number} {'ab' * 40}<e><s>")
+    assert len(known._heads) == known_heads.MAX_HEADS
+
+
+def test_what_is_no_unicode_behind_a_known_head_is_told_where_it_is() -> None:
+    tokenizer = Tokenizer(byte_level())
+    known, head = KnownHeads(tokenizer, tokenizer.cutting_tokens()), "<s>" + "ab " * 40 + "<e><s>"
+    for _ in range(3):
+        known.encode(head + "ab")
+    with pytest.raises(InvalidRequest, match=f"at character {len(head)}:"):
+        known.encode(head + "\ud800")
 
 
 def test_threads_share_it() -> None:
