@@ -14,6 +14,7 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from common.errors import BlockError, ModelError, RankLost
 from common.kv.cache import KVCache, clear_slots
+from common.kv.step_order import StepOrder
 from common.model_config.shard import Shard, kv_owners
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class ShardedCache(KVCache):
         self._num_heads, self._size = whole.num_kv_heads, num_ranks
         self._parts: list[Tensor] = [self.tensor]  # of the ranks of this host, which are the first
         self._remotes: list[RemoteHeads] = []
+        self._order = StepOrder(self.tensor.device)
         self._turn = threading.Lock()
         self._on_host: Tensor | None = None  # a block on its way between another host and a GPU
 
@@ -111,13 +114,12 @@ class ShardedCache(KVCache):
         return torch.empty(layers, self._num_heads, *rest, dtype=self.dtype, device=self.device)
 
     def clear_slots(self, index: int, first: int) -> None:
-        """Also raises RankLost."""
+        """On every rank, before the next step runs. By the thread that launches steps. Also raises RankLost."""
         self._check(index)
         with self._turn_with_remotes():
             for remote in self._remotes:
                 remote.clear(index, first)
-            for part in self._parts:
-                clear_slots(part[index], first)
+            self._order.run([(part.device, partial(clear_slots, part[index], first)) for part in self._parts])
             for remote in self._remotes:
                 remote.confirm()
 
