@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -131,7 +131,7 @@ class BlockPath:
         checksum: bool = True,
         memory: KVMemory | None = None,
         pair: KeyPair | None = None,
-        quantise: Callable[[int], memoryview] | None = None,
+        quantise: Callable[[Sequence[int]], Sequence[memoryview]] | None = None,
         ring: BlockRing | None = None,
     ) -> None:
         self._shape, self._checksum, self._count = shape, checksum, 0

@@ -99,7 +99,7 @@ def measure(shape: Shape, repeats: int, *, curve: bool = False) -> dict[str, lis
                 blocks[curve_name(n)] = BlockPath(secured, shape, view, num_streams=n, pair=pair)
         if shape.block_bytes % HEAD_BYTES == 0:
             quantised = receivers.start(serve_quantised_blocks, shape, True)
-            quantise = quantised_outgoing(bfloat16_cache(shape.block_bytes, shape.num_blocks)).view
+            quantise = quantised_outgoing(bfloat16_cache(shape.block_bytes, shape.num_blocks)).views
             blocks["KV, 1 socket, fp8"] = BlockPath(quantised, shape, view, quantise=quantise)
             device = bfloat16_cache(shape.block_bytes, shape.num_blocks)
             ring = ring_for(StagedOutgoing(device, CopyStream(device.device)), shape.num_blocks)

@@ -183,13 +183,15 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         prepared = self._pipeline.chunks(chunks)
         logits, prompt_logits = separate(self._runner.forward(prepared), prepared)
         spans = by_chunk(prompt_logits, [chunk.num_spans for chunk in chunks])
-        for chunk, (of_prompt, *_) in zip(chunks, spans, strict=True):
-            if of_prompt is not None:  # such a chunk has no draft
-                chunk.sequence.num_logprobs_sent = max(chunk.sequence.num_logprobs_sent, chunk.start + chunk.num_tokens)
-                self._reports.report_prompt_logits(chunk.sequence, chunk.start, of_prompt)
-        rows_of = [self._rules.rows(chunk) if chunk.sample else [] for chunk in chunks]
-        sampled = self._sampler.sample(logits, [row for rows in rows_of for row in rows])
-        self._runner.wait()  # the blocks of a sequence that ends now go to others
+        with self._runner.waiting():  # whatever reads numbers of a device waits for the step
+            for chunk, (of_prompt, *_) in zip(chunks, spans, strict=True):
+                if of_prompt is not None:  # such a chunk has no draft
+                    num_sent = max(chunk.sequence.num_logprobs_sent, chunk.start + chunk.num_tokens)
+                    chunk.sequence.num_logprobs_sent = num_sent
+                    self._reports.report_prompt_logits(chunk.sequence, chunk.start, of_prompt)
+            rows_of = [self._rules.rows(chunk) if chunk.sample else [] for chunk in chunks]
+            sampled = self._sampler.sample(logits, [row for rows in rows_of for row in rows])
+            self._runner.wait()  # the blocks of a sequence that ends now go to others
         done_at = time.monotonic()
         for chunk in chunks:
             self.scheduler.advance(chunk)

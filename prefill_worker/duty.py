@@ -45,7 +45,7 @@ class PrefillDuty(Duty):
             lambda event: engine.notify(event),
             lease_s=settings.kv_lease_s,
             num_streams=settings.kv_streams,
-            quantise=quantised_outgoing(loaded.kv).view if settings.kv_wire_dtype == "fp8" else None,
+            quantise=quantised_outgoing(loaded.kv).views if settings.kv_wire_dtype == "fp8" else None,
         )
         peers = self.new_peers(loaded, pool, lambda event: engine.notify(event))
         hidden = hidden_places(loaded.drafting)

@@ -71,17 +71,11 @@ class BlockRing:
 
         The places, and the checksum of the bytes in each.
         """
-        places: list[int] = []
-        checksums: list[int] = []
         loan = self._loans.setdefault(key, _Loan(receiver))
-        for block in blocks:
-            if not self._free:
-                break
-            place = self._free.popleft()
-            loan.places.add(place)
-            places.append(place)
-            checksums.append(self._blocks.copy(block, self._places[place]))
-        return places, checksums
+        places = [self._free.popleft() for _ in range(min(len(blocks), len(self._free)))]
+        loan.places.update(places)
+        copies = [(block, self._places[place]) for block, place in zip(blocks, places, strict=False)]
+        return places, self._blocks.copy_all(copies) if copies else []
 
     def give_back(self, key: Key, places: Sequence[int]) -> bool:
         """The transfer holds these places no more. False, and nothing is freed, unless it held all of them."""

@@ -14,20 +14,26 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from common.errors import BlockError, ModelError, RankLost
 from common.kv.cache import KVCache, clear_slots
+from common.kv.step_order import StepOrder
 from common.model_config.shard import Shard, kv_owners
 
 if TYPE_CHECKING:
     from common.model_files.config import ModelConfig
 
+GROUP_BYTES = 4 * 2**20
+"""Of blocks that another host is asked for, or sent, in one order with one answer; at least one block."""
 TURN_S = 60.0
 """How long a thread waits for others that talk to ranks of other hosts, each of whose orders has a deadline."""
+
+Item = TypeVar("Item")
 
 
 class RemoteHeads(Protocol):
@@ -36,20 +42,23 @@ class RemoteHeads(Protocol):
     Raises RankLost at deadlines.
     """
 
-    def ask(self, index: int, heads: range) -> None:
-        """Ask for heads of a block; `take` gets them."""
+    def ask(self, indices: Sequence[int], heads: range) -> None:
+        """Ask for heads of some blocks; `take` gets them in this order."""
 
     def take(self, parts: Sequence[memoryview]) -> None:
-        """Fill `parts` with what was asked for first."""
+        """Fill `parts` with the next block that was asked for."""
 
-    def put(self, index: int, parts: Sequence[memoryview]) -> None:
-        """Write a block, all heads of the rank, which `confirm` waits for."""
+    def put(self, indices: Sequence[int]) -> None:
+        """Write some blocks, all heads of the rank: `give` follows for each, and `confirm` waits for all of them."""
+
+    def give(self, parts: Sequence[memoryview]) -> None:
+        """The bytes of the next block of `put`."""
 
     def clear(self, index: int, first_slot: int) -> None:
         """Zero the slots of a block from `first_slot` on, which `confirm` waits for."""
 
     def confirm(self) -> None:
-        """The first write that was not confirmed is done."""
+        """The first `put` or `clear` that was not confirmed is done."""
 
     def cut(self) -> None:
         """Some order has failed: end the connection, and with it the worker."""
@@ -71,6 +80,7 @@ class ShardedCache(KVCache):
         self._num_heads, self._size = whole.num_kv_heads, num_ranks
         self._parts: list[Tensor] = [self.tensor]  # of the ranks of this host, which are the first
         self._remotes: list[RemoteHeads] = []
+        self._order = StepOrder(self.tensor.device)
         self._turn = threading.Lock()
         self._on_host: Tensor | None = None  # a block on its way between another host and a GPU
 
@@ -111,13 +121,12 @@ class ShardedCache(KVCache):
         return torch.empty(layers, self._num_heads, *rest, dtype=self.dtype, device=self.device)
 
     def clear_slots(self, index: int, first: int) -> None:
-        """Also raises RankLost."""
+        """On every rank, before the next step runs. By the thread that launches steps. Also raises RankLost."""
         self._check(index)
         with self._turn_with_remotes():
             for remote in self._remotes:
                 remote.clear(index, first)
-            for part in self._parts:
-                clear_slots(part[index], first)
+            self._order.run([(part.device, partial(clear_slots, part[index], first)) for part in self._parts])
             for remote in self._remotes:
                 remote.confirm()
 
@@ -130,7 +139,7 @@ class ShardedCache(KVCache):
         self.gather_all([(index, block)])
 
     def gather_all(self, blocks: Sequence[tuple[int, Tensor]]) -> None:
-        """`gather`, for several blocks: other hosts are asked for all of them at once."""
+        """`gather`, for several blocks: other hosts are asked for a group of them at once."""
         for index, _ in blocks:
             self._check(index)
         owners = kv_owners(self._num_heads, self._size)
@@ -141,29 +150,28 @@ class ShardedCache(KVCache):
             if owned
         ]
         with self._turn_with_remotes():
-            for index, _ in blocks:
+            for group in in_groups(blocks, self.wire_bytes):
                 for remote, owned, first in lenders:
-                    remote.ask(index, range(first, first + len(owned)))
-            for index, block in blocks:
-                self._gather_parts(index, block, owners[:local])
-                self._take(block, [(remote, owned) for remote, owned, _ in lenders])
+                    remote.ask([index for index, _ in group], range(first, first + len(owned)))
+                for index, block in group:
+                    self._gather_parts(index, block, owners[:local])
+                    self._take(block, [(remote, owned) for remote, owned, _ in lenders])
 
     def scatter(self, block: Tensor, index: int) -> None:
         """Copies `block`, as `gather` makes it, to all ranks. Also raises RankLost."""
         self.scatter_all([(index, block)])
 
     def scatter_all(self, blocks: Sequence[tuple[int, Tensor]]) -> None:
-        """`scatter`, for several blocks: other hosts confirm them together."""
+        """`scatter`, for several blocks: other hosts confirm a group of them at once."""
         for index, _ in blocks:
             self._check(index)
         with self._turn_with_remotes():
-            for index, block in blocks:
-                self._put(block, index)
-                whole = self._heads_of(block)
-                for rank, part in enumerate(self._parts):
-                    heads = Shard(rank, self._size).kv_heads(self._num_heads)
-                    part[index].copy_(whole[:, heads.start : heads.stop])
-            for _ in blocks:
+            for group in in_groups(blocks, self.wire_bytes):
+                for remote in self._remotes:
+                    remote.put([index for index, _ in group])
+                for index, block in group:
+                    self._give(block)
+                    self._scatter_parts(block, index)
                 for remote in self._remotes:
                     remote.confirm()
 
@@ -186,7 +194,13 @@ class ShardedCache(KVCache):
             for _, owned in lenders:
                 whole[:, owned.start : owned.stop].copy_(found[:, owned.start : owned.stop])
 
-    def _put(self, block: Tensor, index: int) -> None:
+    def _scatter_parts(self, block: Tensor, index: int) -> None:
+        whole = self._heads_of(block)
+        for rank, part in enumerate(self._parts):
+            heads = Shard(rank, self._size).kv_heads(self._num_heads)
+            part[index].copy_(whole[:, heads.start : heads.stop])
+
+    def _give(self, block: Tensor) -> None:
         if not self._remotes:
             return
         on_host = self._in_host_memory_of(block)
@@ -194,7 +208,7 @@ class ShardedCache(KVCache):
             on_host.copy_(block)
         for rank, remote in enumerate(self._remotes, len(self._parts)):
             heads = Shard(rank, self._size).kv_heads(self._num_heads)
-            remote.put(index, self._segments(on_host, heads))
+            remote.give(self._segments(on_host, heads))
 
     def _segments(self, block: Tensor, heads: range) -> list[memoryview]:
         return segments(block.numpy().data, self.config.num_layers, self._num_heads, heads)
@@ -228,6 +242,18 @@ class ShardedCache(KVCache):
         """[layers, all KV heads, block_size, 2, width] over the bytes of a block."""
         _, layers, _, *rest = self.tensor.shape
         return block.view(self.dtype).view(layers, self._num_heads, *rest)
+
+
+def in_groups(blocks: Sequence[Item], wire_bytes: int) -> Iterator[Sequence[Item]]:
+    """Of blocks that cross to other hosts together."""
+    size = blocks_at_once(wire_bytes)
+    for begin in range(0, len(blocks), size):
+        yield blocks[begin : begin + size]
+
+
+def blocks_at_once(wire_bytes: int) -> int:
+    """How many blocks of so many bytes, of all ranks, are in a group."""
+    return max(1, GROUP_BYTES // wire_bytes)
 
 
 def segments(block: memoryview, layers: int, total: int, heads: range) -> list[memoryview]:

@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -64,8 +65,9 @@ class Reached(Protocol):
 
     block_bytes: int
 
-    def copy(self, place: int, index: int) -> int | None:
-        """Copy a place into block `index`; the checksum of what was copied, None where there is no such place."""
+    def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
+        """Copy places into blocks, (place, index) pairs, at the latest when the result of one is asked for: the
+        checksum of what was copied, None where there is no such place."""
 
     def close(self) -> None:
         """End the device's access, before the memory is unmapped."""

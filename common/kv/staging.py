@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -76,6 +76,10 @@ class StagedOutgoing:
         parts = self.stream.in_parts(place, block_bytes_of(self._kv, index))
         return checksum_of_parts(view[part] for part in parts)
 
+    def copy_all(self, copies: Sequence[tuple[int, Tensor]]) -> list[int]:
+        """`copy`, for the blocks of a message."""
+        return [self.copy(index, place) for index, place in copies]
+
     def _fill(self, buffer: Tensor, index: int) -> None:
         self.stream.run([(buffer, block_bytes_of(self._kv, index))])
 
@@ -125,6 +129,11 @@ class StagedIncoming:
         parts = self.stream.in_parts(block_bytes_of(self._kv, index), place)
         return checksum_of_parts(view[part] for part in parts)
 
+    def copy_all(self, copies: Iterable[tuple[Tensor | None, int]]) -> Iterator[int | None]:
+        """`copy`, one after the other as they are asked for; None where there is no place."""
+        for place, index in copies:
+            yield None if place is None else self.copy(place, index)
+
     def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
         self.stream.run([(block_bytes_of(self._kv, index), buffer) for index, buffer in received])
 
@@ -143,8 +152,12 @@ class GatheredOutgoing(StagedOutgoing):
         return [self._lent(buffer) for buffer in buffers]
 
     def copy(self, index: int, place: Tensor) -> int:
-        self._fill(place, index)
-        return checksum(place.numpy().data)
+        return self.copy_all([(index, place)])[0]
+
+    def copy_all(self, copies: Sequence[tuple[int, Tensor]]) -> list[int]:
+        """Gathered together: other hosts are asked for all blocks of the message at once."""
+        self.stream.wait_for(lambda: self._sharded.gather_all(copies))
+        return [checksum(place.numpy().data) for _, place in copies]
 
     def _fill(self, buffer: Tensor, index: int) -> None:
         self.stream.wait_for(lambda: self._sharded.gather(index, buffer))
@@ -157,9 +170,13 @@ class ScatteredIncoming(StagedIncoming):
         super().__init__(kv, stream)
         self._sharded, self.block_bytes = kv, kv.wire_bytes
 
-    def copy(self, place: Tensor, index: int) -> int:
-        self.stream.wait_for(lambda: self._sharded.scatter(place, index))
-        return checksum(place.numpy().data)
+    def copy_all(self, copies: Iterable[tuple[Tensor | None, int]]) -> Iterator[int | None]:
+        """Scattered together: other hosts confirm all blocks of the message at once."""
+        known = list(copies)
+        found = [(index, place) for place, index in known if place is not None]
+        self.stream.wait_for(lambda: self._sharded.scatter_all(found))
+        for place, _ in known:
+            yield None if place is None else checksum(place.numpy().data)
 
     def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
         self.stream.wait_for(lambda: self._sharded.scatter_all(received))
@@ -176,11 +193,12 @@ class ReachedPlaces:
         self._flat = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
         blocks.stream.register(self._flat, read_only=True)
 
-    def copy(self, place: int, index: int) -> int | None:
-        begin = place * self.block_bytes
-        if begin + self.block_bytes > len(self._flat):
-            return None
-        return self._blocks.copy(self._flat[begin : begin + self.block_bytes], index)
+    def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
+        return self._blocks.copy_all((self._place(place), index) for place, index in copies)
+
+    def _place(self, number: int) -> Tensor | None:
+        begin = number * self.block_bytes
+        return self._flat[begin : begin + self.block_bytes] if begin + self.block_bytes <= len(self._flat) else None
 
     def close(self) -> None:
         self._blocks.stream.unregister(self._flat)

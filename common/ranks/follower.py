@@ -21,6 +21,7 @@ from common.ranks.followed_steps import FollowedSteps
 from common.ranks.group import RankGroup
 from common.ranks.kv_memory import lend
 from common.ranks.links.channel import Channel
+from common.ranks.links.pulse import give_pulse
 from common.ranks.load_shard import load_shard, open_for_ranks
 from common.ranks.processes import LOAD_S, SEND_S, RankPlan, RankReport
 from common.ranks.remote_heads import lend_heads
@@ -36,7 +37,7 @@ def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | 
     """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Raises errors of loading and of steps.
 
     Beside that a thread loads the adapters that `orders` name. With `blocks` rank 0 is on another host: one more thread
-    reads and writes KV for it.
+    reads and writes KV for it. Another thread gives signs of life.
     """
     torch.set_num_threads(plan.threads)
     compute_exactly()
@@ -52,6 +53,7 @@ def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | 
         lend(kv, channel)
     else:
         threading.Thread(target=lend_heads, args=(kv, blocks), name="kv-heads", daemon=True).start()
+    threading.Thread(target=give_pulse, args=(channel,), name="pulse", daemon=True).start()
     while True:
         steps.run(channel.receive(None))
 

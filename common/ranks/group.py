@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,10 @@ from common.ranks.meeting import Meeting
 
 COLLECTIVE_S = 60.0
 """How long a rank waits in a collective. All ranks come to it within a fraction of a step."""
+NCCL_LATER_S = 30.0
+"""So much longer NCCL's own watch waits, which aborts the process: the deadline of rank 0 comes first, and says why."""
+GROUP_END_S = 5.0
+"""How long the end of a group may take, which waits for collectives that other threads are in."""
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
@@ -41,7 +46,7 @@ class RankGroup:
             os.environ.setdefault(variable, interface)
         self._backend = backend = "nccl" if device.type == "cuda" else "gloo"
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-        deadline = timedelta(seconds=COLLECTIVE_S)
+        deadline = timedelta(seconds=COLLECTIVE_S + (NCCL_LATER_S if backend == "nccl" else 0.0))
 
         def meet() -> None:
             store = _store(meeting, shard, listener)
@@ -86,10 +91,15 @@ class RankGroup:
         return int(numbers.item())
 
     def close(self) -> None:
-        """Leave. No collective may run. On GPUs the end of the process does it: a communicator waits there for the end
-        of all graphs that hold its sums, which the runner keeps (pytorch 115388), and for ranks that may be gone."""
+        """Leave. A collective that still waits for a rank is left to the end of the process.
+
+        On GPUs everything is: a communicator waits there for the end of all graphs that hold its sums, which the runner
+        keeps (pytorch 115388), and for ranks that may be gone.
+        """
         if self._backend == "gloo":
-            dist.destroy_process_group()
+            leaving = threading.Thread(target=dist.destroy_process_group, name="leave-group", daemon=True)
+            leaving.start()
+            leaving.join(GROUP_END_S)
 
     @staticmethod
     def _run(collective: Callable[[], object]) -> None:

@@ -115,7 +115,10 @@ class Ranks:
 
     @property
     def failure(self) -> str:
-        return self.processes.failure or self.deadline.failure
+        if why := self.processes.failure:
+            return why
+        why = self.deadline.failure
+        return self.processes.with_silent_ranks(why) if why else ""
 
     @property
     def is_leaving(self) -> bool:
@@ -246,7 +249,7 @@ def _ranked_runner(
     model: RunnableModel, kv: KVCache, config: WorkerConfig, ranks: Ranks, max_model_len: int
 ) -> ModelRunner:
     if not records_steps(config, kv.device):
-        return RankedRunner(model, kv, ranks.processes)
+        return RankedRunner(model, kv, ranks.processes, ranks.deadline)
     return RankedGraphRunner(
         model,
         kv,

@@ -27,6 +27,7 @@ from common.machine.child_process import ChildProcess
 from common.model_files.files import ModelFiles
 from common.ranks.links.admission import LINKS
 from common.ranks.links.channel import RANK_END_S, Channel
+from common.ranks.links.pulse import QUIET_S, SILENT_S, Pulse
 from common.ranks.meeting import Meeting
 from common.ranks.rank_hosts import JoinedHost, links_of
 from common.runner.largest_steps import LargestSteps
@@ -90,6 +91,7 @@ class OtherRank:
     name: str
     steps: Channel
     adapters: Channel
+    pulse: Pulse
     child: ChildProcess | None = None
     blocks: Channel | None = None
 
@@ -101,7 +103,8 @@ class OtherRank:
         with theirs, their_orders:
             given = (theirs.fileno(), their_orders.fileno())
             child.launch([sys.executable, "-P", "-m", "common.ranks", *map(str, given)], pass_fds=given)
-        return cls(child.name, Channel(ours, child.name), Channel(our_orders, child.name), child)
+        steps, adapters = Channel(ours, child.name), Channel(our_orders, child.name)
+        return cls(child.name, steps, adapters, Pulse(steps), child)
 
     @property
     def channels(self) -> Sequence[Channel]:
@@ -123,7 +126,7 @@ class RankProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-")
         self._ranks: list[OtherRank] = []
         self._hosts: Sequence[JoinedHost] = ()
-        self._broken: BaseException | None = None
+        self._broken: RankLost | None = None
 
     @property
     def meeting_file(self) -> str:
@@ -142,7 +145,7 @@ class RankProcesses:
         for plan in plans:
             if (plan.rank, "steps") in links:
                 steps, adapters, blocks = (links[plan.rank, purpose] for purpose in LINKS)
-                self._ranks.append(OtherRank(steps.peer, steps, adapters, blocks=blocks))
+                self._ranks.append(OtherRank(steps.peer, steps, adapters, Pulse(steps), blocks=blocks))
             else:
                 self._ranks.append(OtherRank.start(plan.rank))
         for plan, rank in zip(plans, self._ranks, strict=True):
@@ -181,10 +184,9 @@ class RankProcesses:
         try:
             yield
         except BaseException as error:
-            self._broken = error
-            if isinstance(error, RankLost):
-                raise
-            raise RankLost(f"a step failed on rank 0: {error}") from error
+            why = str(error) if isinstance(error, RankLost) else f"a step failed on rank 0: {error}"
+            self._broken = RankLost(self.with_silent_ranks(why))
+            raise self._broken from error
 
     @property
     def failure(self) -> str:
@@ -193,7 +195,11 @@ class RankProcesses:
         gone += [why for rank in self._ranks if (why := rank.failure)]
         if gone:
             return gone[-1]  # a rank says more than its host
-        return str(self._broken) if self._broken is not None else ""
+        return str(self._broken) if self._broken is not None else self._silence(SILENT_S)
+
+    def with_silent_ranks(self, why: str) -> str:
+        """A failure, and which ranks have given no sign of life for a while. Callable from any thread."""
+        return "; ".join(filter(None, (why, self._silence(QUIET_S))))
 
     @property
     def is_leaving(self) -> bool:
@@ -201,18 +207,25 @@ class RankProcesses:
         return any(host.control.has_message() and not host.control.is_cut() for host in self._hosts)
 
     def close(self) -> None:
-        """End them, by force if need be, and leave nothing behind. No step may run."""
-        for rank in self._ranks:
+        """End them, by force if need be, and leave nothing behind. A step that still waits for one of them fails."""
+        ranks, self._ranks = self._ranks, []  # first: whatever fails now names none of them
+        hosts, self._hosts = self._hosts, ()
+        for rank in ranks:
             for channel in rank.channels:
                 channel.close()
-        for host in self._hosts:
+        for host in hosts:
             host.close()
         deadline = time.monotonic() + RANK_END_S
-        for rank in self._ranks:
+        for rank in ranks:
             if rank.child is not None:
                 rank.child.wait(deadline)
-        self._ranks, self._hosts = [], ()
         self._folder.cleanup()
+
+    def _silence(self, least_s: float) -> str:
+        """Which ranks have been silent for so long, "" for none."""
+        silent = [(rank.name, silent_s) for rank in self._ranks if (silent_s := rank.pulse.silent_s()) >= least_s]
+        said = [f"{name} has given no sign of life for {silent_s:.0f} s" for name, silent_s in silent]
+        return f"{', '.join(said)}: its process or its host is stopped" if said else ""
 
     def _wait_for_reports(self, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s

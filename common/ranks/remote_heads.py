@@ -1,7 +1,9 @@
 """The KV heads of a rank on another host: rank 0 reads and writes its blocks over a connection of their own.
 
-rank 0   READ block, heads ──>                             WRITE block, bytes ──>
-rank r                         <── bytes of these heads                           <── done
+rank 0   READ blocks, heads ──>                             WRITE blocks, bytes ──>
+rank r                          <── bytes of these heads                            <── done
+
+An order is for a group of blocks of a few MiB, and has one answer: blocks of a message cost a round trip, not one each.
 
 A thread of the rank carries out the orders, one after the other, beside its steps. Neither waits for the other's steps:
 
@@ -20,14 +22,15 @@ from collections.abc import Sequence
 from common.errors import BlockError, RankLost, WireError
 from common.kv.cache import KVCache
 from common.kv.copy_stream import CopyStream
-from common.kv.sharded_cache import segments
+from common.kv.sharded_cache import blocks_at_once, segments
 from common.kv.staging import incoming_blocks, outgoing_blocks
 from common.ranks.links.channel import Channel
 
 log = logging.getLogger(__name__)
 READ, WRITE, CLEAR = 1, 2, 3
 ORDER = struct.Struct("<BIII")
-"""Kind, block, first head (of CLEAR: first slot), number of heads."""
+"""Kind, number of blocks, first head (of CLEAR: first slot), number of heads. The numbers of the blocks follow."""
+INDEX = struct.Struct("<I")
 DONE = b"\1"
 ORDER_S = 30.0
 """How long a rank may take to carry out an order, and each end to send the bytes of one."""
@@ -39,17 +42,20 @@ class HeadsOverWire:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def ask(self, index: int, heads: range) -> None:
-        self._order(READ, index, heads.start, len(heads))
+    def ask(self, indices: Sequence[int], heads: range) -> None:
+        self._order(READ, indices, heads.start, len(heads))
 
     def take(self, parts: Sequence[memoryview]) -> None:
         self._channel.receive_parts(parts, ORDER_S)
 
-    def put(self, index: int, parts: Sequence[memoryview]) -> None:
-        self._order(WRITE, index, 0, 0, parts)
+    def put(self, indices: Sequence[int]) -> None:
+        self._order(WRITE, indices, 0, 0)
+
+    def give(self, parts: Sequence[memoryview]) -> None:
+        self._channel.send_parts(parts, ORDER_S)
 
     def clear(self, index: int, first_slot: int) -> None:
-        self._order(CLEAR, index, first_slot, 0)
+        self._order(CLEAR, [index], first_slot, 0)
 
     def confirm(self) -> None:
         self._channel.receive_parts([memoryview(bytearray(len(DONE)))], ORDER_S)
@@ -57,9 +63,9 @@ class HeadsOverWire:
     def cut(self) -> None:
         self._channel.cut()
 
-    def _order(self, kind: int, index: int, first: int, count: int, parts: Sequence[memoryview] = ()) -> None:
-        head = memoryview(ORDER.pack(kind, index, first, count))
-        self._channel.send_parts([head, *parts], ORDER_S)
+    def _order(self, kind: int, indices: Sequence[int], first: int, count: int) -> None:
+        order = ORDER.pack(kind, len(indices), first, count) + b"".join(map(INDEX.pack, indices))
+        self._channel.send_parts([memoryview(order)], ORDER_S)
 
 
 def lend_heads(kv: KVCache, channel: Channel) -> None:
@@ -83,19 +89,37 @@ def _carry_out(kv: KVCache, channel: Channel) -> None:
     order = bytearray(ORDER.size)
     while True:
         channel.receive_parts([memoryview(order)], None)
-        kind, index, first, count = ORDER.unpack(order)
-        if index >= kv.num_blocks:
-            raise BlockError(f"block {index} is not one of {kv.num_blocks} blocks")
+        kind, num_blocks, first, count = ORDER.unpack(order)
+        if not 0 < num_blocks <= blocks_at_once(kv.block_bytes):
+            raise WireError(f"order {kind} names {num_blocks} blocks of {kv.block_bytes:,} bytes")
+        indices = _indices(channel, num_blocks, kv.num_blocks)
         if kind == READ and 0 < count <= total - first:
-            view = outgoing.view(index)
-            channel.send_parts(segments(view, layers, total, range(first, first + count)), ORDER_S)
-            del view  # its buffer is free again
+            for index in indices:
+                view = outgoing.view(index)
+                channel.send_parts(segments(view, layers, total, range(first, first + count)), ORDER_S)
+                del view  # its buffer is free again
         elif kind == WRITE:
-            channel.receive_parts([incoming.view(index)], ORDER_S)
-            incoming.commit([index])
+            for index in indices:
+                channel.receive_parts([incoming.view(index)], ORDER_S)
+            incoming.commit(indices)
             channel.send_parts([memoryview(DONE)], ORDER_S)
         elif kind == CLEAR and first < kv.block_size:
-            stream.wait_for(lambda index=index, first=first: kv.clear_slots(index, first))  # type: ignore[misc]
+            stream.wait_for(lambda indices=indices, first=first: _clear(kv, indices, first))  # type: ignore[misc]
             channel.send_parts([memoryview(DONE)], ORDER_S)
         else:
-            raise WireError(f"order {kind} of block {index} names {count} heads or slots from {first} of {total}")
+            raise WireError(f"order {kind} names {count} heads or slots from {first} of {total}")
+
+
+def _indices(channel: Channel, count: int, num_blocks: int) -> list[int]:
+    """The blocks of an order. Raises RankLost or BlockError."""
+    body = bytearray(count * INDEX.size)
+    channel.receive_parts([memoryview(body)], ORDER_S)
+    indices = [index for (index,) in INDEX.iter_unpack(body)]
+    if max(indices) >= num_blocks:
+        raise BlockError(f"block {max(indices)} is not one of {num_blocks} blocks")
+    return indices
+
+
+def _clear(kv: KVCache, indices: Sequence[int], first: int) -> None:
+    for index in indices:
+        kv.clear_slots(index, first)

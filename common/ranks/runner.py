@@ -49,9 +49,13 @@ class RankedBatch(ForwardBatch):
 
 
 class StepsOfAllRanks(ModelRunner):
-    """Chunks that the other ranks run at the same time. After an error no step can follow."""
+    """Chunks that the other ranks run at the same time. A wait for launched steps has a `_deadline`.
+
+    After an error no step can follow.
+    """
 
     _others: RankProcesses
+    _deadline: WaitDeadline
 
     def prepare(self, chunks: Sequence[SequenceChunk]) -> ForwardBatch:
         return RankedBatch.of(chunks, self.model.config, self.kv)
@@ -63,20 +67,27 @@ class StepsOfAllRanks(ModelRunner):
             batch.send(self._others)
             return super().run(batch)
 
+    def wait(self) -> None:
+        with self._deadline.wait():
+            super().wait()
+
+    def waiting(self) -> AbstractContextManager[object]:
+        return self._deadline.wait()
+
 
 class RankedRunner(StepsOfAllRanks):
     """Every step kernel by kernel."""
 
-    def __init__(self, model: RunnableModel, kv: KVCache, others: RankProcesses) -> None:
+    def __init__(self, model: RunnableModel, kv: KVCache, others: RankProcesses, deadline: WaitDeadline) -> None:
         super().__init__(model, kv)
-        self._others = others
+        self._others, self._deadline = others, deadline
 
 
 class RankedGraphRunner(StepsOfAllRanks, GraphRunner):
     """A `GraphRunner` whose steps the other ranks run at the same time, replayed ones too.
 
     A replay needs nothing of the host but what changes in the seats, and the tokens that rank 0 has sampled: each
-    recording begins with a `spread` of those. A wait for steps has a `deadline`. After an error no step can follow.
+    recording begins with a `spread` of those.
     """
 
     def __init__(
@@ -95,13 +106,6 @@ class RankedGraphRunner(StepsOfAllRanks, GraphRunner):
         """Has all ranks record at the same time. Raises RankLost where another one cannot."""
         self._others, self._spread, self._deadline = others, spread, deadline
         super().__init__(model, kv, recorder, max_num_seqs=max_num_seqs, max_model_len=max_model_len, adapts=adapts)
-
-    def wait(self) -> None:
-        with self._deadline.wait():
-            super().wait()
-
-    def waiting(self) -> AbstractContextManager[object]:
-        return self._deadline.wait()
 
     def _record(self, recorder: StepRecorder, sizes: StepSizes) -> RecordedSteps:
         self._others.send_step(pack_sizes(sizes))

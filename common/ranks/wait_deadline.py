@@ -1,7 +1,8 @@
-"""A deadline for what nothing else watches: a recorded step whose sums another rank never comes to.
+"""A deadline for what nothing else watches: launched steps whose sums another rank never comes to.
 
-`torch.distributed` watches sums that are launched one by one, and none of those that a CUDA graph launches. A rank that
-is stopped, and so neither dead nor there, would keep rank 0 waiting for tokens without end.
+`torch.distributed` watches no sum that a CUDA graph launches. Where one that was launched by itself takes too long on a
+GPU, it aborts the process. So a rank that is stopped, and neither dead nor there, would keep rank 0 waiting for tokens
+without end, or until that.
 """
 
 from __future__ import annotations
@@ -12,25 +13,26 @@ from collections.abc import Iterator
 
 
 class WaitDeadline:
-    """`wait` is for the thread that launches steps, `failure` for any."""
+    """For any thread. Waits may lie within each other."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._since: float | None = None
+        self._waits: dict[object, float] = {}
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Around a wait for recorded steps."""
-        self._since = time.monotonic()
+        """Around a wait for launched steps."""
+        key = object()
+        self._waits[key] = time.monotonic()
         try:
             yield
         finally:
-            self._since = None
+            del self._waits[key]
 
     @property
     def failure(self) -> str:
         """Why no further step can run, "" while there is no reason."""
-        since = self._since
+        since = min(list(self._waits.values()), default=None)
         if since is None or time.monotonic() - since < self._limit_s:
             return ""
-        return f"a recorded step has not ended within {self._limit_s:g} s: a rank does not come to its sums"
+        return f"a launched step has not ended within {self._limit_s:g} s: a rank does not come to its sums"

@@ -7,7 +7,7 @@ Between workers that share memory the header travels alone and names the blocks,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import zmq
 
@@ -135,21 +135,31 @@ def read_block(read: Callable[[int, memoryview], bool], source: int, target: mem
 
 
 def copy_blocks(
-    header: KVBlocks, copy: Callable[[int, int], int | None], wants: Callable[[int], bool]
+    header: KVBlocks,
+    copy: Callable[[Iterable[tuple[int, int]]], Iterable[int | None]],
+    wants: Callable[[int], bool],
 ) -> tuple[list[int], str]:
     """Copy the blocks that `header` names: the block indices that were copied intact, and what was wrong (or "").
 
-    `copy(source, index)` copies one of the sender's blocks, and returns the checksum of the bytes that it copied; None
-    when the sender has no block of that number. The checksum is wrong for a block that the sender reused meanwhile.
+    `copy` takes (source, index) pairs, copies these blocks of the sender's, and says in turn the checksum of the bytes
+    that it copied; None when the sender has no block of that number. The checksum is wrong for a block that the sender
+    reused meanwhile.
     """
     received: list[int] = []
     if len(header.sources) != len(header.checksums):
         return received, f"{len(header.checksums)} checksums for {len(header.sources)} blocks"
-    for offset, (source, expected) in enumerate(zip(header.sources, header.checksums, strict=True)):
-        index = header.first_block + offset
-        if not wants(index):
-            continue
-        found = copy(source, index)
+    asked: list[tuple[int, int, int]] = []
+
+    def wanted() -> Iterator[tuple[int, int]]:
+        for index, (source, expected) in enumerate(
+            zip(header.sources, header.checksums, strict=True), header.first_block
+        ):
+            if wants(index):
+                asked.append((source, index, expected))
+                yield source, index
+
+    for place, found in enumerate(copy(wanted())):
+        source, index, expected = asked[place]
         if found is None:
             return received, f"block {index} is to be copied from block {source}, which cannot be read"
         if found != expected:

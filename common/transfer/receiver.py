@@ -289,13 +289,15 @@ class KVReceiver:
             received, problem = [], "blocks are to be copied from memory that this worker cannot read"
         elif (reached := memory.reached) is not None:
             received, problem = copy_blocks(
-                header, lambda place, index: reached.copy(place, transfer.blocks[index]), transfer.wants
+                header,
+                lambda copies: reached.copy((place, transfer.blocks[index]) for place, index in copies),
+                transfer.wants,
             )
             return self._count(transfer, received, len(received) * reached.block_bytes), problem
         else:
             received, problem = copy_blocks(
                 header,
-                lambda source, index: read_block(memory.read, source, view(transfer.blocks[index])),
+                lambda copies: (read_block(memory.read, place, view(transfer.blocks[i])) for place, i in copies),
                 transfer.wants,
             )
         blocks = [transfer.blocks[index] for index in received]

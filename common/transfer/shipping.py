@@ -41,12 +41,13 @@ class Shipping:
     """What a worker offers to its receivers, used by the sender's thread. `view` gives a block for a frame, `views` all
     those of a message where it is faster to read them together.
 
-    `memory` is its cache, or it has a `ring`, if others may map one of them. `quantise` gives a block as 8-bit numbers.
+    `memory` is its cache, or it has a `ring`, if others may map one of them. `quantise` gives the blocks of a message
+    as 8-bit numbers.
     `require_shared`: nothing leaves in frames.
     """
 
     view: Callable[[int], memoryview]
-    quantise: Callable[[int], memoryview] | None = None
+    quantise: Callable[[Sequence[int]], Sequence[memoryview]] | None = None
     memory: KVMemory | None = None
     ring: BlockRing | None = None
     require_shared: bool = False
@@ -83,12 +84,8 @@ class Shipping:
                 return Parcel(indices[: len(places)], num_bytes, (), places, checksums)
             if self.require_shared or ring.waits_for(receiver):
                 return None
-        view = self.quantise if transfer.way is Way.SMALL_FRAMES else None
-        views: Sequence[memoryview]
-        if view is None and self.views is not None:
-            views = self.views(blocks)
-        else:
-            views = [(view or self.view)(block) for block in blocks]
+        together = self.quantise if transfer.way is Way.SMALL_FRAMES else self.views
+        views = together(blocks) if together is not None else [self.view(block) for block in blocks]
         sources = blocks if transfer.way is Way.SHARED and self.ring is None else ()
         return Parcel(indices, sum(map(len, views)), views, sources)
 

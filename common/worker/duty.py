@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -162,7 +162,7 @@ class Duty(ABC):
         self,
         loaded: LoadedModel,
         on_ended: Callable[[TransferEnded], None],
-        quantise: Callable[[int], memoryview] | None = None,
+        quantise: Callable[[Sequence[int]], Sequence[memoryview]] | None = None,
         **options: Any,
     ) -> KVSender:
         """Ships blocks of this worker's cache; `options` are the settings of `KVSender` that differ by role.

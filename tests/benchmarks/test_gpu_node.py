@@ -6,22 +6,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 from benchmarks.gpu.chip import Chip
-from benchmarks.gpu.node import PARTS, boxes, verdict
+from benchmarks.gpu.node import PARTS, boxes, launches, verdict
 from benchmarks.gpu.node import __main__ as node
 from benchmarks.gpu.node.boxes import box_rows, of_boxes, refused_by
 from benchmarks.gpu.node.families import FAMILIES, of_family
 from benchmarks.gpu.node.graphs import of_bucket
 from benchmarks.gpu.node.invariance import of_invariance
 from benchmarks.gpu.node.landing import of_landing
+from benchmarks.gpu.node.launches import STEPS, count, of_launches, of_model
 from benchmarks.gpu.node.ranks import of_ranks, too_few
-from benchmarks.gpu.shape import LLAMA_8B
+from benchmarks.gpu.shape import DRY, LLAMA_8B
 from benchmarks.gpu.timer import Timer
 from common.config.worker import BLOCK_SIZES
 
@@ -63,6 +68,9 @@ def test_a_dry_run_of_everything_else(tmp_path: Path) -> None:
     assert {one["part"] for one in found["verdicts"]} == set(rest) - {"families"}  # a dry run has one family
     assert [row["case"] for row in found["boxes"]] == ["awkward lengths", "9 tokens"]
     assert found["boxes"][1]["different"] == 0 and found["boxes"][1]["boxes_us"] > 0
+    counted = {(row["how"], row["batch"]): row for row in found["launches"]}
+    assert set(counted) == {(how, batch) for how in ("kernel by kernel", "recorded") for batch in DRY.decode_batches}
+    assert all(row["kernels"] > row["kernels_of_a_layer"] > 0 == row["calls"] for row in counted.values())
     assert "flashinfer" in done.stdout and "fa3" in done.stdout
     assert [line for line in lines if line.startswith("SKIP  serving: 1P1D")]
 
@@ -146,6 +154,68 @@ def test_a_sequence_with_other_bits_is_a_failure() -> None:
     row = {"step": "bucket of 8", "rows": 8, "different": 0}
     assert of_invariance(row).ok
     assert str(of_invariance(row | {"different": 1})).startswith("FAIL  invariance: bucket of 8: 1 of 8 sequences")
+
+
+def test_operators_are_counted_where_there_are_no_kernels() -> None:
+    """By the same code: of nested ones the outermost."""
+    ones = torch.ones(4, 4)
+
+    def run() -> None:
+        for _ in range(3):
+            torch.add(ones, ones)
+        torch.matmul(ones, ones)  # runs mm
+
+    counts = count(run, torch.device("cpu"))
+    assert counts.kernels == {"aten::add": 3, "aten::matmul": 1} and not counts.calls
+
+
+def test_kernels_of_the_device_and_calls_of_the_host_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a chip's profile has them: two recorded steps of three kernels each."""
+
+    def event(name: str, kind: DeviceType) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=kind, cpu_parent=None)
+
+    step = [event("cudaGraphLaunch", DeviceType.CPU), event("aten::copy_", DeviceType.CPU)]
+    step += [event("cudaMemcpyAsync", DeviceType.CPU), event("cudaStreamSynchronize", DeviceType.CPU)]
+    step += [event(name, DeviceType.CUDA) for name in ("attend", "multiply", "Memcpy DtoH")]
+
+    class Profiled:
+        def __init__(self, activities: Sequence[ProfilerActivity]) -> None:
+            assert set(activities) == {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+
+        def __enter__(self) -> Profiled:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def events(self) -> list[SimpleNamespace]:
+            return step * 2
+
+    monkeypatch.setattr(launches, "profile", Profiled)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    counts = count(lambda: None, torch.device("cuda"))
+    assert counts.kernels == {"attend": 2, "multiply": 2, "Memcpy DtoH": 2}
+    assert counts.calls == {"cudaGraphLaunch": 2, "cudaMemcpyAsync": 2}
+
+
+def test_every_step_of_a_kind_runs_the_same() -> None:
+    """So the count of several is that of one, times their number."""
+    for counts in of_model(DRY, torch.device("cpu")).values():
+        assert counts.kernels and not any(number % STEPS for number in counts.kernels.values())
+
+
+def test_a_recorded_step_is_launched_by_few_calls() -> None:
+    row = {"device": "cuda", "how": "recorded", "batch": 8, "layers": 2, "kernels": 31.0, "kernels_of_a_layer": 11.0}
+    row |= {"calls": 3.0}
+    assert str(of_launches(row)) == (
+        "PASS  launches: recorded, 8 rows: 31 kernels, 11 of them in each of 2 layers, launched by 3 calls"
+        " (at most 3 calls)"
+    )
+    for wrong in ({"calls": 3.25}, {"calls": 0.0}, {"kernels": 0.0}):
+        assert not of_launches(row | wrong).ok
+    eager = row | {"how": "kernel by kernel", "calls": 40.0}
+    assert of_launches(eager).ok and not of_launches(eager | {"kernels": 0.0}).ok
+    assert str(of_launches(row | {"device": "cpu"})).endswith("2 layers (a CPU launches nothing)")
 
 
 def test_boxes_must_have_the_bits_of_pointers(monkeypatch: pytest.MonkeyPatch) -> None:

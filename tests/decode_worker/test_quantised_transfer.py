@@ -66,7 +66,7 @@ class Caches:
         rig.on_event = self.on_event
         self.sender = KVSender(
             rig.context,
-            Shipping(self.source.block, self.outgoing.view if offer else None),
+            Shipping(self.source.block, self.outgoing.views if offer else None),
             self.source.block_bytes,
             ("p", 5, "layout"),
             self.ended.append,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stack import Stack, StackProcess, StackSettings
+from common.ranks.links.pulse import SILENT_S
 
 from .asking import wait_until
 from .conftest import READY_S, System, samples
@@ -123,6 +124,28 @@ def test_a_killed_rank_costs_no_token(mixed: System, random_prompts: Any, role: 
     os.kill(rank, signal.SIGKILL)
     victim.wait(time.monotonic() + GONE_S)
     assert (victim.returncode, victim.forced) == (1, False), victim.log_tail()
+    asking.join(PATIENCE_S)
+    assert results == [expected]
+    come_back(mixed, victim)
+    mixed.settle()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_frozen_rank_costs_no_token_and_is_named(mixed: System, random_prompts: Any, role: str) -> None:
+    """Neither dead nor there: the router goes on without its worker, which ends at the deadline of sums and signs."""
+    prompts = random_prompts((30, 200, 700) * 3, vocab_size=256, seed=3)
+    expected = mixed.generate(prompts, max_tokens=LONG)
+    victim, results = mixed.stack.workers(role)[0], list[Any]()
+    (rank,) = ranks_of(victim)
+    salted = {"max_tokens": LONG, "cache_salt": f"frozen {role}"}
+    asking = threading.Thread(target=lambda: results.append(mixed.generate(prompts, **salted)))
+    asking.start()
+    wait_for_streams(mixed, 3)
+    os.kill(rank, signal.SIGSTOP)
+    victim.wait(time.monotonic() + SILENT_S + GONE_S)
+    assert (victim.returncode, victim.forced) == (1, False), victim.log_tail()
+    assert victim.log is not None and "rank 1 has given no sign of life for" in victim.log.read_text()
+    wait_until(lambda: not is_running(rank), "the frozen rank ends", GONE_S)
     asking.join(PATIENCE_S)
     assert results == [expected]
     come_back(mixed, victim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +78,7 @@ class DecodeSide:
     def make_sender(
         self, view: Callable[[int], memoryview], block_bytes: int, on_ended: Callable[[TransferEnded], None],
         lease_s: float, num_streams: int, memory: KVMemory | None = None, require_shared: bool = False,
-        quantise: Callable[[int], memoryview] | None = None, ring: BlockRing | None = None,
+        quantise: Callable[[Sequence[int]], Sequence[memoryview]] | None = None, ring: BlockRing | None = None,
     ) -> KVSender:  # fmt: skip
         return KVSender(
             self.context,
@@ -216,7 +216,7 @@ class EngineRig(DecodeSide, RouterSide):
         scheduler = PrefillScheduler(pool, max_num_batched_tokens=budget, max_num_seqs=4)
         sender = self.make_sender(
             self.kv.block, self.kv.block_bytes, lambda event: self.engine.notify(event), lease_s, 1,
-            quantise=quantised_outgoing(self.kv).view if quantise else None,
+            quantise=quantised_outgoing(self.kv).views if quantise else None,
         )  # fmt: skip
         notify = lambda event: self.engine.notify(event)  # noqa: E731
         self.tiers = None if disk is None else DiskTier(disk, self.kv, pool, notify, num_host)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ Rig = Any  # rigs of conftest, which test modules cannot import
 SMALL = b"12345678"
 
 
-def quantise(index: int) -> memoryview:
-    return memoryview(SMALL + bytes([index]))
+def quantise(indices: Sequence[int]) -> list[memoryview]:
+    return [memoryview(SMALL + bytes([index])) for index in indices]
 
 
 def test_blocks_are_quantised_for_who_takes_it_only(make_rig: Callable[..., Rig]) -> None:

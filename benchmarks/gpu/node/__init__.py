@@ -1,7 +1,7 @@
 """`make gpu`: everything that a bare GPU node can tell about Diptych, in one run, a verdict for each."""
 
 PARTS = (
-    "chip", "agreement", "graphs", "invariance", "landing", "checks", "kernels", "boxes", "engine", "serving",
-    "transfer", "families", "ranks",
+    "chip", "agreement", "graphs", "invariance", "landing", "checks", "kernels", "boxes", "launches", "engine",
+    "serving", "transfer", "families", "ranks",
 )  # fmt: skip
 """In the order in which they are run."""

@@ -3,9 +3,9 @@
 In this order: what the chip can do, the check of a worker's start, recorded steps beside plain ones in every bucket,
 batch-invariant steps beside each other, a minute of KV transfers that land during replays, all other checks, kernels
 beside their floor and their peers (FlashInfer and FlashAttention-3, where they can be imported), prefill attention
-whose keys TMA copies beside that by pointers, prefill and decode steps, the service, transfers, the check at the
-shapes of other families, a worker of two ranks. Each line is written at once, so a run that is cut short has told
-what it knew.
+whose keys TMA copies beside that by pointers, the kernels of a decode step and what launches them, prefill and decode
+steps, the service, transfers, the check at the shapes of other families, a worker of two ranks. Each line is written
+at once, so a run that is cut short has told what it knew.
 The folder gets verdicts.txt, gpu.json, gpu.png and the workers' logs. The exit status is 0 if every verdict is PASS, 1
 if not, 2 without a CUDA device; --dry-run runs every part on the CPU, at tiny sizes, in Triton's interpreter.
 """

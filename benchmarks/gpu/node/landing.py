@@ -98,8 +98,8 @@ class _Shifted(ReachedPlaces):
         super().__init__(blocks, memory)
         self._first = first
 
-    def copy(self, place: int, index: int) -> int | None:
-        return super().copy(place, self._first + index)
+    def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
+        return super().copy((place, self._first + index) for place, index in copies)
 
 
 class _Mailbox:

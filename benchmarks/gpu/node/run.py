@@ -16,11 +16,13 @@ from benchmarks.gpu.node.families import DRY, FAMILIES, family_of, family_row, f
 from benchmarks.gpu.node.graphs import bucket_rows, of_bucket
 from benchmarks.gpu.node.invariance import invariance_rows, of_invariance
 from benchmarks.gpu.node.landing import measure_landing, of_landing
+from benchmarks.gpu.node.launches import launch_rows, of_launches
 from benchmarks.gpu.node.ranks import RANKS, of_ranks, ranks_row, too_few
 from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.suite import CHECKED_LAYERS, Suite
+from common.config.decode_worker import MOST_SEQS
 
-BUCKETS_UP_TO, DRY_BUCKETS = 64, 2
+DRY_BUCKETS = 2
 DRY_TOKENS = 640
 SPEEDS = ("chip", "kernels", "engine", "serving", "transfer")
 """Parts whose thresholds are for chips: a dry run shows that they work, and judges nothing."""
@@ -46,6 +48,7 @@ class NodeRun(Suite):
             "checks": self.check,
             "kernels": self.measure_kernels,
             "boxes": self.check_boxes,
+            "launches": self.count_launches,
             "engine": self.measure_engine,
             "serving": self.measure_serving,
             "transfer": self.measure_transfer,
@@ -63,13 +66,12 @@ class NodeRun(Suite):
         self.judge_rows("agreement", rows, of_family)
 
     def check_graphs(self) -> None:
-        most = DRY_BUCKETS if self.options.dry_run else BUCKETS_UP_TO
-        rows = bucket_rows(self._few_layers, self.device, most)
+        rows = bucket_rows(self._few_layers, self.device, self._most_rows)
         self.judge_rows("graphs", rows, lambda row: of_bucket(row, self.shape.dtype))
 
     def check_invariance(self) -> None:
-        most = DRY_BUCKETS if self.options.dry_run else BUCKETS_UP_TO
-        self.judge_rows("invariance", invariance_rows(self._few_layers, self.device, most), of_invariance)
+        rows = invariance_rows(self._few_layers, self.device, self._most_rows)
+        self.judge_rows("invariance", rows, of_invariance)
 
     def check_landing(self) -> None:
         row = measure_landing(self._few_layers, self.device, self.options.landing_s)
@@ -77,6 +79,9 @@ class NodeRun(Suite):
 
     def check_boxes(self) -> None:
         self.judge_rows("boxes", box_rows(self.shape, self.timer, short=self.options.dry_run), of_boxes)
+
+    def count_launches(self) -> None:
+        self.judge_rows("launches", launch_rows(self._few_layers, self.device), of_launches)
 
     def check_families(self) -> None:
         families = () if self.options.dry_run else FAMILIES[1:]
@@ -136,6 +141,11 @@ class NodeRun(Suite):
         if name == "serving":
             return verdict.of_serving(found.get(name, ()), self._step_ms())
         return ()
+
+    @property
+    def _most_rows(self) -> int:
+        """As many as a decode worker may record steps for unless it is told more: all their sizes are compared."""
+        return DRY_BUCKETS if self.options.dry_run else MOST_SEQS
 
     def _kv_rate(self) -> float:
         """Bytes of KV a second that the longest prefill of the engine made; 0: not measured."""

@@ -20,6 +20,7 @@ RANK_END_S = 5.0
 """How long the process of a rank may take to end once its channels are closed, before it is killed."""
 LENGTH_BYTES = 8
 MOST_BYTES = 2**30
+DRAIN_BYTES = 4096
 _CUT = select.POLLRDHUP if sys.platform == "linux" else 0
 """The kernel reports that a pair was closed in any case, and that a connection was only where this is asked for."""
 
@@ -107,6 +108,21 @@ class Channel:
     def has_message(self) -> bool:
         """Whether something has arrived that was not read, or the other process is gone. For any thread."""
         return self._has(select.POLLIN, 0.0)
+
+    def try_send(self, body: bytes) -> None:
+        """A few bytes without a head; none where the other process is gone, or leaves earlier ones. For any thread."""
+        with contextlib.suppress(OSError):
+            if self._has(select.POLLOUT, 0.0):
+                self._end.send(body, socket.MSG_DONTWAIT)
+
+    def drain(self) -> bool:
+        """Takes what has come of `try_send`, and says whether anything has. One thread at a time, beside others that
+        send."""
+        found = False
+        with contextlib.suppress(OSError, ValueError):  # it is cut, or closed meanwhile
+            while self._has(select.POLLIN, 0.0) and self._end.recv(DRAIN_BYTES, socket.MSG_DONTWAIT):
+                found = True
+        return found
 
     def cut(self) -> None:
         """Both processes see the other as gone from now on. For any thread."""

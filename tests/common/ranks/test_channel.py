@@ -70,6 +70,18 @@ def test_messages_that_nobody_reads_end_at_the_deadline(ends: Ends) -> None:
         ends[0].send(bytes(16 * 2**20), 0.05)
 
 
+def test_a_few_bytes_are_sent_without_a_wait_and_drained(ends: Ends) -> None:
+    assert not ends[0].drain()
+    for _ in range(100_000):  # they are dropped once the other end leaves too many
+        ends[1].try_send(b"x")
+    assert ends[0].drain() and not ends[0].drain()
+    ends[0].send(b"step", 1.0)
+    assert ends[1].receive(1.0) == b"step"
+    ends[1].close()
+    ends[0].try_send(b"x")
+    assert not ends[0].drain() and ends[0].is_cut()
+
+
 def test_the_end_of_a_process_is_seen_at_once(ends: Ends) -> None:
     assert not ends[0].is_cut()
     waiting = threading.Thread(target=lambda: ends[0].is_cut(None))

@@ -18,7 +18,7 @@ from common.model.batch import ForwardBatch, SequenceChunk
 from common.model_config.rope import RopeConfig
 from common.model_files.config import ModelConfig
 from common.ranks.followed_steps import FollowedSteps
-from common.ranks.runner import RankedGraphRunner
+from common.ranks.runner import RankedGraphRunner, RankedRunner
 from common.ranks.step_message import Numbers
 from common.ranks.wait_deadline import WaitDeadline
 from common.runner.graph_capture import PlainRecorder
@@ -224,22 +224,27 @@ def test_a_replay_without_a_recording_is_an_error() -> None:
     assert not model.ran
 
 
-def test_a_wait_for_recorded_steps_has_a_deadline() -> None:
+def test_a_wait_for_launched_steps_has_a_deadline() -> None:
     deadline = WaitDeadline(0.0)
     assert not deadline.failure
     with deadline.wait():
-        assert deadline.failure == "a recorded step has not ended within 0 s: a rank does not come to its sums"
+        with deadline.wait():
+            assert deadline.failure == "a launched step has not ended within 0 s: a rank does not come to its sums"
+        assert deadline.failure
     assert not deadline.failure
     patient = WaitDeadline(60.0)
     with patient.wait():
         assert not patient.failure
 
 
-def test_waits_for_steps_are_those_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, seen = Pair(), list[str]()
-    pair.runner._deadline = WaitDeadline(0.0)
-    monkeypatch.setattr(ModelRunner, "wait", lambda runner: seen.append(pair.runner._deadline.failure))
-    pair.runner.wait()
-    with pair.runner.waiting():
-        seen.append(pair.runner._deadline.failure)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_waits_for_steps_are_those_with_the_deadline(monkeypatch: pytest.MonkeyPatch, *, recorded: bool) -> None:
+    pair, seen, deadline = Pair(), list[str](), WaitDeadline(0.0)
+    others: Any = pair.wire
+    runner = pair.runner if recorded else RankedRunner(pair.models[0], pair.runner.kv, others, deadline)
+    runner._deadline = deadline
+    monkeypatch.setattr(ModelRunner, "wait", lambda runner: seen.append(deadline.failure))
+    runner.wait()
+    with runner.waiting():
+        seen.append(deadline.failure)
     assert len(seen) == 2 and all("has not ended" in failure for failure in seen)

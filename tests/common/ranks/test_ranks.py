@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,8 +25,9 @@ from common.kv.staging import incoming_blocks, outgoing_blocks
 from common.model.batch import SequenceChunk
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import FFN, make_tiny_model
-from common.ranks import group, loading
+from common.ranks import group, loading, processes
 from common.ranks.adapters import AllPlaces
+from common.ranks.links.pulse import PULSE_S
 from common.ranks.loading import load_ranked, plans
 from common.ranks.processes import RankPlan
 from common.ranks.runner import RankedGraphRunner
@@ -166,13 +168,50 @@ def test_a_replay_without_the_other_rank_is_the_last(folder: Path) -> None:
 
 
 def test_a_frozen_rank_ends_the_worker_at_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named: it may be one of many."""
     monkeypatch.setattr(group, "COLLECTIVE_S", 10.0)
     with worker(folder, 2) as loaded:
         os.kill(rank_of(loaded), signal.SIGSTOP)
+        time.sleep(2 * PULSE_S)
+        assert loaded.others is not None and not loaded.others.failure  # reads what it gave before
         began = time.monotonic()
-        with pytest.raises(RankLost, match="a collective failed"):
+        with pytest.raises(RankLost, match=r"a collective failed.*; rank 1 has given no sign of life for [5-9] s"):
             run(loaded, [1, 2, 3], 0, [0])
         assert 5.0 < time.monotonic() - began < 60.0
+
+
+def test_a_rank_that_is_frozen_while_nothing_runs_ends_the_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a collective that waits for it keeps the worker no longer from its end."""
+    monkeypatch.setattr(processes, "SILENT_S", 6.0)
+    with worker(folder, 2) as loaded:
+        others = loaded.others
+        assert others is not None
+        until = time.monotonic() + 8.0
+        while time.monotonic() < until:  # a rank that lives is silent for a second at a time
+            assert not others.failure
+            time.sleep(0.05)
+        os.kill(rank_of(loaded), signal.SIGSTOP)
+        failed = list[str]()
+        step = threading.Thread(target=lambda: failed.append(str(error_of(lambda: run(loaded, [1, 2, 3], 0, [0])))))
+        step.start()
+        until = time.monotonic() + 30.0
+        while not others.failure:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert others.failure == "rank 1 has given no sign of life for 6 s: its process or its host is stopped"
+        began = time.monotonic()
+    step.join(30.0)
+    assert time.monotonic() - began < 30.0 and "a collective failed" in failed[0]
+
+
+def error_of(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except RankLost as error:
+        return error
+    return None
 
 
 def test_an_error_of_a_step_is_the_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,17 +13,23 @@ import torch
 
 from common.errors import RankLost
 from common.kv import sharded_cache
+from common.kv.block_ring import BlockRing
 from common.kv.cache import KVCache
+from common.kv.checksum import checksum
+from common.kv.copy_stream import CopyStream
 from common.kv.quantised_staging import quantised_incoming, quantised_outgoing
 from common.kv.sharded_cache import ShardedCache, segments
-from common.kv.staging import GatheredOutgoing, incoming_blocks, outgoing_blocks
+from common.kv.shared_memory import PeerMemory
+from common.kv.staging import GatheredOutgoing, ReachedPlaces, StagedIncoming, incoming_blocks, outgoing_blocks
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig, from_hf
 from common.model_files.tiny import make_tiny_model
 from common.ranks import remote_heads
 from common.ranks.links.channel import Channel
 from common.ranks.links.connection import tuned
-from common.ranks.remote_heads import ORDER, READ, HeadsOverWire, lend_heads
+from common.ranks.remote_heads import CLEAR, READ, WRITE, HeadsOverWire, lend_heads
+
+from ...late_stream import ring_over
 
 BLOCKS, BLOCK_SIZE = 6, 16
 
@@ -145,10 +151,115 @@ def test_a_message_of_blocks_is_asked_for_at_once(two: Hosts, monkeypatch: pytes
     assert isinstance(outgoing, GatheredOutgoing)
     views = outgoing.views([4, 0, 5])
     assert [bytes(view) for view in views] == [blocks[index].numpy().tobytes() for index in (4, 0, 5)]
-    assert calls == ["ask"] * 3 + ["take"] * 3
+    assert calls == ["ask"] + ["take"] * 3
     del views
     assert bytes(outgoing.view(1)) == blocks[1].numpy().tobytes()
     assert outgoing.num_buffers == 3  # the one that came free was used again
+
+
+class RoundTrips:
+    """Counts how often rank 0 waits for an answer: at the first bytes that it takes after it has sent some."""
+
+    def __init__(self, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self._has_sent = 0, False
+        (ours,) = hosts.ends[::2]
+        send, receive = ours.send_parts, ours.receive_parts
+
+        def sent(parts: Sequence[memoryview], timeout_s: float) -> None:
+            self._has_sent = True
+            send(parts, timeout_s)
+
+        def received(parts: Sequence[memoryview], timeout_s: float | None) -> None:
+            self.count, self._has_sent = self.count + self._has_sent, False
+            receive(parts, timeout_s)
+
+        monkeypatch.setattr(ours, "send_parts", sent)
+        monkeypatch.setattr(ours, "receive_parts", received)
+
+    def taken(self) -> int:
+        """Since the last call."""
+        count, self.count = self.count, 0
+        return count
+
+
+def test_places_of_a_ring_are_filled_in_one_round_trip(two: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [random_block(two.kv) for _ in range(BLOCKS)]
+    for index, whole in enumerate(blocks):
+        two.write(index, whole)
+    trips, outgoing = RoundTrips(two, monkeypatch), outgoing_blocks(two.kv)
+    assert isinstance(outgoing, GatheredOutgoing)
+    ring = BlockRing(outgoing, BLOCKS)
+    places, checksums = ring.put(("a", 0), "tcp://here", [4, 0, 5])
+    assert trips.taken() == 1
+    for place, seal, index in zip(places, checksums, (4, 0, 5), strict=True):
+        found = ring._places[place].numpy()
+        assert bytes(found) == blocks[index].numpy().tobytes() and seal == checksum(found.data)
+    assert ring.put(("b", 0), "tcp://here", [1, 2, 3])[0] and trips.taken() == 1
+    assert ring.put(("c", 0), "tcp://here", [1]) == ([], []) and trips.taken() == 0  # no place is free
+    ring.close()
+
+
+def test_places_of_a_ring_are_emptied_in_one_round_trip(two: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is not there leaves the others."""
+    rows = torch.randint(0, 256, (4, two.kv.wire_bytes)).byte()
+    ring = ring_over(rows, 4, CopyStream(torch.device("cpu")))
+    places, checksums = ring.put(("a", 0), "tcp://here", range(3))
+    trips, incoming = RoundTrips(two, monkeypatch), incoming_blocks(two.kv)
+    assert isinstance(incoming, StagedIncoming)
+    memory = PeerMemory(ring.offer, is_ring=True)
+    reached = ReachedPlaces(incoming, memory)
+    copies = [(places[0], 5), (99, 1), (places[1], 2), (places[2], 0)]
+    assert list(reached.copy(copies)) == [checksums[0], None, checksums[1], checksums[2]]
+    assert trips.taken() == 1
+    for row, index in enumerate((5, 2, 0)):
+        assert bytes(outgoing_blocks(two.kv).view(index)) == rows[row].numpy().tobytes()
+    assert not any(bytes_of(kv, 1).any() for kv in two.caches)
+    reached.close()
+    memory.close()
+    ring.close()
+
+
+def test_frames_of_8_bits_take_one_round_trip_a_message(
+    two: Hosts, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, indices = KVCache(config, BLOCKS, BLOCK_SIZE, "float32"), [3, 0, 4]
+    outgoing, incoming, expected = quantised_outgoing(two.kv), quantised_incoming(two.kv), quantised_incoming(plain)
+    for index in indices:
+        plain.tensor[index] = torch.randn(plain.tensor.shape[1:])
+        two.write(index, bytes_of(plain, index).clone())
+    trips = RoundTrips(two, monkeypatch)
+    sent = [bytes(view) for view in outgoing.views(indices)]
+    assert trips.taken() == 1
+    assert sent == [bytes(view) for view in quantised_outgoing(plain).views(indices)]
+    for blocks in (incoming, expected):
+        for index, frame in zip((5, 1, 2), sent, strict=True):
+            blocks.view(index)[:] = frame
+        blocks.commit([5, 1, 2])
+    assert trips.taken() == 1
+    for rank, kv in enumerate(two.caches):
+        heads = Shard(rank, 2).kv_heads(4)
+        for index in (5, 1, 2):
+            assert torch.equal(bytes_of(kv, index), bytes_of(plain, index)[:, heads.start : heads.stop])
+            assert bytes_of(kv, index).any()
+
+
+def test_a_group_of_blocks_is_bounded_in_bytes(two: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks at most have room in it, and one always."""
+    blocks = [random_block(two.kv) for _ in range(BLOCKS)]
+    for index, whole in enumerate(blocks):
+        two.write(index, whole)
+    trips = RoundTrips(two, monkeypatch)
+    for most_bytes, expected in ((2 * two.kv.wire_bytes, 3), (1, 5)):
+        monkeypatch.setattr(sharded_cache, "GROUP_BYTES", most_bytes)
+        found = [torch.zeros(two.kv.wire_bytes, dtype=torch.uint8) for _ in range(5)]
+        two.kv.gather_all(list(enumerate(found)))
+        assert trips.taken() == expected
+        two.kv.scatter_all([(index, each) for index, each in enumerate(reversed(found))])
+        assert trips.taken() == expected
+        blocks[:5] = reversed(blocks[:5])
+        for index, whole in enumerate(blocks):
+            assert bytes(outgoing_blocks(two.kv).view(index)) == whole.numpy().tobytes()
+        trips.taken()
 
 
 def recorded(name: str, real: Callable[..., None], calls: list[str]) -> Callable[..., None]:
@@ -231,15 +342,27 @@ def test_a_busy_connection_is_waited_for_until_a_deadline(two: Hosts, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "order",
-    [(READ, BLOCKS, 0, 1), (READ, 0, 1, 2), (READ, 0, 0, 0), (2, 2**32 - 1, 0, 0), (3, 0, BLOCK_SIZE, 0), (9, 0, 0, 1)],
+    ("kind", "indices", "first", "count"),
+    [
+        (READ, [BLOCKS], 0, 1),
+        (READ, [0, BLOCKS], 0, 1),
+        (READ, [0], 1, 2),
+        (READ, [0], 0, 0),
+        (READ, [], 0, 1),
+        (WRITE, [2**32 - 1], 0, 0),
+        (WRITE, [0] * 1000, 0, 0),
+        (CLEAR, [0], BLOCK_SIZE, 0),
+        (9, [0], 0, 1),
+    ],
 )
-def test_an_order_out_of_bounds_ends_the_connection(config: ModelConfig, order: tuple[int, ...]) -> None:
+def test_an_order_out_of_bounds_ends_the_connection(
+    config: ModelConfig, kind: int, indices: list[int], first: int, count: int
+) -> None:
     kv = KVCache(Shard(1, 2).of(config), BLOCKS, BLOCK_SIZE, "float32")
     ours, theirs = connected()
     thread = threading.Thread(target=lend_heads, args=(kv, theirs), daemon=True)
     thread.start()
-    ours.send_parts([memoryview(ORDER.pack(*order))], 1.0)
+    HeadsOverWire(ours)._order(kind, indices, first, count)
     assert ours.is_cut(5.0)
     thread.join(5.0)
     assert not thread.is_alive() and not kv.tensor.any()

@@ -32,10 +32,14 @@ def test_blocks_of_a_message_are_read_together_where_that_is_faster() -> None:
     assert [bytes(view) for view in parcel.views] == [b"\x02", b"\x1e", b"\x0b"] and parcel.num_bytes == 3
 
 
-def test_blocks_of_8_bits_are_quantised_one_by_one() -> None:
-    shipping = Shipping(
-        alone, quantise=lambda block: memoryview(bytes([block])), views=lambda blocks: pytest.fail("read")
-    )
+def test_blocks_of_8_bits_are_quantised_together() -> None:
+    asked: list[Sequence[int]] = []
+
+    def quantise(blocks: Sequence[int]) -> list[memoryview]:
+        asked.append(blocks)
+        return [memoryview(bytes([block])) for block in blocks]
+
+    shipping = Shipping(alone, quantise=quantise, views=lambda blocks: pytest.fail("read"))
     parcel = shipping.parcel(transfer(Way.SMALL_FRAMES), range(2))
     assert parcel is not None
-    assert [bytes(view) for view in parcel.views] == [b"\x07", b"\x02"]
+    assert [bytes(view) for view in parcel.views] == [b"\x07", b"\x02"] and asked == [[7, 2]]
