@@ -61,11 +61,18 @@ def test_the_same_answer_everywhere(system_of: Any, random_prompts: Any, scaled:
 def test_a_pool_with_other_scales_is_not_paired(
     system_of: Any, random_prompts: Any, scaled: Path, tmp_path: Path
 ) -> None:
-    """The weights differ in one scale; nothing is shipped, and prompts are computed where they decode."""
-    other = with_kv_scales(scaled, tmp_path / "model", scale_tensors(scales_of_layers(4, times=0.5)[:1]))
-    system = system_of(model=str(scaled), router_flags=ALL_REMOTE, prefill_flags=("--model", str(other)))
+    """A prefill worker comes back with other scales in its checkpoint: it ships nothing more."""
+    folder = with_kv_scales(scaled, tmp_path / "model", {})
+    other = with_kv_scales(scaled, tmp_path / "other", scale_tensors(scales_of_layers(4, times=0.5)[:1]))
+    system = system_of(model=str(folder), router_flags=ALL_REMOTE)
     prompts = random_prompts(LENGTHS[:3], vocab_size=256, seed=42)
     cache = {"kv_dtype": SMALL_DTYPES["fp8"], "kv_scales": SCALES}
-    assert system.generate(prompts, max_tokens=8) == [plain_answer(prompt, 8, **cache) for prompt in prompts]
-    assert system.transfers("tcp") == system.transfers("shm") == 0
+    expected = [plain_answer(prompt, 8, **cache) for prompt in prompts]
+    assert system.generate(prompts, max_tokens=8) == expected
+    (worker,) = system.stack.workers("prefill")
+    worker.kill()
+    (other / "model.safetensors").replace(folder / "model.safetensors")
+    system.stack.restart(worker)
     wait_until(lambda: unpaired(system) == 2, "the router says that both have no partner")
+    assert system.generate(prompts, max_tokens=8, cache_salt="anew") == expected
+    assert system.transfers("tcp") + system.transfers("shm") == len(prompts)

@@ -229,8 +229,8 @@ def test_keys_that_land_in_a_slot_beside_theirs(monkeypatch: pytest.MonkeyPatch)
     right = triton_backend.rotate_and_write
 
     def beside(*arguments: Any) -> torch.Tensor:
-        *first, slots, norms = arguments
-        return right(*first, slots.where(slots < 0, slots ^ 1), norms)
+        *first, slots, norms, scales = arguments
+        return right(*first, slots.where(slots < 0, slots ^ 1), norms, scales)
 
     monkeypatch.setattr(triton_backend, "rotate_and_write", beside)
     (found,) = problems(shape_of(vocab_size=0), cache())
