@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.load.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
 from benchmarks.load.workload import LengthRange, Vocabulary, Workload
 from benchmarks.script import script_parser
-from benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess, StackSettings
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,20 @@ class Arm:
     def stack(self, model: str, dtype: str, worker_flags: Sequence[str] = (), log_dir: Path | None = None) -> Stack:
         """One decode worker, and one prefill worker that computes every prompt if the arm has one."""
         return Stack(
-            prefill=self.prefill,
-            decode=1,
-            model=model,
-            dtype=dtype,
-            worker_flags=worker_flags,
-            prefill_flags=("--threads", str(self.prefill_threads)),
-            # Random prompts make answers that repeat themselves; draft tokens would hide the time of a step.
-            decode_flags=("--threads", str(self.decode_threads), "--max-draft-tokens", "0", *self.decode_flags),
-            router_flags=("--local-prefill-threshold", "0"),
-            prefill_cores=self.prefill_cores,
-            decode_cores=self.decode_cores,
-            log_dir=log_dir / self.name.replace(" ", "-").replace(",", "") if log_dir else None,
+            StackSettings(
+                prefill=self.prefill,
+                decode=1,
+                model=model,
+                dtype=dtype,
+                worker_flags=worker_flags,
+                prefill_flags=("--threads", str(self.prefill_threads)),
+                # Random prompts make answers that repeat themselves; draft tokens would hide the time of a step.
+                decode_flags=("--threads", str(self.decode_threads), "--max-draft-tokens", "0", *self.decode_flags),
+                router_flags=("--local-prefill-threshold", "0"),
+                prefill_cores=self.prefill_cores,
+                decode_cores=self.decode_cores,
+                log_dir=log_dir / self.name.replace(" ", "-").replace(",", "") if log_dir else None,
+            )
         )
 
     def describe(self) -> dict[str, Any]:

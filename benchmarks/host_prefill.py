@@ -33,6 +33,7 @@ from common.wire.sampling_params import SamplingParams
 from common.worker.engine import EngineConfig, RequestReceived
 from common.worker.metrics import WorkerMetrics
 from prefill_worker.engine import PrefillEngine
+from prefill_worker.launcher import PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler
 
 PROGRAM: Final = "python -m benchmarks.host_prefill"
@@ -60,8 +61,7 @@ class Host:
             PrefillScheduler(
                 BlockPool(num_blocks, BLOCK_SIZE), max_num_batched_tokens=STEP, max_num_seqs=2 * self.per_step
             ),
-            ModelRunner(model, kv),
-            Sampler(VOCAB),
+            PromptLauncher(ModelRunner(model, kv), Sampler(VOCAB)),
             sender,
             WorkerMetrics("m", "p", lambda: self.engine.status),
         )

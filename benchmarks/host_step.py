@@ -38,8 +38,9 @@ from common.wire.sampling_params import SamplingParams
 from common.worker.engine import EngineConfig, RequestReceived
 from common.worker.metrics import WorkerMetrics
 from decode_worker.engine import DecodeEngine
-from decode_worker.grants import IncomingTransfers
+from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.limits import DecodeLimits
+from decode_worker.pipeline import DecodeModel
 from decode_worker.scheduler import DecodeScheduler
 
 PROGRAM: Final = "python -m benchmarks.host_step"
@@ -100,16 +101,13 @@ class Host:
         self.engine = DecodeEngine(
             lambda messages: None,
             EngineConfig(identity=identity, eos_token_ids=(), max_model_len=10**6, max_waiting=count),
+            DecodeLimits(grant_timeout_s=9.0, transfer_timeout_s=9.0, handover_timeout_s=9.0),
             DecodeScheduler(
                 BlockPool(num_blocks, BLOCK_SIZE), max_num_seqs=count, local_prefill_chunk=CHUNK, watermark=0.0
             ),
-            runner,
-            sampler,
-            IncomingTransfers(self._receiver, epoch=1, fingerprint=""),
-            self._sender,
+            DecodeModel(runner, sampler, StepLauncher(runner, sampler)),
+            TransferEnds(IncomingTransfers(self._receiver, epoch=1, fingerprint=""), self._sender),
             WorkerMetrics("m", "d", lambda: self.engine.status),
-            DecodeLimits(grant_timeout_s=9.0, transfer_timeout_s=9.0, handover_timeout_s=9.0),
-            launcher=StepLauncher(runner, sampler),
         )
         for number in range(count):
             tokens = [(number * 31 + place * 7) % VOCAB for place in range(context)]

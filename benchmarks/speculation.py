@@ -29,7 +29,7 @@ from benchmarks.arms import scrape, stack_parser
 from benchmarks.load import workload
 from benchmarks.load.report import open_console, print_table
 from benchmarks.script import in_turns, median_ratio, run, write_result
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackSettings
 
 PROGRAM: Final = "python -m benchmarks.speculation"
 PLAIN, DRAFTING, MODEL = "plain", "drafting", "draft model"
@@ -273,12 +273,14 @@ def stack_of(options: Namespace, name: str) -> Stack:
     draft_tokens = 0 if name == PLAIN else options.draft_tokens
     model = ("--draft-model", options.draft_model, "--draft-quantization", options.draft_quantization)
     return Stack(
-        model=options.model,
-        dtype=options.dtype,
-        quantization=options.quantization,
-        worker_flags=("--threads", str(options.threads), "--block-size", str(options.block_size)),
-        decode_flags=("--max-draft-tokens", str(draft_tokens), *(model if name == MODEL else ())),
-        log_dir=options.log_dir / name.replace(" ", "-") if options.log_dir else None,
+        StackSettings(
+            model=options.model,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            worker_flags=("--threads", str(options.threads), "--block-size", str(options.block_size)),
+            decode_flags=("--max-draft-tokens", str(draft_tokens), *(model if name == MODEL else ())),
+            log_dir=options.log_dir / name.replace(" ", "-") if options.log_dir else None,
+        )
     )
 
 

@@ -1,6 +1,6 @@
 """A whole Diptych on this machine, as real processes on ephemeral ports, for benchmarks and end-to-end tests.
 
-    with Stack(prefill=1, decode=1, model="tiny-random", dtype="float32") as stack:
+    with Stack(StackSettings(prefill=1, decode=1, model="tiny-random", dtype="float32")) as stack:
         httpx.get(stack.url + "/v1/models")
         stack.workers("decode")[0].kill()
 
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,6 +30,8 @@ from common.machine.child_process import STOP_TIMEOUT_S, ChildProcess
 
 LOOPBACK = "127.0.0.1"
 POLL_INTERVAL_S = 0.02
+READY_TIMEOUT_S = 120.0
+"""How long all processes of a stack may take to start."""
 PORTS = range(20_000, 30_000)
 """Below those that Linux gives to outgoing connections, which may take one between its choice and its use."""
 
@@ -91,48 +93,66 @@ class StackProcess(ChildProcess):
         self.send_signal(signal.SIGCONT)
 
 
-class Stack:
-    """`prefill` prefill workers, `decode` decode workers and `routers` routers; ready when the `with` block begins.
+def _own_address(worker: StackProcess) -> str:
+    return worker.addresses["address"]
+
+
+@dataclass(frozen=True)
+class StackSettings:
+    """`prefill` prefill workers, `decode` decode workers and `routers` routers of one model, and how they run.
 
     `*_flags` are handed to the processes as they are; `worker_flags` goes to both kinds of worker. `*_cores` pin a
     kind of worker to these cores. `places` says by name ("router", "router-1", "decode-0") which processes run
-    elsewhere. `via` names the address under which routers reach a worker, when that is not its own. Logs go to
-    `log_dir`, or to a temporary folder that ends with the stack.
+    elsewhere. `via` names the address under which routers reach a worker. `env` is added to this process's own. Logs go
+    to `log_dir`, or to a temporary folder that ends with the stack.
     """
 
-    def __init__(
-        self,
-        prefill: int = 1,
-        decode: int = 1,
-        *,
-        routers: int = 1,
-        model: str = "smollm2-135m",
-        dtype: str = "float32",
-        quantization: str = "none",
-        worker_flags: Sequence[str] = (),
-        prefill_flags: Sequence[str] = (),
-        decode_flags: Sequence[str] = (),
-        router_flags: Sequence[str] = (),
-        prefill_cores: Sequence[int] = (),
-        decode_cores: Sequence[int] = (),
-        places: Mapping[str, Place] | None = None,
-        via: Callable[[StackProcess], str] | None = None,
-        env: dict[str, str] | None = None,
-        log_dir: Path | None = None,
-        ready_timeout_s: float = 120.0,
-    ) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="diptych-stack-") if log_dir is None else None
-        self.log_dir = Path(self._temporary.name) if self._temporary is not None else Path(log_dir or ".")
+    prefill: int = 1
+    decode: int = 1
+    _: KW_ONLY
+    routers: int = 1
+    model: str = "smollm2-135m"
+    dtype: str = "float32"
+    quantization: str = "none"
+    worker_flags: Sequence[str] = ()
+    prefill_flags: Sequence[str] = ()
+    decode_flags: Sequence[str] = ()
+    router_flags: Sequence[str] = ()
+    prefill_cores: Sequence[int] = ()
+    decode_cores: Sequence[int] = ()
+    places: Mapping[str, Place] = field(default_factory=dict)
+    via: Callable[[StackProcess], str] = _own_address
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_dir: Path | None = None
+    ready_timeout_s: float = READY_TIMEOUT_S
+
+    @property
+    def num_processes(self) -> int:
+        return self.prefill + self.decode + self.routers
+
+
+class Stack:
+    """The processes of `settings`, which all are ready when the `with` block begins."""
+
+    def __init__(self, settings: StackSettings) -> None:
+        self.settings = settings
+        self._temporary = None
+        if settings.log_dir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="diptych-stack-")
+        self.log_dir = settings.log_dir or Path(self._temporary.name if self._temporary is not None else ".")
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.model, self.ready_timeout_s = model, ready_timeout_s
-        self._env = {**os.environ, **(env or {})}
-        self._places, self._via = places or {}, via or _own_address
-        shared = ("--model", model, "--dtype", dtype, "--quantization", quantization, *worker_flags)
+        self.model = settings.model
+        self._env = {**os.environ, **settings.env}
+        of_model = ("--model", settings.model, "--dtype", settings.dtype, "--quantization", settings.quantization)
+        prefill_flags = (*of_model, *settings.worker_flags, *settings.prefill_flags)
+        decode_flags = (*of_model, *settings.worker_flags, *settings.decode_flags)
         self.processes = [
-            *(self._worker("prefill", i, (*shared, *prefill_flags), prefill_cores) for i in range(prefill)),
-            *(self._worker("decode", i, (*shared, *decode_flags), decode_cores) for i in range(decode)),
+            *(self._worker("prefill", i, prefill_flags, settings.prefill_cores) for i in range(settings.prefill)),
+            *(self._worker("decode", i, decode_flags, settings.decode_cores) for i in range(settings.decode)),
         ]
-        self.routers = [self._router(i, ("--model", model, *router_flags)) for i in range(routers)]
+        self.routers = [
+            self._router(i, ("--model", settings.model, *settings.router_flags)) for i in range(settings.routers)
+        ]
         self.router = self.routers[0]
 
     @property
@@ -155,7 +175,7 @@ class Stack:
 
     def start(self) -> None:
         """Start everything and wait until the router is ready. Raises StackError; nothing is left running then."""
-        deadline = time.monotonic() + self.ready_timeout_s
+        deadline = time.monotonic() + self.settings.ready_timeout_s
         try:
             for worker in self.processes:
                 worker.start(env=self._env)
@@ -182,7 +202,7 @@ class Stack:
                 if worker.addresses.get(key):
                     flags += [flag, worker.addresses[key].rpartition(":")[2]]
         worker.start(*flags, env=self._env)
-        worker.wait_for_addresses(time.monotonic() + self.ready_timeout_s)
+        worker.wait_for_addresses(time.monotonic() + self.settings.ready_timeout_s)
 
     def wait_ready(self, deadline: float) -> None:
         """Wait until every router answers /ready with 200. Raises StackError at `deadline` (monotonic seconds)."""
@@ -216,7 +236,7 @@ class Stack:
 
     def _worker(self, role: str, index: int, flags: Sequence[str], cores: Sequence[int]) -> StackProcess:
         name = f"{role}-{index}"
-        log, place = self.log_dir / f"{name}.log", self._places.get(name, Place())
+        log, place = self.log_dir / f"{name}.log", self.settings.places.get(name, Place())
         own = ["--worker-id", name, "--address-file", str(log.with_suffix(".json"))]
         if place.host != LOOPBACK:
             own += ["--host", place.host, "--allow-remote"]
@@ -225,7 +245,7 @@ class Stack:
 
     def _router(self, index: int, flags: Sequence[str]) -> StackProcess:
         name = f"router-{index}" if index else "router"
-        place, port = self._places.get(name, Place()), free_port()
+        place, port = self.settings.places.get(name, Place()), free_port()
         command = [*place.prefix, *_module("router", ("--host", place.host, "--port", str(port), *flags))]
         router = StackProcess(name, "router", command, self.log_dir / f"{name}.log")
         router.addresses = {"http": f"http://{place.host}:{port}"}
@@ -236,7 +256,7 @@ class Stack:
             flag
             for role in ("prefill", "decode")
             if self.workers(role)
-            for flag in (f"--{role}", ",".join(self._via(worker) for worker in self.workers(role)))
+            for flag in (f"--{role}", ",".join(self.settings.via(worker) for worker in self.workers(role)))
         ]
         router.start(*addresses, env=self._env)
 
@@ -262,10 +282,6 @@ def free_port() -> int:
             probe.bind((LOOPBACK, port))
             return port
     raise StackError(f"no port from {PORTS[0]} to {PORTS[-1]} is free")
-
-
-def _own_address(worker: StackProcess) -> str:
-    return worker.addresses["address"]
 
 
 def _module(name: str, flags: Sequence[str]) -> list[str]:

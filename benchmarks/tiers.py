@@ -32,7 +32,7 @@ from benchmarks.load.summary import RequestRecord, percentile
 from benchmarks.load.trace import TraceRow, read_trace
 from benchmarks.load.workload import LengthRange, RequestPlan, Workload
 from benchmarks.script import in_turns, median_ratio, run, write_result
-from benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess, StackSettings
 
 PROGRAM = "python -m benchmarks.tiers"
 WITH, WITHOUT, PULLS = "with the file", "memory alone", "with pulls"
@@ -73,17 +73,19 @@ class Bench:
         file = ("--kv-disk-path", str(folder / "blocks"), "--kv-disk-gib", str(options.disk_gib))
         threads = ("--threads", str(options.threads))
         return Stack(
-            model=options.model,
-            dtype=options.dtype,
-            worker_flags=(
-                *("--block-size", str(options.block_size), "--kv-transport", options.kv_transport, *threads),
-                *(() if arm == PULLS else ("--no-pull-prefixes",)),
-            ),
-            prefill_flags=("--num-blocks", str(self.num_blocks), *(file if arm == WITH else ())),
-            decode_flags=("--max-draft-tokens", "0"),
-            router_flags=("--local-prefill-threshold", "0"),
-            log_dir=options.log_dir,
-            ready_timeout_s=READY_S,
+            StackSettings(
+                model=options.model,
+                dtype=options.dtype,
+                worker_flags=(
+                    *("--block-size", str(options.block_size), "--kv-transport", options.kv_transport, *threads),
+                    *(() if arm == PULLS else ("--no-pull-prefixes",)),
+                ),
+                prefill_flags=("--num-blocks", str(self.num_blocks), *(file if arm == WITH else ())),
+                decode_flags=("--max-draft-tokens", "0"),
+                router_flags=("--local-prefill-threshold", "0"),
+                log_dir=options.log_dir,
+                ready_timeout_s=READY_S,
+            )
         )
 
     def measure(self, arm: str, number: int, step: Any) -> Replay:

@@ -28,9 +28,9 @@ from decode_worker.drafting.drafter import Drafter
 from decode_worker.drafting.head_drafter import HeadDrafter
 from decode_worker.drafting.token_drafter import TokenDrafter
 from decode_worker.engine import DecodeEngine
-from decode_worker.grants import IncomingTransfers
+from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.limits import DecodeLimits
-from decode_worker.pipeline import Launcher
+from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,6 @@ class DecodeDuty(Duty):
             receiver.reach_with(lambda memory: ReachedPlaces(blocks, memory))
         if loaded.kv.dtype not in SMALL_DTYPES.values():  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv))
-        sampler = Sampler(loaded.vocab_size)
         pool = self.new_pool(loaded)
         tiers = self.new_tiers(loaded, pool, lambda event: self._engine.notify(event))
         scheduler = DecodeScheduler(
@@ -105,25 +104,25 @@ class DecodeDuty(Duty):
         self._engine = DecodeEngine(
             send,
             self.engine_config(files, loaded),
-            scheduler,
-            loaded.runner,
-            sampler,
-            transfers,
-            sender,
-            self.parts.metrics,
             DecodeLimits(
                 grant_timeout_s=settings.grant_timeout_s,
                 transfer_timeout_s=settings.transfer_timeout_s,
                 handover_timeout_s=settings.handover_timeout_s,
                 max_draft_tokens=settings.max_draft_tokens,
             ),
+            scheduler,
+            self._model(loaded, hidden),
+            TransferEnds(transfers, sender),
+            self.parts.metrics,
             EngineParts(grammars, tiers, loaded.adapters, peers, hidden),
-            launcher=step_launcher(loaded.runner, sampler),
-            drafter=self._drafter(loaded, sampler, hidden),
         )
         receiver.start()
         sender.start()
         return self._engine
+
+    def _model(self, loaded: LoadedModel, hidden: HiddenPlaces | None) -> DecodeModel:
+        runner, sampler = loaded.runner, Sampler(loaded.vocab_size)
+        return DecodeModel(runner, sampler, step_launcher(runner, sampler), self._drafter(loaded, sampler, hidden))
 
     def _drafter(self, loaded: LoadedModel, sampler: Sampler, hidden: HiddenPlaces | None) -> TokenDrafter | None:
         draft, drafting = loaded.draft, loaded.drafting

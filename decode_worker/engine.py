@@ -11,26 +11,22 @@ from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
 from common.latency.link_model import Links
 from common.latency.step_model import StepShape
-from common.runner.runner import ModelRunner
 from common.sampling.logprobs import separate
-from common.sampling.sampler import Sampler
 from common.sequences.engine import RequestEngine
 from common.sequences.parts import NO_PARTS, EngineParts
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.sender import KVSender
 from common.wire.messages import DecodeRequest, HandOver, Message, ResetPrefixCache
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send
 from common.worker.metrics import WorkerMetrics
 from decode_worker.counters import DecodeCounters
 from decode_worker.drafting.model_drafts import DraftBounds
-from decode_worker.drafting.token_drafter import TokenDrafter
-from decode_worker.grants import IncomingTransfers
+from decode_worker.grants import TransferEnds
 from decode_worker.handover import Handovers
 from decode_worker.limits import DecodeLimits
 from decode_worker.pace import StepPace
-from decode_worker.pipeline import Launcher, Pipeline, StepInFlight, by_chunk
+from decode_worker.pipeline import DecodeModel, Pipeline, StepInFlight, by_chunk
 from decode_worker.remote_prefill import RemotePrefills
 from decode_worker.reporting import DecodeReports
 from decode_worker.rules import DecodeRules
@@ -58,34 +54,30 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
         self,
         send: Send,
         config: EngineConfig,
-        scheduler: DecodeScheduler,
-        runner: ModelRunner,
-        sampler: Sampler,
-        transfers: IncomingTransfers,
-        sender: KVSender,
-        metrics: WorkerMetrics,
         limits: DecodeLimits,
+        scheduler: DecodeScheduler,
+        model: DecodeModel,
+        transfers: TransferEnds,
+        metrics: WorkerMetrics,
         parts: EngineParts = NO_PARTS,
-        *,
-        launcher: Launcher | None = None,
-        drafter: TokenDrafter | None = None,
     ) -> None:
-        """A `launcher` launches the steps that it takes before the tokens of the step before are known."""
         longest = scheduler.window.longest(scheduler.pool.num_blocks, config.max_model_len)
         rules = DecodeRules(
             config.eos_token_ids,
-            vocab_size=sampler.vocab_size,
+            vocab_size=model.sampler.vocab_size,
             max_model_len=longest,
             max_prompt_len=longest - 1,
             knows_grammars=parts.grammars is not None,
         )
         super().__init__(send, config, scheduler, rules, metrics, parts)
-        self._runner, self._sampler, self._transfers = runner, sampler, transfers
+        self._runner, self._sampler, self._transfers = model.runner, model.sampler, transfers
         self._reports = DecodeReports(config.identity, self.emit)
         self._counters = DecodeCounters(metrics, block_size=scheduler.block_size)
-        self._handovers = Handovers(sender, scheduler, self._reports, metrics, timeout_s=limits.handover_timeout_s)
+        self._handovers = Handovers(
+            transfers.outgoing, scheduler, self._reports, metrics, timeout_s=limits.handover_timeout_s
+        )
         self._remote_prefills = RemotePrefills(
-            transfers,
+            transfers.incoming,
             scheduler,
             rules,
             self._counters,
@@ -93,9 +85,9 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             grant_timeout_s=limits.grant_timeout_s,
             transfer_timeout_s=limits.transfer_timeout_s,
         )
-        self._pipeline = Pipeline(scheduler, launcher, parts.hidden)
+        self._pipeline = Pipeline(scheduler, model.launcher, parts.hidden)
         bounds = DraftBounds(limits.max_draft_tokens, scheduler.max_num_seqs, scheduler.goal)
-        self._speculation = Speculation(rules, bounds, drafter)
+        self._speculation = Speculation(rules, bounds, model.drafter)
         self._pace, self._gaps = StepPace(scheduler.goal), TokenGaps(scheduler.goal)
         self._completed_at = 0.0
         self._num_rows = 0
@@ -274,10 +266,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def expire(self, now: float) -> None:
         self._speculation.retain(self.scheduler.has)
-        if self._transfers.failure is not None:
-            raise RuntimeError("the KV receiver died") from self._transfers.failure
-        if self._handovers.failure is not None:
-            raise RuntimeError("the KV sender died") from self._handovers.failure
+        self._transfers.check()
         if now < self._expire_at:
             return
         self._expire_at = now + EXPIRE_INTERVAL_S
@@ -298,13 +287,12 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             self._pipeline.close()
         finally:  # even if the step in flight failed: threads that run on would keep the process from ending
             self._transfers.stop()
-            self._handovers.stop()
             self._grammars.close()
             self._restores.close()
 
     @property
     def _num_dropped_frames(self) -> int:
-        return self._transfers.num_dropped_frames + self._handovers.num_dropped_frames
+        return self._transfers.num_dropped_frames
 
     def _overload(self) -> str:
         is_full = len(self.scheduler) >= self._max_waiting + self.scheduler.max_num_seqs

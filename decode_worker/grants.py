@@ -1,4 +1,4 @@
-"""The engine's side of incoming transfers: grants, refusals, renewals and announcements that came early."""
+"""The engine's side of KV transfers: grants, refusals, renewals and announcements that came early; both ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from common.transfer.incoming import IncomingTransfer
 from common.transfer.receiver import KVReceiver, TransferOpened
+from common.transfer.sender import KVSender
 from common.wire.message_fields import COUNT_BITS
 from common.wire.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
 from decode_worker.sequence import DecodeSequence
@@ -15,7 +16,7 @@ from decode_worker.sequence import DecodeSequence
 # Announcements (`KVOpen`) that came before their `DecodeRequest`.
 MAX_EARLY_OPENS = 4096
 EARLY_OPEN_S = 10.0
-"""How long one is kept."""
+"""How long such an announcement is kept."""
 
 RENEW_S = 1.0
 """How often `KVWait` renews the lease of a prefill worker whose prompt waits for room here."""
@@ -139,3 +140,25 @@ class IncomingTransfers:
 
     def _tell(self, peer: bytes, message: Message) -> None:
         self._receiver.send(peer, message)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnds:
+    """Both ends of a decode worker's transfers: KV comes from prefill workers, and goes and comes in hand-overs."""
+
+    incoming: IncomingTransfers
+    outgoing: KVSender
+
+    def check(self) -> None:
+        """Raises RuntimeError when the thread of either end has died."""
+        for name, failure in (("receiver", self.incoming.failure), ("sender", self.outgoing.failure)):
+            if failure is not None:
+                raise RuntimeError(f"the KV {name} died") from failure
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self.incoming.num_dropped_frames + self.outgoing.num_dropped_frames
+
+    def stop(self) -> None:
+        self.incoming.stop()
+        self.outgoing.stop()

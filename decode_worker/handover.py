@@ -76,15 +76,6 @@ class Handovers:
         """Whether the sequence is being copied to another worker."""
         return sequence.request_id in self._keys
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the sender's thread."""
-        return self._sender.failure
-
-    @property
-    def num_dropped_frames(self) -> int:
-        return self._sender.num_dropped_frames
-
     # ------------------------------------------------------------ messages of the router and the target
 
     def take(self, router: bytes, order: HandOver, now: float) -> DecodeSequence | None:
@@ -130,7 +121,7 @@ class Handovers:
                 self._pause(handover, now)
 
     def stepped(self) -> None:
-        """After a step: give the sender the filled blocks, and end hand-overs that outgrew their room ungranted."""
+        """After a step, give the sender filled blocks, and end hand-overs that outgrew their room without a grant."""
         for handover in list(self._by_key.values()):
             sequence = handover.sequence
             if not handover.granted and self._outruns(handover):
@@ -159,9 +150,6 @@ class Handovers:
             self._forget(handover, reason)
             if handover.paused_at:
                 self._scheduler.resume(sequence)
-
-    def stop(self) -> None:
-        self._sender.stop()
 
     # ------------------------------------------------------------ inside
 

@@ -11,14 +11,14 @@ from common.observe.ewma import Ewma
 from common.sequences.token_goal import TokenGoal
 
 STEPS_SHARE = 0.25
-"""Of the time that steps take without a goal while prompts are computed."""
+"""The share of the time that steps take while prompts are computed on the same cores, without a goal."""
 LONGEST_GAP_S = 0.1
-"""Between two steps without a goal, where a step itself is not longer: readers notice more."""
+"""The longest gap between two steps without a goal, unless a step itself takes longer: readers notice more."""
 SMOOTHING = 0.2
 """The share of one more step in the average time of steps."""
 RESERVE = 0.9
-"""Of what a step may take, for a gap that is made as long as it may be: steps seldom are that long, and nothing evens
-out when the cores come late."""
+"""A gap is made this share of the time that a step may take: steps seldom take so long, and nothing makes up for a gap
+that grows because the cores come late."""
 
 
 class StepPace:
@@ -39,11 +39,11 @@ class StepPace:
 
     @property
     def gap_s(self) -> float:
-        """From the begin of a step to the begin of the next."""
+        """Seconds from the begin of a step to the begin of the next."""
         if self._goal.is_set:
             return RESERVE * self._goal.limit_s
         return min(LONGEST_GAP_S, self._step_s.value / STEPS_SHARE)
 
     def wait_s(self, now: float) -> float:
-        """Until the next step should begin."""
+        """Seconds until the next step should begin."""
         return max(0.0, self._began_at + self.gap_s - now)

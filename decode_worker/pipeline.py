@@ -19,9 +19,11 @@ from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from common.model.batch import NO_PLACE, ROW_BEFORE, SequenceChunk
-from common.sampling.sampler import SamplingRow
+from common.runner.runner import ModelRunner
+from common.sampling.sampler import Sampler, SamplingRow
 from common.sequences.hidden_places import HiddenPlaces, RowPlaces
 from common.wire.sampling_params import SampledToken
+from decode_worker.drafting.token_drafter import TokenDrafter
 from decode_worker.rules import DecodeRules
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import DecodeChunk
@@ -48,6 +50,20 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Wait for the launched steps. No step may be launched afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeModel:
+    """What makes tokens: `runner` computes steps and `sampler` draws from their logits.
+
+    A `launcher` launches the steps that it takes before the tokens of the step before are known. A `drafter` computes
+    draft tokens.
+    """
+
+    runner: ModelRunner
+    sampler: Sampler
+    launcher: Launcher | None = None
+    drafter: TokenDrafter | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
 
     @property
     def _mean_context(self) -> float:
-        """Of the sequences in the batch; of those that wait for it while it is empty."""
+        """Mean number of tokens of the sequences in the batch; while it is empty, of those that wait for it."""
         if self.running:
             return self.num_context_tokens / len(self.running)
         waiting = self.queue[:MAX_TRIED]
@@ -93,7 +93,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
 
     @property
     def _num_places(self) -> int:
-        """Of the batch: one more than there are for a request that has waited for too long."""
+        """How many sequences the batch may have now: more than usual for a request that has waited for too long."""
         if self.queue:
             waits_since = max(self.queue[0].accepted_at, self.queue[0].opened_at)
             if self._now - waits_since > PATIENCE * self.goal.goal_s:
@@ -118,7 +118,7 @@ class DecodeQueue(Scheduler[DecodeSequence]):
         return None
 
     def _cached_prefix(self, sequence: DecodeSequence) -> CachedPrefix:
-        """Of KV that comes from another worker, nothing before `first_block` is needed, and all behind it is."""
+        """Where KV comes from another worker, nothing before `first_block` is needed, and everything behind it is."""
         if not sequence.first_block or sequence.status is not RequestStatus.OPENED:
             return super()._cached_prefix(sequence)
         hashes = sequence.hasher.extend(sequence.token_ids)

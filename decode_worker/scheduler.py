@@ -136,7 +136,7 @@ class DecodeScheduler(DecodeQueue):
         self._enqueue(sequence)
 
     def expect_again(self, sequence: DecodeSequence) -> None:
-        """Wait for another prefill worker to announce the KV, no longer for room."""
+        """Let a sequence wait for another prefill worker to announce its KV, and no longer for room."""
         if sequence.status is RequestStatus.OPENED:
             self._dequeue(sequence)
             sequence.status = RequestStatus.EXPECTING
@@ -347,5 +347,5 @@ def _position(sequence: DecodeSequence) -> int:
 
 
 def _last_to_go(sequence: DecodeSequence) -> tuple[int, float]:
-    """Sorts those that lose their blocks last to the front."""
+    """Sorts sequences by who keeps its blocks longest: the highest priority first, and among equals the oldest."""
     return (-sequence.priority, sequence.accepted_at)

@@ -95,7 +95,7 @@ class DecodeSequence(WorkerSequence):
 
     @property
     def rank(self) -> float:
-        """Its place among those that wait for blocks, the least first: its age, and more for its priority."""
+        """Its place among those that wait for blocks, the least first: when it was accepted, less for its priority."""
         return self.accepted_at - AGE_OF_A_LEVEL_S * self.priority
 
     @property

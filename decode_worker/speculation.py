@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch
     from decode_worker.drafting.token_drafter import TokenDrafter
 
 MAX_SEQUENCES = 32
-"""In larger batches a row costs what a token brings, and the search for draft tokens takes longer than it saves."""
+"""Larger batches draft nothing: a row costs what a token brings, and the search for draft tokens more than it saves."""
 
 
 class Speculation:
@@ -59,7 +59,7 @@ class Speculation:
 
     @property
     def draft_blocks(self) -> BlockCounts:
-        """Those of the draft model's KV."""
+        """How the blocks of the draft model's KV are used."""
         return self._model.counts if self._model is not None else BlockCounts(0, 0, 0)
 
     def wants_tokens(self, running: Sequence[DecodeSequence]) -> bool:

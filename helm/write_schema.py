@@ -7,6 +7,8 @@ from pathlib import Path
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
 from common.config.field import Config, fields_of
+from common.config.worker import ADAPTER_NAME
+from common.wire.adapter_messages import MAX_ADAPTERS, MAX_PATH
 from helm.pod_types import SELECTOR, placement
 from helm.schema_types import (
     FLAG,
@@ -38,6 +40,7 @@ CHART_SETS = frozenset(
             "model",
             "more_models",
             "models_file",
+            "lora_file",
             "served_model_name",
             "device",
             "tensor_parallel_size",
@@ -176,6 +179,7 @@ def model() -> Schema:
     )
     goal = {"type": "number", "minimum": 0}
     names = many(SERVED)
+    adapter = closed({"path": TEXT | {"minLength": 1, "maxLength": MAX_PATH}, "revision": TEXT}, ("path",))
     fields = {field.name: field for field in fields_of(RouterConfig)}
     return closed(
         {
@@ -184,6 +188,12 @@ def model() -> Schema:
             "tokenizer": sources(),
             "slo": closed({"ttftMs": goal, "tpotMs": goal}),
             "router": ref("router"),
+            "adapters": {
+                "type": "object",
+                "propertyNames": text(pattern=rf"^{ADAPTER_NAME}$"),
+                "additionalProperties": adapter | {"type": ["object", "null"]},
+                "maxProperties": MAX_ADAPTERS,
+            },
             "aliases": names | {"maxItems": MAX_NAMES},
             "fallbacks": many(NAME) | {"maxItems": MAX_NAMES},
             "hold": FLAG,

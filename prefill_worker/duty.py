@@ -15,6 +15,7 @@ from common.sequences.parts import EngineParts
 from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
 from prefill_worker.engine import PrefillEngine
+from prefill_worker.launcher import PromptLauncher
 from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -49,16 +50,16 @@ class PrefillDuty(Duty):
             quantise=quantised_outgoing(loaded.kv).view if quantises else None,
         )
         peers = self.new_peers(loaded, pool, lambda event: engine.notify(event))
+        hidden = hidden_places(loaded.drafting)
+        pooler = None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score)
         engine = PrefillEngine(
             send,
             self.engine_config(files, loaded),
             scheduler,
-            loaded.runner,
-            Sampler(loaded.vocab_size),
+            PromptLauncher(loaded.runner, Sampler(loaded.vocab_size), pooler, hidden),
             sender,
             self.parts.metrics,
-            EngineParts(grammars, tiers, loaded.adapters, peers, hidden_places(loaded.drafting)),
-            None if loaded.task.generates else Pooler(loaded.task.pooling, loaded.score),
+            EngineParts(grammars, tiers, loaded.adapters, peers, hidden),
         )
         sender.start()
         return engine

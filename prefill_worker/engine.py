@@ -9,8 +9,7 @@ from dataclasses import replace
 from common.grammar.grammar import unsampled
 from common.kv.block_hash import BlockHasher
 from common.latency.step_model import StepShape
-from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler, SamplingRow
+from common.sampling.sampler import SamplingRow
 from common.sequences.engine import RequestEngine
 from common.sequences.parts import NO_PARTS, EngineParts
 from common.sequences.reports import Reports
@@ -23,7 +22,6 @@ from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Se
 from common.worker.metrics import WorkerMetrics
 from prefill_worker.launcher import ChunkOutput, PromptLauncher
 from prefill_worker.pipeline import PromptPipeline, PromptStep
-from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 from prefill_worker.sequence import PrefillSequence
 
@@ -39,30 +37,24 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         send: Send,
         config: EngineConfig,
         scheduler: PrefillScheduler,
-        runner: ModelRunner,
-        sampler: Sampler,
+        launcher: PromptLauncher,
         sender: KVSender,
         metrics: WorkerMetrics,
         parts: EngineParts = NO_PARTS,
-        pooler: Pooler | None = None,
-        *,
-        launcher: PromptLauncher | None = None,
     ) -> None:
-        """With a `pooler` all requests are for its vectors. A `launcher` takes the place of the runner's own."""
+        """All requests are for tokens, or, if the `launcher` pools prompts, all for vectors."""
         rules = RequestRules(
             config.eos_token_ids,
-            vocab_size=sampler.vocab_size,
+            vocab_size=launcher.vocab_size,
             max_model_len=config.max_model_len,
             max_prompt_len=scheduler.window.longest(scheduler.pool.num_blocks, config.max_model_len),
             knows_grammars=parts.grammars is not None,
-            pooling=pooler.pooling if pooler is not None else "",
+            pooling=launcher.pooling,
         )
         super().__init__(send, config, scheduler, rules, metrics, parts)
         self._reports = Reports(config.identity, self.emit)
-        self._vocab_size, self._sender = sampler.vocab_size, sender
-        self._launcher = launcher or PromptLauncher(runner, sampler, pooler, parts.hidden)
-        self._pipeline = PromptPipeline(scheduler, self._launcher)
-        self._makes_tokens = pooler is None
+        self._launcher, self._sender = launcher, sender
+        self._pipeline = PromptPipeline(scheduler, launcher)
 
     @property
     def is_prefill(self) -> bool:
@@ -111,7 +103,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
     def _launch(self, chunks: Sequence[PrefillChunk], shape: StepShape, now: float) -> None:
         if self._sender.quantises:
             self._clear_unused(chunks)
-        rows = [self._row(chunk.sequence) for chunk in chunks if chunk.sample] if self._makes_tokens else []
+        rows = [self._row(chunk.sequence) for chunk in chunks if chunk.sample] if not self._launcher.pooling else []
         self._pipeline.launch(chunks, shape, rows, now)
 
     def _complete(self, step: PromptStep) -> None:
@@ -148,7 +140,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self._reports.flush()
 
     def snapshot(self) -> EngineStatus:
-        """What waits is computed once the step in flight has ended, a part of which is over."""
+        """The base class's, less the part of the step in flight that is over: what waits begins behind that step."""
         status = super().snapshot()
         elapsed_s = self._pipeline.elapsed_s(time.monotonic(), status.step_model)
         return replace(status, waiting_s=max(0.0, status.waiting_s - elapsed_s))
@@ -236,7 +228,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self.metrics.computed_tokens.inc(sequence.num_tokens - sequence.num_cached)
 
     def _on_sampled(self, sequence: PrefillSequence, sampled: SampledToken, num_ready: int) -> None:
-        if sampled.token_id >= self._vocab_size:
+        if sampled.token_id >= self._launcher.vocab_size:
             self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "prefill"), retryable=False)
             return
         reason = self._rules.finish_reason(sequence, sampled.token_id, num_more=1)

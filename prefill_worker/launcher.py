@@ -20,7 +20,7 @@ from common.sampling.logprobs import LaunchedLogprobs, launch_chunk_logprobs, se
 from common.sampling.sampled import LaunchedTokens
 from common.sampling.sampler import Sampler, SamplingRow
 from common.sequences.hidden_places import NO_PLACES, HiddenPlaces
-from common.wire.sampling_params import SampledToken, TokenLogprobs
+from common.wire.sampling_params import Pooling, SampledToken, TokenLogprobs
 from kernels import on_device
 from prefill_worker.pooling import Pooler, packed
 from prefill_worker.scheduler import PrefillChunk
@@ -88,6 +88,15 @@ class PromptLauncher:
         self, runner: ModelRunner, sampler: Sampler, pooler: Pooler | None = None, hidden: HiddenPlaces | None = None
     ) -> None:
         self._runner, self._sampler, self._pooler, self._hidden = runner, sampler, pooler, hidden
+
+    @property
+    def vocab_size(self) -> int:
+        return self._sampler.vocab_size
+
+    @property
+    def pooling(self) -> Pooling:
+        """How prompts are pooled, or "" where they end with a token."""
+        return "" if self._pooler is None else self._pooler.pooling
 
     @property
     def runs_ahead(self) -> bool:

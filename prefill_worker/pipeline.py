@@ -22,9 +22,9 @@ from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 LEAD_S = 0.02
 """How long before the predicted end of a step the next one is launched: a launch takes milliseconds of many kernels."""
 LEAD_SHARE = 0.1
-"""The same as a share of the step: predictions err."""
+"""The lead is at least this share of the step, because predictions err."""
 LOOK_S = 0.005
-"""How often it is seen whether a step has ended before it was predicted to."""
+"""How often the engine looks whether a step has ended before it was predicted to."""
 
 
 @dataclass(frozen=True, slots=True)

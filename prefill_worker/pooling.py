@@ -1,4 +1,4 @@
-"""From the hidden states of a prompt's tokens to one vector, over as many steps as the prompt takes."""
+"""Makes one vector of the hidden states of a prompt's tokens, over as many steps as the prompt takes."""
 
 from __future__ import annotations
 

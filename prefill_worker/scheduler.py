@@ -44,8 +44,8 @@ MAX_TRIES = 16
 """How many prompts that do not fit a step tries, so that a long queue does not slow it down."""
 
 LOW_SHARE = 0.75
-"""Of all blocks, that prompts of a low priority own at most, unless one of them alone needs more. Low is a priority
-below 0, and one below the highest that came so far."""
+"""The share of all blocks that prompts of a low priority own at most, unless one of them alone needs more. A priority
+below 0 is low, and so is one below the highest that came so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         return self.pool.num_blocks - self._owned.total() - len(prefix.blocks)
 
     def _plan(self, sequence: PrefillSequence) -> CachedPrefix | None:
-        """The cached blocks that `sequence` starts from, or None if it must wait. No order decides that."""
+        """The cached blocks that `sequence` starts from, or None if it must wait, whatever its place in the order."""
         if self._has_no_place or not self.pool.num_available:
             return None
         prefix = self._cached_prefix(sequence)

@@ -38,5 +38,5 @@ class PrefillSequence(WorkerSequence):
 
     @property
     def prefill_s(self) -> float:
-        """From admission to the first token."""
+        """Seconds from admission to the first token."""
         return self.computed_at - self.admitted_at

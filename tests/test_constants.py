@@ -21,27 +21,15 @@ WAITS = re.compile(r"\b(?:sleep|timeout|timeout_at|wait_for)\(([A-Z][A-Z0-9_]*)\
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Pow, ast.LShift, ast.USub)
 # (name, value) in several files -> why these are several facts that are equal by chance
 EQUAL_BY_CHANCE = {
-    ("ANSWER_S", 10.0): "for a probe's connection, and for the router that `diptych top` asks",
     ("ARGUMENTS", '", "arguments": '): "of different models' calls",
     ("AUTO", "auto"): "a flag's value; OpenAI's `tool_choice`",
-    ("BACKLOG", 128): "of probes, and of the ranks of one worker",
     ("BLOCK", 1024): "each kernel is tuned alone",
     ("BLOCK_K", 64): "each kernel is tuned alone",
     ("BLOCK_N", 64): "each kernel is tuned alone",
-    ("BURST", 64): "messages of routers, of workers, accepted connections: each loop has other work beside it",
-    ("CLOSE_S", 5.0): "batches, answers and the database each have their own end",
-    ("END_S", 5.0): "a worker ends its ranks; a host ends what it brought",
-    ("GIB", 2**30): "a unit",
     ("IN_PROGRESS", "in_progress"): "a state of batches, and one of responses",
-    ("LEASE_S", 15.0): "of stored work; of the planner's lease in Kubernetes",
-    ("MAX_BYTES", 2**25): "of two caches",
-    ("MAX_DEPTH", 64): "of an answer's literals, and of a request's schemas",
-    ("MAX_REASON_CHARS", 200): "of a template's words in an error, and of an error in the log",
     ("NAME", '{"name": "'): "of different models' calls",
     ("POLL_S", 0.02): "each loop has its own reason",
     ("POLL_S", 0.2): "each loop has its own reason",
-    ("READ_BYTES", 2**20): "of an adapter's digest, and of a download",
-    ("RETRY_S", 0.5): "a dialled worker; a hand-over",
     ("SMOOTHING", 0.1): "each average has its own memory",
     ("SMOOTHING", 0.2): "each average has its own memory",
     (
@@ -53,7 +41,6 @@ EQUAL_BY_CHANCE = {
         7.0,
     ): "kernels have it built in, and the router refuses checkpoints that want another, without torch",
     ("TILE", 4096): "each kernel is tuned alone",
-    ("TOKEN_BYTES", 4): "what a hash is made of, and the memory of a token",
 }
 # Rooms in which a name may have another value in each file, and why.
 SEVERAL_VALUES = {
@@ -176,7 +163,7 @@ def test_a_name_stands_for_one_number_in_a_room(repository: Path) -> None:
     several = [
         f"{name}: {sorted(where)}"
         for (room, name), where in files.items()
-        if len(where) > 1 and room not in SEVERAL_VALUES and (name, 2**30) not in EQUAL_BY_CHANCE
+        if len(where) > 1 and room not in SEVERAL_VALUES
     ]
     assert several == []
 

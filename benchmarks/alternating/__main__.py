@@ -31,6 +31,7 @@ from benchmarks.load.summary import Distribution, RequestRecord
 from benchmarks.load.workload import poisson_arrivals
 from benchmarks.paced.stack import PacedStack
 from benchmarks.script import in_turns, run, script_parser, settings_of, write_result
+from benchmarks.stack import StackSettings
 from common.wire.message_fields import ROLES
 
 PROGRAM: Final = "python -m benchmarks.alternating"
@@ -51,16 +52,18 @@ class Split:
         change = ("--role-change",) if self.changes else ()
         timing = ("--role-change-after-s", str(options.after_s), "--role-change-interval-s", str(options.interval_s))
         return PacedStack(
-            self.prefill,
-            self.decode,
+            StackSettings(
+                self.prefill,
+                self.decode,
+                worker_flags=change,
+                router_flags=(
+                    *("--slo-ttft-ms", str(options.slo_ttft_ms), "--slo-tpot-ms", str(options.slo_tpot_ms)),
+                    *(change + timing if change else ()),
+                ),
+                log_dir=options.log_dir / self.name.replace(" ", "-") if options.log_dir else None,
+            ),
             coefficients=options.coefficients,
             max_model_len=8192,
-            worker_flags=change,
-            router_flags=(
-                *("--slo-ttft-ms", str(options.slo_ttft_ms), "--slo-tpot-ms", str(options.slo_tpot_ms)),
-                *(change + timing if change else ()),
-            ),
-            log_dir=options.log_dir / self.name.replace(" ", "-") if options.log_dir else None,
         )
 
 

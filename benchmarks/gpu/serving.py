@@ -16,7 +16,7 @@ from benchmarks.gpu.model import write_folder
 from benchmarks.gpu.shape import GPUShape
 from benchmarks.load.load import Load
 from benchmarks.load.summary import summarise
-from benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess, StackSettings
 
 AGGREGATED, POOLS = "aggregated", "1P1D"
 WARMUP_INDEX = 10**9
@@ -26,9 +26,9 @@ READY_TIMEOUT_S = 180.0
 class RandomStack(Stack):
     """A stack whose workers have random weights."""
 
-    def __init__(self, shape: GPUShape, *arguments: Any, **options: Any) -> None:
+    def __init__(self, shape: GPUShape, settings: StackSettings) -> None:
         self._shape = shape
-        super().__init__(*arguments, **options)
+        super().__init__(settings)
 
     def _worker(self, role: str, index: int, flags: Sequence[str], cores: Sequence[int]) -> StackProcess:
         name = f"{role}-{index}"
@@ -47,16 +47,18 @@ def measure_serving(
         for name, prefill in ((AGGREGATED, 0), (POOLS, 1)):
             stack = RandomStack(
                 shape,
-                prefill,
-                1,
-                model=model,
-                dtype=shape.dtype_name,
-                worker_flags=_worker_flags(shape, device, kv_memory_gib),
-                prefill_flags=("--max-num-batched-tokens", str(shape.prefill_chunk)),
-                decode_flags=_decode_flags(shape, 1 - prefill),
-                router_flags=("--local-prefill-threshold", "0"),
-                log_dir=log_dir / name if log_dir else None,
-                ready_timeout_s=READY_TIMEOUT_S,
+                StackSettings(
+                    prefill,
+                    1,
+                    model=model,
+                    dtype=shape.dtype_name,
+                    worker_flags=_worker_flags(shape, device, kv_memory_gib),
+                    prefill_flags=("--max-num-batched-tokens", str(shape.prefill_chunk)),
+                    decode_flags=_decode_flags(shape, 1 - prefill),
+                    router_flags=("--local-prefill-threshold", "0"),
+                    log_dir=log_dir / name if log_dir else None,
+                    ready_timeout_s=READY_TIMEOUT_S,
+                ),
             )
             with stack:
                 row = {"arm": name, **asyncio.run(_drive(shape, stack.url, num_requests))}

@@ -21,6 +21,7 @@ from typing import Final
 
 from benchmarks.paced.stack import EXAMPLE, MAX_MODEL_LEN, PacedStack
 from benchmarks.script import run
+from benchmarks.stack import StackSettings
 from benchmarks.time_limit import TimeOver
 
 PROGRAM: Final = "python -m benchmarks.paced"
@@ -42,16 +43,18 @@ def parse(argv: Sequence[str]) -> Namespace:
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     stack = PacedStack(
-        options.prefill,
-        options.decode,
+        StackSettings(
+            options.prefill,
+            options.decode,
+            routers=options.routers,
+            worker_flags=options.worker_flags.split(),
+            prefill_flags=options.prefill_flags.split(),
+            decode_flags=options.decode_flags.split(),
+            router_flags=options.router_flags.split(),
+            log_dir=options.log_dir,
+        ),
         coefficients=options.coefficients,
-        routers=options.routers,
         max_model_len=options.max_model_len,
-        worker_flags=options.worker_flags.split(),
-        prefill_flags=options.prefill_flags.split(),
-        decode_flags=options.decode_flags.split(),
-        router_flags=options.router_flags.split(),
-        log_dir=options.log_dir,
     )
     try:
         with stack:

@@ -29,7 +29,7 @@ from benchmarks.paced.coefficients import StepCoefficients
 from benchmarks.paced.model import Coefficients, answer
 from benchmarks.paced.stack import PacedStack
 from benchmarks.script import in_turns, median_ratio, run, script_parser, write_result
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackSettings
 
 PROGRAM: Final = "python -m benchmarks.paced.pulls"
 WITH, WITHOUT = "with pulls", "without"
@@ -64,15 +64,17 @@ class Bench:
             file = Path(folder) / "pace.json"
             file.write_bytes(msgspec.json.encode(self._pace))
             with PacedStack(
-                options.prefill,
-                1,
-                coefficients=file,
-                worker_flags=(
-                    *("--kv-memory-gib", str(options.kv_memory_gib), "--kv-transport", options.kv_transport),
-                    *(() if arm == WITH else ("--no-pull-prefixes",)),
+                StackSettings(
+                    options.prefill,
+                    1,
+                    worker_flags=(
+                        *("--kv-memory-gib", str(options.kv_memory_gib), "--kv-transport", options.kv_transport),
+                        *(() if arm == WITH else ("--no-pull-prefixes",)),
+                    ),
+                    router_flags=("--local-prefill-threshold", "0"),
+                    log_dir=options.log_dir,
                 ),
-                router_flags=("--local-prefill-threshold", "0"),
-                log_dir=options.log_dir,
+                coefficients=file,
             ) as stack:
                 found = asyncio.run(self._bursts(stack, options.seed + number, step))
                 return {"ttft_ms": found, **tokens_of(stack)}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from benchmarks.paced.model import Coefficients, write_folder
-from benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess, StackSettings
 
 MODEL: Final = "paced"
 EXAMPLE: Final = Path(__file__).parent.parent / "data" / "paced.json"
@@ -22,34 +23,32 @@ START_S: Final = 20.0
 
 
 class PacedStack(Stack):
-    """A stack of paced workers. `slower` names workers (such as "decode-0") with a file of coefficients of their own.
+    """A stack of paced workers. `settings` need not name their model.
 
+    `slower` names workers (such as "decode-0") with a file of coefficients of their own.
     Raises ModelError for a file that does not hold coefficients, StackError as `Stack`.
     """
 
     def __init__(
         self,
-        prefill: int = 1,
-        decode: int = 1,
+        settings: StackSettings,
         *,
         coefficients: Path = EXAMPLE,
         slower: Mapping[str, Path] | None = None,
         max_model_len: int = MAX_MODEL_LEN,
-        worker_flags: Sequence[str] = (),
-        **options: Any,
     ) -> None:
         found = Coefficients.read(coefficients)
         self._coefficients, self._slower = coefficients.resolve(), dict(slower or {})
         self._folder = tempfile.TemporaryDirectory(prefix="diptych-paced-")
         model = write_folder(found, Path(self._folder.name) / MODEL, max_model_len)
-        options.setdefault("ready_timeout_s", START_S * (prefill + decode + options.get("routers", 1)))
         super().__init__(
-            prefill,
-            decode,
-            model=str(model),
-            dtype="float32",
-            worker_flags=("--threads", "1", *worker_flags),
-            **options,
+            replace(
+                settings,
+                model=str(model),
+                dtype="float32",
+                worker_flags=("--threads", "1", *settings.worker_flags),
+                ready_timeout_s=max(settings.ready_timeout_s, START_S * settings.num_processes),
+            )
         )
 
     def _worker(self, role: str, index: int, flags: Sequence[str], cores: Sequence[int]) -> StackProcess:

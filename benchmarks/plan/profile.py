@@ -18,7 +18,7 @@ from benchmarks.load.client import CompletionClient, RequestOptions, ServerError
 from benchmarks.load.load import Load
 from benchmarks.load.workload import LengthRange, Vocabulary, Workload
 from benchmarks.plan.running import FEWEST_STEPS, ask_load, kinds_in
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackSettings
 from common.errors import ConfigError
 
 EVERY_PROMPT = 1_000_000
@@ -81,11 +81,13 @@ def profile(options: ProfileOptions, advance: Callable[[float, str], None]) -> d
     """
     worker_flags = ("--kv-memory-gib", f"{options.kv_memory_gib:g}", "--no-enable-prefix-caching")
     stack = Stack(
-        model=options.model,
-        dtype=options.dtype,
-        quantization=options.quantization,
-        worker_flags=worker_flags,
-        router_flags=("--local-prefill-threshold", str(EVERY_PROMPT)),
+        StackSettings(
+            model=options.model,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            worker_flags=worker_flags,
+            router_flags=("--local-prefill-threshold", str(EVERY_PROMPT)),
+        )
     )
     with stack, httpx.Client(base_url=stack.url, timeout=10.0, trust_env=False) as asking:
         server = ask_server(asking, "")

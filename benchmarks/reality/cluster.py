@@ -26,7 +26,7 @@ from benchmarks.paced.coefficients import StepCoefficients
 from benchmarks.paced.stack import MODEL, PacedStack
 from benchmarks.reality.loads import MAX_MODEL_LEN, NUM_BLOCKS, STEP_TOKENS, Case, workload_of
 from benchmarks.reality.numbers import Fate
-from benchmarks.stack import StackProcess
+from benchmarks.stack import StackProcess, StackSettings
 from common.wire.codec import decode, encode
 from common.wire.messages import RouterHello, WorkerHello
 
@@ -73,18 +73,17 @@ class Cluster(PacedStack):
         self.case, self._policies, self._seed = case, policies, seed
         self._num_built = 0
         goals = ("--slo-ttft-ms", f"{case.ttft_ms:g}", "--slo-tpot-ms", f"{case.tpot_ms:g}")
-        super().__init__(
+        settings = StackSettings(
             case.prefill,
             case.decode,
-            coefficients=pace_file,
             routers=case.routers * len(policies),
-            max_model_len=MAX_MODEL_LEN,
             worker_flags=("--num-blocks", str(NUM_BLOCKS)),
             prefill_flags=("--max-num-batched-tokens", str(STEP_TOKENS)),
             decode_flags=("--max-draft-tokens", "0", "--slo-tpot-ms", f"{case.tpot_ms:g}"),
             router_flags=goals,
             log_dir=log_dir,
         )
+        super().__init__(settings, coefficients=pace_file, max_model_len=MAX_MODEL_LEN)
 
     def _router(self, index: int, flags: Sequence[str]) -> StackProcess:
         router = super()._router(index, flags)

@@ -22,6 +22,7 @@ from benchmarks.load.summary import RequestRecord
 from benchmarks.paced.stack import PacedStack
 from benchmarks.sla.real import ANSWER_S, served
 from benchmarks.sla.step import Numbers, Settings, Step
+from benchmarks.stack import StackSettings
 
 TTFT_MS, TPOT_MS = 500.0, 20.0
 RATES: Final = (4.0, 10.0, 18.0, 6.0)
@@ -66,7 +67,7 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
     goals = (f"--slo-tpot-ms={TPOT_MS:g}",)
     router_flags = (f"--slo-ttft-ms={TTFT_MS:g}", *goals)
     tell("starts")
-    with PacedStack(1, 1, decode_flags=goals, router_flags=router_flags) as stack:
+    with PacedStack(StackSettings(1, 1, decode_flags=goals, router_flags=router_flags)) as stack:
         watch = KnobWatch({worker.name: worker.http_url for worker in stack.workers()})
         profile = RateProfile.steps(",".join(f"{rate:g}x{settings.real_s / len(RATES):g}" for rate in RATES))
         tell(f"{settings.real_s:g} s of load")

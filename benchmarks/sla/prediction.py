@@ -39,7 +39,7 @@ from benchmarks.sla.batches import Decoded, come_before, token_seconds
 from benchmarks.sla.foresight import foreseen
 from benchmarks.sla.real import ANSWER_S, requests_logged, served
 from benchmarks.sla.step import Numbers, Settings, Step
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackSettings
 from common.latency.step_model import StepModel
 
 PACED, POOLS, LIGHT, SHARED, OWN, OWN_PLAIN = (
@@ -91,17 +91,19 @@ class Place:
 
     def stack(self, model: str, log_dir: Path) -> Stack:
         if self.num_paced:
-            return PacedStack(self.num_paced, self.num_paced, router_flags=ROUTER_FLAGS, log_dir=log_dir)
+            return PacedStack(StackSettings(self.num_paced, self.num_paced, router_flags=ROUTER_FLAGS, log_dir=log_dir))
         prefill, decode = sorted(os.sched_getaffinity(0))[:2] if self.own_cores else (None, None)
         return Stack(
-            1,
-            1,
-            model=model,
-            router_flags=ROUTER_FLAGS,
-            prefill_cores=() if prefill is None else (prefill,),
-            decode_cores=() if decode is None else (decode,),
-            decode_flags=() if self.drafts else ("--max-draft-tokens", "0"),
-            log_dir=log_dir,
+            StackSettings(
+                1,
+                1,
+                model=model,
+                router_flags=ROUTER_FLAGS,
+                prefill_cores=() if prefill is None else (prefill,),
+                decode_cores=() if decode is None else (decode,),
+                decode_flags=() if self.drafts else ("--max-draft-tokens", "0"),
+                log_dir=log_dir,
+            )
         )
 
 

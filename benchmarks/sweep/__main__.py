@@ -42,6 +42,7 @@ from benchmarks.plan.stretch import Stretch
 from benchmarks.plan.trials import Trials
 from benchmarks.script import run, script_parser, settings_of, write_result
 from benchmarks.simulator.world.load import requests_of
+from benchmarks.stack import StackSettings
 from common.errors import ConfigError
 
 PROGRAM: Final = "python -m benchmarks.sweep"
@@ -151,20 +152,22 @@ def stack_of(spec: PlanSpec, candidate: Candidate, pace: Path, log_dir: Path | N
     slo = ("--slo-ttft-ms", f"{goals.ttft_ms:g}", "--slo-tpot-ms", f"{goals.tpot_ms:g}")
     blocks = ("--block-size", str(spec.model.block_size), "--num-blocks")
     return PacedStack(
-        candidate.num_prefill,
-        candidate.num_decode,
+        StackSettings(
+            candidate.num_prefill,
+            candidate.num_decode,
+            prefill_flags=(
+                *(*blocks, str(spec.prefill.num_blocks)),
+                *("--max-num-batched-tokens", str(flags.max_num_batched_tokens)),
+            ),
+            decode_flags=(
+                *(*blocks, str(spec.decode.num_blocks), "--max-draft-tokens", "0", *slo[2:]),
+                *("--max-num-seqs", str(flags.max_num_seqs), "--local-prefill-chunk", str(flags.local_prefill_chunk)),
+            ),
+            router_flags=(*slo, "--local-prefill-threshold", str(flags.local_prefill_threshold)),
+            log_dir=log_dir,
+        ),
         coefficients=pace,
         max_model_len=spec.model.max_model_len,
-        prefill_flags=(
-            *(*blocks, str(spec.prefill.num_blocks)),
-            *("--max-num-batched-tokens", str(flags.max_num_batched_tokens)),
-        ),
-        decode_flags=(
-            *(*blocks, str(spec.decode.num_blocks), "--max-draft-tokens", "0", *slo[2:]),
-            *("--max-num-seqs", str(flags.max_num_seqs), "--local-prefill-chunk", str(flags.local_prefill_chunk)),
-        ),
-        router_flags=(*slo, "--local-prefill-threshold", str(flags.local_prefill_threshold)),
-        log_dir=log_dir,
     )
 
 

@@ -21,7 +21,7 @@ class ClusterSettings(Config):
 
     kubernetes_api: str = setting(
         "",
-        "URL of the Kubernetes API server; empty: the one that Kubernetes tells every container of",
+        "URL of the Kubernetes API server; empty: the one that the environment of every container names",
         group="Kubernetes",
         pattern=r"(https?://[^\s/]+(/[^\s]*)?)?",
         expects="a URL such as https://10.0.0.1:443",

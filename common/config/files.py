@@ -31,7 +31,7 @@ class FileSettings(Config):
     )
     max_batches: int = setting(
         64,
-        "batches that have not ended, in all and half of them for one key; more get 429",
+        "batches that have not ended; one key may have half of them; more get 429",
         group="HTTP",
         ge=1,
         le=10_000,

@@ -13,8 +13,8 @@ class RoleSettings(Config):
 
     role_change: bool = setting(
         False,
-        "change workers between prefill and decode while they run, where one pool is behind and the other is not; only "
-        "workers that run with --role-change, too",
+        "change running workers between prefill and decode where one pool is behind and the other is not; workers need "
+        "--role-change, too",
         group="Scaling",
     )
     role_change_after_s: float = setting(

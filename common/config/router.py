@@ -82,6 +82,12 @@ class RouterConfig(
         group="Model",
         **FILE,
     )
+    lora_file: str = setting(
+        "",
+        "TOML file with LoRA adapters that the workers are to hold, read again whenever it changes (docs/lora.md)",
+        group="Model",
+        **FILE,
+    )
     reasoning: str = setting(
         "auto",
         "auto: an answer's text between <think> and </think> is sent as its reasoning, where the model's chat template "
@@ -153,15 +159,15 @@ class RouterConfig(
     )
     prefill_timeout_s: float = setting(
         120.0,
-        "seconds without a first token of a placed request, and without its worker's report of progress (once a "
-        "second), after which it moves to other workers",
+        "seconds after which a placed request moves to other workers if it has no first token and its worker reports "
+        "no progress, which workers do once a second",
         group="Deadlines",
         **TIMEOUT,
     )
     token_timeout_s: float = setting(
         60.0,
-        "seconds between two tokens, and without such a report of a transfer, after which a request moves to other "
-        "workers",
+        "seconds after which a request moves to other workers if no further token comes and its worker reports no "
+        "progress of a transfer",
         group="Deadlines",
         **TIMEOUT,
     )
@@ -174,8 +180,9 @@ class RouterConfig(
     )
     overload_wait_s: float = setting(
         0.5,
-        "what --max-wait-s falls to while requests are refused for seconds without a pause: a short queue serves as "
-        "many, and sooner. A few requests may always wait; with the value of --max-wait-s nothing falls",
+        "seconds that take the place of --max-wait-s once requests were refused for some seconds without a pause: a "
+        "shorter queue serves as many requests, each sooner. A few requests may always wait; the value of --max-wait-s "
+        "switches this off",
         group="Deadlines",
         **TIMEOUT,
     )

@@ -27,9 +27,9 @@ class PlannerSettings(Config):
 
     planner: str = setting(
         "off",
-        "how many workers each pool should have, from the offered load, the workers' own models of their steps and the "
-        "goals; off: not planned; advice: planned, logged when it changes, and exported for autoscalers as "
-        "diptych_pool_wanted_workers; kubernetes: the router also sets the replicas of --prefill-deployment and "
+        "plan how many workers each pool should have from the offered load, the workers' own models of their steps and "
+        "the goals; off: no plan; advice: log the plan when it changes, and export it for autoscalers as "
+        "diptych_pool_wanted_workers; kubernetes: also set the replicas of --prefill-deployment and "
         "--decode-deployment",
         group="Scaling",
         choices=("off", "advice", "kubernetes"),
@@ -101,7 +101,7 @@ class PlannerSettings(Config):
     )
     planner_lease: str = setting(
         "diptych-planner",
-        "with --planner kubernetes: the Lease that the one router holds which scales the Deployments",
+        "with --planner kubernetes: the Lease that is held by the one router that scales the Deployments",
         group="Scaling",
         **_NAME,
     )

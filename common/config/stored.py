@@ -32,7 +32,11 @@ class StoreSettings(Config):
         le=1_000_000,
     )
     response_store_entries: int = setting(
-        100_000, "stored responses; above it, the same happens", group="HTTP", ge=1, le=100_000_000
+        100_000,
+        "stored responses; above it, the key that has most loses its least recently used ones",
+        group="HTTP",
+        ge=1,
+        le=100_000_000,
     )
     response_store_hours: float = setting(
         720.0,
@@ -44,8 +48,8 @@ class StoreSettings(Config):
     )
     max_background: int = setting(
         64,
-        "answers with background: true that are made at once, in all and half of them for one key; more get 429. Each "
-        "counts towards --max-inflight too",
+        "answers with background: true that are made at once; one key may have half of them; more get 429. Each counts "
+        "towards --max-inflight too",
         group="HTTP",
         ge=1,
         le=100_000,

@@ -6,9 +6,10 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from common.wire.message_fields import TOKEN_BYTES
 from common.wire.messages import BLOCK_HASH_BYTES
 
-DIGEST_BYTES, TOKEN_BYTES = BLOCK_HASH_BYTES, 4
+DIGEST_BYTES = BLOCK_HASH_BYTES
 
 
 class BlockHasher:

@@ -23,7 +23,7 @@ from common.wire.messages import KVMemory
 RING_BYTES = 128 * 2**20
 """Memory for places: several messages to several receivers."""
 LEAST_PLACES = 8
-"""However large a block is, so that copies in and out overlap."""
+"""The fewest places, however large a block is: copies in and out then overlap."""
 
 Key = tuple[str, int]  # request_id and attempt of a transfer
 

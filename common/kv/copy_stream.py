@@ -11,7 +11,7 @@ from torch import Tensor
 from common.errors import DiptychError
 
 PART_BYTES = 2**20
-"""Of a block that is read while the parts behind it are still copied."""
+"""A block is read in parts of this size, each while the next ones are still copied."""
 READ_ONLY = 8
 """cudaHostRegisterReadOnly: the device reads the memory, and never writes it."""
 
@@ -79,7 +79,7 @@ class CopyStream:
                 raise NotRegistered(f"CUDA does not register {len(memory):,} bytes: {torch.cuda.CudaError(code)}")
 
     def unregister(self, memory: Tensor) -> None:
-        """Before `memory` is unmapped, and after the last copy."""
+        """Ends the device's access. Call it after the last copy and before `memory` is unmapped."""
         if self._stream is not None:
             self._call("cudaHostUnregister", memory.data_ptr())
 

@@ -91,7 +91,10 @@ def quantised_outgoing(kv: KVCache) -> QuantisedOutgoing:
 
 
 def quantised_incoming(kv: KVCache) -> QuantisedIncoming:
-    """Dequantises a block of zeros now, for the same reason. Call it while the cache is empty: it writes block 0."""
+    """Dequantises a block of zeros now, so that a GPU's kernel is compiled before a transfer needs it.
+
+    Call it while the cache is empty: it writes block 0.
+    """
     blocks = QuantisedIncoming(kv, CopyStream(kv.device))
     blocks.view(0)[:] = bytes(blocks.block_bytes)
     blocks.commit([0])

@@ -38,7 +38,7 @@ class RemoteHeads(Protocol):
     """
 
     def ask(self, index: int, heads: range) -> None:
-        """For heads of a block, which `take` gets."""
+        """Ask for heads of a block; `take` gets them."""
 
     def take(self, parts: Sequence[memoryview]) -> None:
         """Fill `parts` with what was asked for first."""

@@ -68,7 +68,7 @@ class Reached(Protocol):
         """Copy a place into block `index`; the checksum of what was copied, None where there is no such place."""
 
     def close(self) -> None:
-        """Before the memory is unmapped."""
+        """End the device's access, before the memory is unmapped."""
 
 
 class PeerMemory:

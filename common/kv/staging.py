@@ -80,7 +80,7 @@ class StagedOutgoing:
         self.stream.run([(buffer, block_bytes_of(self._kv, index))])
 
     def _lent(self, buffer: Tensor) -> memoryview:
-        """Its bytes; it is free again once nothing refers to them."""
+        """The bytes of a buffer, which is free again once nothing refers to them."""
         exporter = buffer.numpy()
         weakref.finalize(exporter, self._free.put, buffer).atexit = False
         return exporter.data

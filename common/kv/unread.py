@@ -21,12 +21,12 @@ class KeptKV:
 
     @property
     def unread_share(self) -> float:
-        """Of memory, and of what a transfer of the sequence's prompt carries."""
+        """The share of the kept blocks, in memory and in a transfer, that no later token reads."""
         return 1.0 - self.num_read / self.num_kept
 
 
 def kept_kv(layer_windows: Sequence[int], block_size: int, num_tokens: int) -> KeptKV:
-    """Of a sequence of `num_tokens` tokens; a window of 0 sees all."""
+    """What is kept and what is read of a sequence of `num_tokens` tokens; a window of 0 sees all."""
     widest = max(layer_windows) if all(layer_windows) else 0
     num_blocks = Window(widest, block_size).most_blocks(num_tokens)
     num_read = sum(Window(window, block_size).most_blocks(num_tokens) for window in layer_windows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 HOLE = -1
 """The entry of a block table whose block was given back, or never needed. No kernel follows it."""
 SPARE_BLOCKS = 2
-"""Beyond those of one step: a step in flight writes one token ahead, and each end of a span may cut a block."""
+"""Blocks beyond those of one step: a step in flight writes one token ahead, and each end of a span may cut a block."""
 
 
 @dataclass(frozen=True, slots=True)

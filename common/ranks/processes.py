@@ -26,7 +26,7 @@ from common.errors import ModelError, RankLost
 from common.machine.child_process import ChildProcess
 from common.model_files.files import ModelFiles
 from common.ranks.links.admission import LINKS
-from common.ranks.links.channel import Channel
+from common.ranks.links.channel import RANK_END_S, Channel
 from common.ranks.meeting import Meeting
 from common.ranks.rank_hosts import JoinedHost, links_of
 from common.runner.largest_steps import LargestSteps
@@ -42,9 +42,6 @@ LOAD_S = 1800.0
 """How long it may take to load its shard."""
 SEND_S = 30.0
 """How long a rank may leave a step's message unread: at most one step before it is queued."""
-END_S = 5.0
-
-
 MEASURE = b"measure"
 """The message at which ranks that have loaded begin to measure: sums have shorter deadlines than loading."""
 
@@ -211,7 +208,7 @@ class RankProcesses:
                 channel.close()
         for host in self._hosts:
             host.close()
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + RANK_END_S
         for rank in self._ranks:
             if rank.child is not None:
                 rank.child.wait(deadline)

@@ -25,14 +25,13 @@ from common.errors import ConfigError, RankLost
 from common.machine.child_process import ChildProcess
 from common.observe.logging import setup_logging
 from common.ranks.links.admission import LINKS, Handshake, NotAdmitted, Purpose, RankAnswer, Versions, Wish, key_of
-from common.ranks.links.channel import Channel
+from common.ranks.links.channel import RANK_END_S, Channel
 from common.ranks.links.connection import dial
 from common.wire.curve import warn_of_readers
 
 log = logging.getLogger("common.ranks.rank_host")
 RETRY_S = 1.0
 POLL_S = 0.2
-END_S = 5.0
 SEND_S = 10.0
 LEAVING = b"leaving"
 """What rank 0 gets on a host's own connection when the host wants to end."""
@@ -55,7 +54,7 @@ class Joined:
     def close(self) -> None:
         """Rank 0 sees this host's end, and each rank sees rank 0's; one that stays is killed."""
         self.control.close()
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + RANK_END_S
         for rank in self.ranks:
             rank.wait(deadline)
 

@@ -21,7 +21,7 @@ from common.runner.warm_up import warmed_up
 
 log = logging.getLogger(__name__)
 LEAST_COMMON = 0.99
-"""Of the larger vocabulary, that both must have: sizes of one model differ in a few tokens at the end."""
+"""The share of the larger vocabulary that both models must have. Vocabularies of one family differ at their ends."""
 TIMED_STEPS = 3
 
 MakeRunner = Callable[[RunnableModel, KVCache], ModelRunner]

@@ -51,7 +51,7 @@ class GraphRecorder:
             # Of this thread's calls alone: NCCL's own ask CUDA about earlier sums meanwhile (pytorch 104487, 110665).
             recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
             # `outside` again: a recording that fails leaves its own stream the current one.
-            with nothing_collected(), torch.cuda.stream(outside), recording:
+            with collection_paused(), torch.cuda.stream(outside), recording:
                 run()
         return graph.replay  # the bound method keeps the graph alive
 
@@ -70,7 +70,7 @@ def recorder_for(device: torch.device) -> StepRecorder:
 
 
 @contextmanager
-def nothing_collected() -> Iterator[None]:
+def collection_paused() -> Iterator[None]:
     """Pauses garbage collection: freeing a graph or pinned memory would spoil a recording."""
     was_on = gc.isenabled()
     gc.disable()

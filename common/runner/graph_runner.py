@@ -111,7 +111,7 @@ class GraphRunner(ModelRunner):
         return self._steps.draw(count)
 
     def draws(self, count: int) -> SamplingTensors:
-        """How they draw, for a caller that samples itself, until the next step is launched."""
+        """By which parameters they draw, for a caller that samples itself; valid until the next step is launched."""
         return self._steps.draws(count, searches=self._seats.searches)
 
     def check_integrity(self) -> None:

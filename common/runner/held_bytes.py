@@ -20,7 +20,7 @@ LEAST_PACKED: Final = {"float32": 2.0, "bfloat16": 1.5}
 ROUNDED: Final = {8: 1.0 + (2 + 4) / 64, 4: 0.5 + (2 + 2) / 32}
 """Bytes of a weight by its bits, with the scale and the offset of its group."""
 ALWAYS_FLOATS: Final = ("kv_b_proj.weight", "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight")
-"""How the names of matrices end that are never quantised: they make keys and values of latents."""
+"""The endings of names of matrices that are never quantised, because they make keys and values of latents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class HeldWeights:
         return self._matrix(tensor, self.quantization)
 
     def _table(self, tensor: StoredTensor) -> float:
-        """With the head that reads the same numbers."""
+        """Bytes of the table of embeddings, and of the head where it reads the same numbers."""
         is_mapped = self.on_cpu and tensor.dtype == self.dtype
         table = 0.0 if is_mapped else tensor.num_weights * DTYPE_BYTES[self.dtype]
         if not (self.tied and self.with_head):

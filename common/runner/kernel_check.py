@@ -98,7 +98,7 @@ def gated_widths(config: ModelConfig) -> list[int]:
 
 
 def expert_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]:
-    """Of the first layer with experts that the device's kernels multiply by."""
+    """The check of the first layer with experts that the device's kernels multiply by."""
     weights = getattr(model, "weights", None)  # a model that only waits has none
     for layer in weights.layers if weights is not None else ():
         mlp = layer.mlp
@@ -110,7 +110,7 @@ def expert_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]
 
 
 def product_checks(model: RunnableModel, device: torch.device) -> Iterator[Check]:
-    """Of one matrix of each shape and format that the device's kernels multiply by."""
+    """A check of one matrix of each shape and format that the device's kernels multiply by."""
     seen: set[tuple[object, ...]] = set()
     for linear in matrices_of(model):
         form: tuple[object, ...] = (linear.out_features, linear.in_features)
@@ -129,7 +129,7 @@ def product_checks(model: RunnableModel, device: torch.device) -> Iterator[Check
 
 
 def matrices_of(model: RunnableModel) -> Iterator[Linear | HeadLinear]:
-    """What a step multiplies by, but for experts, and for a quantised head, whose floats may take gigabytes."""
+    """The matrices of a step, without experts, and without a quantised head, whose floats may take gigabytes."""
     weights = getattr(model, "weights", None)
     for layer in weights.layers if weights is not None else ():
         yield from (layer.qkv, layer.output)

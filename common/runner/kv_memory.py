@@ -19,19 +19,19 @@ from common.errors import ConfigError
 from common.kv.cache import KVCache, block_bytes
 from common.runner.draft_model import DraftPlan
 from common.runner.largest_steps import LargestSteps
+from common.runner.memory_need import GIB
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import run_every_kind
 
 log = logging.getLogger(__name__)
-GIB = 2**30
 CONTEXT_BYTES = GIB
-"""Of the driver's context, loaded kernels and libraries' workspaces, which torch does not count."""
+"""What the driver's context, loaded kernels and libraries' workspaces take at most; torch does not count them."""
 TRIAL_SHARE = 0.5
-"""Of the free memory that the small cache may take at most."""
+"""The share of the free memory that the small cache of the trial steps may take."""
 
 
 def alone(number: int) -> int:
-    """The least that any rank says, where there is but one."""
+    """What the ranks of a worker with one rank agree on: its own number."""
     return number
 
 
@@ -80,7 +80,7 @@ def blocks_left(
     samples: bool = True,
     least: Callable[[int], int] = alone,
 ) -> int:
-    """As many blocks as `--gpu-memory-utilization` leaves room for. ConfigError when that is less than two.
+    """How many blocks `--gpu-memory-utilization` leaves room for. Raises ConfigError when it is less than two.
 
     A `draft` model is not loaded yet. With other ranks `least` gives the least of what all say: see `measure`.
     """
@@ -97,7 +97,7 @@ def measure(
     least: Callable[[int], int] = alone,
     draws: bool = True,
 ) -> int:
-    """The same of any rank, all of which call this at the same time, with `draws` where logits are.
+    """`blocks_left` for one rank. All ranks call this at the same time, with `draws` where logits are.
 
     Steps that are recorded as graphs have memory of their own, as much as one of the largest.
     """

@@ -33,6 +33,7 @@ from common.runner.graph_capture import recorder_for
 from common.runner.graph_runner import GraphRunner
 from common.runner.kernel_check import check_model_kernels
 from common.runner.kv_memory import CUDAMemory, blocks_left
+from common.runner.memory_need import GIB
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import warmed_up
 from common.runner.worker_need import WeightForm, need_of
@@ -42,7 +43,6 @@ from kernels import Linear, share_cores
 from kernels.device import triton_backend
 
 log = logging.getLogger(__name__)
-GIB = 2**30
 
 
 class OtherRanks(Protocol):
@@ -62,9 +62,11 @@ class OtherRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Makers:
-    """What makes parts of a loaded model in place of this device's own: what runs it over a cache, a cache of so many
-    blocks, and places for so many adapters up to a rank; and what says how many blocks the settings, or all devices,
-    have room for."""
+    """Makers of parts of a loaded model, each in place of this device's own.
+
+    `runner` makes what runs the model over a cache, `cache` a cache of so many blocks, `places` the places for so many
+    adapters up to a rank. `num_blocks` says how many blocks the settings, or all devices, have room for.
+    """
 
     runner: Callable[[KVCache], ModelRunner] | None = None
     cache: Callable[[int], KVCache] | None = None
@@ -263,7 +265,7 @@ def check_wire(config: WorkerConfig, kv_dtype: str) -> None:
 
 
 def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
-    """With the head of a model that scores. ModelError as `load_score`."""
+    """Add the head of a model that scores. Raises ModelError as `load_score` does."""
     if loaded.task.name != "score":
         return loaded
     weight = load_score(files, loaded.task.answers, config.device)
@@ -273,7 +275,7 @@ def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> 
 def fingerprint_of(
     files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: str, kv_dtype: str, *, batch_invariant: bool
 ) -> str:
-    """Of the blocks that `kv` ships and receives, whatever the number of ranks that they lie in."""
+    """The fingerprint of the blocks that `kv` ships and receives; the number of ranks is no part of it."""
     shape = model.config
     return layout_fingerprint(
         files.model_id,
@@ -306,7 +308,7 @@ def num_kv_blocks(
 
 
 def blocks_within(shape: ModelConfig, config: WorkerConfig, kv_dtype: str, draft_bytes: int = 0) -> int:
-    """As many blocks as the settings give memory for; each takes `draft_bytes` beside its own."""
+    """How many blocks the settings give memory for; each needs `draft_bytes` for draft KV beside its own."""
     per_block = block_bytes(shape, config.block_tokens, kv_dtype) + draft_bytes
     num_blocks = int(config.kv_gib * GIB / per_block)
     if num_blocks < 2:

@@ -14,7 +14,7 @@ from common.machine.memory import Available, host_memory
 log = logging.getLogger(__name__)
 GIB: Final = 2**30
 REST_BYTES: Final = GIB // 4
-"""For steps, and for the copies of a matrix while it is packed: what a small model takes beside weights and KV."""
+"""What a small model takes beside weights and KV: for its steps, and for copies of a matrix while it is packed."""
 
 
 class MemoryNeed(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
         return self.weights + self.kv + self.rest
 
     def plus(self, others: Sequence[MemoryNeed]) -> MemoryNeed:
-        """With that of other ranks on the same host."""
+        """The sum of this need and of those of other ranks on the same host."""
         every = (self, *others)
         return msgspec.structs.replace(
             self,

@@ -57,7 +57,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class StepLaunch:
-    """Have the seats changed, then the recording of `size` rows replayed, with what adapters add if `adapted`."""
+    """An order: change the seats, then replay the recording of `size` rows, with adapters if `adapted`."""
 
     size: int
     adapted: bool
@@ -114,7 +114,7 @@ class RecordedSteps:
         log.info("recorded %d decode steps in %.1f s", len(self._steps), time.perf_counter() - began)
 
     def plan(self, size: int) -> StepPlan:
-        """Of a step of `size` rows."""
+        """The plan of a recorded step of `size` rows."""
         return self._steps[size, False].plan
 
     def launch(self, launch: StepLaunch) -> None:

@@ -59,7 +59,9 @@ class ModelRunner:
         self.profile = StepProfile()
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """Runs every chunk: logits float32 [rows, vocab_size], one of each chunk with `sample`, all with `all_logits`.
+        """Runs every chunk: logits float32 [rows, vocab_size], a row for each chunk with `sample`.
+
+        A chunk with `all_logits` has a row for each token.
 
         A chunk's KV is in its blocks once this and, on a GPU, `wait` have returned. Before it writes anything it raises
         BlockError when a block table is too short or names a block out of range, InvalidRequest when a token id or
@@ -69,7 +71,7 @@ class ModelRunner:
         batch = self.prepare(chunks)
         prepared = time.perf_counter()
         logits = self.run(batch)
-        done = time.perf_counter()  # of the launches, where the device runs by itself
+        done = time.perf_counter()  # launching them is done, where the device runs by itself
         self.profile = StepProfile(batch.num_tokens, len(chunks), prepared - began, done - prepared)
         return logits
 
@@ -84,7 +86,7 @@ class ModelRunner:
             return self.model.forward(batch, self.kv)
 
     def waiting(self) -> AbstractContextManager[object]:
-        """Around a wait for launched steps."""
+        """The context in which a caller waits for launched steps."""
         return nullcontext()
 
     def wait(self) -> None:

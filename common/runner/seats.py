@@ -32,7 +32,7 @@ FROM_HOST = -1
 """The source of a row whose token comes from the host; others name a row of the step before."""
 NO_SEAT = -1
 MAX_TOP_K = 2**31 - 1
-"""As good as any larger one."""
+"""Larger values of `top_k` mean the same: no vocabulary is so large."""
 Numbers = npt.NDArray[np.int64]
 
 
@@ -79,7 +79,7 @@ class Seats:
             raise InvalidRequest(f"row {max(sources)} feeds a step, but the step before had {len(before)} rows")
         seats = [before[source] if source >= 0 else NO_SEAT for source in sources]
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-        new = self._news(chunks, seats, starts)
+        new = self._changed_rows(chunks, seats, starts)
         for row in new:
             self._check(chunks[row], sources[row])
         places, free = [], iter(set(range(self.layout.num_seats)).difference(seats) if new else ())
@@ -122,8 +122,8 @@ class Seats:
             if wrong:
                 raise BlockError(f"seat {seat} holds another block than its sequence at {wrong} of {length} entries")
 
-    def _news(self, chunks: Sequence[SequenceChunk], seats: Sequence[int], starts: Numbers) -> list[int]:
-        """The rows that say something new: without a seat, with another table or a longer one, or beyond theirs."""
+    def _changed_rows(self, chunks: Sequence[SequenceChunk], seats: Sequence[int], starts: Numbers) -> list[int]:
+        """The rows that change their seat: they have none, or another or a longer table, or are beyond its end."""
         tables = [chunk.block_table for chunk in chunks]
         is_other = list(map(operator.is_not, tables, [self._tables[seat] for seat in seats]))
         lengths, taken = np.array(list(map(len, tables))), np.array(seats)
@@ -134,7 +134,7 @@ class Seats:
         return found
 
     def _check(self, chunk: SequenceChunk, source: int) -> None:
-        """Of a row that says something new; of its table all entries, which later steps will use."""
+        """Check a row that changes its seat, with all entries of its table, which later steps will use."""
         check_chunk(chunk, self._config, self._kv)
         token_id, most = chunk.token_ids[0], self.layout.width * self.layout.block_size
         if source < 0 and not 0 <= token_id < self._config.vocab_size:

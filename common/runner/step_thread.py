@@ -65,7 +65,7 @@ class StepThread:
         return self._last
 
     def submit_sampling(self, logits: Future[Tensor], rows: Sequence[SamplingRow]) -> Future[list[SampledToken]]:
-        """Has rows of a step sampled behind it."""
+        """Have rows of a step sampled once its model has run."""
         return self._steps.submit(self._sample, logits, self._sampler.prepare(rows))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 TIMED_TOKENS = 16
-"""Of the timed step: enough for computation to count beside the reading of the weights."""
+"""Tokens of the timed step: so many that computing takes time beside reading the weights."""
 SAMPLED = (
     SamplingParams(max_tokens=1, temperature=0.0),
     SamplingParams(max_tokens=1, temperature=1.0),

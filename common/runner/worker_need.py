@@ -21,7 +21,7 @@ from common.runner.memory_need import GIB, MemoryNeed
 from common.weight_formats.stored import HEAD, TABLE
 
 LEAST_BLOCKS: Final = 2
-"""Of a KV cache whose size is measured once the weights are there."""
+"""A KV cache whose size is measured once the weights are loaded is counted with so many blocks before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _weight_bytes(config: ModelConfig, source: StoredWeights, form: WeightForm, 
 def need_of(
     files: ModelFiles, config: WorkerConfig, form: WeightForm, kv_dtype: str, draft: DraftPlan | None = None
 ) -> MemoryNeed:
-    """Of a worker, or of rank 0, which alone has a `draft` model. Raises as `weight_bytes`."""
+    """What a worker needs, or its rank 0, which alone has a `draft` model. Raises as `weight_bytes` does."""
     ranks = config.tensor_parallel_size
     whole, source = open_model(files)
     shape = Shard(0, ranks).of(whole)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class RowPlaces(NamedTuple):
-    """Of a chunk: where the state before its first token is, and where those of its last and each draft token go."""
+    """Where a chunk reads the state before its first token, and keeps those of its last token and its draft tokens."""
 
     before: int
     kept: Sequence[int]
 
 
 NO_PLACES = RowPlaces(NO_PLACE, (NO_PLACE,))
-"""Of a chunk of one row, for a model without a draft head."""
+"""A chunk of one row has these for a model without a draft head."""
 
 
 class HiddenPlaces:
@@ -61,5 +61,5 @@ class HiddenPlaces:
 
 
 def hidden_places(model: DraftingModel | None) -> HiddenPlaces | None:
-    """As many as the model has; None for one without a draft head."""
+    """The places of a model, all free; None for a model without a draft head."""
     return None if model is None else HiddenPlaces(model.num_places)

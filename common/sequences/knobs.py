@@ -9,7 +9,7 @@ from common.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
-"""At least so many seconds lie between two lines about one knob: it may turn at every step."""
+"""How often the log tells of one knob at most: it may turn at every step."""
 NOTABLE = 0.25
 """A change of value by this share is logged; one of its reason always."""
 
@@ -23,7 +23,7 @@ class KnobLog:
         self._logged: dict[str, tuple[Knob, float]] = {}
 
     def note(self, name: str, knob: Knob, now: float) -> None:
-        """The knob `name` stands like this now, in seconds of a monotonic clock."""
+        """Note where the knob `name` stands at `now`, in seconds of a monotonic clock."""
         known = self._known.get(name)
         if knob == known:
             return

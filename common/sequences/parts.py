@@ -1,4 +1,4 @@
-"""What an engine uses where its worker has it."""
+"""The parts that an engine uses if its worker has them."""
 
 from __future__ import annotations
 

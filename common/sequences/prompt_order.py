@@ -1,4 +1,4 @@
-"""In which order a worker computes prompts. Pure: `now` and the times of steps come in.
+"""The order in which a worker computes prompts. Pure: `now` and the times of steps come in.
 
 1. Prompts whose client reads already (a takeover, a preemption), oldest first: its stream stands still meanwhile.
    The others by priority, the highest first, and among those of one priority:
@@ -30,9 +30,9 @@ from common.latency.step_model import NOTHING, StepModel, StepShape
 PATIENCE_S = 20.0
 """Seconds after which the oldest prompt is the elder: longer than bursts last, shorter than clients wait."""
 ELDER_SHARE = 1 / 8
-"""Of each step's tokens, for the elder: enough to end every wait, and little for those that can meet their goals."""
+"""The share of each step's tokens for the elder: enough to end every wait, and little for those that can meet goals."""
 PASSING_SHARE = 1 / 4
-"""Of a prompt's slack, for one that passes it: the rest is for prompts that are yet to come."""
+"""The share of a prompt's slack that one which passes it may take: the rest is for prompts that are yet to come."""
 MAX_PASSING = 16
 """How many prompts of one step may pass others, so that a long queue does not slow the step down."""
 

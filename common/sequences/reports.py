@@ -10,7 +10,7 @@ from common.wire.messages import Message, PooledOutput, PromptLogprobs, RequestF
 from common.wire.sampling_params import TokenLogprobs
 
 MAX_ALTERNATIVES = 500_000
-"""Of all tokens in one message, unless it has one request: about 8 MB, half of what the wire takes."""
+"""The most alternatives in a message of several requests: about 8 MB, half of what the wire takes."""
 MAX_WHY_CHARS = 4000
 """The wire takes texts of 4096 characters."""
 

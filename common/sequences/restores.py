@@ -25,8 +25,11 @@ computing cannot be predicted yet, as after a restart."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """So many blocks from tiers, or from `peer`, predicted to take `seconds`, and `compute_s` to compute."""
+class _Source:
+    """A way to get `num_blocks` blocks, from tiers or from `peer`.
+
+    Getting them is predicted to take `seconds`, computing them `compute_s`.
+    """
 
     num_blocks: int
     seconds: float
@@ -95,10 +98,10 @@ class Restores:
         elif self._tiers is not None:
             self._tiers.read(read)
 
-    def _from_tiers(self, hashes: Sequence[bytes], compute_s: Callable[[int], float]) -> Iterator[_Way]:
+    def _from_tiers(self, hashes: Sequence[bytes], compute_s: Callable[[int], float]) -> Iterator[_Source]:
         if self._tiers is None or not (num_blocks := self._tiers.num_held(hashes)):
             return
-        way = _Way(num_blocks, self._tiers.seconds(hashes[:num_blocks]), compute_s(num_blocks))
+        way = _Source(num_blocks, self._tiers.seconds(hashes[:num_blocks]), compute_s(num_blocks))
         if way.seconds < way.compute_s:
             yield way
         else:
@@ -111,11 +114,11 @@ class Restores:
         first: int,
         now: float,
         compute_s: Callable[[int], float],
-    ) -> Iterator[_Way]:
+    ) -> Iterator[_Source]:
         peer = sequence.request.peer
         if self._peers is None or peer is None or (num_blocks := min(peer.num_blocks, len(hashes)) - first) <= 0:
             return
-        way = _Way(num_blocks, self._peers.puller.link.seconds(num_blocks), compute_s(num_blocks), peer)
+        way = _Source(num_blocks, self._peers.puller.link.seconds(num_blocks), compute_s(num_blocks), peer)
         if way.seconds > WORTHWHILE * way.compute_s:
             self._metrics.count_pull("slower")
         elif not self._peers.puller.can_pull(peer, now):

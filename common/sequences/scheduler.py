@@ -172,7 +172,10 @@ class Scheduler(ABC, Generic[S]):
                 logprob_room -= num_tokens if keeps_logits else 0
 
     def restored(self, sequence: S, num_blocks: int) -> None:
-        """So many blocks behind those computed were read from tiers. Nothing writes to the sequence's blocks now."""
+        """Count `num_blocks` blocks behind the computed ones, which were read from tiers or pulled, as computed too.
+
+        Nothing writes to the sequence's blocks now.
+        """
         begin, end = sequence.num_computed, sequence.num_computed + num_blocks * self.block_size
         self.pool.wrote(sequence.blocks, begin, end)
         sequence.num_computed = sequence.num_expected_hits = end

@@ -67,7 +67,7 @@ class WorkerSequence:
 
     @property
     def priority(self) -> int:
-        """That of its class: the highest has its turn first."""
+        """The priority of the request's class: the highest has its turn first."""
         return self.request.priority
 
     @property
@@ -117,7 +117,7 @@ class WorkerSequence:
 
     @property
     def remaining_shape(self) -> StepShape:
-        """The same, as if one step computed them, without what a cache or a tier is expected to hold."""
+        """`num_remaining` as the shape of one step, without what a cache or a tier is expected to hold."""
         return StepShape.of_prompt(max(self.num_begun, self.num_expected_hits), len(self.token_ids))
 
     @property

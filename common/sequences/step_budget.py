@@ -22,15 +22,15 @@ LEAST_CHUNK = 16
 """Prompt tokens of a decode step, whatever the goal: prompts must come to their end."""
 LEAST_BATCH = 4
 """Sequences that run side by side, whatever the goal: fewer would save hardly any of a step's time."""
-LEARNT = 64
-"""Steps that a model must have been fitted to before it caps a batch: from the first few, which are of one sequence, it
-takes the whole time of a step for that of a row."""
+LEAST_LEARNT_STEPS = 64
+"""A model caps a batch once it is fitted to so many steps. The first few are of one sequence: to the model a row then
+seems to cost the whole step."""
 LEAST_STEP = 64
 """Prompt tokens of a prefill step."""
 SIZES = 16
 """How many sizes of a prefill step are compared."""
-EFFICIENT = 0.97
-"""Of the most tokens a second that any size is predicted to bring."""
+EFFICIENT_SHARE = 0.97
+"""The smallest size of a step is taken that is predicted to bring this share of the most tokens a second."""
 
 Reason = Literal["bound", "goal", "least", "missed", "efficiency", "gain", "cost"]
 """Why a knob stands where it stands: at the bound of its flag; as far as the goal allows; at the least that is needed;
@@ -62,7 +62,7 @@ def local_chunk(
 def batch_cap(model: StepModel, context: float, goal: TokenGoal, most: int, usual: int | None = None) -> Knob:
     """How many sequences of `context` tokens on average may run side by side: at most `most`."""
     usual = most if usual is None else usual
-    if not goal.is_set or model.num_steps < LEARNT:
+    if not goal.is_set or model.num_steps < LEAST_LEARNT_STEPS:
         return Knob(usual, "bound")
     empty_s, row_s = model.seconds(StepShape()), model.row_s + model.context_s * context
     if empty_s + row_s > goal.goal_s:
@@ -78,14 +78,14 @@ def prefill_step(model: StepModel, start: int, most: int, *, has_goals: bool) ->
     sizes = _step_sizes(most)
     prompt_s = model.prompt_s
     rates = [size / prompt_s(start, start + size) for size in sizes]
-    enough = EFFICIENT * max(rates)
+    enough = EFFICIENT_SHARE * max(rates)
     size = next(size for size, rate in zip(sizes, rates, strict=True) if rate >= enough)
     return Knob(size, "bound" if size == most else "efficiency")
 
 
 @lru_cache(maxsize=64)
 def _step_sizes(most: int) -> tuple[int, ...]:
-    """Of a prefill step, those that are compared."""
+    """The sizes of a prefill step that are compared."""
     return tuple(max(LEAST_STEP, most * count // SIZES) for count in range(1, SIZES + 1))
 
 

@@ -19,17 +19,18 @@ STRETCH = 16
 PERIOD = 20
 """Stretches between two corrections."""
 QUANTILE = 0.95
-"""Of stretches, that are to keep the goal: the quantile of goals that name none."""
+"""The share of stretches that are to keep the goal: the quantile of goals that name none."""
 START, LEAST, MOST = 0.9, 0.5, 0.97
-"""Shares. The rest at most is for the gap before the second token, which also holds a transfer."""
+"""The share of the goal that a step may take: at first, at least, at most. The rest is for the gap before the second
+token, which also holds a transfer."""
 INCREASE, DECREASE, MOST_DECREASE = 0.02, 0.99, 0.9
 """A tail that exceeds the goal shrinks the share by as much, and a little more, but not by more than a tenth at once: a
 stall says nothing about the steps."""
 JOIN_STEPS = 2.0
 """Steps between an answer's first two tokens beside its own: half of the one that runs when its KV comes, the one that
 was launched ahead, and about another half for the KV's way."""
-LEAST_LEFT = 0.75
-"""Of the goal, that is left to steps however short answers are."""
+LEAST_LEFT_SHARE = 0.75
+"""The share of the goal that is left to steps however short answers are."""
 LENGTH_SMOOTHING = 0.05
 """The share of one more answer in what joining the batch takes of the goal."""
 MOST_LATE = PERIOD - math.ceil(QUANTILE * PERIOD)
@@ -55,7 +56,7 @@ class TokenGoal:
     @property
     def limit_s(self) -> float:
         """Seconds that a step may be predicted to take; infinity without a goal."""
-        return self.share * max(LEAST_LEFT, self._left.value) * self.goal_s if self.is_set else math.inf
+        return self.share * max(LEAST_LEFT_SHARE, self._left.value) * self.goal_s if self.is_set else math.inf
 
     def answered(self, num_tokens: int) -> None:
         """An answer of so many tokens was decoded."""

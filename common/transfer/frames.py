@@ -16,7 +16,7 @@ from common.wire.codec import encode
 from common.wire.messages import MAX_BLOCKS_PER_FRAME, KVBlocks, Message
 
 FRAME_TARGET_BYTES = 2 * 1024 * 1024
-"""Of blocks in one message."""
+"""About how many bytes of blocks go into one message."""
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 """More than any block has: ZeroMQ closes the connection of a peer that announces a larger frame."""
 MAX_REPLY_BYTES = 64 * 1024

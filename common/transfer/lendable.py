@@ -31,7 +31,7 @@ class Lendable:
         self.block_bytes, self.num_blocks = block_bytes, pool.num_blocks
 
     def find(self, block_hash: bytes) -> LentBlock | None:
-        """The block, if it is here. One of the cache may change at any time: ask `is_still` after it was looked at."""
+        """The block, if it is here. A cached block may change at any time: ask `is_still` after reading it."""
         if (block := self._pool.find(block_hash)) is not None:
             return LentBlock(block_hash, self._outgoing.view(block), block)
         copy = self._tiers.copy_of(block_hash) if self._tiers is not None else None

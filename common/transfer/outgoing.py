@@ -69,7 +69,7 @@ class Way(Enum):
 
     FRAMES = auto()
     SMALL_FRAMES = auto()
-    """As 8-bit numbers."""
+    """Frames of 8-bit numbers."""
     SHARED = auto()
     """The receiver copies them out of this worker's memory, given their numbers."""
 

@@ -1,4 +1,4 @@
-"""Both sides of pulls at one worker: what its engine asks, and closes."""
+"""Both sides of pulls at one worker, as its engine asks and closes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.transfer.puller import KVPuller
 
 @dataclass(frozen=True, slots=True)
 class PeerCaches:
-    """Started. The engine's thread closes them."""
+    """A lender and a puller, both started. The engine's thread closes them."""
 
     lender: KVLender
     puller: KVPuller

@@ -16,11 +16,11 @@ from common.wire.messages import KVMemory, KVOpen
 
 log = logging.getLogger(__name__)
 MAX_WORKERS = 256
-"""More than any host runs: bounds how many hostile offers this worker remembers."""
+"""How many offers of memory this worker remembers: more than a host has workers, few enough for hostile ones."""
 MOST_REACHED = 2**30
-"""Bytes of a ring that this worker's device may pin: some times what any worker's has."""
+"""Bytes of a ring that this worker's device may pin: several times the ring of any worker."""
 RETRY_S = 30.0
-"""After so long a refused offer is tried again: its cause (open files, memory, rights) may be gone."""
+"""How long until a refused offer is tried again: its cause (open files, memory, rights) may be gone."""
 
 _Key = tuple[str, int, bytes]  # worker, boot epoch, nonce of its offer
 
@@ -43,7 +43,7 @@ class PeerMemories:
         self._reach: Callable[[PeerMemory], Reached] | None = None
 
     def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
-        """Before the first offer: rings are copied from by this worker's device itself, where `reach` can do that."""
+        """Let this worker's device itself copy out of rings, as far as `reach` can. Call it before the first offer."""
         self._reach = reach
 
     def watch(self, poller: zmq.Poller) -> None:

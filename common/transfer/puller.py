@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 PEER = "peer"
 """The name of this source of blocks, beside those of tiers."""
 MAX_PULLS = 4
-"""That a worker has side by side. Further prompts are computed."""
+"""How many pulls a worker has side by side. Further prompts are computed."""
 AVOID_S = 10.0
-"""So long nothing is asked of a peer that was silent until a pull's deadline."""
+"""How long a peer is asked for nothing after it was silent until a pull's deadline."""
 MAX_CONNECTIONS = 64
-"""To peers: beyond it the one that was used longest ago is closed."""
+"""How many connections to peers stay open: beyond that the one that was used longest ago is closed."""
 CANCELLED_S = 0.05
 """How soon a pull that the engine gave up makes room for the next one."""
 ASSUMED_PULL_BYTES_S, ASSUMED_LATENCY_S = 5e8, 2e-3

@@ -125,11 +125,11 @@ class KVReceiver:
         return self._quantised is not None
 
     def take_quantised(self, blocks: IncomingBlocks) -> None:
-        """Before `start`: where frames of 8-bit numbers arrive, and from where they are committed."""
+        """Receive frames of 8-bit numbers into `blocks`, which commits them to the cache. Call it before `start`."""
         self._quantised = blocks
 
     def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
-        """Before `start`: how a device copies out of the rings of other workers, without a buffer."""
+        """Let a device copy out of the rings of other workers without a buffer. Call it before `start`."""
         self._memories.reach_with(reach)
 
     def start(self) -> None:
@@ -304,7 +304,7 @@ class KVReceiver:
         return self._count(transfer, received, num_bytes), problem
 
     def _count(self, transfer: IncomingTransfer, received: Sequence[int], num_bytes: int) -> int:
-        """These blocks are verified and in the cache: `num_bytes`."""
+        """Count `received` blocks, of `num_bytes` bytes, which are verified and in the cache."""
         transfer.received.update(received)
         transfer.num_bytes += num_bytes
         self.num_bytes += num_bytes

@@ -126,7 +126,7 @@ class KVSender:
         self, request_id: str, attempt: int, num_ready: int, done: KVDone | None = None,
         blocks: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """More blocks are computed; `done` comes with the last. `blocks` are all those of a sequence that has grown."""
+        """Ship up to `num_ready` blocks; `done` comes with the last. `blocks`: all of a sequence that has grown."""
         self._commands.put(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
 
     def cancel(self, request_id: str, attempt: int, reason: str, phase: str = "") -> None:

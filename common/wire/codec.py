@@ -19,6 +19,8 @@ from common.wire.messages import AnyMessage, Message
 
 CHECKSUM_BYTES = 8
 """XXH3 of 64 bits behind each message."""
+MAX_IN_A_ROW = 64
+"""How many messages a loop takes in a row before other tasks get a turn: awaiting a ready receive does not yield."""
 
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 

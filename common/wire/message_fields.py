@@ -15,7 +15,9 @@ PROTOCOL_VERSION = 10
 """Raised with every change of a message: a worker takes no router of another version."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Of one message without blocks: a prompt of four million tokens."""
-MAX_TOKENS = MAX_MESSAGE_BYTES // 4
+TOKEN_BYTES = 4
+"""A token id is a uint32 in messages, in block hashes and in arrays."""
+MAX_TOKENS = MAX_MESSAGE_BYTES // TOKEN_BYTES
 MAX_PRIORITY = 10
 """Levels to either side of 0."""
 
@@ -52,6 +54,6 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 def unpack_tokens(data: bytes) -> list[int]:
     """Inverse of `pack_tokens`. Raises WireError when the length is not a multiple of four."""
-    if len(data) % 4:
-        raise WireError(f"packed tokens have {len(data)} bytes, not a multiple of 4")
+    if len(data) % TOKEN_BYTES:
+        raise WireError(f"packed tokens have {len(data)} bytes, not a multiple of {TOKEN_BYTES}")
     return array("I", data).tolist()

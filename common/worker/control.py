@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from common.errors import WireError
 from common.kv.block_log import BlockLog
 from common.wire.bind import bind
-from common.wire.codec import decode, encode
+from common.wire.codec import MAX_IN_A_ROW, decode, encode
 from common.wire.curve import Curve
 from common.wire.drop_log import DropLog
 from common.wire.messages import (
@@ -45,8 +45,6 @@ MAX_ROUTERS = 1024
 """More than any cluster has: bounds how many names a flood of hellos makes this worker remember."""
 CUT_BEATS = 2
 """Heartbeats in a row without a connection after which a router is lost: it gave up its requests here at the cut."""
-BURST = 64
-"""Messages handled in a row before heartbeats get a turn: awaiting a ready receive does not yield."""
 
 
 @dataclass(slots=True)
@@ -162,7 +160,7 @@ class ControlServer:
         while True:
             self._take(await self._socket.recv_multipart(), time.monotonic())
             num_in_a_row += 1
-            if num_in_a_row >= BURST:
+            if num_in_a_row >= MAX_IN_A_ROW:
                 num_in_a_row = 0
                 await asyncio.sleep(0)
 

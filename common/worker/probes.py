@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.wire.listening import listen
 
-BACKLOG = 128
+PROBE_BACKLOG = 128
 """Connections that wait to be accepted."""
 ANSWER_S = 10.0
 """How long a connection may live without a completed answer."""
@@ -116,7 +116,7 @@ class WorkerHTTP:
 
     async def start(self) -> int:
         """Listen, and return the port that was bound. Raises OSError."""
-        listener = listen(self._host, self._port, BACKLOG)
+        listener = listen(self._host, self._port, PROBE_BACKLOG)
         app = Starlette(
             routes=[
                 Route("/health", self._health),

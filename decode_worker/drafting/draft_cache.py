@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DraftKV:
-    """Of one sequence: `blocks` hold the KV of its first `num_computed` tokens, and of the tokens `ahead` behind them.
+    """Draft KV of a sequence: `blocks` hold that of its first `num_computed` tokens, and of the tokens `ahead` of them.
 
     Those `ahead` were drafted and run, and may be rejected. The first `num_published` blocks are published.
     """

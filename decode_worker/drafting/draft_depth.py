@@ -32,7 +32,7 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """So many tokens for each sequence that drafts, and the tokens a second that the step is expected to bring."""
+    """How many tokens each sequence drafts, and how many tokens a second a step with them is expected to bring."""
 
     num_tokens: int
     rate: float

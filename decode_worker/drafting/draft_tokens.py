@@ -27,10 +27,10 @@ MODEL, MODEL_PLACES = FORCED + 1, 8
 further places."""
 MODEL_AT_FIRST = 0.8
 """How often a draft model's token is taken to be accepted, if all before it are, while little is known."""
-LOOKED_THROUGH = 32_768
-"""Tokens back from the end that are searched."""
-LOOKED_AT = 1024
-"""At most so many places that hold the text's last token are compared, those nearest to the end."""
+MOST_SEARCHED = 32_768
+"""How many tokens back from the end are searched."""
+MOST_COMPARED = 1024
+"""How many of the places that hold the text's last token are compared, those nearest to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Draft:
     kinds: tuple[int, ...] = ()
 
     def first(self, count: int) -> Draft:
-        """Its first `count` tokens."""
+        """The draft cut to its first `count` tokens."""
         return Draft(self.token_ids[:count], self.unseen, self.kinds[: len(self.unseen) + count])
 
     @property
@@ -60,7 +60,7 @@ NOTHING = Draft()
 
 
 def of_model(token_ids: tuple[int, ...]) -> Draft:
-    """What a draft model drafted."""
+    """A draft of tokens that a draft model computed."""
     return Draft(token_ids, (), model_kinds(len(token_ids)))
 
 
@@ -116,8 +116,8 @@ class Lookup:
     def _best_match(self) -> tuple[int, int]:
         """(end, length) of the longest earlier match with the text's end, the last of equal ones; length 0 if none."""
         text = self._text[: self._length]
-        first = max(0, self._length - LOOKED_THROUGH)
-        ends = np.flatnonzero(text[first:-1] == text[-1])[-LOOKED_AT:] + (first + 1)
+        first = max(0, self._length - MOST_SEARCHED)
+        ends = np.flatnonzero(text[first:-1] == text[-1])[-MOST_COMPARED:] + (first + 1)
         if not len(ends):
             return 0, 0
         match = 1
@@ -162,7 +162,7 @@ class HitRates:
         self._forget(0, self.FORGETTING)
 
     def forget_model(self) -> None:
-        """A step passed in which the draft model did not seem to pay: it is tried again some day."""
+        """Forget a little after a step in which the draft model did not seem to pay: it is tried again some day."""
         self._forget(MODEL, self.MODEL_FORGETTING)
 
     def _chances(self, kinds: Sequence[int]) -> list[float]:

@@ -87,7 +87,7 @@ class Drafter:
         return 0 if self.is_ready(sequence) or sequence in self._foreign else self.cache.num_behind(sequence)
 
     def catch_up(self, sequence: DecodeSequence, most_tokens: int) -> int:
-        """Compute draft KV of the sequence's next tokens: of how many, 0 while there is no room."""
+        """Compute draft KV of the sequence's next tokens. Returns of how many; 0 while there is no room."""
         start = sequence.num_tokens - self.cache.num_behind(sequence)
         end = min(start + most_tokens, sequence.num_tokens - 1)
         if end <= start or not self._can_read(sequence, start, end):
@@ -105,7 +105,7 @@ class Drafter:
     def draft(
         self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
     ) -> dict[DecodeSequence, tuple[int, ...]]:
-        """Up to so many tokens behind each of these sequences, all of whose tokens are known. Some may get none."""
+        """Draft up to the wanted number of tokens for each sequence. All their tokens are known. Some may get none."""
         chains = [chain for sequence, limit in wanted if (chain := self._chain(sequence, limit)) is not None]
         active = chains
         while active:
@@ -128,7 +128,7 @@ class Drafter:
 
     @property
     def counts(self) -> BlockCounts:
-        """Of the blocks of its KV."""
+        """How the blocks of its KV are used."""
         return self.cache.pool.counts
 
     def reset(self) -> None:

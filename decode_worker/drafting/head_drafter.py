@@ -106,7 +106,7 @@ class HeadDrafter:
         """Nothing is kept that no sequence owns."""
 
     def check_integrity(self) -> None:
-        """It owns no blocks."""
+        """Nothing to check: it owns no blocks."""
 
     def _run(self, chunks: Sequence[SequenceChunk], before: Tensor | None) -> tuple[Tensor, Tensor]:
         kv = self._runner.kv

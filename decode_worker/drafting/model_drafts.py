@@ -34,15 +34,15 @@ log = logging.getLogger(__name__)
 MOST_SEQUENCES = 64
 """Larger batches draft nothing: their rows cost what a token brings."""
 IDLE_CHUNK_S = 0.02
-"""Of computing in a row while the worker is idle: a request that comes waits for its end."""
+"""How long an idle worker computes draft KV in a row: a request that comes waits for the end of it."""
 LEAST_AT_ONCE, MOST_AT_ONCE = 16, 512
 """Tokens that are caught up with at once, while the worker is idle."""
 LEAST_BESIDE = 8
 """Tokens that are caught up with beside a step, which itself adds one or some."""
 MOST_WAITING = 16
-"""Waiting sequences that are looked at."""
+"""How many waiting sequences are considered for catching up."""
 NO_ROOM_S = 1.0
-"""After the draft cache had no room for a sequence, nothing is caught up with for so long."""
+"""How long no sequence is caught up with after the draft cache had no room for one."""
 USUAL_ANSWER = 128
 """Tokens that an answer is taken to have before some have ended."""
 ANSWER_SMOOTHING = 0.05
@@ -51,7 +51,7 @@ ANSWER_SMOOTHING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class DraftBounds:
-    """At most `max_tokens` are drafted for a sequence, 0 for none. A step has at most `max_rows`, and keeps `goal`."""
+    """A sequence gets up to `max_tokens` draft tokens, 0 for none. A step has at most `max_rows`, and keeps `goal`."""
 
     max_tokens: int
     max_rows: int
@@ -223,7 +223,7 @@ class ModelDrafts:
             self._no_room_until = time.monotonic() + NO_ROOM_S
 
     def _timed(self, compute: Callable[[], T], nothing: T) -> T:
-        """What `compute` gives. If it fails the worker goes on without the draft model."""
+        """Run `compute` and count its time. If it fails the worker goes on without the draft model."""
         began = time.perf_counter()
         try:
             return compute()

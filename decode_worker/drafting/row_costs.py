@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from common.sequences.token_goal import TokenGoal
 
 LEAST_CHANCE = 0.1
-"""Of acceptance, for a draft token to be considered."""
+"""A draft token that is less likely to be accepted is not considered."""
 LEAST_GAIN = 1.05
-"""In tokens a second, for draft tokens to pay: the step behind them is not launched ahead."""
+"""Draft tokens must bring so many times the tokens a second, because the step behind them is not launched ahead."""
 SLOWEST = 1.5
-"""A step may take so many times as long with draft tokens: sequences without any wait as long, too. With a goal for the
-time of a token, a step that would keep it may take as long as that allows."""
+"""How many times as long a step may take with draft tokens: sequences without any wait for it, too. With a goal for the
+time of a token, a step that would keep the goal may take as long as the goal allows."""
 NO_GOAL = TokenGoal()
 
 
@@ -43,7 +43,7 @@ class RowCosts:
             self._seconds[larger] += self.FORGETTING * (self._seconds[at] - self._seconds[larger])
 
     def relax(self) -> None:
-        """A step was not run because it seemed to cost too much: it is tried again some day."""
+        """Forget a little after a step was not run because it seemed to cost too much: it is tried again some day."""
         self._seconds = [(1.0 - self.RELAXING) * seconds for seconds in self._seconds]
 
     def seconds(self, num_rows: int) -> float:

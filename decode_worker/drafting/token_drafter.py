@@ -22,7 +22,7 @@ class TokenDrafter(Protocol):
 
     @property
     def counts(self) -> BlockCounts:
-        """Of blocks of its own; none if its KV lies in the served model's."""
+        """How its own blocks are used; it has none if its KV lies in the served model's."""
 
     @property
     def token_s(self) -> float:
@@ -35,12 +35,12 @@ class TokenDrafter(Protocol):
         """How many tokens of the sequence it has to catch up with before it can draft; 0 if it is ready or never is."""
 
     def catch_up(self, sequence: DecodeSequence, most_tokens: int) -> int:
-        """Compute KV of the sequence's next tokens: of how many, 0 while there is no room."""
+        """Compute draft KV of the sequence's next tokens. Returns of how many; 0 while there is no room."""
 
     def draft(
         self, wanted: Sequence[tuple[DecodeSequence, int]], rules: DecodeRules
     ) -> dict[DecodeSequence, tuple[int, ...]]:
-        """Up to so many tokens behind each of these sequences, all of whose tokens are known. Some may get none."""
+        """Draft up to the wanted number of tokens for each sequence. All their tokens are known. Some may get none."""
 
     def retain(self, is_here: Callable[[DecodeSequence], bool]) -> None:
         """Forget sequences that are not here any more."""

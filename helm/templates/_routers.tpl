@@ -108,6 +108,27 @@ weights = { {{ join ", " $weights }} }
 {{- end }}
 {{- end }}
 
+{{/* The LoRA adapters of a router's models, which routers follow while they run; "" where no model has the key: (root, models). */}}
+{{- define "diptych.adaptersFile" -}}
+{{- range $name := .models }}
+{{- $model := include "diptych.model" (dict "root" $.root "name" $name "for" "adapters") | fromYaml }}
+{{- if hasKey $model "adapters" }}
+# adapters of {{ $name }}
+{{- range $adapter, $entry := $model.adapters }}
+{{- if $entry }}
+[[adapter]]
+name = {{ toJson $adapter }}
+path = {{ toJson $entry.path }}
+model = {{ include "diptych.servedName" (dict "model" $model) | toJson }}
+{{- with $entry.revision }}
+revision = {{ toJson . }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* What of the models a router takes only when it starts: (root). */}}
 {{- define "diptych.fixedModels" -}}
 {{- $fixed := list }}

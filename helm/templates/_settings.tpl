@@ -129,6 +129,9 @@ allow_remote: true
 {{- else }}
 {{- $_ := set $settings "models_file" "/etc/diptych/config/models.toml" }}
 {{- end }}
+{{- if include "diptych.adaptersFile" (dict "root" $root "models" .router.models) }}
+{{- $_ := set $settings "lora_file" "/etc/diptych/config/adapters.toml" }}
+{{- end }}
 {{- $store := get (dict "none" "off" "memory" "memory") $spec.responseStore.type | default "/var/lib/diptych/responses.sqlite3" }}
 {{- $_ := set $settings "response_store" $store }}
 {{- $_ := set $settings "discovery" .root.Values.discovery.type }}

@@ -39,8 +39,8 @@ from router.streams.request_state import Assignment, RequestState, Stage
 log = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.25
-"""Of a goal, that others may take: a request that needs most of it would be refused whenever it comes, and never be
-served."""
+"""The share of a goal that others may always take: without it a request that needs most of the goal itself would be
+refused whenever it comes."""
 SPARE_SHARE = 0.5
 """Of the time by which an answer's tokens are predicted to be early in all, that it may wait for a place in a batch
 behind its first token: lengths of answers and ends of others are known badly."""
@@ -279,7 +279,7 @@ class Admission:
         return Refusal(too_late(wait.seconds, limit_s - own_s, self._others_s(one, first.role)), wait.behind)
 
     def _others_s(self, one: RequestClass, role: Role) -> float:
-        """What those take that were refused before, and come back before a client that is refused now."""
+        """Seconds that those take who were refused before, and will come back before a client that is refused now."""
         num_refused = self._patience[one.name].num_refused
         return num_refused * self._turn_s() / max(1, len(self._registry.ready(role))) if num_refused else 0.0
 

@@ -19,7 +19,7 @@ LEAST_AGE_S = 0.5
 GAIN = 0.5
 """Elsewhere a prompt must take at most this share of the time that it takes here."""
 MAX_MOVES = 2
-"""Times that one prompt is taken back."""
+"""How often one prompt is taken back at most."""
 
 
 def overdue(

@@ -27,7 +27,7 @@ from router.streams.request_state import RequestState
 AGE_CAP_S = 10.0
 """Shorter than `--queue-timeout-s`, at whose end a request fails."""
 ELDER_TURNS = 8
-"""Enough to end every wait, and little for those that can meet their goals."""
+"""Every so many places, one goes to the oldest request: enough to end every wait, and little for the others."""
 OUTPUT_WEIGHT = 2
 """Tokens of a prompt that count as much as one of an answer, which needs a step for itself."""
 

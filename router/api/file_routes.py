@@ -29,7 +29,7 @@ TAGS: list[str | Enum] = ["files"]
 ONE: Final = "/v1/files/{file_id}"
 MAX_LISTED = 10_000
 """Files in one answer, as OpenAI has it."""
-READ_BYTES = 1024 * 1024
+DOWNLOAD_BYTES = 1024 * 1024
 """What a download holds in memory."""
 
 UPLOADED: dict[str, Any] = documented(None, FileBody) | {
@@ -129,6 +129,6 @@ async def delete_file(file_id: str, request: Request) -> Response:
 
 async def _content(store: FileStore, file: StoredFile) -> AsyncIterator[bytes]:
     last = -1
-    while pieces := await asked_of_store(store.read(file.id, last, READ_BYTES)):
+    while pieces := await asked_of_store(store.read(file.id, last, DOWNLOAD_BYTES)):
         last = pieces[-1][0]
         yield b"".join(content for _, content in pieces)

@@ -72,7 +72,7 @@ async def ready(request: Request) -> Response:
     service, asked = service_of(request), request.query_params.get("model")
     is_ready, detail = service.ready
     if asked is not None and (is_ready or not service.draining):
-        is_ready, detail = service.models.one(asked).able
+        is_ready, detail = service.models.one(asked).availability
     if not is_ready:
         return error_response(Unavailable(detail, retry_after_s=RETRY_AFTER_S))
     return _json({"status": "ready", "detail": detail})

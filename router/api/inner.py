@@ -66,7 +66,7 @@ class _Inner:
         return _json(own_load(self._service if asked is None else self._service.models.one(asked)))
 
     async def able(self, request: Request) -> Response:
-        return _json(self._service.models.able)
+        return _json(self._service.models.available)
 
     async def settle(self, request: Request) -> Response:
         """Wait until what was kept here so far is in the store."""

@@ -27,7 +27,7 @@ def _model(service: Service) -> dict[str, object]:
     return {
         "id": service.model_name,
         "max_model_len": service.max_model_len,
-        "ready": service.able[0],
+        "ready": service.availability[0],
         "goals": _tails(goals.ttft_s, goals.tpot_s),
         "classes": service.client.load().classes,
         "plan": None if outlook is None else _plan(outlook, goals),

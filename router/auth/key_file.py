@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from common.config.request_class import DEFAULT
 from common.errors import ConfigError
+from router.auth import toml_file
 from router.auth.keys import ApiKey, KeyRing, Limits, digest_of
 
 FIELD = "api_key_file"
@@ -48,12 +49,8 @@ MAX_MODELS, MAX_MODEL_CHARS = 256, 256
 
 
 def content_of(path: str) -> bytes:
-    """The bytes of a file, as far as one may be long. Raises ConfigError."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(FIELD, path, f"a file that can be read ({error.strerror})") from error
+    """The bytes of a file of keys, as far as one may be long. Raises ConfigError."""
+    return toml_file.content_of(FIELD, path, MAX_FILE_BYTES)
 
 
 def read_keys(path: str, classes: Collection[str] = (DEFAULT,), data: bytes | None = None) -> list[ApiKey]:
@@ -62,8 +59,7 @@ def read_keys(path: str, classes: Collection[str] = (DEFAULT,), data: bytes | No
     Raises ConfigError, with the line if there is one.
     """
     data = content_of(path) if data is None else data
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(FIELD, path, f"a file of at most {MAX_FILE_BYTES:,} bytes")
+    toml_file.check_size(FIELD, path, data, MAX_FILE_BYTES)
     try:
         text = data.decode("utf-8-sig")
         table = tomllib.loads(text)

@@ -15,13 +15,17 @@ from router.fleet.fleet import WorkerFleet
 
 log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 120.0
-"""For all workers to read an adapter, from a network disk, and to find a place for it."""
+"""How long all workers together may take to read an adapter, say from a network disk, and to find a place for it."""
 POLL_S = 0.02
-"""Between two looks whether all have."""
+"""How often an order looks whether every worker has carried it out."""
+
+
+class Superseded(InvalidRequest):
+    """A newer order for the same name came from another router, or from another process of this one."""
 
 
 class AdapterOrders:
-    """The adapters of one model, for the front."""
+    """Endpoints load and unload the adapters of one model through it."""
 
     def __init__(self, fleet: WorkerFleet, *, timeout_s: float = LOAD_TIMEOUT_S) -> None:
         self._fleet, self._timeout_s = fleet, timeout_s
@@ -33,8 +37,12 @@ class AdapterOrders:
         return self._adapters.has(name)
 
     def names(self) -> Iterator[KnownAdapter]:
-        """All that clients may ask for."""
+        """The adapters that clients may ask for."""
         return self._adapters.names()
+
+    def path_of(self, name: str) -> str:
+        """The folder that a name stands for; "" for a name that stands for none."""
+        return self._adapters.path_of(name)
 
     def digest_of(self, name: str) -> str:
         """The weights that a name stands for now. Raises Unavailable while the first worker still loads them."""
@@ -43,10 +51,11 @@ class AdapterOrders:
         raise Unavailable(f"adapter {name!r} is being loaded", param="model", retry_after_s=RETRY_AFTER_S)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> Outcome:
-        """Load an adapter on all workers that have places for any. `in_place`: instead of what the name stands for.
+        """Load an adapter on all workers that have places for adapters.
 
-        When a worker cannot load it, all go back to what was before. Raises InvalidRequest with the worker's reason,
-        Unavailable without workers, DeadlineExceeded.
+        `in_place` replaces what the name stands for now. When a worker cannot load it, the name stands again for what
+        it stood for before. Raises InvalidRequest with the worker's reason, Superseded, Unavailable without workers,
+        DeadlineExceeded.
         """
         if self._adapters.path_of(name) and not in_place:
             raise InvalidRequest(
@@ -60,7 +69,7 @@ class AdapterOrders:
             order = self._send(name, path)
             outcome = await self._settled(order)
             if outcome.superseded:
-                raise InvalidRequest(f"lora_name: another router changed {name!r} meanwhile", param="lora_name")
+                raise Superseded(f"lora_name: another router changed {name!r} meanwhile", param="lora_name")
             if not outcome.failures and not outcome.missing and outcome.num_loaded:
                 return outcome
             await self._settled(self._send(name, before))
@@ -83,7 +92,7 @@ class AdapterOrders:
             raise DeadlineExceeded(f"adapter {name!r} was not unloaded within {self._timeout_s:g} s by {left}")
 
     def _no_places(self) -> InvalidRequest | Unavailable:
-        """Workers that are ready will not get places by waiting; others may come with some."""
+        """The error when no worker has places for adapters: waiting helps only while no worker is ready at all."""
         num_ready = sum(len(self._fleet.registry.ready(role)) for role in ROLES)
         if num_ready:
             return InvalidRequest(
@@ -93,7 +102,7 @@ class AdapterOrders:
         return Unavailable("no worker is ready to load an adapter", retry_after_s=RETRY_AFTER_S)
 
     def _alone(self, name: str) -> _Turn:
-        """One order for a name at a time. Raises InvalidRequest."""
+        """Begin an order for a name. Raises InvalidRequest while another order for this name is carried out."""
         if name in self._busy:
             raise InvalidRequest(f"lora_name: adapter {name!r} is being loaded or unloaded", param="lora_name")
         return _Turn(self._busy, name)
@@ -106,7 +115,7 @@ class AdapterOrders:
         return order
 
     async def _settled(self, order: SetAdapter) -> Outcome:
-        """What workers have made of an order once all are through with it, or the time is over."""
+        """Wait until every worker has carried out or refused the order, or time is over; returns the outcome."""
         deadline = time.monotonic() + self._timeout_s
         while (outcome := self._adapters.outcome(order)).missing and not outcome.superseded:
             if time.monotonic() > deadline:
@@ -116,7 +125,7 @@ class AdapterOrders:
 
 
 class _Turn:
-    """Keeps a name among the busy ones for as long as an order takes."""
+    """Marks a name as busy while an order for it is carried out."""
 
     def __init__(self, busy: set[str], name: str) -> None:
         self._busy, self._name = busy, name

@@ -29,7 +29,7 @@ from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
 from router.placement.balancer import Balancer
 from router.placement.growth import Growth
-from router.placement.handover import HandOvers
+from router.placement.handover import HandOverOrders
 from router.placement.placement import Abort, Placement, Send
 from router.placement.recovery import Recovery, refusal
 from router.placement.role_changes import RoleChanges
@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What the core has done for it. None of these waits, and none calls the core back before it returns.
+    """What the core asks its owner to do. None of these waits, and none calls the core back before it returns.
 
     `send` and `abort` are those of a connection to a worker. `later` calls back after so many seconds, with the time
-    of then, unless it is cancelled; after 0 seconds it lets other work have a turn first. `wake` tells the consumer of
-    a request, by its id, that `RequestState.take_event` has something new.
+    that it is then, unless it is cancelled; 0 seconds let other work have a turn first. `wake` tells the consumer of a
+    request, by its id, that `RequestState.take_event` has something new.
     """
 
     send: Send
@@ -102,7 +102,7 @@ class DispatchCore:
             actions.later,
             self._fail,
         )
-        self._handovers = HandOvers(registry, self._placement, self.waiting, self.counters)
+        self._handovers = HandOverOrders(registry, self._placement, self.waiting, self.counters)
         self._balancer = Balancer(
             registry,
             self._placement,
@@ -305,7 +305,7 @@ class DispatchCore:
         if first:
             self._registry.on_request_served(assignment.address)
             self._placement.computed(assignment, now)
-            self._turns.soon(now)
+            self._turns.room_expected(now)
             if assignment is state.decode:
                 self._placement.remember(state, assignment, now)
                 self._placement.spare_prefill(state)
@@ -347,7 +347,7 @@ class DispatchCore:
         self._quiet.discard(state)
         self._placement.settle(state)
         self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
-        self._turns.soon(now)
+        self._turns.room_expected(now)
         decode = state.decode
         if last is decode:
             self._placement.remember(state, last, now)
@@ -357,7 +357,7 @@ class DispatchCore:
             )
         if decode is None:
             return
-        # A decode worker that got a second attempt may read of it after it ended the first, and start over.
+        # A decode worker may read of a second attempt only after it has ended the first: it would start over.
         if last is not decode or decode.attempt > decode.first_attempt:
             self._actions.abort(decode.address, state.request.request_id, state.attempt)
         if last is state.prefill:  # else it would offer its KV, and hold the blocks until the lease of that ends

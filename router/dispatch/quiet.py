@@ -1,4 +1,4 @@
-"""Finds requests whose workers are silent, without a look at all requests. Pure.
+"""Finds requests whose workers are silent without looking at every request. Pure.
 
     add ─> asked at its time ── tokens came meanwhile ─> due anew, that long behind the last of them
                              └─ it is quiet ─> asked again at the next time that can change the answer

@@ -33,7 +33,7 @@ MAX_PLACED_A_TURN = 32
 MAX_TAKEN_BACK = 8
 """Prompts that are taken back at one tick."""
 LEAST_PAUSE_S = 0.01
-"""Between two looks for room at a time that was predicted for it."""
+"""The shortest pause before the queue is served again because a worker is predicted to have room."""
 
 Cancel = Callable[[], None]
 Later = Callable[[float, Callable[[float], None]], Cancel]
@@ -114,7 +114,7 @@ class Turns:
             if self._registry.is_gone(state.request.adapter):  # no worker will ever take it
                 self._fail(state, ModelNotFound("the adapter that the request uses was unloaded", param="model"))
 
-    def soon(self, now: float) -> None:
+    def room_expected(self, now: float) -> None:
         """A worker may have room for a held request."""
         if self._waiting.num_held:
             self._serve_in(0.0, now)

@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from common.errors import WireError
-from common.wire.codec import decode, encode
+from common.wire.codec import MAX_IN_A_ROW, decode, encode
 from common.wire.curve import Curve
 from common.wire.dialer import WATCHED, Dialer
 from common.wire.drop_log import DropLog
@@ -24,8 +24,6 @@ from common.wire.messages import AbortRequest, Message, ToRouter
 
 log = logging.getLogger(__name__)
 
-BURST = 64
-"""Messages handled in a row before other tasks get a turn; a ready receive does not yield by itself."""
 MAX_UNSENT_ABORTS = 4096
 """Aborts that are kept for a worker that cannot take them now; beyond, the oldest is dropped."""
 LAST_WORDS_S = 0.02
@@ -135,7 +133,7 @@ class WorkerConnection:
             if message is not None:
                 self.events.on_message(self.address, message)
             num_in_a_row += 1
-            if num_in_a_row >= BURST:
+            if num_in_a_row >= MAX_IN_A_ROW:
                 num_in_a_row = 0
                 await asyncio.sleep(0)
 

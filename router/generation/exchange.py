@@ -48,7 +48,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 class Exchange(Response):
     """The answer to one generation request. It owns the request's generations while it is sent.
 
-    `before_end` is awaited between the making of the answer's end and its sending.
+    `before_end` is awaited once the end of the answer is made and before it is sent.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Exchange(Response):
 
 
 async def _watch(receive: Receive, generations: Generations) -> None:
-    """The body is read, so the client can only leave."""
+    """Wait until the client leaves: its body is read, so nothing else can come from it."""
     while (await receive())["type"] != "http.disconnect":
         continue
     generations.leave()

@@ -13,7 +13,7 @@ from router.streams.client import GenerationRequest, TokenEvent, TokenSource
 
 
 class InTurnClient:
-    """A client for one answer. What a request waits here for its turn is taken off its time.
+    """A client for one answer. The time that a request waits here for its turn counts towards its deadline.
 
     A request that the pools refuse for want of room, while others of the answer are there, has another turn after one
     of these: from then on one fewer is there at a time.

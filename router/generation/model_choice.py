@@ -20,7 +20,7 @@ Plan = Callable[[Service], Awaitable[AnswerPlan]]
 
 
 class Asked(Protocol):
-    """The body of a request, as far as the choice of a model goes."""
+    """What the choice of a model reads of a request's body."""
 
     @property
     def model(self) -> str | None: ...
@@ -53,7 +53,7 @@ async def choose_model(
 
 
 def requester_of(visit: Visit, end_user: str) -> str:
-    """Whom splits draw for: the user that the body names, else this one request."""
+    """For whom a split draws one of its models: the user that the body names, else this one request."""
     return f"user:{visit.key.name}:{end_user}" if end_user else f"request:{visit.request_id}"
 
 

@@ -17,12 +17,12 @@ from router.models.catalog import Catalog
 
 
 class Served(Protocol):
-    """One model, as far as the choice among models goes."""
+    """What the choice among models reads of a served model."""
 
     @property
     def model_name(self) -> str: ...
     @property
-    def able(self) -> tuple[bool, str]:
+    def availability(self) -> tuple[bool, str]:
         """Whether it would answer a request now, and what is missing."""
         ...
 
@@ -74,13 +74,13 @@ class Models(Generic[S]):
         chain = (base,) if base is not None else self.catalog.chain(asked, key, requester)
         if len(chain) == 1 and self.catalog.entries[chain[0]].holds:
             return ModelCandidates(only := self.services[chain[0]], (only,))
-        able = {name: self.services[name].able for name in chain}
-        ready = [name for name in chain if able[name][0]]
-        holding = [name for name in chain if not able[name][0] and self.catalog.entries[name].holds]
+        found = {name: self.services[name].availability for name in chain}
+        ready = [name for name in chain if found[name][0]]
+        holding = [name for name in chain if not found[name][0] and self.catalog.entries[name].holds]
         first = chain[0]
         if usable := tuple(self.services[name] for name in (*ready, *holding[:1])):
             return ModelCandidates(self.services[first], usable)
-        raise Unavailable(f"model {first!r}: {able[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
+        raise Unavailable(f"model {first!r}: {found[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
 
     def lacking(self, asked: str | None) -> str:
         """A model, of several, for whose workers a request under this name may have to wait; "" if for none.
@@ -91,13 +91,13 @@ class Models(Generic[S]):
         if len(self.services) == 1:
             return ""
         names = self.catalog.models[:1] if asked is None else self.catalog.targets(asked)
-        able = set(self.able)
-        return next((name for name in names if able.isdisjoint(self.catalog.with_fallbacks(name))), "")
+        available = set(self.available)
+        return next((name for name in names if available.isdisjoint(self.catalog.with_fallbacks(name))), "")
 
     @property
-    def able(self) -> list[str]:
+    def available(self) -> list[str]:
         """The models that have workers for a request now."""
-        return [name for name, service in self.services.items() if service.able[0]]
+        return [name for name, service in self.services.items() if service.availability[0]]
 
     def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> S:
         """The model for what needs no worker, such as tokenizing. Raises ModelNotFound, Forbidden."""
@@ -132,8 +132,8 @@ class Models(Generic[S]):
 
     def listed(self, key: ApiKey = ANONYMOUS) -> list[ShownModel[S]]:
         """What clients with this key may ask for now. A model that waits for no worker is there while one is ready."""
-        able = {name: service.able[0] for name, service in self.services.items()}
-        shown = [self._shown(name, able) for name in (one.name for one in self.catalog.listed(key))]
+        available = {name: service.availability[0] for name, service in self.services.items()}
+        shown = [self._shown(name, available) for name in (one.name for one in self.catalog.listed(key))]
         found = [one for one in shown if one.ready or self._holds(one.name)]
         return [*found, *(one for name in self.services for one in self._adapters(name, key))]
 
@@ -144,7 +144,7 @@ class Models(Generic[S]):
                 return one
             raise ModelNotFound(f"adapter {asked!r} is being loaded", param="model")
         self.catalog.chain(asked, key)
-        return self._shown(asked, {name: self.services[name].able[0] for name in self.catalog.targets(asked)})
+        return self._shown(asked, {name: self.services[name].availability[0] for name in self.catalog.targets(asked)})
 
     def _adapters(self, base: str, key: ApiKey) -> Iterator[ShownModel[S]]:
         """The adapters of a model that clients with this key may ask for."""
@@ -156,8 +156,8 @@ class Models(Generic[S]):
     def _holds(self, name: str) -> bool:
         return any(self.catalog.entries[model].holds for model in self.catalog.targets(name))
 
-    def _shown(self, name: str, able: Mapping[str, bool]) -> ShownModel[S]:
+    def _shown(self, name: str, available: Mapping[str, bool]) -> ShownModel[S]:
         services = [self.services[model] for model in self.catalog.targets(name)]
         shortest = min(service.max_model_len for service in services)
-        ready = any(able[service.model_name] for service in services)
+        ready = any(available[service.model_name] for service in services)
         return ShownModel(name, services[0] if self.catalog.is_model(name) else None, ready, shortest)

@@ -21,6 +21,6 @@ class Pieces(Protocol):
 
 
 def pieces_of(scope: Scope) -> Pieces | None:
-    """Those of the request's connection; None for a server that has none: `send` does the same, slowly."""
+    """The `Pieces` of a request's connection; None for a server without them, where the slower `send` writes."""
     found: Pieces | None = scope.get("state", {}).get("pieces")
     return found

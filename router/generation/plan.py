@@ -74,7 +74,7 @@ class AnswerPlan:
 
     @property
     def shown_choices(self) -> list[AnswerChoice]:
-        """Of finished choices those that the client gets: of each prompt's the `n` likeliest, token by token."""
+        """The choices that the client gets: for each prompt the `n` whose tokens are likeliest on average."""
         n, num_sampled = self.fields.n or 1, self.fields.num_sampled
         if n == num_sampled:
             return self.choices

@@ -47,8 +47,12 @@ MIN_TOKENIZE_BYTES = 1024 * 1024
 BYTES_PER_TOKEN = 16
 """Four times those of most texts, so that a text of four times the model's length can be counted."""
 BYTES_PER_ID = 4
-"""At least, of a token id and the comma behind it in JSON."""
-DOES: Mapping[Task, str] = {"generate": "generates text", "embed": "embeds texts", "score": "scores pairs of texts"}
+"""What a token id and the comma behind it take in JSON at least."""
+TASKS_IN_WORDS: Mapping[Task, str] = {
+    "generate": "generates text",
+    "embed": "embeds texts",
+    "score": "scores pairs of texts",
+}
 
 
 class ServingClient(GenerationClient, Protocol):
@@ -63,7 +67,7 @@ class ServingClient(GenerationClient, Protocol):
         ...
 
     def passed_on(self) -> None:
-        """Another model answers a request of this one: what scales its pools must know that it is asked for."""
+        """Count a request of this model that another one answers: what scales this model's pools must know of it."""
         ...
 
 
@@ -180,7 +184,7 @@ class Service:
     def check_task(self, *tasks: Task) -> None:
         """Raises InvalidRequest for an endpoint that serves `tasks`, where the model is served for another one."""
         if self.task.name not in tasks:
-            wanted, does = " or ".join(f"--task {task}" for task in tasks), DOES[self.task.name]
+            wanted, does = " or ".join(f"--task {task}" for task in tasks), TASKS_IN_WORDS[self.task.name]
             raise InvalidRequest(
                 f"the model {self.model_name!r} {does}: this endpoint is for models served with {wanted}", param="model"
             )
@@ -204,7 +208,7 @@ class Service:
         return log, trace.traceparent
 
     def hint(self, error: RequestError) -> None:
-        """Let a refusal for lack of room say when there will be some, if it does not know better."""
+        """Let a refusal for lack of room say when there will be some, unless it says so already."""
         front = self.front or self
         unknown = error.retry_after_s is None or error.retry_after_s <= RETRY_AFTER_S
         if error.status in (429, 503) and unknown and not front.draining:
@@ -212,7 +216,7 @@ class Service:
             error.retry_after_s = error.retry_after_s if seconds is None else max(RETRY_AFTER_S, seconds)
 
     @property
-    def able(self) -> tuple[bool, str]:
+    def availability(self) -> tuple[bool, str]:
         """Whether workers would answer a request now, and what is missing."""
         return self.client.ready
 

@@ -42,7 +42,7 @@ async def bad_words(service: Service, fields: SamplingFields) -> tuple[tuple[int
 
 
 def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
-    """The end of a thought that is too long, in tokens. Raises InvalidRequest for a model that marks no thoughts."""
+    """The tokens that end a thought that is too long. Raises InvalidRequest for a model that marks no thoughts."""
     budget = fields.thinking_token_budget
     if budget is None or budget < 0:
         return None

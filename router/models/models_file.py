@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from common.config import RouterConfig
 from common.config.field import GOAL_MS
 from common.errors import ConfigError
+from router.auth import toml_file
 from router.auth.key_file import LIMITS, MAX_LIMIT
 from router.auth.keys import Limits
 from router.models.catalog import FIELD
@@ -63,26 +63,12 @@ def table_of(config: RouterConfig) -> ModelTable:
 
 def read_models(path: str) -> ModelTable:
     """The models of a file. Raises ConfigError that names the table and the field."""
-    return models_of(path, content_of(path))
-
-
-def content_of(path: str) -> bytes:
-    """A file's content, which may be too long by a byte. Raises ConfigError."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(FIELD, path, f"a file that can be read ({error.strerror})") from error
+    return models_of(path, toml_file.content_of(FIELD, path, MAX_FILE_BYTES))
 
 
 def models_of(path: str, data: bytes) -> ModelTable:
     """The models that the content of a file names. Raises ConfigError that names the table and the field."""
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(FIELD, path, f"a file of at most {MAX_FILE_BYTES:,} bytes")
-    try:
-        table = tomllib.loads(data.decode("utf-8-sig"))
-    except ValueError as error:
-        raise ConfigError(FIELD, path, f"a valid TOML file ({error})") from error
+    table = toml_file.table_of(FIELD, path, data, MAX_FILE_BYTES)
     if unknown := sorted(table.keys() - {"model", "split"}):
         raise ConfigError(FIELD, path, f"only [[model]] and [[split]] tables, not {unknown[0]!r}")
     models = [_model(one) for one in _tables(path, table, "model", MAX_MODELS)]

@@ -14,7 +14,7 @@ from router.admission.load import DispatchCounters
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.placement.growth import num_more_blocks
-from router.placement.handover import HandOvers
+from router.placement.handover import HandOverOrders
 from router.placement.placement import Placement
 from router.policy.balance import Running, choose_move, why_leave
 from router.streams.request_state import RequestState, Stage
@@ -22,7 +22,7 @@ from router.streams.request_state import RequestState, Stage
 log = logging.getLogger(__name__)
 
 PAUSE_S, MAX_PAUSE_S = 0.5, 60.0
-"""How long a worker takes part in no further move; at most, after moves that failed one after the other."""
+"""How long a worker rests after a move before it takes part in another, and how long at most after failed ones."""
 SETTLED_S = 10.0
 """How long an answer that moved stays where it is."""
 
@@ -35,13 +35,13 @@ class _Open:
 
 
 class Balancer:
-    """At most one move at a time touches a worker, so that it is judged with all moves before it."""
+    """Moves answers between ready decode workers. One move at a time touches a worker, so the next sees its effect."""
 
     def __init__(
         self,
         registry: WorkerRegistry,
         placement: Placement,
-        handovers: HandOvers,
+        handovers: HandOverOrders,
         counters: DispatchCounters,
         *,
         least_tpot_s: float,
@@ -73,7 +73,7 @@ class Balancer:
     # ------------------------------------------------------------ inside
 
     def _candidates(self, states: Iterable[RequestState], busy: set[str], now: float) -> dict[str, list[RequestState]]:
-        """Answers that may move, by their worker, of workers that one should leave."""
+        """Answers that may move, by their worker, of the workers that an answer should leave."""
         booked = (one for one in self._registry.ready("decode") if one.bookings)  # else it has no answer of this router
         leaving = [one for one in booked if one.address not in busy and why_leave(one, self._least_tpot_s)]
         found: dict[str, list[RequestState]] = {worker.address: [] for worker in leaving}

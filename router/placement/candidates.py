@@ -12,11 +12,11 @@ from router.policy.shortlist import Shortlist
 from router.streams.request_state import RequestState
 
 Hits = Mapping[int, PrefixHits]
-"""By the size of a block, how much of a prompt each worker holds."""
+"""How much of a prompt each worker holds, by block size."""
 
 
 class Candidates:
-    """Finds them: all ready workers, or those of the shortlist where there are many."""
+    """Finds the workers among which a request's place is chosen: all ready ones, or of many a shortlist."""
 
     def __init__(self, registry: WorkerRegistry, index: PrefixIndex, shortlist: Shortlist) -> None:
         self._registry, self._index, self._shortlist = registry, index, shortlist
@@ -86,5 +86,5 @@ def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> C
 
 
 def _sparing(accept: Callable[[Worker], bool], lives: Collection[tuple[str, int]]) -> Callable[[Worker], bool]:
-    """The same, but for the lives of workers that failed the request."""
+    """What `accept` says, but False for a worker whose present life failed the request."""
     return lambda worker: accept(worker) and (worker.address, worker.epoch) not in lives

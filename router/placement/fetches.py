@@ -18,8 +18,8 @@ from router.policy.fetch import Fetch
 from router.policy.forecast import terms_of
 from router.streams.request_state import RequestState
 
-LOOKED_AT = 8
-"""Of the workers that hold equally much, so many are weighed as lenders."""
+MOST_LENDERS = 8
+"""So many of the workers that hold equally much of a prompt are compared as lenders."""
 
 
 class Fetches:
@@ -30,7 +30,7 @@ class Fetches:
         self._lends_until: dict[str, float] = {}
 
     def of(self, state: RequestState, workers: Collection[Worker], hits: Hits, now: float) -> Mapping[str, Fetch]:
-        """By address, what each of the workers should take, where that is predicted to be faster than computing."""
+        """What each worker should fetch, by its address, where fetching is predicted to be faster than computing."""
         found: dict[str, Fetch] = {}
         lenders: dict[tuple[str, int], tuple[Worker, int] | None] = {}
         for worker in workers:
@@ -50,7 +50,7 @@ class Fetches:
         return found
 
     def begin(self, fetch: Fetch | None, now: float) -> None:
-        """The request was sent to a worker that will take this."""
+        """Count a pull: the request was sent to a worker that will take this."""
         if fetch is not None and fetch.lender:
             self._lends_until = {address: until for address, until in self._lends_until.items() if until > now}
             self._lends_until[fetch.lender] = now + self._busy_s(fetch.lender, now) + fetch.lending_s
@@ -74,7 +74,7 @@ class Fetches:
         return None
 
     def _able(self, addresses: Iterator[str], fingerprint: str) -> Iterator[Worker]:
-        for _, address in zip(range(LOOKED_AT), addresses, strict=False):
+        for _, address in zip(range(MOST_LENDERS), addresses, strict=False):
             worker = self._registry.workers.get(address)
             if worker is None or (hello := worker.hello) is None or worker.suspect:
                 continue

@@ -12,11 +12,11 @@ from router.policy.output_lengths import OutputLengths
 from router.streams.request_state import RequestState
 
 MOST_A_TICK = 500
-"""Sequences: see `Growth`."""
+"""How many sequences a tick looks at: see `Growth`."""
 
 
 def num_more_blocks(worker: Worker, num_tokens: int, num_expected: int) -> int:
-    """Blocks that a sequence of `num_tokens` takes beyond those of now when `num_expected` tokens more have come.
+    """How many more blocks a sequence of `num_tokens` tokens takes once `num_expected` more have come.
 
     It ends at the worker's longest sequence.
     """
@@ -43,7 +43,7 @@ class Growth:
             self._registry.resize(address, sizes)
 
     def _changed(self, states: Iterable[RequestState]) -> dict[str, dict[int, tuple[int, int]]]:
-        """By worker and serial of a booking, the blocks it has gained and will gain, where they are others now."""
+        """The bookings that have changed: by worker and serial, the blocks that each has gained and will still gain."""
         workers = self._registry.workers
         changed: defaultdict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         for state in states:

@@ -27,12 +27,15 @@ RESERVED_TOKENS = 128
 """Tokens that the old worker may generate while it copies; the new one sets blocks aside for them."""
 TIMEOUT_S = 15.0
 """Ends a hand-over of which neither worker reports; longer than their own deadline."""
-RETRY_S = 0.5
+RETRY_HANDOVER_S = 0.5
 """How long after a failed hand-over the next one may begin."""
 
 
-class HandOvers:
-    """Requests that start over go into `waiting`, as after a failure, but do not count as failed."""
+class HandOverOrders:
+    """Gives workers the orders for hand-overs, and follows them.
+
+    Requests that start over go into `waiting`, as after a failure, but do not count as failed.
+    """
 
     def __init__(
         self, registry: WorkerRegistry, placement: Placement, waiting: WaitingRequests, counters: DispatchCounters
@@ -87,7 +90,7 @@ class HandOvers:
         successor, state.successor = state.successor, None
         if successor is not None:
             self._placement.leave(state, successor, abort=True)
-        state.handover_after = now + RETRY_S
+        state.handover_after = now + RETRY_HANDOVER_S
         self._close(state, "failed")
         log.info("request %s is not handed over: %s", state.request.request_id, reason)
 
@@ -124,7 +127,7 @@ class HandOvers:
 
 
 def _num_reserved(state: RequestState) -> int:
-    """Tokens that the old worker may generate meanwhile."""
+    """How many tokens the old worker may generate during the hand-over."""
     return min(RESERVED_TOKENS, state.num_remaining)
 
 

@@ -18,7 +18,7 @@ def decode_request(
     num_reserved: int = 0,
     fetch: Fetch | None = None,
 ) -> DecodeRequest:
-    """For the decode worker, which books it as `serial`; `source` computes or has the KV.
+    """The order for a decode worker, booked as `serial`; the worker `source` computes or has the KV.
 
     `num_output`: output tokens in the prompt, by default the attempt's. Without `source` it takes `fetch` of it.
     """
@@ -47,7 +47,7 @@ def decode_request(
 def prefill_request(
     state: RequestState, decode: Worker | None, now: float, *, serial: int, fetch: Fetch | None = None
 ) -> PrefillRequest:
-    """For the prefill worker, which books it as `serial`; `decode` gets the KV, None the first token alone."""
+    """The order for a prefill worker, booked as `serial`. `decode` gets the KV; None wants a first token alone."""
     request = state.request
     return PrefillRequest(
         request_id=request.request_id,

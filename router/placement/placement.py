@@ -30,7 +30,7 @@ Abort = Callable[[str, str, int], None]
 
 
 class Placement:
-    """Carries out the policy's choices."""
+    """Chooses, books and tells the workers of a request, as the policy says."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ ANSWER_S = 2.0
 
 
 LOOK_S = 0.5
-"""Between two forecasts: each looks at all workers."""
+"""How often changes of roles are considered: each time looks at all workers."""
 
 
 @dataclass(slots=True)
@@ -70,17 +70,17 @@ class RoleChanges:
     # ------------------------------------------------------------ what requests tell
 
     def arrived(self, num_prompt: int, num_cached: int, most_output: int, now: float) -> None:
-        """A request came, whatever becomes of it."""
+        """Count a request that came, whatever becomes of it."""
         if self._forecaster is not None:
             self._forecaster.arrived(num_prompt, num_cached, most_output, now)
 
     def turned_away(self, now: float) -> None:
-        """A request was refused before it was read."""
+        """Count a request that was refused before it was read."""
         if self._forecaster is not None:
             self._forecaster.turned_away(now)
 
     def ended(self, num_prompt: int, num_output: int) -> None:
-        """A request was answered."""
+        """Count a request that was answered."""
         if self._forecaster is not None:
             self._forecaster.ended(num_prompt, num_output)
 

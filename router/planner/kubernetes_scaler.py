@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 LWS, LWS_API = "leaderworkersets/", "leaderworkerset.x-k8s.io/v1"
 """How a set of workers that are spread over several pods is named, and its API."""
-LEASE_S = 15
+LEAST_LEASE_S = 15
 """At least; and three looks of the planner."""
 
 
@@ -80,7 +80,7 @@ class KubernetesScaler:
         named: dict[Role, str] = {"prefill": config.prefill_deployment, "decode": config.decode_deployment}
         deployments = {role: name for role, name in named.items() if name}
         holder = f"{socket.gethostname()}-{os.getpid()}"
-        duration_s = max(LEASE_S, round(3 * config.planner_interval_s))
+        duration_s = max(LEAST_LEASE_S, round(3 * config.planner_interval_s))
         return cls(client, namespace, deployments, Lease(client, namespace, config.planner_lease, holder, duration_s))
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:

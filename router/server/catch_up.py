@@ -31,7 +31,7 @@ async def catch_up(service: Service, siblings: Siblings, stop: asyncio.Event) ->
     """Wait until `stop`, or until each model for which another process has workers has some here too."""
     began, told = time.monotonic(), (await siblings.ask_all(ABLE)).values()
     awaited = set(itertools.chain.from_iterable(orjson.loads(body) for body in told))
-    while missing := awaited.difference(service.models.able):
+    while missing := awaited.difference(service.models.available):
         if stop.is_set():
             return
         if time.monotonic() - began > PATIENCE_S:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-BURST = 64
+MAX_ACCEPTED_IN_A_ROW = 64
 """Connections accepted in a row before other tasks run; an accept that is ready does not yield."""
 RETRY_S = 0.1
 """The pause after a failed accept, which most likely lacked a descriptor."""
@@ -43,7 +43,7 @@ class Handshakes:
         """Accept until cancelled, which cancels the handshakes under way too."""
         try:
             while True:
-                for _ in range(BURST):
+                for _ in range(MAX_ACCEPTED_IN_A_ROW):
                     await self._accept()
                 await asyncio.sleep(0)
         finally:

@@ -23,6 +23,8 @@ from router.generation.adapters import ServedAdapters
 from router.generation.choices.tracing import Tracing
 from router.generation.models import Models
 from router.generation.service import Service, ServingClient
+from router.models.adapters_file import FIELD as LORA_FIELD
+from router.models.adapters_source import AdaptersSource
 from router.models.catalog import FIELD, Catalog
 from router.models.entry import ModelEntry
 from router.models.models_source import ModelsSource
@@ -30,6 +32,7 @@ from router.observe.metrics import ENGINE, RouterMetrics
 from router.observe.pool_metrics import DiscoveryCollector
 from router.planner.loop import Outlook
 from router.policy.routing import RoutingPolicy
+from router.server.adapter_follower import AdapterFollower
 from router.server.app import build_app
 from router.server.every_model import EveryModel
 from router.server.served_model import ServedModel
@@ -79,9 +82,15 @@ class Serving:
                 config, self.catalog, self.models, front, lambda: self.failure, self.tracing, part
             )
 
+        service: Service = self.app.state.service
         if (watch := self._source.watch) is not None:
-            service: Service = self.app.state.service
             service.gate.also_watch(FIELD, watch, self._read_anew)
+        self._adapters: AdapterFollower | None = None
+        if config.lora_file and (part is None or part.index == 0):
+            self._adapters_source = AdaptersSource(config.lora_file, self.catalog, part)
+            orders = {model.name: model.adapters for model in self.models}
+            self._adapters = AdapterFollower(orders, self._adapters_source.entries)
+            service.gate.also_watch(LORA_FIELD, self._adapters_source.watch, self._read_adapters)
 
     async def start(self) -> None:
         """Connect to the workers; returns at once."""
@@ -89,9 +98,13 @@ class Serving:
             await model.start()
         if self.census is not None:
             await self.census.start()
+        if self._adapters is not None:
+            self._adapters.start()
 
     async def close_workers(self) -> None:
         """Fail all requests and close every socket to workers."""
+        if self._adapters is not None:
+            await self._adapters.close()
         if self.census is not None:
             await self.census.close()
         await asyncio.gather(*(model.dispatcher.close() for model in self.models))
@@ -110,6 +123,8 @@ class Serving:
         found = [model.failure for model in self.models]
         if self.census is not None:
             found.append(self.census.failure)
+        if self._adapters is not None:
+            found.append(self._adapters.failure)
         return next(filter(None, found), "")
 
     async def _read_anew(self) -> None:
@@ -124,6 +139,11 @@ class Serving:
         service.models.catalog = self.catalog
         service.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
         self._source.accept()
+
+    async def _read_adapters(self) -> None:
+        """Follow what the file of adapters says now. Raises ConfigError."""
+        assert self._adapters is not None
+        self._adapters.change(self._adapters_source.read(self.catalog))
 
     def _census(self, config: RouterConfig, names: Sequence[frozenset[str]], metrics: RouterMetrics) -> ModelCensus:
         known = {own: model.name for model, names_of in zip(self.models, names, strict=True) for own in names_of}

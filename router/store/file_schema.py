@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from router.store.schema import Schema
+from router.store.schema import Schema, counted_by_owner
 
-FILE_TABLES = """
+FILE_TABLES = f"""
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY,
     owner TEXT NOT NULL,
@@ -49,21 +49,7 @@ CREATE TABLE IF NOT EXISTS batches (
 );
 CREATE INDEX IF NOT EXISTS batches_by_owner ON batches (owner, created_at, id);
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status, created_at);
-CREATE TABLE IF NOT EXISTS file_owners (
-    owner TEXT PRIMARY KEY, num_files INTEGER NOT NULL, num_bytes INTEGER NOT NULL
-);
-CREATE TRIGGER IF NOT EXISTS files_added AFTER INSERT ON files BEGIN
-    INSERT INTO file_owners VALUES (new.owner, 1, new.num_bytes) ON CONFLICT (owner)
-    DO UPDATE SET num_files = num_files + 1, num_bytes = num_bytes + new.num_bytes;
-END;
-CREATE TRIGGER IF NOT EXISTS files_resized AFTER UPDATE OF num_bytes ON files BEGIN
-    UPDATE file_owners SET num_bytes = num_bytes + new.num_bytes - old.num_bytes WHERE owner = new.owner;
-END;
-CREATE TRIGGER IF NOT EXISTS files_deleted AFTER DELETE ON files BEGIN
-    UPDATE file_owners SET num_files = num_files - 1, num_bytes = num_bytes - old.num_bytes WHERE owner = old.owner;
-    DELETE FROM file_owners WHERE owner = old.owner AND num_files <= 0;
-END;
-"""
+{counted_by_owner("files", "file_owners", "num_files")}"""
 FILES = Schema(
     "files",
     application_id=0x64707466,

@@ -20,7 +20,26 @@ class Schema:
     checked: tuple[str, ...] = ()
 
 
-RESPONSE_TABLES = """
+def counted_by_owner(table: str, counts: str, number: str) -> str:
+    """The table `counts`, in which triggers keep the `number` of each owner's rows of `table`, and their bytes."""
+    return f"""CREATE TABLE IF NOT EXISTS {counts} (
+    owner TEXT PRIMARY KEY, {number} INTEGER NOT NULL, num_bytes INTEGER NOT NULL
+);
+CREATE TRIGGER IF NOT EXISTS {table}_added AFTER INSERT ON {table} BEGIN
+    INSERT INTO {counts} VALUES (new.owner, 1, new.num_bytes) ON CONFLICT (owner)
+    DO UPDATE SET {number} = {number} + 1, num_bytes = num_bytes + new.num_bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS {table}_resized AFTER UPDATE OF num_bytes ON {table} BEGIN
+    UPDATE {counts} SET num_bytes = num_bytes + new.num_bytes - old.num_bytes WHERE owner = new.owner;
+END;
+CREATE TRIGGER IF NOT EXISTS {table}_deleted AFTER DELETE ON {table} BEGIN
+    UPDATE {counts} SET {number} = {number} - 1, num_bytes = num_bytes - old.num_bytes WHERE owner = old.owner;
+    DELETE FROM {counts} WHERE owner = old.owner AND {number} <= 0;
+END;
+"""
+
+
+RESPONSE_TABLES = f"""
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY,
     owner TEXT NOT NULL,
@@ -39,21 +58,7 @@ CREATE TABLE IF NOT EXISTS responses (
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at);
 CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at);
 CREATE INDEX IF NOT EXISTS responses_by_router ON responses (router) WHERE router != '';
-CREATE TABLE IF NOT EXISTS owners (
-    owner TEXT PRIMARY KEY, num_entries INTEGER NOT NULL, num_bytes INTEGER NOT NULL
-);
-CREATE TRIGGER IF NOT EXISTS responses_added AFTER INSERT ON responses BEGIN
-    INSERT INTO owners VALUES (new.owner, 1, new.num_bytes) ON CONFLICT (owner)
-    DO UPDATE SET num_entries = num_entries + 1, num_bytes = num_bytes + new.num_bytes;
-END;
-CREATE TRIGGER IF NOT EXISTS responses_resized AFTER UPDATE OF num_bytes ON responses BEGIN
-    UPDATE owners SET num_bytes = num_bytes + new.num_bytes - old.num_bytes WHERE owner = new.owner;
-END;
-CREATE TRIGGER IF NOT EXISTS responses_deleted AFTER DELETE ON responses BEGIN
-    UPDATE owners SET num_entries = num_entries - 1, num_bytes = num_bytes - old.num_bytes WHERE owner = old.owner;
-    DELETE FROM owners WHERE owner = old.owner AND num_entries <= 0;
-END;
-"""
+{counted_by_owner("responses", "owners", "num_entries")}"""
 RESPONSES = Schema("responses", application_id=0x64707463, version=1, tables=RESPONSE_TABLES)
 
 

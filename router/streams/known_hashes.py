@@ -13,7 +13,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from common.kv.block_hash import DIGEST_BYTES, TOKEN_BYTES, BlockHasher
+from common.kv.block_hash import DIGEST_BYTES, BlockHasher
+from common.wire.message_fields import TOKEN_BYTES
 
 FIRST_BYTES = 1024 * TOKEN_BYTES
 """Prompts that begin with the same 1,024 tokens are compared; shorter ones are hashed in half a millisecond."""
@@ -21,8 +22,8 @@ ALTERNATIVES = 4
 """Prompts with the same beginning that are kept: conversations behind one long system prompt, and branches of one."""
 TAIL_BLOCKS = 16
 """A prompt that differs from a new one in its last blocks alone is replaced by it."""
-MAX_BYTES = 32 * 1024 * 1024
-"""Of all prompts that are kept: half a million blocks."""
+MAX_KEPT_HASHES_BYTES = 32 * 1024 * 1024
+"""What the hashes of all prompts together may take: half a million blocks."""
 HASH_BYTES = 64
 """Memory that the hash of a block takes."""
 
@@ -45,7 +46,7 @@ class KnownHashes:
     One thread owns it.
     """
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_KEPT_HASHES_BYTES) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
         self._prompts: OrderedDict[_Key, list[_Hashed]] = OrderedDict()  # the keys that were used last at the end
 

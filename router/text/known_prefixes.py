@@ -19,18 +19,16 @@ from hashlib import blake2b
 import numpy as np
 
 from common.model_files.tokenizer import Tokenizer
+from common.wire.message_fields import TOKEN_BYTES
 
 MIN_BYTES = 4096
 """Shorter texts take a millisecond or two."""
 SEGMENT_BYTES = 1024
 """A segment has at least so many: for fewer it pays to tokenise them again."""
-MAX_BYTES = 32 * 1024 * 1024
-"""Of all segments that are kept: eight million tokens."""
+MAX_KEPT_BYTES = 32 * 1024 * 1024
+"""What all segments together may take: eight million tokens."""
 ENTRY_BYTES = 400
 """What a segment takes beside its tokens."""
-TOKEN_BYTES = 4
-"""Of a token id in an array."""
-
 
 _Mark = tuple[int, int, int]
 
@@ -62,7 +60,7 @@ class KnownPrefixes:
     At most `max_bytes` are kept; the segments that were not used for longest go first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, texts: str, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, tokenizer: Tokenizer, texts: str, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._tokenizer, self._max_bytes = tokenizer, max_bytes
         self._marks = {name.encode(): token for name, token in tokenizer.cutting_tokens().items() if name in texts}
         self._segments: OrderedDict[bytes, _Segment] = OrderedDict()

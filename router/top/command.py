@@ -22,7 +22,7 @@ from router.top.source import Answer, LoadSource, WrongUrl
 
 PROG = "diptych top"
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 3600.0
-ANSWER_S = 10.0
+ROUTER_ANSWER_S = 10.0
 """How long the router may take to answer."""
 LATE_S = 2.0
 """How much older than the interval a picture is when its age is shown in red."""
@@ -59,7 +59,7 @@ class Asking:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            answer = self._source.ask_within(ANSWER_S)
+            answer = self._source.ask_within(ROUTER_ANSWER_S)
             if answer.load is not None:
                 self._load = answer.load, time.monotonic()
             self._latest = answer
@@ -107,7 +107,7 @@ def watch(source: LoadSource, interval_s: float, *, styled: bool) -> int:
 def follow(source: LoadSource, interval_s: float) -> int:
     """Print one picture after another, for a pipe or a file."""
     while True:
-        answer = source.ask_within(ANSWER_S)
+        answer = source.ask_within(ROUTER_ANSWER_S)
         lines = [Line(_sentence(answer.problem))] if answer.load is None else drawn(answer.load)
         print(time.strftime("%Y-%m-%d %H:%M:%S"), source.url)
         print(_text(lines), end="\n\n", flush=True)
@@ -116,7 +116,7 @@ def follow(source: LoadSource, interval_s: float) -> int:
 
 def once(source: LoadSource, *, as_json: bool) -> int:
     """Print one picture. Returns 1 when the router did not answer."""
-    answer = source.ask_within(ANSWER_S)
+    answer = source.ask_within(ROUTER_ANSWER_S)
     if answer.load is None:
         print(f"{PROG}: {source.url}: {answer.problem}", file=sys.stderr)
         return 1

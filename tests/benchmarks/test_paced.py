@@ -22,6 +22,7 @@ from benchmarks.paced.model import (
     write_folder,
 )
 from benchmarks.paced.stack import EXAMPLE, PacedStack
+from benchmarks.stack import StackSettings
 from common.errors import ModelError
 from common.kv.cache import KVCache
 from common.latency.step_model import StepShape
@@ -138,7 +139,9 @@ def test_a_cluster_answers_at_its_pace(tmp_path: Path, forge: None) -> None:
         return sum("vllm:request_success_total{" not in page for page in pages)
 
     flags = ("--local-prefill-threshold", "0")
-    with PacedStack(2, 2, coefficients=file, routers=2, router_flags=flags, log_dir=tmp_path / "logs") as stack:
+    with PacedStack(
+        StackSettings(2, 2, routers=2, router_flags=flags, log_dir=tmp_path / "logs"), coefficients=file
+    ) as stack:
         urls = [router.http_url for router in stack.routers]
         found = asyncio.run(asked(urls, prompts))
         for number in range(1, 11):  # on a busy machine prompts may come one by one, all to the same worker

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.stack import Stack, StackError, StackProcess, free_port
+from benchmarks.stack import Stack, StackError, StackProcess, StackSettings, free_port
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 ADDRESSES = """
@@ -84,7 +84,9 @@ def test_no_port_is_given_twice() -> None:
 
 
 def test_nothing_survives_a_stack_that_cannot_start(tmp_path: Path) -> None:
-    stack = Stack(prefill=0, model=str(tmp_path / "absent"), log_dir=tmp_path / "logs", ready_timeout_s=60)
+    stack = Stack(
+        StackSettings(prefill=0, model=str(tmp_path / "absent"), log_dir=tmp_path / "logs", ready_timeout_s=60)
+    )
     with pytest.raises(StackError):
         stack.start()
     assert not any(process.alive for process in (*stack.processes, stack.router))

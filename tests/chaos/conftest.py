@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackSettings
 
 from .streams import MODEL
 
@@ -32,7 +32,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[St
         folder: Path = tmp_path_factory.mktemp("stack")
         flags = (*WORKER_FLAGS, *worker_flags)
         options = {"ready_timeout_s": READY_S, **options}
-        stack = Stack(prefill, decode, model=MODEL, worker_flags=flags, log_dir=folder, **options)
+        stack = Stack(StackSettings(prefill, decode, model=MODEL, worker_flags=flags, log_dir=folder, **options))
         stack.start()
         started.append(stack)
         return stack

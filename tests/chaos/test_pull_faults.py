@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.paced.model import answer
 from benchmarks.paced.stack import PacedStack
+from benchmarks.stack import StackSettings
 from common.wire.messages import KVPull
 
 from ..e2e.asking import wait_until
@@ -34,14 +35,16 @@ def proxied(request: Any, tmp_path_factory: pytest.TempPathFactory, forge: None)
     with (
         WireProxy() as proxy,
         PacedStack(
-            1,
-            1,
+            StackSettings(
+                1,
+                1,
+                worker_flags=flags,
+                router_flags=("--local-prefill-threshold", "0", "--worker-timeout-s", "2"),
+                log_dir=folder / "logs",
+                ready_timeout_s=READY_S,
+                via=proxy.control,
+            ),
             coefficients=folder / "pace.json",
-            worker_flags=flags,
-            router_flags=("--local-prefill-threshold", "0", "--worker-timeout-s", "2"),
-            log_dir=folder / "logs",
-            ready_timeout_s=READY_S,
-            via=proxy.control,
         ) as stack,
     ):
         system = System(stack)

@@ -2,8 +2,8 @@
 
 router ── control ──> proxy ──> worker          prefill worker ── KV ──> proxy ──> decode worker
 
-Routers get the proxy's address for each worker (`Stack(via=proxy.control)`); workers get it for each other, to send KV
-and to pull it, because the proxy writes it into the `WorkerHello` that passes through.
+Routers get the proxy's address for each worker (`StackSettings(via=proxy.control)`). Workers get it for each other, to
+send KV and to pull it, because the proxy writes it into the `WorkerHello` that passes through.
 """
 
 from __future__ import annotations

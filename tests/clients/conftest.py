@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackSettings
 
 from .environment import CannotInstall, programs_of
 from .scripted_model import make_scripted_model
@@ -89,11 +89,13 @@ def services(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[
             stop_all()
             folder = tmp_path_factory.mktemp("stack")
             stack = Stack(
-                model=model,
-                worker_flags=("--kv-memory-gib", "0.3", "--threads", "1"),
-                router_flags=("--local-prefill-threshold", "0"),
-                log_dir=folder,
-                ready_timeout_s=READY_S,
+                StackSettings(
+                    model=model,
+                    worker_flags=("--kv-memory-gib", "0.3", "--threads", "1"),
+                    router_flags=("--local-prefill-threshold", "0"),
+                    log_dir=folder,
+                    ready_timeout_s=READY_S,
+                )
             )
             stack.start()
             running[model] = Service(stack)

@@ -38,8 +38,8 @@ from common.wire.sampling_params import SamplingParams
 from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
 from decode_worker.engine import DecodeEngine
-from decode_worker.grants import IncomingTransfers
-from decode_worker.pipeline import Launcher
+from decode_worker.grants import IncomingTransfers, TransferEnds
+from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
 from ..engine_rig import ROUTER, RouterSide, made, prompt
@@ -124,18 +124,14 @@ class EngineRig(RouterSide):
         self.engine = DecodeEngine(
             self.sent.extend,
             EngineConfig(identity=(worker_id, 7), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
+            patient_limits(max_draft_tokens),
             DecodeScheduler(
                 pool, max_num_seqs=max_num_seqs, local_prefill_chunk=chunk, watermark=watermark, slo_tpot_s=slo_tpot_s
             ),
-            runner,
-            sampler,
-            IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"),
-            self.sender,
+            DecodeModel(runner, sampler, None if launcher is None else launcher(runner, sampler), self.drafter or head),
+            TransferEnds(IncomingTransfers(self.receiver, epoch=7, fingerprint="layout"), self.sender),
             WorkerMetrics("m", "d", lambda: self.engine.status),
-            patient_limits(max_draft_tokens),
             replace(self._parts(pool, worker_id, disk, lends), hidden=None if head is None else head.hidden),
-            launcher=None if launcher is None else launcher(runner, sampler),
-            drafter=self.drafter or head,
         )
         self.receiver.start()
         self.sender.start()

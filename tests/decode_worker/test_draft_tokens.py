@@ -66,11 +66,11 @@ def test_what_repeats_itself_is_guessed_on_and_on() -> None:
 
 
 def test_only_the_last_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_tokens, "LOOKED_THROUGH", 10)
+    monkeypatch.setattr(draft_tokens, "MOST_SEARCHED", 10)
     text = [1, 2, 7, *range(100, 120), 1, 2]
     assert Lookup().draft_for(text, 0, 1) == NOTHING
     assert Lookup().draft_for([*text, 30, 1, 2], 0, 1).token_ids == (30,)
-    monkeypatch.setattr(draft_tokens, "LOOKED_AT", 2)
+    monkeypatch.setattr(draft_tokens, "MOST_COMPARED", 2)
     assert Lookup().draft_for([1, 2, 7, 2, 8, 2, 9, 1, 2], 0, 1) == Draft((9,), (), (1,))
 
 

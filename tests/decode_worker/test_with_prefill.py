@@ -32,6 +32,7 @@ from common.wire.sampling_params import SamplingParams
 from common.worker.engine import EngineConfig, RequestReceived
 from common.worker.metrics import WorkerMetrics
 from prefill_worker.engine import PrefillEngine
+from prefill_worker.launcher import PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
@@ -58,8 +59,9 @@ class Service:
             EngineConfig(identity=("p", 5), eos_token_ids=decode.eos, max_model_len=1024, max_waiting=64),
             PrefillScheduler(BlockPool(num_blocks, 16), max_num_batched_tokens=32, max_num_seqs=4),
             # A model of its own: a model's buffers serve one thread.
-            ModelRunner(load_model(resolve_model("tiny-random")), self.kv),
-            Sampler(decode.model.config.vocab_size),
+            PromptLauncher(
+                ModelRunner(load_model(resolve_model("tiny-random")), self.kv), Sampler(decode.model.config.vocab_size)
+            ),
             sender,
             WorkerMetrics("m", "p", lambda: self.prefill.status),
         )

@@ -36,6 +36,7 @@ from common.wire.sampling_params import SamplingParams
 from common.worker.engine import EngineConfig, RequestReceived
 from common.worker.metrics import WorkerMetrics
 from prefill_worker.engine import PrefillEngine
+from prefill_worker.launcher import PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler
 
 from .lazy_device import LazyDevice
@@ -80,8 +81,9 @@ class Fleet:
             self.sent.extend,
             EngineConfig(identity=("p", 5), eos_token_ids=first.eos, max_model_len=1024, max_waiting=64),
             PrefillScheduler(BlockPool(num_blocks, 16), max_num_batched_tokens=32, max_num_seqs=4),
-            ModelRunner(load_model(resolve_model("tiny-random")), self.kv),
-            Sampler(first.model.config.vocab_size),
+            PromptLauncher(
+                ModelRunner(load_model(resolve_model("tiny-random")), self.kv), Sampler(first.model.config.vocab_size)
+            ),
             sender,
             WorkerMetrics("m", "p", lambda: self.prefill.status),
         )

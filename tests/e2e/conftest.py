@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess, StackSettings
 from common.model_files.resolve import resolve_model
 
 SETTLE_S = 60.0
@@ -149,13 +149,15 @@ def systems(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[S
             stop_all()
             worker_flags = ("--kv-memory-gib", "0.1", "--threads", "1", *options.pop("worker_flags", ()))
             stack = Stack(
-                prefill,
-                decode,
-                model=model,
-                worker_flags=worker_flags,
-                log_dir=tmp_path_factory.mktemp("stack"),
-                ready_timeout_s=READY_S,
-                **options,
+                StackSettings(
+                    prefill,
+                    decode,
+                    model=model,
+                    worker_flags=worker_flags,
+                    log_dir=tmp_path_factory.mktemp("stack"),
+                    ready_timeout_s=READY_S,
+                    **options,
+                )
             )
             stack.start()
             running[key] = System(stack)

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.paced.model import answer
 from benchmarks.paced.stack import PacedStack
-from benchmarks.stack import StackProcess
+from benchmarks.stack import StackProcess, StackSettings
 
 from .asking import wait_until
 
@@ -80,7 +80,7 @@ def test_answers_move_before_blocks_run_out(tmp_path: Path, forge: None, balance
     flags = ("--local-prefill-threshold", "0") + (() if balances else ("--no-balance-decode",))
     began = time.monotonic()
     blocks = ("--num-blocks", str(NUM_BLOCKS), "--watermark", "0")
-    with PacedStack(1, 2, router_flags=flags, decode_flags=blocks, log_dir=tmp_path / "logs") as stack:
+    with PacedStack(StackSettings(1, 2, router_flags=flags, decode_flags=blocks, log_dir=tmp_path / "logs")) as stack:
         url = stack.router.http_url
         wait_until(lambda: all(ready(url, worker) for worker in stack.workers("decode")), "both ready", PATIENCE_S)
         found, num_preempted = crowded(stack, url)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.paced.model import answer
 from benchmarks.paced.stack import PacedStack
+from benchmarks.stack import StackSettings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 
@@ -68,7 +69,7 @@ def stack(tmp_path: Path, forge: Any) -> Any:
         "prefill_flags": ("--num-blocks", str(NUM_BLOCKS)),
         "decode_flags": ("--num-blocks", str(DECODE_BLOCKS)),
     }
-    with PacedStack(1, 1, log_dir=tmp_path / "logs", **flags) as stack:
+    with PacedStack(StackSettings(1, 1, log_dir=tmp_path / "logs", **flags)) as stack:
         yield stack
 
 

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.e2e
 
 Answer = tuple[int, Any]
 NUM, AT_ONCE, ATOL = 48, 10, 2e-3
+PATIENCE = 5
+"""Times that a pool of few blocks is asked all again until it has had to preempt."""
 STARTS = (0, 1000)
 LOGPROBS = ("--max-logprobs", "-1")
 TIGHT = ("--num-blocks", "48", "--watermark", "0")
@@ -197,8 +199,12 @@ def test_they_are_the_same_after_transfers_preemptions_and_takeovers(system_of: 
     remote = (*LOGPROBS, *ALL_REMOTE)
     check(answers(system_of(model=model, router_flags=remote), numbers))
     tight = system_of(model=model, router_flags=remote, decode_flags=TIGHT)
-    check(answers(tight, numbers))
-    assert tight.metric("vllm:num_preemptions", "decode") > 0
+    preempted = 0.0
+    for _ in range(PATIENCE):  # how many requests meet depends on the load
+        check(answers(tight, numbers))
+        if preempted := tight.metric("vllm:num_preemptions", "decode"):
+            break
+    assert preempted > 0
     system = system_of(2, 2, model=model, router_flags=remote)
     victims = [system.stack.workers(role)[0] for role in ("decode", "prefill")]
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackProcess
 
 from .asking import MODEL, PROBE_TIMEOUT_S, complete, owned, wait_until
 from .conftest import samples
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.e2e
 PATIENCE_S = 120.0
 TIMEOUT_S, DRAIN_S = 2.0, 5.0
 REQUEST_TIMEOUT_S = 5.0
-TRIES = 3
+TRIES = 5
 BLIND = ("--worker-timeout-s", "60", "--local-prefill-threshold", "0")
 NEVER_STUCK = ("--stall-timeout-s", "300")
 """Neither silence nor a standing engine tells these routers anything: what ends a wait is its own deadline."""
@@ -46,6 +45,10 @@ def readiness(stack: Stack) -> tuple[int, str]:
 def is_ending(stack: Stack) -> bool:
     status, text = readiness(stack)
     return status == 503 and "this router is shutting down" in text
+
+
+def runs_some(worker: StackProcess) -> bool:
+    return sum(samples(worker, "vllm:num_requests_running")) >= 1
 
 
 def wait_for_stage(stack: Stack, stage: str, count: int) -> None:
@@ -121,19 +124,23 @@ def test_a_worker_that_sends_no_token_loses_its_requests(
     system, victim, flag = hanging
     prompts = random_prompts((30, 90, 200) * 2, vocab_size=256, seed=31)
     expected = system.generate(prompts, max_tokens=600)
-    got: list[list[list[int]]] = []
-    if phase == "prefill":
-        flag.touch()
-    run = threading.Thread(target=lambda: got.append(system.generate(prompts, max_tokens=600, cache_salt=phase)))
-    run.start()
-    if phase == "decode":
-        wait_for_stage(system.stack, "decode", len(prompts) // 2)
-        wait_until(lambda: sum(samples(victim, "vllm:num_requests_running")) >= 1, "it runs some")
-        flag.touch()
-    run.join(PATIENCE_S)
-    assert got == [expected]
     why = rf"decode worker {victim.name} sent no token for [\d.]+ s in the {phase} phase"
-    assert re.search(why, system.stack.router.log.read_text())
+    for number in range(TRIES):
+        if phase == "prefill":
+            flag.touch()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(system.generate, prompts, max_tokens=600, cache_salt=f"{phase} {number}")
+            if phase == "decode":
+                while not (asked.done() or runs_some(victim)):  # the other may look better for all: then again
+                    time.sleep(0.02)
+                flag.touch()
+            assert asked.result(PATIENCE_S) == expected
+        if re.search(why, system.stack.router.log.read_text()):
+            break
+        flag.unlink()
+        assert system.generate(prompts, max_tokens=600, cache_salt=f"quick again {number}") == expected
+    else:
+        pytest.fail("the other worker took every request")
     assert {worker["state"] for worker in load(system.stack)["workers"]} == {"ready"}
 
 
@@ -217,11 +224,13 @@ def test_a_request_that_gets_no_room_goes_elsewhere(system_of: Any, random_promp
     with running_instead(system.stack, victim, "hanging_worker.py", "decode", str(flag)):
         wait_until_all_ready(system.stack)
         expected = system.generate(prompts, max_tokens=30)
-        flag.write_text("0.4")  # an answer takes 12 s there: on a busy machine prompts may come more slowly
         for number in range(TRIES):
+            flag.write_text("0.4")  # an answer takes 12 s there: on a busy machine prompts may come more slowly
             assert system.generate(prompts, max_tokens=30, cache_salt=f"slow {number}") == expected
             if f"no room for 3000 tokens within {TIMEOUT_S:g} s" in system.stack.router.log.read_text():
                 break
+            flag.unlink()  # the router knows by now that it is slow: let it see that it is quick again
+            assert system.generate(prompts, max_tokens=30, cache_salt=f"quick {number}") == expected
         else:
             pytest.fail("every prompt found room at once")
     wait_until_all_ready(system.stack)

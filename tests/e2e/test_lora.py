@@ -280,3 +280,46 @@ def test_an_adapter_of_a_quantised_checkpoint(
         assert ask_all(system, ("base", "a"), prompts, base=str(quantised_base.folder)) == expected
     assert system.metric("vllm:num_preemptions", "decode") > 0
     assert system.metric("vllm:prefix_cache_hits", "prefill") > 0
+
+
+# ---------------------------------------------------------------- a file that names adapters
+
+
+@pytest.fixture
+def followed_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of `--lora-file` that a router of two processes follows: the flag is the same in every test."""
+    return tmp_path_factory.getbasetemp() / "adapters.toml"
+
+
+def name_adapters(file: Path, **folders: Path) -> None:
+    tables = [f'[[adapter]]\nname = "{name}"\npath = "{folder}"\n' for name, folder in folders.items()]
+    new = file.with_suffix(".new")
+    new.write_text("\n".join(tables))
+    new.rename(file)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_workers_hold_what_a_file_names(
+    system_of: Any, adapted: Adapted, random_prompts: Any, followed_file: Path, processes: str
+) -> None:
+    name_adapters(followed_file, a=adapted.folders["a"])
+    flags = (*ROUTER_FLAGS, "--lora-file", str(followed_file), "--router-processes", processes)
+    system = system_of(1, 1, router_flags=flags, worker_flags=("--max-loras", "3", "--dtype", "float32"))
+    prompts = random_prompts((30, 30), vocab_size=256, seed=6)
+
+    def serves(*names: str) -> None:
+        wait_until(lambda: {one["id"] for one in models(system)} == {MODEL, *names}, f"{names} served", PATIENCE_S)
+        expected = {name: adapted.expected(name, prompts) for name in ("base", *names)}
+        assert ask_all(system, tuple(expected), prompts) == expected
+
+    serves("a")
+    name_adapters(followed_file, b=adapted.folders["b"], c=adapted.folders["c"])
+    serves("b", "c")
+    followed_file.write_text("[[adapter]]")  # refused: what was in force stays
+    wait_until(lambda: "a changed file is refused" in system.stack.router.log.read_text(), "refused", PATIENCE_S)
+    serves("b", "c")
+    name_adapters(followed_file, a=adapted.folders["a"], c=adapted.folders["c"] / "missing")
+    wait_until(lambda: "could not be changed" in system.stack.router.log.read_text(), "said why", PATIENCE_S)
+    serves("a", "c")  # the former c
+    name_adapters(followed_file)
+    serves()

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackSettings
 
 from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
 from .conftest import READY_S, System
@@ -28,13 +28,15 @@ PATIENCE_S = 120.0
 def mortal(tmp_path: Path) -> Iterator[System]:
     """Decode workers only, which die of the poison."""
     stack = Stack(
-        0,
-        NUM_WORKERS,
-        model=MODEL,
-        worker_flags=("--kv-memory-gib", "0.1", "--threads", "1"),
-        router_flags=("--max-retries", str(MAX_RETRIES)),
-        log_dir=tmp_path,
-        ready_timeout_s=READY_S,
+        StackSettings(
+            0,
+            NUM_WORKERS,
+            model=MODEL,
+            worker_flags=("--kv-memory-gib", "0.1", "--threads", "1"),
+            router_flags=("--max-retries", str(MAX_RETRIES)),
+            log_dir=tmp_path,
+            ready_timeout_s=READY_S,
+        )
     )
     for worker in stack.workers():
         run_instead(worker, "dying_worker.py")

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.paced.coefficients import StepCoefficients
 from benchmarks.paced.model import Coefficients, answer
 from benchmarks.paced.stack import PacedStack
-from benchmarks.stack import StackProcess
+from benchmarks.stack import StackProcess, StackSettings
 
 from .asking import wait_until
 from .conftest import READY_S, System, samples
@@ -39,13 +39,15 @@ def system(request: Any, tmp_path_factory: pytest.TempPathFactory, forge: None) 
     folder = tmp_path_factory.mktemp("pulls")
     (folder / "pace.json").write_bytes(msgspec.json.encode(PACE))
     with PacedStack(
-        2,
-        1,
+        StackSettings(
+            2,
+            1,
+            worker_flags=("--kv-transport", request.param, "--kv-memory-gib", "0.1"),
+            router_flags=("--local-prefill-threshold", "0", "--worker-timeout-s", "2"),
+            log_dir=folder / "logs",
+            ready_timeout_s=READY_S,
+        ),
         coefficients=folder / "pace.json",
-        worker_flags=("--kv-transport", request.param, "--kv-memory-gib", "0.1"),
-        router_flags=("--local-prefill-threshold", "0", "--worker-timeout-s", "2"),
-        log_dir=folder / "logs",
-        ready_timeout_s=READY_S,
     ) as stack:
         found = System(stack)
         found.wait_for_workers()
@@ -153,13 +155,15 @@ def test_workers_that_share_nothing_pull_nothing(tmp_path: Path, forge: None) ->
     (tmp_path / "pace.json").write_bytes(msgspec.json.encode(PACE))
     flags = ("--no-pull-prefixes", "--kv-memory-gib", "0.1")
     with PacedStack(
-        1,
-        1,
+        StackSettings(
+            1,
+            1,
+            worker_flags=flags,
+            router_flags=("--local-prefill-threshold", "0"),
+            log_dir=tmp_path / "logs",
+            ready_timeout_s=READY_S,
+        ),
         coefficients=tmp_path / "pace.json",
-        worker_flags=flags,
-        router_flags=("--local-prefill-threshold", "0"),
-        log_dir=tmp_path / "logs",
-        ready_timeout_s=READY_S,
     ) as stack:
         system = System(stack)
         system.wait_for_workers()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stack import Stack
+from benchmarks.stack import Stack, StackSettings
 
 from ..common.ranks.rank_hosts import RankHostProcess, free_port
 from .asking import wait_until
@@ -35,13 +35,15 @@ def spread_service(folder: Path, role: str, decode: int = 1) -> Iterator[tuple[S
     host = RankHostProcess(folder, port)
     host.start()
     stack = Stack(
-        1,
-        decode,
-        model="tiny-random",
-        worker_flags=("--kv-memory-gib", "0.1", "--threads", "1", "--drain-timeout-s", "60"),
-        router_flags=ALL_REMOTE,
-        log_dir=folder,
-        ready_timeout_s=READY_S,
+        StackSettings(
+            1,
+            decode,
+            model="tiny-random",
+            worker_flags=("--kv-memory-gib", "0.1", "--threads", "1", "--drain-timeout-s", "60"),
+            router_flags=ALL_REMOTE,
+            log_dir=folder,
+            ready_timeout_s=READY_S,
+        )
     )
     stack.workers(role)[0].command += two_hosts(port)
     try:

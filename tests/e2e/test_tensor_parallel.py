@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess, StackSettings
 
 from .asking import wait_until
 from .conftest import READY_S, System, samples
@@ -78,13 +78,15 @@ def test_the_same_answers(
 def mixed(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[System]:
     """Two workers of each kind; the first of each has two ranks."""
     stack = Stack(
-        2,
-        2,
-        model="tiny-random",
-        worker_flags=("--kv-memory-gib", "0.1", "--threads", "1", "--drain-timeout-s", "60"),
-        router_flags=ALL_REMOTE,
-        log_dir=tmp_path_factory.mktemp("mixed"),
-        ready_timeout_s=READY_S,
+        StackSettings(
+            2,
+            2,
+            model="tiny-random",
+            worker_flags=("--kv-memory-gib", "0.1", "--threads", "1", "--drain-timeout-s", "60"),
+            router_flags=ALL_REMOTE,
+            log_dir=tmp_path_factory.mktemp("mixed"),
+            ready_timeout_s=READY_S,
+        )
     )
     for role in ("prefill", "decode"):
         stack.workers(role)[0].command += TWO

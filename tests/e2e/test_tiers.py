@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stack import Place, Stack, StackProcess
+from benchmarks.stack import Place, Stack, StackProcess, StackSettings
 from common.machine.child_process import ChildProcess
 
 from .asking import wait_until
@@ -66,7 +66,9 @@ def test_a_full_disk_costs_the_tier_and_no_answer(random_prompts: Any, tmp_path:
     for most_bytes in (200_000, 4000):
         place = Place(prefix=("prlimit", f"--fsize={most_bytes}"))
         with Stack(
-            model="tiny-random", prefill_flags=flags, router_flags=ALL_REMOTE, places={"prefill-0": place}
+            StackSettings(
+                model="tiny-random", prefill_flags=flags, router_flags=ALL_REMOTE, places={"prefill-0": place}
+            )
         ) as stack:
             system = System(stack)
             system.wait_for_workers()

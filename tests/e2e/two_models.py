@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.stack import Stack, StackProcess
+from benchmarks.stack import Stack, StackProcess, StackSettings
 
 NUM_TOKENS = 12
 DEADLINE_S = 120.0
@@ -54,13 +54,15 @@ def stack_of_two(folders: dict[str, Path], router_flags: tuple[str, ...], log_di
     """Workers `prefill-0` and `decode-0` of the first model, `prefill-1` and `decode-1` of the second."""
     first, second = (str(folder) for folder in folders.values())
     stack = Stack(
-        2,
-        2,
-        model=first,
-        worker_flags=("--kv-memory-gib", "0.05", "--threads", "1"),
-        router_flags=(*router_flags, "--local-prefill-threshold", "0", "--queue-timeout-s", "90"),
-        log_dir=log_dir,
-        ready_timeout_s=DEADLINE_S,
+        StackSettings(
+            2,
+            2,
+            model=first,
+            worker_flags=("--kv-memory-gib", "0.05", "--threads", "1"),
+            router_flags=(*router_flags, "--local-prefill-threshold", "0", "--queue-timeout-s", "90"),
+            log_dir=log_dir,
+            ready_timeout_s=DEADLINE_S,
+        )
     )
     for worker in stack.workers():
         if worker.name.endswith("-1"):

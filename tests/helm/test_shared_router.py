@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.models.adapters_file import AdapterEntry, adapters_of
 from router.models.catalog import Catalog
 from router.models.entry import ModelEntry, ModelTable
 from router.models.models_file import read_models
@@ -276,3 +277,45 @@ def test_the_rendered_router_serves_all_models_and_takes_a_changed_file(
     wait_until(lambda: "other" in listed(), "the router reads the changed ConfigMap")
     assert (ask("other").status_code, ask("one").status_code) == (200, 404)
     client.close()
+
+
+# ---------------------------------------------------------------- LoRA adapters of a model
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_router_follows_the_adapters_of_its_models(helm4: Path, shared: bool) -> None:
+    adapters = {"sql": {"path": "/models/sql", "revision": "2"}, "Poems": {"path": "/models/poems"}, "gone": None}
+    models = model("small", adapters=adapters, servedName="fast"), model("large")
+    given = values(*models) | ({} if shared else {"sharedRouter": {"enabled": False}})
+    rendered = render(helm4, over=given)
+    name = NAME if shared else "demo-diptych-router-small"
+    text = rendered.named("ConfigMap", name)["data"]["adapters.toml"]
+    found = {AdapterEntry("sql", "/models/sql", "fast", "2"), AdapterEntry("Poems", "/models/poems", "fast")}
+    assert set(adapters_of("adapters.toml", text.encode())) == found
+    settings = settings_of(rendered, rendered.named("Deployment", name))
+    assert settings["lora_file"] == "/etc/diptych/config/adapters.toml"
+
+
+def test_a_change_of_adapters_restarts_no_router(helm4: Path) -> None:
+    def annotation(**adapters: Any) -> tuple[str, str]:
+        rendered = render(helm4, over=values(model("small", adapters=adapters)))
+        return checksum(rendered), rendered.named("ConfigMap", NAME)["data"]["adapters.toml"]
+
+    (before, some), (after, none) = annotation(sql={"path": "/models/sql"}), annotation()
+    assert before == after and some != none
+    assert adapters_of("adapters.toml", none.encode()) == ()
+    assert "adapters.toml" not in render(helm4, over=values(model("small"))).named("ConfigMap", NAME)["data"]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        ({"a b": {"path": "/a"}}, "a b"),
+        ({"a": {}}, "path"),
+        ({"a": {"path": ""}}, "path"),
+        ({"a": {"rank": 3}}, "rank"),
+    ],
+)
+def test_adapters_that_no_router_would_take_are_refused(helm4: Path, adapters: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        render(helm4, over=values(model("small", adapters=adapters)))

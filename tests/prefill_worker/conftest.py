@@ -46,6 +46,7 @@ from common.worker.engine import EngineConfig
 from common.worker.metrics import WorkerMetrics
 from kernels import Linear
 from prefill_worker.engine import PrefillEngine
+from prefill_worker.launcher import PromptLauncher
 from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -227,17 +228,15 @@ class EngineRig(DecodeSide, RouterSide):
         self.sent: list[tuple[bytes, Message]] = []
         runner, sampler = ModelRunner(model, self.kv), Sampler(model.config.vocab_size)
         self.device = LazyLauncher(runner, sampler, pooler) if ahead else None
+        launcher = self.device or PromptLauncher(runner, sampler, pooler)
         self.engine = PrefillEngine(
             self.sent.extend,
             EngineConfig(identity=("p", 5), eos_token_ids=eos, max_model_len=1024, max_waiting=max_waiting),
             scheduler,
-            runner,
-            sampler,
+            launcher,
             sender,
             WorkerMetrics("m", "p", lambda: self.engine.status),
             EngineParts(self.grammars, self.tiers, peers=self.peers),
-            pooler,
-            launcher=self.device,
         )
         sender.start()
 

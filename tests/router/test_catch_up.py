@@ -26,9 +26,9 @@ class Siblings:
 
 @dataclass
 class Process:
-    """This process: `able` grows as it hears from workers."""
+    """This process: `available` grows as it hears from workers."""
 
-    able: list[str] = field(default_factory=list)
+    available: list[str] = field(default_factory=list)
 
     async def begin(self, *others: list[str], stop: asyncio.Event | None = None) -> None:
         service: Any = SimpleNamespace(models=self)
@@ -41,7 +41,7 @@ async def test_it_waits_for_each_model_that_another_process_has_workers_of() -> 
     begun = asyncio.create_task(process.begin(["a"], ["b"]))
     await asyncio.sleep(5 * subject.POLL_S)
     assert not begun.done()
-    process.able.append("b")
+    process.available.append("b")
     await asyncio.wait_for(begun, 10)
 
 

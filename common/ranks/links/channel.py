@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 from common.errors import RankLost
 
+RANK_END_S = 5.0
+"""How long the process of a rank may take to end once its channels are closed, before it is killed."""
 LENGTH_BYTES = 8
 MOST_BYTES = 2**30
 _CUT = select.POLLRDHUP if sys.platform == "linux" else 0

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 60.0
 """Batches end in minutes, and only then there is room for another."""
-CLOSE_S = 5.0
+GIVE_UP_S = 5.0
 """How long batches may take to give up their lines when the router ends."""
 
 
@@ -158,7 +158,7 @@ class KeptBatches:
         for run in self._runs.values():
             run.halt.set(Halted.DRAINING, abort=True)
         if self._tasks:
-            _, late = await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+            _, late = await asyncio.wait(set(self._tasks), timeout=GIVE_UP_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)

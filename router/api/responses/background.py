@@ -35,7 +35,7 @@ METHOD = "BACKGROUND"
 """What the audit log shows as the method of an answer that outlives its request."""
 RETRY_AFTER_S = 5.0
 """Answers end in seconds, and only then there is room for another."""
-CLOSE_S = 5.0
+STORE_CANCELLED_S = 5.0
 """How long answers may take to be stored as cancelled when the router ends."""
 KEPT_S = 300.0
 """How long events can be read again after their answer ended, and an answer that the store could not take."""
@@ -230,7 +230,7 @@ class BackgroundAnswers:
         for answer in list(self._answers.values()):
             answer.cancel(SHUTDOWN)
         if self._tasks:
-            _, late = await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+            _, late = await asyncio.wait(set(self._tasks), timeout=STORE_CANCELLED_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)

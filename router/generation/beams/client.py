@@ -150,7 +150,7 @@ def _too_long(request: GenerationRequest) -> str:
 def _params(params: SamplingParams, num_candidates: int, step: int) -> SamplingParams:
     """How a step samples: its token does not count, its alternatives do, and the prompt's log-probabilities come once.
 
-    There are as many as the answer shows, if these are more than the candidates.
+    It asks for as many alternatives as the search has candidates, or as the answer shows if these are more.
     """
     return msgspec.structs.replace(
         params,

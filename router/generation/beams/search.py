@@ -47,7 +47,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Enough that `width` beams go on even if each of them could also end."""
+        """How many alternatives each beam gets: enough for `width` beams to go on though each could also end."""
         return self._width + max(self._width, len(self._end_token_ids))
 
     def advance(self, found: Sequence[TokenLogprobs], banned: Sequence[Collection[int]]) -> None:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from common.errors import RETRY_AFTER_S, Unavailable
 
 MAX_PROMPT_LOGPROBS = 500_000
-"""Of one answer, alternatives included."""
+"""The most log-probabilities of prompts that one answer may have, alternatives included."""
 MAX_HELD = 2_000_000
-"""Of all answers together."""
+"""The most that all unfinished answers hold together."""
 
 
 class LogprobBudget:

@@ -9,7 +9,7 @@ from typing import overload
 from common.wire.sampling_params import TokenLogprobs
 
 TOKEN_BYTES, ALTERNATIVE_BYTES = 20, 12
-"""That a token takes, and each of its alternatives: what the lists below hold of it."""
+"""What one token takes in the arrays of `PackedLogprobs`, and what each of its alternatives takes."""
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):

@@ -25,8 +25,8 @@ from router.request.errors import CLIENT_CLOSED, loggable
 
 log = logging.getLogger(__name__)
 
-MAX_REASON_CHARS = 200
-"""Of an error in the log: it may quote what a client sent."""
+MAX_ERROR_CHARS = 200
+"""An error is cut to this length in the log, because it may quote what a client sent."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
     if record.id:
         fields["id"] = record.id
     if record.error is not None:
-        fields |= {"error": record.error_name, "reason": loggable(record.error)[:MAX_REASON_CHARS]}
+        fields |= {"error": record.error_name, "reason": loggable(record.error)[:MAX_ERROR_CHARS]}
     if record.choices:
         fields |= {"prompt": record.num_prompt_tokens, "cached": record.num_cached_tokens}
         fields |= {"output": record.num_output_tokens, "finish": record.finish_reason or "none"}
@@ -116,7 +116,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
 
 
 def _phases(record: RequestRecord) -> dict[str, object]:
-    """Of the first choice that workers reported on."""
+    """How long the phases took of the first choice that workers reported on."""
     for choice in record.choices:
         if (line := choice.timeline) is not None:
             return {

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-MAX_DEPTH = 64
+MAX_NESTED_LISTS = 64
 """Of lists within lists, so that no answer exhausts the stack."""
 KEYWORD = re.compile(r"\s*([^\s=(),\"'\[\]{}]+)\s*=\s*")
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -100,7 +100,7 @@ def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
 
 
 def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
-    if depth > MAX_DEPTH:
+    if depth > MAX_NESTED_LISTS:
         raise NotLiteralError
     place = _blank(text, place)
     if place == len(text):

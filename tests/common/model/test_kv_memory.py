@@ -11,8 +11,9 @@ import torch
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
 from common.errors import ConfigError
 from common.kv.cache import block_bytes
-from common.runner.kv_memory import GIB, blocks_left
+from common.runner.kv_memory import blocks_left
 from common.runner.loaded import compute_exactly, num_kv_blocks
+from common.runner.memory_need import GIB
 from common.sampling.sampler import Sampler
 
 SMALL = {"max_num_seqs": 3, "gpu_memory_utilization": 0.5}

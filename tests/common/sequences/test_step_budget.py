@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from common.latency.step_model import StepModel, StepShape
 from common.sequences.step_budget import (
-    EFFICIENT,
-    LEARNT,
+    EFFICIENT_SHARE,
     LEAST_BATCH,
     LEAST_CHUNK,
+    LEAST_LEARNT_STEPS,
     LEAST_STEP,
     Knob,
     batch_cap,
@@ -39,7 +39,7 @@ def test_without_a_goal_the_bounds_hold() -> None:
 
 def test_while_nothing_is_known_the_bounds_hold() -> None:
     new, no_prompts = (
-        msgspec.structs.replace(MODEL, num_steps=LEARNT - 1),
+        msgspec.structs.replace(MODEL, num_steps=LEAST_LEARNT_STEPS - 1),
         msgspec.structs.replace(MODEL, token_s=0.0, pair_s=0.0),
     )
     assert local_chunk(no_prompts, ROWS, 0, GOAL, 128) == batch_cap(new, 500, GOAL, 128) == Knob(128, "bound")
@@ -47,7 +47,7 @@ def test_while_nothing_is_known_the_bounds_hold() -> None:
 
 
 def test_without_a_flag_the_usual_size_holds_until_predictions_choose() -> None:
-    new = msgspec.structs.replace(MODEL, num_steps=LEARNT - 1)
+    new = msgspec.structs.replace(MODEL, num_steps=LEAST_LEARNT_STEPS - 1)
     unread = msgspec.structs.replace(MODEL, token_s=0.0, pair_s=0.0)
     crowd = StepShape.of_rows(60, 0)
     assert batch_cap(new, 500, GOAL, 256, 64) == batch_cap(MODEL, 500, NONE, 256, 64) == Knob(64, "bound")
@@ -113,12 +113,12 @@ def test_the_smallest_prefill_step_that_is_efficient() -> None:
     knob = prefill_step(model, 0, 2048, has_goals=True)
     rate = lambda size: size / model.seconds(StepShape.of_prompt(0, size))  # noqa: E731
     assert knob.reason == "efficiency" and knob.value < 2048
-    assert rate(knob.value) >= EFFICIENT * rate(2048) > rate(knob.value - 2048 // 16)
+    assert rate(knob.value) >= EFFICIENT_SHARE * rate(2048) > rate(knob.value - 2048 // 16)
 
 
 def test_a_floor_is_filled() -> None:
     model = StepModel(floor_s=0.1, token_s=1e-4, num_steps=1)
-    assert prefill_step(model, 0, 2048, has_goals=True).value >= EFFICIENT * 1000
+    assert prefill_step(model, 0, 2048, has_goals=True).value >= EFFICIENT_SHARE * 1000
 
 
 def test_where_large_steps_cost_hardly_more_the_bound_is_best() -> None:

@@ -11,7 +11,7 @@ from common.sequences.token_goal import (
     INCREASE,
     JOIN_STEPS,
     LEAST,
-    LEAST_LEFT,
+    LEAST_LEFT_SHARE,
     MOST,
     MOST_DECREASE,
     PERIOD,
@@ -70,7 +70,7 @@ def test_short_answers_leave_less_of_the_goal_to_each_step() -> None:
     for _ in range(200):
         goal.answered(2)
         goal.answered(1)  # it has no gap at all
-    assert goal.limit_s == pytest.approx(limit_s * LEAST_LEFT)
+    assert goal.limit_s == pytest.approx(limit_s * LEAST_LEFT_SHARE)
     for _ in range(400):
         goal.answered(301)
     assert goal.limit_s == pytest.approx(limit_s, rel=0.01)

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from common.kv.block_log import BlockLog
-from common.wire.codec import decode, encode
+from common.wire.codec import MAX_IN_A_ROW, decode, encode
 from common.wire.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
@@ -27,7 +27,7 @@ from common.wire.messages import (
     WorkerHeartbeat,
     WorkerHello,
 )
-from common.worker.control import BURST, ControlServer, bind_control
+from common.worker.control import ControlServer, bind_control
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -187,10 +187,10 @@ async def test_a_backlog_does_not_hold_up_the_heartbeats(rig: Rig) -> None:
     turn, deadline = 0, time.monotonic() + WAIT_S
     seen: list[int] = []
     rig.server._on_message = lambda router, message: seen.append(turn)
-    for _ in range(10 * BURST):
+    for _ in range(10 * MAX_IN_A_ROW):
         await router.send(ABORT)
     time.sleep(0.2)  # noqa: ASYNC251 (the loop stands still until all of it has arrived)
-    while len(seen) < 10 * BURST:
+    while len(seen) < 10 * MAX_IN_A_ROW:
         assert time.monotonic() < deadline and not rig.serving.done()
         turn += 1
         await asyncio.sleep(0)

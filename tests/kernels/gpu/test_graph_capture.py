@@ -7,11 +7,11 @@ import gc
 import pytest
 import torch
 
-from common.runner.graph_capture import GraphRecorder, nothing_collected
+from common.runner.graph_capture import GraphRecorder, collection_paused
 
 
 def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
-    with pytest.raises(RuntimeError, match="mid-way"), nothing_collected():
+    with pytest.raises(RuntimeError, match="mid-way"), collection_paused():
         assert not gc.isenabled()
         raise RuntimeError("mid-way")
     assert gc.isenabled()

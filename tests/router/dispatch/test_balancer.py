@@ -49,7 +49,7 @@ async def test_an_answer_moves_off_a_worker_that_runs_full(cluster, tools):
 
 async def test_a_move_that_fails_is_tried_again_and_costs_no_token(cluster, tools, monkeypatch):
     monkeypatch.setattr(balancer, "PAUSE_S", 0.05)
-    monkeypatch.setattr(handover, "RETRY_S", 0.05)
+    monkeypatch.setattr(handover, "RETRY_HANDOVER_S", 0.05)
     dispatcher, task, full = await crowd(cluster, tools)
     refusals = iter([True, True])
     full.on_handover = lambda router, order: next(refusals, False) and full.fail(router, order)

@@ -189,7 +189,7 @@ async def test_a_worker_that_joins_late_takes_the_stream(cluster, tools):
 
 
 async def test_a_refused_hand_over_is_tried_again(cluster, tools, monkeypatch):
-    monkeypatch.setattr(handover, "RETRY_S", 0.05)
+    monkeypatch.setattr(handover, "RETRY_HANDOVER_S", 0.05)
     dispatcher = await start(cluster)
     task, old = await streaming(dispatcher, tools, cluster, max_tokens=LONG)
     refusals = iter([True, True])

@@ -1,0 +1,136 @@
+"""Has the workers hold the LoRA adapters that an operator's file names."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Protocol
+
+from common.errors import ModelNotFound, RequestError, Unavailable
+from router.dispatch.adapter_orders import Superseded
+from router.fleet.adapters import Outcome
+from router.models.adapters_file import AdapterEntry
+
+log = logging.getLogger(__name__)
+LOOK_S = 1.0
+"""Between two looks for something to do, and between two attempts while no worker is ready."""
+AGAIN_S = 30.0
+"""Between two attempts at an order that workers refused: they may read a large folder each time."""
+
+
+class Orders(Protocol):
+    """The adapters of one model: see `AdapterOrders`."""
+
+    def path_of(self, name: str) -> str: ...
+    async def load(self, name: str, path: str, *, in_place: bool) -> Outcome: ...
+    async def unload(self, name: str) -> None: ...
+
+
+class AdapterFollower:
+    """Loads what `entries` name, and unloads what they no longer name. Owned by one event loop.
+
+    What endpoints or flags have loaded under other names is left alone. An order that fails is tried again for as long
+    as the file wants it. `failure`: why the task has ended although it never should; "" while it runs.
+    """
+
+    def __init__(
+        self,
+        orders: Mapping[str, Orders],
+        entries: Sequence[AdapterEntry],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`orders` by the name of the model."""
+        self.failure = ""
+        self._orders, self._clock = orders, clock
+        self._wanted: dict[str, AdapterEntry] = {}
+        self._in_force: dict[str, AdapterEntry] = {}
+        """Entries that workers have carried out, by name."""
+        self._not_before: dict[str, float] = {}
+        self._refused: dict[str, str] = {}
+        """Why the last attempt at a name failed: said once."""
+        self._task: asyncio.Task[None] | None = None
+        self.change(entries)
+
+    def start(self) -> None:
+        """Follow the entries from now on."""
+        self._task = asyncio.create_task(self._run(), name="adapters of the file")
+        self._task.add_done_callback(self._on_done)
+
+    def change(self, entries: Sequence[AdapterEntry]) -> None:
+        """Follow these from now on."""
+        self._wanted = {entry.name: entry for entry in entries}
+        self._not_before.clear()
+
+    async def close(self) -> None:
+        """End the task; orders that workers have keep running."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def follow(self) -> None:
+        """Give every order that is due, one after the other: each asks all workers to read files."""
+        for name, entry in list(self._in_force.items()):
+            wanted = self._wanted.get(name)
+            if (wanted is None or wanted.model != entry.model) and self._is_due(name):
+                await self._attempt(name, self._unload(entry))
+        for name, entry in list(self._wanted.items()):
+            known = self._in_force.get(name)
+            moves = known is not None and known.model != entry.model
+            if known != entry and not moves and self._wanted.get(name) is entry and self._is_due(name):
+                await self._attempt(name, self._load(entry, known))
+
+    # ------------------------------------------------------------ inside
+
+    async def _run(self) -> None:
+        while True:
+            await self.follow()
+            await asyncio.sleep(LOOK_S)
+
+    def _is_due(self, name: str) -> bool:
+        return self._clock() >= self._not_before.get(name, 0.0)
+
+    async def _attempt(self, name: str, order: Coroutine[None, None, None]) -> None:
+        """Carry an order out, or log why it failed and when it is tried again."""
+        try:
+            await order
+        except RequestError as error:
+            self._not_before[name] = self._clock() + (LOOK_S if isinstance(error, Unavailable) else AGAIN_S)
+            if self._refused.get(name) != error.message:
+                self._refused[name] = error.message
+                log.error("an adapter of the file could not be changed, more attempts follow: %s", error)
+        else:
+            self._refused.pop(name, None)
+
+    async def _load(self, entry: AdapterEntry, known: AdapterEntry | None) -> None:
+        """`known`: the entry of this name that is in force. Raises RequestError."""
+        orders = self._orders[entry.model]
+        is_new_revision = known is not None and known.revision != entry.revision
+        if is_new_revision or orders.path_of(entry.name) != entry.path:
+            try:
+                outcome = await orders.load(entry.name, entry.path, in_place=True)
+            except Superseded:
+                if orders.path_of(entry.name) != entry.path:
+                    raise
+            else:
+                fields = {"adapter": entry.name, "model": entry.model, "workers": outcome.num_loaded}
+                log.info("loaded an adapter of the file", extra=fields)
+        self._in_force[entry.name] = entry
+
+    async def _unload(self, entry: AdapterEntry) -> None:
+        """Raises RequestError."""
+        orders = self._orders[entry.model]
+        if orders.path_of(entry.name) == entry.path:  # else it was loaded from elsewhere since: not the file's any more
+            try:
+                await orders.unload(entry.name)
+            except ModelNotFound:
+                pass  # another router unloaded it in between
+            else:
+                log.info("unloaded an adapter", extra={"adapter": entry.name, "model": entry.model})
+        del self._in_force[entry.name]
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self.failure = f"the task that follows the file of adapters ended: {task.exception()!r}"
+            log.critical("%s", self.failure, exc_info=task.exception())
