@@ -6,6 +6,7 @@ import logging
 
 from common.config import DecodeWorkerConfig
 from common.grammar.grammars import Grammars
+from common.kv.cache import SMALL_DTYPES
 from common.kv.quantised_staging import quantised_incoming
 from common.kv.staging import IncomingBlocks, ReachedPlaces, StagedIncoming, incoming_blocks
 from common.model_files.files import ModelFiles
@@ -70,7 +71,7 @@ class DecodeDuty(Duty):
         self._blocks = blocks = incoming_blocks(loaded.kv)
         if isinstance(blocks, StagedIncoming):
             receiver.reach_with(lambda memory: ReachedPlaces(blocks, memory))
-        if settings.kv_cache_dtype == "auto":  # else blocks are of 8 bits already
+        if loaded.kv.dtype not in SMALL_DTYPES.values():  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv))
         pool = self.new_pool(loaded)
         tiers = self.new_tiers(loaded, pool, lambda event: self._engine.notify(event))

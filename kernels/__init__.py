@@ -56,7 +56,7 @@ from kernels.head_linear import HeadLinear
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan, StepPlan
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.host_copies import to_device, to_host
-from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, LatentNorm
+from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, Kernels, KVScales, LatentNorm
 from kernels.interface.quantised import QuantisedWeight, quantise, rounding_group, unified
 from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
@@ -74,6 +74,7 @@ __all__ = [
     "HeadLinear",
     "HeadNorms",
     "KVLayout",
+    "KVScales",
     "Kernels",
     "LatentNorm",
     "Linear",
@@ -91,6 +92,7 @@ __all__ = [
     "Routing",
     "SamplingTensors",
     "StepPlan",
+    "UNSCALED",
     "Weight",
     "add_gated",
     "add_rms_norm",

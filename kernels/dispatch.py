@@ -12,7 +12,7 @@ from kernels.cpu.backend import native_backend
 from kernels.cpu.recorded_kernels import RecordedKernels
 from kernels.device import triton_backend
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan, StepPlan
-from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, LatentNorm
+from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, KVScales, LatentNorm
 from kernels.interface.seats import SeatLayout, StepRows
 from kernels.plain import backend as plain_backend
 
@@ -82,10 +82,13 @@ def rotate_and_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """See `Kernels.rotate_and_write`; the heads are normalised with both norms or with none."""
     norms = None if q_norm is None or k_norm is None else HeadNorms(q_norm, k_norm, eps)
-    return backend(qkv.device.type).rotate_and_write(qkv, cos, sin, kv, layer, slots, norms)
+    scales = KVScales(k_scale, v_scale)
+    return backend(qkv.device.type).rotate_and_write(qkv, cos, sin, kv, layer, slots, norms, scales)
 
 
 def write_latents(
@@ -100,9 +103,11 @@ def write_latents(
     *,
     norm: Tensor,
     eps: float,
+    k_scale: float = 1.0,
 ) -> Tensor:
     """See `Kernels.write_latents`."""
-    return backend(q.device.type).write_latents(q, absorbed, latents, cos, sin, kv, layer, slots, LatentNorm(norm, eps))
+    kernel = backend(q.device.type).write_latents
+    return kernel(q, absorbed, latents, cos, sin, kv, layer, slots, LatentNorm(norm, eps), k_scale)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.config import PrefillWorkerConfig
 from common.grammar.grammars import Grammars
+from common.kv.cache import SMALL_DTYPES
 from common.kv.quantised_staging import quantised_outgoing
 from common.model_files.files import ModelFiles
 from common.runner.loaded import LoadedModel
@@ -40,12 +41,13 @@ class PrefillDuty(Duty):
             window=loaded.window,
         )
 
+        quantises = settings.kv_wire_dtype == "fp8" and loaded.kv.dtype not in SMALL_DTYPES.values()
         sender = self.new_sender(
             loaded,
             lambda event: engine.notify(event),
             lease_s=settings.kv_lease_s,
             num_streams=settings.kv_streams,
-            quantise=quantised_outgoing(loaded.kv).views if settings.kv_wire_dtype == "fp8" else None,
+            quantise=quantised_outgoing(loaded.kv).views if quantises else None,
         )
         peers = self.new_peers(loaded, pool, lambda event: engine.notify(event))
         hidden = hidden_places(loaded.drafting)

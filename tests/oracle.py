@@ -22,6 +22,7 @@ from common.sampling.finish import finish_reason
 from common.sampling.sampler import Sampler, SamplingRow
 from common.sampling.token_limits import token_limits
 from common.wire.sampling_params import SamplingParams
+from kernels import KVScales
 from kernels.interface.kv_region import packed, unpacked
 
 
@@ -33,9 +34,10 @@ def generate(
     constraint: Constraint | None = None,
     *,
     kv_dtype: torch.dtype | None = None,
+    kv_scales: tuple[KVScales, ...] = (),
 ) -> list[int]:
     """Output tokens, the end token included, of one request."""
-    oracle, sampler = _oracle(model, kv_dtype), Sampler(model.config.vocab_size)
+    oracle, sampler = _oracle(model, kv_dtype, kv_scales), Sampler(model.config.vocab_size)
     prompt, output = list(prompt_ids), list[int]()
     cache = oracle.empty_cache()
     logits = oracle.forward(prompt, cache)
@@ -60,13 +62,19 @@ def generate(
 class Oracle:
     """Dense copies of a model's weights, in `dtype` (default: the model's), and a forward pass over them.
 
-    With a `kv_dtype` keys and values become rows of such a cache before anything looks at them.
+    With a `kv_dtype` keys and values become rows of such a cache before anything looks at them, divided by the
+    `kv_scales` of each layer, if any.
     """
 
     def __init__(
-        self, model: Decoder, dtype: torch.dtype | None = None, *, kv_dtype: torch.dtype | None = None
+        self,
+        model: Decoder,
+        dtype: torch.dtype | None = None,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: Sequence[KVScales] = (),
     ) -> None:
-        self.config, self.model, self.kv_dtype = model.config, model, kv_dtype
+        self.config, self.model, self.kv_dtype, self.kv_scales = model.config, model, kv_dtype, kv_scales
         self.dtype = dtype or model.dtype
         weights = model.weights
         self.embedding, self.head = weights.embedding.weight.to(self.dtype), weights.lm_head.weight.to(self.dtype)
@@ -125,7 +133,9 @@ class Oracle:
         new = torch.stack((k, v))
         if self.kv_dtype is not None:
             both = new.float().permute(2, 1, 0, 3)  # [Hkv, T, 2, D]
-            new = unpacked(packed(both, self.kv_dtype)).permute(2, 1, 0, 3).to(self.dtype)
+            scales = torch.tensor(self.kv_scales[index] if self.kv_scales else (1.0, 1.0))[:, None]
+            held = unpacked(packed(both / scales, self.kv_dtype)) * scales
+            new = held.permute(2, 1, 0, 3).to(self.dtype)
         cache[index] = torch.cat((cache[index], new), dim=1)
         keys, values = (part.repeat_interleave(heads // kv_heads, dim=1) for part in cache[index])
         scores = torch.einsum("qhd,khd->hqk", q, keys) * config.attention_scale
@@ -151,8 +161,8 @@ class Oracle:
 
 
 @functools.lru_cache(maxsize=2)
-def _oracle(model: Decoder, kv_dtype: torch.dtype | None) -> Oracle:
-    return Oracle(model, kv_dtype=kv_dtype)
+def _oracle(model: Decoder, kv_dtype: torch.dtype | None, kv_scales: tuple[KVScales, ...]) -> Oracle:
+    return Oracle(model, kv_dtype=kv_dtype, kv_scales=kv_scales)
 
 
 def _dense(layer: LayerWeights) -> MLP:

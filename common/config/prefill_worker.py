@@ -51,7 +51,7 @@ class PrefillWorkerConfig(WorkerConfig):
         if self.kv_wire_dtype != "native" and self.kv_transport == "shm":
             allowed = "native with kv_transport shm, which sends no frames"
             raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, allowed)
-        if self.kv_wire_dtype != "native" and self.kv_cache_dtype != "auto":
+        if self.kv_wire_dtype != "native" and self.kv_cache_dtype in ("fp8", "int8"):
             allowed = f"native with kv_cache_dtype {self.kv_cache_dtype}, which is as small already"
             raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, allowed)
 

@@ -205,10 +205,11 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "number type of the KV cache: auto is --dtype's; fp8 and int8 are about half of bfloat16, a quarter of "
-        "float32, and approximations; int8 is the closer one, and for CPUs alone. The same on every worker",
+        "number type of the KV cache: native is --dtype's; auto too, but fp8 where the checkpoint asks for it and has "
+        "scales; fp8 and int8 are about half of bfloat16, a quarter of float32, and approximations; int8 is the closer "
+        "one, and for CPUs alone. The same on every worker",
         group="KV cache",
-        choices=("auto", "fp8", "int8"),
+        choices=("auto", "native", "fp8", "int8"),
     )
     enable_prefix_caching: bool = setting(
         True, "keep finished blocks and reuse them for equal prefixes", group="KV cache"
@@ -292,7 +293,7 @@ class WorkerConfig(CommonConfig, PodSettings):
             raise ConfigError("host", self.host, allowed)
         self.check_silence("router_timeout_s")
         if self.kv_cache_dtype == "int8" and self.device != "cpu":
-            raise ConfigError("kv_cache_dtype", "int8", f"auto or fp8 on {self.device}")
+            raise ConfigError("kv_cache_dtype", "int8", f"auto, native or fp8 on {self.device}")
         parse_cores(self.cores)
         self._check_draft_head()
         self._check_tiers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from common.errors import BlockError, ModelError
 from common.kv.shared_memory import NotShared, SharedMemory
 from kernels.cpu.large_pages import prefer_large_pages
 from kernels.interface.attention_plan import KVLayout
+from kernels.interface.kernels import UNSCALED, KVScales
 from kernels.interface.kv_region import numbers_of, row_width, scales_of
 
 if TYPE_CHECKING:
@@ -70,10 +72,17 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         share: bool = False,
+        scales: Sequence[KVScales] = (),
     ) -> None:
+        """`scales`: of each layer, for a cache of fp8 alone; none: all are 1."""
         self.config, self.num_blocks, self.block_size = config, num_blocks, block_size
         self.dtype = cache_dtype(dtype) if isinstance(dtype, str) else dtype
         self.device = torch.device(device)
+        self.scales = tuple(scales) or (UNSCALED,) * config.num_layers
+        if len(self.scales) != config.num_layers:
+            raise ModelError(f"a KV cache of {config.num_layers} layers got the scales of {len(self.scales)}")
+        if scales and self.dtype != torch.float8_e4m3fn:
+            raise ModelError(f"a KV cache of {dtype} has no scales of layers: they are for fp8")
         self.block_bytes = block_bytes(config, block_size, self.dtype)
         if self.dtype == torch.int8 and config.latent_dim:
             raise ModelError("a KV cache of int8 is not for latents (kv_cache_dtype int8): use auto or fp8")
@@ -107,6 +116,11 @@ class KVCache:
     def wire_bytes(self) -> int:
         """Bytes of a block as it is shipped."""
         return self.block_bytes
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether any layer has scales other than 1."""
+        return any(each != UNSCALED for each in self.scales)
 
     @property
     def layout(self) -> KVLayout:

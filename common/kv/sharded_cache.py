@@ -24,6 +24,7 @@ from common.errors import BlockError, ModelError, RankLost
 from common.kv.cache import KVCache, clear_slots
 from common.kv.step_order import StepOrder
 from common.model_config.shard import Shard, kv_owners
+from kernels.interface.kernels import KVScales
 
 if TYPE_CHECKING:
     from common.model_files.config import ModelConfig
@@ -75,8 +76,9 @@ class ShardedCache(KVCache):
         block_size: int,
         dtype: torch.dtype | str,
         device: torch.device | str = "cpu",
+        scales: Sequence[KVScales] = (),
     ) -> None:
-        super().__init__(Shard(0, num_ranks).of(whole), num_blocks, block_size, dtype, device)
+        super().__init__(Shard(0, num_ranks).of(whole), num_blocks, block_size, dtype, device, scales=scales)
         self._num_heads, self._size = whole.num_kv_heads, num_ranks
         self._parts: list[Tensor] = [self.tensor]  # of the ranks of this host, which are the first
         self._remotes: list[RemoteHeads] = []

@@ -22,6 +22,7 @@ from common.model_config.rope import RopeConfig
 from common.model_files.config import ModelConfig
 from kernels import (
     AttentionPlan,
+    KVScales,
     LoraChange,
     LoraRows,
     LoraSite,
@@ -57,7 +58,8 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: see `ForwardBatch`; the cache; cos / sin [T, head_dim / 2] of each rotary embedding.
+    """One forward pass: see `ForwardBatch`; the cache, and the scales of each layer in it; cos / sin [T, head_dim / 2]
+    of each rotary embedding.
 
     `growth` [T, 1, 1] multiplies queries, by rotary embedding, where one grows them. `changes` are those of adapters,
     None where no row has one.
@@ -67,6 +69,7 @@ class Step:
     sampled: Tensor | None
     plan: AttentionPlan
     kv: Tensor
+    scales: Sequence[KVScales]
     ropes: dict[RopeConfig, tuple[Tensor, Tensor]]
     states: LayerStates
     changes: StepChanges | None = None
@@ -88,6 +91,7 @@ class Decoder(ABC):
         }
         self._program: Program | Literal[False] | None = None
         self._adapted: Program | Literal[False] | None = None  # the same with what adapters add
+        self._recorded_scales: Sequence[KVScales] = ()  # of the cache that they are for
         self._sites: tuple[LayerSites, ...] = ()
         self._ranks: TensorParallel | None = None
         self._states_of: tuple[int, ...] = ()
@@ -127,8 +131,8 @@ class Decoder(ABC):
             for rope, table in self._ropes.items()
             if table.growth is not None
         }
-        states = LayerStates(self._states_of)
-        return Step(batch.slots, batch.sampled, batch.plan, kv.tensor, ropes, states, self._changes(batch), growth)
+        states, changes = LayerStates(self._states_of), self._changes(batch)
+        return Step(batch.slots, batch.sampled, batch.plan, kv.tensor, kv.scales, ropes, states, changes, growth)
 
     @property
     def quantization(self) -> str:
@@ -165,14 +169,25 @@ class Decoder(ABC):
         """The program of such a step. Steps without adapters keep theirs, whatever adapters there are."""
         if not isinstance(batch.plan, NativePlan):
             return None
+        if self._recorded_scales is not kv.scales:
+            self._forget_programs(kv.scales)
         if batch.adapters is None:
             if self._program is None:
-                self._program = record(self.dtype, lambda recorder: self._record(recorder, kv.tensor)) or False
+                self._program = record(self.dtype, lambda recorder: self._record(recorder, kv)) or False
             return self._program
         if self._adapted is None:
             changes = StepChanges(self._sites, None, None)
-            self._adapted = record(self.dtype, lambda recorder: self._record(recorder, kv.tensor, changes)) or False
+            self._adapted = record(self.dtype, lambda recorder: self._record(recorder, kv, changes)) or False
         return self._adapted
+
+    def _forget_programs(self, scales: Sequence[KVScales]) -> None:
+        """Programs hold the scales of the cache that they were recorded for, and serve others that have the same."""
+        if scales != self._recorded_scales:
+            if self._program:
+                self._program = None
+            if self._adapted:
+                self._adapted = None
+        self._recorded_scales = scales
 
     def _changes(self, batch: ForwardBatch) -> StepChanges | None:
         if batch.adapters is None:
@@ -180,11 +195,11 @@ class Decoder(ABC):
         rows = LoraRows(batch.adapters)
         return StepChanges(self._sites, rows, rows if batch.sampled is None else rows.select(batch.sampled))
 
-    def _record(self, recorder: ProgramRecorder, kv: Tensor, changes: StepChanges | None = None) -> Tensor:
+    def _record(self, recorder: ProgramRecorder, kv: KVCache, changes: StepChanges | None = None) -> Tensor:
         """Runs the layers on a recorder's slots; returns the slot of the logits, or of the hidden states."""
         ropes = {rope: recorder.rope(table.cos, table.sin) for rope, table in self._ropes.items()}
         states = LayerStates(self._states_of)
-        step = Step(recorder.open, recorder.open, AttentionPlan(), kv, ropes, states, changes)
+        step = Step(recorder.open, recorder.open, AttentionPlan(), kv.tensor, kv.scales, ropes, states, changes)
         hidden = self.weights.embedding.record(recorder, self._embedding_scale)
         rows = self._headed(self.layers(hidden, step))
         recorder.yield_rows(states.in_order())
@@ -196,25 +211,27 @@ class Decoder(ABC):
 
     def attention(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """Projections, rotary embedding, KV write and attention of one layer: [T or sampled, hidden_size]."""
-        config, kv = self.config, step.kv
+        config, scales = self.config, step.scales[index]
         q = self.write_kv(index, weights, normed, step)
         growth = step.growth.get(config.layer_ropes[index])
         mixed = paged_attention(
             q if growth is None else q * growth,
-            kv,
+            step.kv,
             index,
             step.plan,
             scale=config.attention_scale,
             window=config.layer_windows[index],
             softcap=config.attention_softcap,
             sinks=weights.sinks,
+            k_scale=scales.key,
+            v_scale=scales.value,
         )
         rows = self.wanted(index, mixed.flatten(1), step)
         return self._summed(weights.output(rows, change=self._change(step, index, "output")))
 
     def write_kv(self, index: int, weights: LayerWeights, normed: Tensor, step: Step) -> Tensor:
         """The first half of one layer's attention: keys and values go into the cache; returns the queries."""
-        config = self.config
+        config, scales = self.config, step.scales[index]
         qkv = weights.qkv(normed, change=self._change(step, index, "qkv"))
         is_normed = config.wide_qk_norm and self._ranks is not None
         if is_normed:
@@ -228,6 +245,8 @@ class Decoder(ABC):
             q_norm=None if is_normed else weights.q_norm,
             k_norm=None if is_normed else weights.k_norm,
             eps=config.rms_norm_eps,
+            k_scale=scales.key,
+            v_scale=scales.value,
         )
 
     def _normed_over_ranks(self, qkv: Tensor, weights: LayerWeights) -> Tensor:

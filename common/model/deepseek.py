@@ -26,8 +26,16 @@ class DeepSeek(Llama):
         queries = self.write_kv(index, weights, normed, step)
         growth = step.growth.get(config.layer_ropes[index])  # of Mistral Small 4
         queries = queries if growth is None else queries * growth
+        scale = step.scales[index].key  # latents are keys and values
         summed = paged_attention(
-            queries, step.kv, index, step.plan, scale=config.attention_scale, latent_dim=config.latent_dim
+            queries,
+            step.kv,
+            index,
+            step.plan,
+            scale=config.attention_scale,
+            k_scale=scale,
+            v_scale=scale,
+            latent_dim=config.latent_dim,
         )
         return self._summed(weights.output(latent.expand(self.wanted(index, summed.flatten(1), step))))
 
@@ -47,6 +55,7 @@ class DeepSeek(Llama):
             step.slots,
             norm=latent.norm,
             eps=NORM_EPS,
+            k_scale=step.scales[index].key,
         )
 
 

@@ -29,6 +29,7 @@ from common.model_files.config import ModelConfig, from_hf
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.quantization import Quantization
 from common.observe.progress import ByteProgress, in_bytes
+from common.weight_formats.kv_scales import KVForm
 from common.weight_formats.quantization_config import read_quantization_config
 from kernels import has_own_kernels, prepare
 
@@ -159,6 +160,15 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, StoredWeights]:
     if config.tie_embeddings is None:
         config = replace(config, tie_embeddings=not source.has("lm_head.weight"))
     return config, source
+
+
+def kv_form(files: ModelFiles, setting: str, dtype: str) -> KVForm:
+    """What `--kv-cache-dtype` means for a model of `dtype`. ModelError as `load_model`, and as `KVForm.of`."""
+    config, source = open_model(files)
+    described = None
+    if files.format == "hf":
+        described = files.config or files.weights[0].with_name("config.json")
+    return KVForm.of(setting, dtype, source, described, config.num_layers)
 
 
 def torch_device(name: str) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 
 
 def weights_fingerprint(model_id: str, weights_hash: str, quantization: str) -> str:
@@ -27,9 +28,13 @@ def layout_fingerprint(
     latent_dim: int = 0,
     batch_invariant: bool = False,
     draft_head: str = "",
+    kv_scales: Sequence[tuple[float, float]] = (),
 ) -> str:
-    """32 hex digits over everything that gives the bytes of a KV block their meaning."""
-    fields = {
+    """32 hex digits over everything that gives the bytes of a KV block their meaning.
+
+    `kv_scales`: of keys and of values of each layer; () where all are 1.
+    """
+    fields: dict[str, object] = {
         "model_id": model_id,
         "weights_hash": weights_hash,
         "num_layers": num_layers,
@@ -49,4 +54,6 @@ def layout_fingerprint(
         fields |= {"latent_dim": latent_dim, "order": "block,layer,slot,dim"}
     if draft_head:
         fields["draft_head"] = draft_head
+    if kv_scales:
+        fields["kv_scales"] = [list(pair) for pair in kv_scales]
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

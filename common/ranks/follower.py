@@ -29,6 +29,7 @@ from common.runner.kernel_check import check_model_kernels
 from common.runner.kv_memory import CUDAMemory, measure
 from common.runner.loaded import compute_exactly
 from common.runner.runner import ModelRunner
+from kernels import KVScales
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ def prepare(
         places = RankPlaces(model, whole, shard, max_loras=plan.max_loras, max_rank=plan.max_lora_rank)
     num_blocks = plan.num_blocks or _measured(plan, model, group, channel)
     shape, is_mapped = model.config, lends_memory and device.type == "cpu"
-    kv = KVCache(shape, num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=is_mapped)
+    scales = tuple(KVScales(*each) for each in plan.kv_scales)
+    kv = KVCache(shape, num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=is_mapped, scales=scales)
     if kv.shared is None and is_mapped:
         raise ModelError("this system has no memory that processes can share: take tensor_parallel_size 1")
     if plan.kernel_check:

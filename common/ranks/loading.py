@@ -14,6 +14,7 @@ from common.adapters.places import AdapterPlaces
 from common.config import DecodeWorkerConfig, WorkerConfig
 from common.kv.cache import KVCache
 from common.kv.sharded_cache import ShardedCache
+from common.model.load import kv_form
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
@@ -49,6 +50,7 @@ from common.runner.loaded import (
 from common.runner.memory_need import MemoryNeed
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.worker_need import WeightForm, need_of
+from common.weight_formats.kv_scales import KVForm
 from common.wire.listening import in_url, listen
 
 log = logging.getLogger(__name__)
@@ -65,18 +67,18 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     task = task_of(files, config)
     whole, _ = open_for_ranks(files, size)
     dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    kv = kv_form(files, config.kv_cache_dtype, dtype).cut(whole.num_layers)
     draft = None
     if isinstance(config, DecodeWorkerConfig) and config.draft_model:
         draft = DraftPlan.of(files, config, dtype)
     form = WeightForm(dtype, config.device, config.quantization, task.generates)
-    need = need_of(files, config, form, draft)
-    of_others = need if draft is None else need_of(files, config, form)
+    need = need_of(files, config, form, kv.dtype, draft)
+    of_others = need if draft is None else need_of(files, config, form, kv.dtype)
     need.check(config.device, [of_others] * (config.ranks_per_host - 1))
     draft_bytes = draft.block_bytes if draft is not None else 0
     num_blocks = config.num_blocks
     if not num_blocks and config.kv_gib:
-        num_blocks = blocks_within(Shard(0, size).of(whole), config, kv_dtype, draft_bytes)
+        num_blocks = blocks_within(Shard(0, size).of(whole), config, kv.dtype, draft_bytes)
     num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.ranks_per_host)
     config = replace(config, threads=num_threads, num_blocks=num_blocks)
     others, listener = RankProcesses(size), None
@@ -84,7 +86,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         hosts, meeting = wait_for_hosts(config), Meeting(others.meeting_file)
         if hosts:
             listener, meeting = meeting_of(hosts)
-        others.start(plans(files, config, task, dtype, kv_dtype, meeting, of_others), hosts)
+        others.start(plans(files, config, task, dtype, kv, meeting, of_others), hosts)
         others.wait_started()
         group = RankGroup(Shard(0, size), meeting, torch.device(config.device), listener)
     except BaseException:
@@ -94,7 +96,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
         raise
     ranks = Ranks(others, group, WaitDeadline(COLLECTIVE_S))
     try:
-        loaded = _load(files, config, task, whole, ranks, dtype, kv_dtype, draft)
+        loaded = _load(files, config, task, whole, ranks, dtype, kv, draft)
         others.forget_meeting()
         if draft is not None and isinstance(config, DecodeWorkerConfig):  # it is small: rank 0 alone runs it
             loaded = replace(loaded, draft=draft.load(config, loaded.kv.num_blocks, runner_of(config)))
@@ -134,7 +136,7 @@ def plans(
     config: WorkerConfig,
     task: ServedTask,
     dtype: str,
-    kv_dtype: str,
+    kv: KVForm,
     meeting: Meeting,
     need: MemoryNeed,
 ) -> list[RankPlan]:
@@ -146,7 +148,8 @@ def plans(
             name=f"{config.worker_id or 'worker'}/rank-{rank}",
             files=files,
             dtype=dtype,
-            kv_dtype=kv_dtype,
+            kv_dtype=kv.dtype,
+            kv_scales=kv.scales,
             quantization=config.quantization,
             with_head=task.generates,
             batch_invariant=config.batch_invariant,
@@ -200,7 +203,7 @@ def _load(
     whole: ModelConfig,
     ranks: Ranks,
     dtype: str,
-    kv_dtype: str,
+    form: KVForm,
     draft: DraftPlan | None,
 ) -> LoadedModel:
     others, size = ranks.processes, config.tensor_parallel_size
@@ -218,7 +221,7 @@ def _load(
     )
 
     def cache(count: int) -> KVCache:
-        return ShardedCache(whole, size, count, config.block_tokens, kv_dtype, config.device)
+        return ShardedCache(whole, size, count, config.block_tokens, form.dtype, config.device, form.scales)
 
     def joined(kv: KVCache) -> ModelRunner:
         assert isinstance(kv, ShardedCache)  # made above
@@ -239,9 +242,9 @@ def _load(
             return config.num_blocks
         others.measure_together()
         memory, least = CUDAMemory(torch.device(config.device)), ranks.group.least
-        return blocks_left(model, config, kv_dtype, memory, draft, samples=task.generates, least=least)
+        return blocks_left(model, config, form.dtype, memory, draft, samples=task.generates, least=least)
 
-    loaded = LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places, num_blocks), task)
+    loaded = LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places, num_blocks), task, form=form)
     return with_score(loaded, files, config)
 
 

@@ -60,6 +60,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     files: ModelFiles
     dtype: str
     kv_dtype: str
+    kv_scales: tuple[tuple[float, float], ...]
     quantization: str
     with_head: bool
     batch_invariant: bool

@@ -17,7 +17,7 @@ from common.kv.cache import SMALL_DTYPES, KVCache
 from common.model.mlp import MLP, MixtureOfExperts, SharedExpert
 from common.model_files.config import ModelConfig
 from common.runner.runner import RunnableModel
-from kernels import AttentionRule, HeadLinear, Linear
+from kernels import AttentionRule, HeadLinear, KVScales, Linear
 from kernels.agreement.experts import experts_check
 from kernels.agreement.gate import Check
 from kernels.agreement.products import heads_check, product_check
@@ -51,9 +51,10 @@ def check_model_kernels(model: RunnableModel, kv: KVCache, *, samples: bool = Tr
 def checked_shape(model: RunnableModel, kv: KVCache, *, samples: bool) -> CheckedShape:
     """What the steps of a model over `kv` ask of the kernels."""
     config, on_device = model.config, has_device_kernels(kv.device.type)
+    scales = kv.scales[-1]
     return CheckedShape(
         num_heads=config.num_heads,
-        rules=layer_rules(config, kv.device),
+        rules=layer_rules(config, kv),
         dtype=model.dtype,
         hidden_size=config.hidden_size,
         widths=gated_widths(config),
@@ -67,18 +68,24 @@ def checked_shape(model: RunnableModel, kv: KVCache, *, samples: bool) -> Checke
         quantised_wire=kv.dtype not in SMALL_DTYPES.values(),
         latent_dim=config.latent_dim,
         query_dim=0 if config.latent is None else config.latent.query_dim,
+        scales=KVScales(scales.key, scales.key) if config.latent_dim else scales,
     )
 
 
-def layer_rules(config: ModelConfig, device: torch.device) -> list[LayerRule]:
-    """The last layer of each window."""
+def layer_rules(config: ModelConfig, kv: KVCache) -> list[LayerRule]:
+    """The last layer of each window, with its scales."""
     random = torch.Generator().manual_seed(SEED)
-    sinks = torch.randn(config.num_heads, generator=random).to(device) if config.sinks else None
+    sinks = torch.randn(config.num_heads, generator=random).to(kv.device) if config.sinks else None
     rule = AttentionRule(
         config.attention_scale, softcap=config.attention_softcap, sinks=sinks, latent_dim=config.latent_dim
     )
     last = {window: layer for layer, window in enumerate(config.layer_windows)}
-    return [LayerRule(layer, rule._replace(window=window)) for window, layer in last.items()]
+    found = []
+    for window, layer in last.items():
+        k_scale, v_scale = kv.scales[layer]
+        v_scale = k_scale if config.latent_dim else v_scale
+        found.append(LayerRule(layer, rule._replace(window=window, k_scale=k_scale, v_scale=v_scale)))
+    return found
 
 
 def gated_widths(config: ModelConfig) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,17 +13,17 @@ import torch
 
 from common.adapters.bank import AdapterBank
 from common.adapters.places import AdapterPlaces
-from common.config import DecodeWorkerConfig, WorkerConfig
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
 from common.config.decode_worker import USUAL_SEQS
 from common.draft_heads.drafting_model import DraftingModel
 from common.draft_heads.load import load_drafting_model
 from common.errors import ConfigError, ModelError
-from common.kv.cache import KVCache, block_bytes
+from common.kv.cache import SMALL_DTYPES, KVCache, block_bytes
 from common.kv.unread import in_words
 from common.kv.window import Window
 from common.machine.core_share import CoreShare
 from common.model.decoder import Decoder
-from common.model.load import load_model, load_score, open_model
+from common.model.load import kv_form, load_model, load_score, open_model
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
@@ -36,9 +37,12 @@ from common.runner.memory_need import GIB
 from common.runner.runner import ModelRunner, RunnableModel
 from common.runner.warm_up import warmed_up
 from common.runner.worker_need import WeightForm, need_of
+from common.weight_formats.kv_scales import KVForm
 from common.wire.messages import PROTOCOL_VERSION
 from kernels import Linear, share_cores
 from kernels.device import triton_backend
+
+log = logging.getLogger(__name__)
 
 
 class OtherRanks(Protocol):
@@ -144,18 +148,20 @@ class LoadedModel:
             raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
         dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
         options = {"dtype": dtype, "device": config.device, "quantization": config.quantization}
+        form = kv_form(files, config.kv_cache_dtype, dtype)
         plan = None
         if isinstance(config, DecodeWorkerConfig) and config.draft_model:
             plan = DraftPlan.of(files, config, dtype)
-        need_of(files, config, WeightForm(**options, with_head=task.generates), plan).check(config.device)
+        need_of(files, config, WeightForm(**options, with_head=task.generates), form.dtype, plan).check(config.device)
         if config.draft_head:
-            return cls._with_draft_head(files, config, task, options)
+            return cls._with_draft_head(files, config, task, options, form)
         loaded = cls.of(
             lambda: load_model(files, **options, with_head=task.generates, batch_invariant=config.batch_invariant),
             files,
             config,
             task=task,
             draft=plan,
+            form=form,
         )
         if plan is not None and isinstance(config, DecodeWorkerConfig):
             make = runner_of(config)
@@ -164,13 +170,16 @@ class LoadedModel:
 
     @classmethod
     def _with_draft_head(
-        cls, files: ModelFiles, config: WorkerConfig, task: ServedTask, options: Mapping[str, str]
+        cls, files: ModelFiles, config: WorkerConfig, task: ServedTask, options: Mapping[str, str], form: KVForm
     ) -> LoadedModel:
         if not task.generates:
             raise ConfigError("draft_head", config.draft_head, f"empty for a model that is served to {task.name}")
         num_places = 2 * max(config.places, USUAL_SEQS)  # of the home's role, or the other's; drafts have some, too
         return cls.of(
-            lambda: load_drafting_model(files, config.draft_head, num_places=num_places, **options), files, config
+            lambda: load_drafting_model(files, config.draft_head, num_places=num_places, **options),
+            files,
+            config,
+            form=form,
         )
 
     @classmethod
@@ -182,10 +191,12 @@ class LoadedModel:
         makers: Makers = OWN,
         task: ServedTask = GENERATES,
         draft: DraftPlan | None = None,
+        form: KVForm | None = None,
     ) -> LoadedModel:
         """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
 
-        A `draft` model has as many KV blocks, in the same memory.
+        A `draft` model has as many KV blocks, in the same memory. `form`: of the cache, if `files` have more to say of
+        it than the settings.
         """
         num_threads = config.threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
@@ -193,7 +204,11 @@ class LoadedModel:
         model = load()
         adapters = bank_of(model, config, makers.places)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
-        kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        form = form or KVForm(config.kv_cache_dtype if config.kv_cache_dtype in SMALL_DTYPES else dtype)
+        kv_dtype, scales = form.dtype, form.cut(shape.num_layers).scales
+        check_wire(config, kv_dtype)
+        if kv_dtype == "fp8":
+            log.info("KV is in %s", form.in_words)
         block_size = config.block_tokens
         if makers.num_blocks is None:
             num_blocks = num_kv_blocks(model, config, kv_dtype, draft, samples=task.generates)
@@ -203,7 +218,9 @@ class LoadedModel:
         if config.max_model_len > longest:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
         make_cache = makers.cache or (
-            lambda count: KVCache(shape, count, block_size, kv_dtype, config.device, share=config.shares_kv)
+            lambda count: KVCache(
+                shape, count, block_size, kv_dtype, config.device, share=config.shares_kv, scales=scales
+            )
         )
         kv = make_cache(num_blocks)
         if config.kernel_check and makers.runner is None:
@@ -238,6 +255,15 @@ def task_of(files: ModelFiles, config: WorkerConfig) -> ServedTask:
     return task
 
 
+def check_wire(config: WorkerConfig, kv_dtype: str) -> None:
+    """ConfigError where frames of 8 bits are asked for, and the checkpoint has the cache in 8 bits already."""
+    if isinstance(config, PrefillWorkerConfig) and config.kv_wire_dtype != "native" and kv_dtype in SMALL_DTYPES:
+        allowed = (
+            "native, as the checkpoint's kv_cache_scheme has KV in fp8, as small already; or --kv-cache-dtype native"
+        )
+        raise ConfigError("kv_wire_dtype", config.kv_wire_dtype, allowed)
+
+
 def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     """Add the head of a model that scores. Raises ModelError as `load_score` does."""
     if loaded.task.name != "score":
@@ -265,6 +291,7 @@ def fingerprint_of(
         latent_dim=shape.latent_dim,
         batch_invariant=batch_invariant,
         draft_head=shape.draft_head,
+        kv_scales=kv.scales if kv.is_scaled else (),
     )
 
 

@@ -54,15 +54,16 @@ def _weight_bytes(config: ModelConfig, source: StoredWeights, form: WeightForm, 
     return total + holding.of(one for one in Eagle3Tensors(found).stored() if one.name not in (*TABLE, *HEAD))
 
 
-def need_of(files: ModelFiles, config: WorkerConfig, form: WeightForm, draft: DraftPlan | None = None) -> MemoryNeed:
+def need_of(
+    files: ModelFiles, config: WorkerConfig, form: WeightForm, kv_dtype: str, draft: DraftPlan | None = None
+) -> MemoryNeed:
     """What a worker needs, or its rank 0, which alone has a `draft` model. Raises as `weight_bytes` does."""
     ranks = config.tensor_parallel_size
     whole, source = open_model(files)
     shape = Shard(0, ranks).of(whole)
     if config.draft_head:
         shape = replace(shape, num_layers=shape.num_layers + 1)
-    dtype = form.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    per_block = block_bytes(shape, config.block_tokens, dtype)
+    per_block = block_bytes(shape, config.block_tokens, kv_dtype)
     weights = _weight_bytes(whole, source, form, config.draft_head) // ranks
     if draft is not None:
         per_block += draft.block_bytes

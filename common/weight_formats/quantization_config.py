@@ -35,6 +35,13 @@ class QuantizationConfig:
     block: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KVScheme:
+    """How a checkpoint wants keys and values cached: in fp8 with a scale a layer for each, or by what is `unread`."""
+
+    unread: str = ""
+
+
 BITS: Final = (4, 8)
 """Of the integers that GPTQ and compressed-tensors write, and the kernels read."""
 COMPRESSED_FORMATS: Final = (
@@ -42,17 +49,49 @@ COMPRESSED_FORMATS: Final = (
 )
 INT_STRATEGIES: Final = ("tensor", "channel", "group")
 FLOAT_STRATEGIES: Final = ("tensor", "channel", "block")
+KV_SCHEME: Final[Mapping[str, Sequence[Any]]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("tensor", None),
+    "dynamic": (False, None),
+    "symmetric": (True, None),
+}
+"""What is read of a `kv_cache_scheme`."""
 
 
 def read_quantization_config(path: Path) -> QuantizationConfig | None:
-    """Of a config.json; None where the checkpoint is not quantised. ModelError where it cannot be read right."""
+    """Of a config.json; None where weights are not quantised. ModelError where it cannot be read right."""
+    name, fields = _fields_of(path)
+    if not name or (isinstance(fields, dict) and _is_for_kv_alone(fields)):
+        return None
+    return _Reader(fields, path, name).read()
+
+
+def read_kv_scheme(path: Path) -> KVScheme | None:
+    """The `kv_cache_scheme` of a config.json; None where it has none. The word of old files of AutoFP8 is none."""
+    _, fields = _fields_of(path)
+    scheme = fields.get("kv_cache_scheme") if isinstance(fields, dict) else None
+    if not isinstance(scheme, dict):
+        return None
+    others = (f"{name} {scheme.get(name)!r}" for name, read in KV_SCHEME.items() if scheme.get(name) not in read)
+    return KVScheme(next(others, ""))
+
+
+def _fields_of(path: Path) -> tuple[str, Any]:
+    """What describes the quantisation, and its name; "" where nothing does."""
     fields = read_json(path, required=True)
     text = fields.get("text_config")
     for holder in (fields, text if isinstance(text, dict) else {}):
         for name in ("quantization_config", "compression_config"):
             if holder.get(name):
-                return _Reader(holder[name], path, name).read()
-    return None
+                return name, holder[name]
+    return "", None
+
+
+def _is_for_kv_alone(fields: Mapping[str, Any]) -> bool:
+    """Whether a configuration of compressed-tensors has a scheme of KV and no group of weights."""
+    is_compressed = fields.get("quant_method") in (None, CheckpointLayout.COMPRESSED)
+    return is_compressed and not fields.get("config_groups") and isinstance(fields.get("kv_cache_scheme"), dict)
 
 
 class _Reader:

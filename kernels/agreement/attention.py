@@ -80,7 +80,11 @@ def placed(cache: PoisonedCache, kind: LayerRule, sizes: list[Size]) -> list[Que
             break
         window = kind.rule.window
         first = max(0, start - window + 1) if window else 0
-        cache.write(kind.layer, table, first, values(cache, rows, start + rows - first))
+        made = values(cache, rows, start + rows - first)
+        made[:, :, 0] /= kind.rule.k_scale
+        if cache.parts > 1:
+            made[:, :, 1] /= kind.rule.v_scale
+        cache.write(kind.layer, table, first, made)
         spans.append(QuerySpan(row, rows, start, [*table, FREED, FREED]))
         row += rows
     return spans
@@ -110,6 +114,8 @@ def words_of(shape: CheckedShape, kind: LayerRule, cache: PoisonedCache) -> str:
     parts += [f"window {rule.window}"] if rule.window else []
     parts += [f"softcap {rule.softcap:g}"] if rule.softcap else []
     parts += ["sinks"] if rule.sinks is not None else []
+    if (rule.k_scale, rule.v_scale) != (1.0, 1.0):
+        parts.append(f"scales {rule.k_scale:.3g} and {rule.v_scale:.3g}")
     return ", ".join(parts)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.interface.kernels import AttentionRule
+from kernels.interface.kernels import UNSCALED, AttentionRule, KVScales
 
 
 class LayerRule(NamedTuple):
@@ -24,7 +24,7 @@ class CheckedShape:
 
     vocab_size 0: nothing is sampled. device_kernels: the backend is `DeviceKernels`, so a negative slot is a row that
     writes nothing, and blocks are copied by kernels, also in 8 bits with `quantised_wire`. latent_dim: numbers of a
-    latent, 0 for keys and values; query_dim: of a query head before it meets latents.
+    latent, 0 for keys and values; query_dim: of a query head before it meets latents. scales: of the last layer.
     """
 
     num_heads: int
@@ -42,3 +42,4 @@ class CheckedShape:
     quantised_wire: bool = False
     latent_dim: int = 0
     query_dim: int = 0
+    scales: KVScales = UNSCALED

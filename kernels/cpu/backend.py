@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import load_native
-from kernels.cpu.native_plan import WIDTH_MULTIPLE, NativePlan, fits, native_plan, plain_plan
+from kernels.cpu.native_plan import WIDTH_MULTIPLE, NativePlan, fits, native_plan
 from kernels.cpu.packed import Q8, PackedWeight, panel_size, room
 from kernels.cpu.structs import EPILOGUES, LoraStruct, OpStruct, RoutingStruct, StepStruct, check_layouts
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.draws import SamplingTensors
-from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
+from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, KVScales, LatentNorm
 from kernels.interface.kv_region import head_dim_of
 from kernels.interface.routing import Routing
 from kernels.interface.seats import SeatLayout, StepRows
@@ -41,15 +41,19 @@ POINTER, INTEGER, NUMBER, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int,
 SIGNATURES: Final = {
     "attend": (
         *(NUMBER, NUMBER, POINTER, INTEGER, POINTER, POINTER, POINTER, POINTER, POINTER, INTEGER, POINTER),
-        *(INTEGER, INTEGER, FLOAT, FLOAT, POINTER, NUMBER),
+        *(INTEGER, INTEGER, FLOAT, FLOAT, POINTER, FLOAT, NUMBER),
     ),
     "rms_norm": (NUMBER, *(POINTER,) * 5, INTEGER, INTEGER, FLOAT, NUMBER),
-    "rotate_and_write": (NUMBER, NUMBER, *(POINTER,) * 4, INTEGER, *(POINTER,) * 5, FLOAT, NUMBER, INTEGER, NUMBER),
+    "rotate_and_write": (
+        *(NUMBER, NUMBER, *(POINTER,) * 4, INTEGER, *(POINTER,) * 5, FLOAT, NUMBER, FLOAT, FLOAT, INTEGER, NUMBER),
+    ),
     "gated": (NUMBER, POINTER, POINTER, INTEGER, INTEGER, NUMBER, NUMBER),
     "lora": (NUMBER, *(POINTER,) * 3, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, NUMBER),
     "gate_panels": (NUMBER, POINTER, POINTER, INTEGER, INTEGER, NUMBER),
     "quantise": (NUMBER, POINTER, INTEGER, INTEGER, INTEGER, NUMBER, POINTER, POINTER, POINTER),
-    "write_latents": (NUMBER, NUMBER, *(POINTER,) * 6, INTEGER, INTEGER, *(POINTER,) * 4, FLOAT, INTEGER, NUMBER),
+    "write_latents": (
+        *(NUMBER, NUMBER, *(POINTER,) * 6, INTEGER, INTEGER, *(POINTER,) * 4, FLOAT, FLOAT, INTEGER, NUMBER),
+    ),
     "head_linear": (POINTER, INTEGER, POINTER, INTEGER, INTEGER, NUMBER, POINTER, NUMBER),
     "route": (POINTER, INTEGER, INTEGER, POINTER, POINTER, POINTER, POINTER),
     "combine": (NUMBER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, POINTER),
@@ -237,16 +241,14 @@ class NativeBackend:
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
         if not isinstance(plan, NativePlan):
             return plain.paged_attention(q, kv, layer, plan, rule)
-        if not rule.k_scale == rule.v_scale == 1.0:
-            return plain.paged_attention(q, kv, layer, plain_plan(plan, kv), rule)
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
         out = torch.empty((*q.shape[:2], rule.latent_dim or q.shape[2]), dtype=q.dtype)
         self._library.diptych_attend(
             *(TYPES[q.dtype], TYPES[kv.dtype], q.data_ptr(), q.stride(0), out.data_ptr(), kv.data_ptr()),
             *(plan.spans.ctypes.data, plan.tables.ctypes.data, plan.units.ctypes.data, plan.units.shape[0]),
-            *(plan.shape.ctypes.data, layer, rule.window, rule.scale, rule.softcap, _address(rule.sinks)),
-            torch.get_num_threads(),
+            *(plan.shape.ctypes.data, layer, rule.window, rule.scale * rule.k_scale, rule.softcap),
+            *(_address(rule.sinks), rule.v_scale, torch.get_num_threads()),
         )
         return out
 
@@ -259,11 +261,12 @@ class NativeBackend:
         layer: int,
         slots: Tensor,
         norms: HeadNorms | None,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         _, num_layers, kv_heads, block_size, _, _ = kv.shape
         dim = head_dim_of(kv)
         if not fits(dim):
-            return plain.rotate_and_write(qkv, cos, sin, kv, layer, slots, norms)
+            return plain.rotate_and_write(qkv, cos, sin, kv, layer, slots, norms, scales)
         tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
         qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
         q = torch.empty((tokens, heads, dim), dtype=qkv.dtype)
@@ -273,7 +276,7 @@ class NativeBackend:
             *(TYPES[qkv.dtype], TYPES[kv.dtype], qkv.data_ptr(), q.data_ptr(), kv.data_ptr()),
             *(ctypes.addressof(shape), layer, slots.data_ptr(), cos.data_ptr(), sin.data_ptr()),
             *(_address(q_norm), _address(k_norm), eps, q_norm is not None and len(q_norm) > dim),
-            *(tokens, torch.get_num_threads()),
+            *(*scales, tokens, torch.get_num_threads()),
         )
         return q
 
@@ -288,11 +291,12 @@ class NativeBackend:
         layer: int,
         slots: Tensor,
         norm: LatentNorm,
+        scale: float = 1.0,
     ) -> Tensor:
         _, num_layers, kv_heads, block_size, _, dim = kv.shape
         tokens, rank = latents.shape[0], dim - 2 * cos.shape[1]
         if not fits(dim, rank):
-            return plain.write_latents(q, absorbed, latents, cos, sin, kv, layer, slots, norm)
+            return plain.write_latents(q, absorbed, latents, cos, sin, kv, layer, slots, norm, scale)
         q, absorbed, latents = q.contiguous(), absorbed.contiguous(), latents.contiguous()
         heads = absorbed.shape[1] // rank
         queries = torch.empty((tokens, heads, dim), dtype=q.dtype)
@@ -302,7 +306,7 @@ class NativeBackend:
             *(TYPES[q.dtype], TYPES[kv.dtype], q.data_ptr(), absorbed.data_ptr(), latents.data_ptr()),
             *(queries.data_ptr(), kv.data_ptr(), ctypes.addressof(shape), q.shape[1] // heads, layer),
             *(slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), norm.weight.data_ptr(), norm.eps),
-            *(tokens, torch.get_num_threads()),
+            *(scale, tokens, torch.get_num_threads()),
         )
         return queries
 

@@ -8,11 +8,8 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.kv_region import head_dim_of
-from kernels.plain import backend as plain
 
 WIDTH_MULTIPLE: Final = 16
 """Of head sizes and widths that the kernels take: the lanes of the widest vectors."""
@@ -71,12 +68,3 @@ def _num_groups(layout: KVLayout, num_heads: int) -> int:
 def fits(head_dim: int, latent_dim: int = 0) -> bool:
     """Whether the kernels take keys of that size, of which the first `latent_dim` numbers are values too."""
     return not head_dim % WIDTH_MULTIPLE and not latent_dim % WIDTH_MULTIPLE and head_dim <= MAX_HEAD_DIM
-
-
-def plain_plan(plan: NativePlan, kv: Tensor) -> AttentionPlan:
-    """The same plan for plain torch, which has the features of attention that the native kernels lack."""
-    tables = plan.tables.tolist()
-    spans = [QuerySpan(row, rows, start, tables[first:]) for row, rows, start, first in plan.spans.tolist()]
-    num_blocks, num_layers, kv_heads, block_size = kv.shape[:4]
-    layout = KVLayout(num_blocks, num_layers, kv_heads, block_size, head_dim_of(kv), int(plan.shape[5]))
-    return plain.plan_attention(spans, layout, int(plan.shape[4]), kv.device)

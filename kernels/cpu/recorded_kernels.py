@@ -13,7 +13,7 @@ from kernels.cpu.native_plan import MAX_HEAD_DIM, WIDTH_MULTIPLE
 from kernels.cpu.recorder import NotRecordable, RopeSlot, slot_of
 from kernels.cpu.structs import ALL_ROWS, ATTEND, LATENTS, NORM, ROTATE
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
+from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, KVScales, LatentNorm
 from kernels.interface.kv_region import head_dim_of
 from kernels.interface.seats import SeatLayout, StepRows
 
@@ -38,8 +38,8 @@ class RecordedKernels:
 
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
         source = slot_of(q)
-        if not rule.k_scale == rule.v_scale == 1.0 or head_dim_of(kv) > MAX_HEAD_DIM:
-            raise NotRecordable(f"attention with scales or heads of more than {MAX_HEAD_DIM} elements")
+        if head_dim_of(kv) > MAX_HEAD_DIM:
+            raise NotRecordable(f"heads of more than {MAX_HEAD_DIM} elements")
         heads = source.width // head_dim_of(kv)
         out = source.recorder.slot(heads * rule.latent_dim if rule.latent_dim else source.width, ALL_ROWS)
         return source.recorder.add(
@@ -49,8 +49,9 @@ class RecordedKernels:
             weights=(rule.sinks,),
             layer=layer,
             window=rule.window,
-            scale=rule.scale,
+            scale=rule.scale * rule.k_scale,
             eps=rule.softcap,
+            value_scale=rule.v_scale,
         )
 
     def rotate_and_write(
@@ -62,6 +63,7 @@ class RecordedKernels:
         layer: int,
         slots: Tensor,
         norms: HeadNorms | None,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         source = slot_of(qkv)
         recorder = source.recorder
@@ -79,7 +81,16 @@ class RecordedKernels:
         eps = norms.eps if norms is not None else 0.0
         flags = int(norms is not None and len(norms.query) > dim)
         return recorder.add(
-            ROTATE, out, input=source, width=source.width, layer=layer, weights=tables, eps=eps, flags=flags
+            ROTATE,
+            out,
+            input=source,
+            width=source.width,
+            layer=layer,
+            weights=tables,
+            eps=eps,
+            flags=flags,
+            scale=scales.key,
+            value_scale=scales.value,
         )
 
     def write_latents(
@@ -93,6 +104,7 @@ class RecordedKernels:
         layer: int,
         slots: Tensor,
         norm: LatentNorm,
+        scale: float = 1.0,
     ) -> Tensor:
         source, parts = slot_of(q), slot_of(absorbed)
         recorder, tables = source.recorder, (cast(RopeSlot, cos).table, cast(RopeSlot, sin).table)
@@ -114,6 +126,7 @@ class RecordedKernels:
             layer=layer,
             weights=(*tables, norm.weight),
             eps=norm.eps,
+            scale=scale,
             per_token=source.width // heads,
         )
 

@@ -39,6 +39,7 @@ class OpStruct(ctypes.Structure):
         ("weights", ctypes.c_void_p * 3),
         ("scale", ctypes.c_double),
         ("eps", ctypes.c_double),
+        ("value_scale", ctypes.c_double),
         ("per_token", ctypes.c_int64),
         ("units", ctypes.c_int64),
     )

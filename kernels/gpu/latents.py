@@ -16,7 +16,7 @@ TILE = 4096  # numbers of a token that a program copies: heads are grouped to fi
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["slots"])
 def write_tokens(
-    q, absorbed, latents, cos, sin, norm, queries, kv, slots, layer, num_layers, eps,
+    q, absorbed, latents, cos, sin, norm, queries, kv, slots, layer, num_layers, eps, k_scale,
     NUM_HEADS: tl.constexpr, QUERY_DIM: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     FP8: tl.constexpr,
@@ -53,12 +53,12 @@ def write_tokens(
             b_x *= tl.load(norm + o_c, mask=m_rank, other=0.0)
             i_block = b_slot // BLOCK_SIZE * num_layers + layer  # int64, as slots are
             p_kv = kv + (i_block * BLOCK_SIZE + b_slot % BLOCK_SIZE) * (RANK + ROPE)
-            tl.store(p_kv + o_c, cache_number(b_x, 1.0, kv, FP8), mask=m_rank)
+            tl.store(p_kv + o_c, cache_number(b_x, k_scale, kv, FP8), mask=m_rank)
             b_low = tl.load(p_latent + RANK + o_d, mask=m_d, other=0.0).to(tl.float32)
             b_high = tl.load(p_latent + RANK + HALF + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_key = cache_number(b_low * b_cos - b_high * b_sin, 1.0, kv, FP8)
+            b_key = cache_number(b_low * b_cos - b_high * b_sin, k_scale, kv, FP8)
             tl.store(p_kv + RANK + o_d, b_key, mask=m_d)
-            b_key = cache_number(b_high * b_cos + b_low * b_sin, 1.0, kv, FP8)
+            b_key = cache_number(b_high * b_cos + b_low * b_sin, k_scale, kv, FP8)
             tl.store(p_kv + RANK + HALF + o_d, b_key, mask=m_d)
 
 
@@ -72,6 +72,7 @@ def write_latents(
     layer: int,
     slots: Tensor,
     norm: LatentNorm,
+    scale: float = 1.0,
 ) -> Tensor:
     """As `Kernels.write_latents`. A token whose slot is negative is padding: nothing of it is written, q included."""
     _, num_layers, _, block_size, _, dim = kv.shape
@@ -85,7 +86,7 @@ def write_latents(
     width, block_heads, warps = latent_tile(heads, rank)
     write_tokens[(tokens, triton.cdiv(heads, block_heads) + 1)](
         q.contiguous(), absorbed.contiguous(), latents.contiguous(), cos.contiguous(), sin.contiguous(), norm.weight,
-        queries, kv.view(torch.uint8) if fp8 else kv, slots, layer, num_layers, norm.eps,
+        queries, kv.view(torch.uint8) if fp8 else kv, slots, layer, num_layers, norm.eps, scale,
         NUM_HEADS=heads, QUERY_DIM=q.shape[1] // heads, RANK=rank, ROPE=rope, BLOCK_SIZE=block_size, BLOCK_C=width,
         BLOCK_HALF=triton.next_power_of_2(rope // 2), BLOCK_HEADS=block_heads, FP8=fp8, num_warps=warps,
         enable_fp_fusion=False,

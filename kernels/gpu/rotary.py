@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.tiles.rounding import e4m3_bits, rounded
-from kernels.interface.kernels import HeadNorms
+from kernels.interface.kernels import UNSCALED, HeadNorms, KVScales
 
 TILE = 1024  # numbers of a token that a program rotates: heads are grouped to fill it
 PLAIN, EACH, WIDE = 0, 1, 2  # no norm, one of each head, one of all heads together
@@ -117,13 +117,9 @@ def rotate_and_write(
     layer: int,
     slots: Tensor,
     norms: HeadNorms | None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
-    """As `Kernels.rotate_and_write`. A token whose slot is negative is padding: nothing of it is written, q included.
-
-    A cache of float8_e4m3fn holds key / k_scale and value / v_scale, to the nearest, at most 448.
-    """
+    """As `Kernels.rotate_and_write`. A token with a negative slot is padding: nothing of it is written, q included."""
     _, num_layers, kv_heads, block_size, _, dim = kv.shape
     tokens, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
     fp8 = kv.dtype == torch.float8_e4m3fn
@@ -137,7 +133,7 @@ def rotate_and_write(
     grid = (tokens, triton.cdiv(heads, block_heads) + triton.cdiv(kv_heads, block_heads))
     rotate_tokens[grid](
         qkv, cos.contiguous(), sin.contiguous(), q, kv.view(torch.uint8) if fp8 else kv, slots, q_norm, k_norm,
-        layer, num_layers, qkv.stride(0), eps, k_scale, v_scale,
+        layer, num_layers, qkv.stride(0), eps, *scales,
         NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_SIZE=block_size, BLOCK_HALF=half,
         BLOCK_HEADS=block_heads, NORM=kind, FP8=fp8, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

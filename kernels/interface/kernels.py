@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,19 @@ class AttentionRule(NamedTuple):
     k_scale: float = 1.0
     v_scale: float = 1.0
     latent_dim: int = 0
+
+
+class KVScales(NamedTuple):
+    """What one layer's keys and values are divided by before a cache of float8_e4m3fn rounds them.
+
+    Latents, which are keys and values, are divided by `key`.
+    """
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+UNSCALED: Final = KVScales()
 
 
 class HeadNorms(NamedTuple):
@@ -87,13 +100,14 @@ class Kernels(Protocol):
         layer: int,
         slots: Tensor,
         norms: HeadNorms | None,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Rotates queries and keys, writes keys and values into the cache, returns q [T, num_heads, head_dim].
 
         qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]; cos and sin float32 [T, head_dim / 2] rotate element i with
         element i + head_dim / 2; slots int64 [T] are block * block_size + offset. `norms` normalise each head first. A
-        cache of float8_e4m3fn takes keys and values to the nearest, at most 448, one of int8 to the nearest of 255
-        multiples of a scale for each; NaN stays NaN.
+        cache of float8_e4m3fn takes keys and values, divided by `scales`, to the nearest, at most 448, one of int8 to
+        the nearest of 255 multiples of a scale for each; NaN stays NaN. Other caches have no `scales`.
         """
         ...
 
@@ -108,12 +122,14 @@ class Kernels(Protocol):
         layer: int,
         slots: Tensor,
         norm: LatentNorm,
+        scale: float = 1.0,
     ) -> Tensor:
         """Normalises and rotates latents, writes them into the cache, returns queries [T, num_heads, rank + rope].
 
         latents [T, rank + rope]: the first `rank` numbers are normalised, the others rotated, as `rotate_and_write`
-        does, by cos and sin float32 [T, rope / 2]. absorbed [T, num_heads * rank] is what the queries' parts without
-        rotation became; behind it come the rotated last `rope` numbers of each head of q [T, num_heads * n].
+        does, by cos and sin float32 [T, rope / 2]; a cache of float8_e4m3fn takes them divided by `scale`.
+        absorbed [T, num_heads * rank] is what the queries' parts without rotation became; behind it come the rotated
+        last `rope` numbers of each head of q [T, num_heads * n].
         """
         ...
 

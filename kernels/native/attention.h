@@ -145,6 +145,7 @@ template <typename T, typename C> struct Attention {
     int64_t layer, window;
     float scale, softcap;
     const float *sinks; // one more logit of each head, without a value, or null
+    float value_scale;  // multiplies the values
 
     // The position of a unit's first query, and the keys [begin, end) that the unit sees.
     int64_t first(const Unit &unit) const { return spans[unit.span].start + unit.first; }
@@ -198,7 +199,7 @@ template <typename T, typename C> struct Attention {
             const int64_t token = span.row + unit.first + i / group, head = unit.group * group + i % group;
             T *to = out + (token * shape.num_heads + head) * value_dim;
             const float sink = sinks ? std::exp2(sinks[head] * LOG2_E - so_far.top[i]) : 0.f;
-            const float inverse = 1.f / (sum(load(&so_far.total[i * LANES])) + sink);
+            const float inverse = value_scale / (sum(load(&so_far.total[i * LANES])) + sink);
             for (int d = 0; d < value_dim; d += LANES)
                 store(to + d, load(&so_far.sums[i * value_dim + d]) * inverse);
         }

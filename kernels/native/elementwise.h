@@ -52,11 +52,22 @@ void normalise(const T *x, const T *delta, T *total, const float *weight, T *out
     }
 }
 
+// What a cache of e4m3 divides one layer's keys and values by before it rounds them; of latents by `key`.
+struct Divisors {
+    float key = 1.f, value = 1.f;
+};
+
+// Numbers that go into a cache of type C, in place.
+template <typename C> void divide(float *x, float divisor, int64_t dim) {
+    if constexpr (std::is_same_v<C, e4m3>)
+        for (int64_t i = 0; i < dim; i += LANES) store(x + i, load(x + i) / divisor);
+}
+
 // One head: times `scale` and a weight if there is one, then rotation of element i with element i + dim / 2. float32 in
-// between.
+// between. A cache of e4m3 takes it divided.
 template <typename T, typename C>
 void rotate_head(const T *x, C *out, float *scale_out, const float *weight, float scale, const float *cosine,
-                 const float *sine, int64_t dim) {
+                 const float *sine, int64_t dim, float divisor = 1.f) {
     const int64_t half = dim / 2;
     float lane[1024], rotated[1024];
     for (int64_t i = 0; i < dim; i += LANES)
@@ -74,6 +85,7 @@ void rotate_head(const T *x, C *out, float *scale_out, const float *weight, floa
             rotated[i + half] = b * c + a * s;
         }
     }
+    divide<C>(rotated, divisor, dim);
     put_row(out, scale_out, rotated, dim);
 }
 
@@ -97,7 +109,8 @@ template <typename T> struct HeadNorm {
 // One token: q rotated to `q`, k and v to their slot of the cache.
 template <typename T, typename C>
 void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int64_t at, const float *cosine,
-                  const float *sine, const float *q_norm, const float *k_norm, float eps, bool wide) {
+                  const float *sine, const float *q_norm, const float *k_norm, float eps, bool wide,
+                  Divisors divisors) {
     const int64_t dim = s.head_dim, block = at / s.block_size, slot = at % s.block_size;
     const HeadNorm<T> queries(qkv, q_norm, s.num_heads, dim, eps, wide);
     const HeadNorm<T> keys(qkv + s.num_heads * dim, k_norm, s.num_kv_heads, dim, eps, wide);
@@ -107,13 +120,14 @@ void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int6
         C *region = kv + s.region<C>((block * s.num_layers + layer) * s.num_kv_heads + h);
         C *to = region + slot * 2 * dim;
         float *scale = s.scales(region) + slot;
-        rotate_head(keys.x + h * dim, to, scale, keys.weight_of(h), keys.scale_of(h), cosine, sine, dim);
+        rotate_head(keys.x + h * dim, to, scale, keys.weight_of(h), keys.scale_of(h), cosine, sine, dim, divisors.key);
         const T *value = qkv + (s.num_heads + s.num_kv_heads + h) * dim;
         if constexpr (std::is_same_v<T, C>) {
             std::memcpy(to + dim, value, dim * sizeof(T));
         } else {
             float wide[1024];
             put_row(wide, nullptr, value, dim);
+            divide<C>(wide, divisors.value, dim);
             put_row(to + dim, scale + s.block_size, wide, dim);
         }
     }
@@ -122,12 +136,12 @@ void rotate_token(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, int6
 template <typename T, typename C>
 void rotate_and_write(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, const int64_t *slots,
                       const float *cosine, const float *sine, const float *q_norm, const float *k_norm, float eps,
-                      bool wide, int64_t tokens, int threads) {
+                      bool wide, Divisors divisors, int64_t tokens, int threads) {
     const int64_t half = s.head_dim / 2, stride = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && tokens * stride > 32768)
     for (int64_t t = 0; t < tokens; t++)
         rotate_token(qkv + t * stride, q + t * s.num_heads * s.head_dim, kv, s, layer, slots[t], cosine + t * half,
-                     sine + t * half, q_norm, k_norm, eps, wide);
+                     sine + t * half, q_norm, k_norm, eps, wide, divisors);
 }
 
 // One token of a model with latents: `latent_dim` numbers normalised, the others rotated, to their slot of the cache;
@@ -135,7 +149,8 @@ void rotate_and_write(const T *qkv, T *q, C *kv, const Shape &s, int64_t layer, 
 // and of the rotated ends of q [num_heads][query_dim].
 template <typename T, typename C>
 void write_latent(const T *q, const T *absorbed, const T *latent, T *queries, C *kv, const Shape &s, int64_t query_dim,
-                  int64_t layer, int64_t at, const float *cosine, const float *sine, const float *norm, float eps) {
+                  int64_t layer, int64_t at, const float *cosine, const float *sine, const float *norm, float eps,
+                  float divisor) {
     const int64_t rank = s.latent_dim, dim = s.head_dim, block = at / s.block_size, slot = at % s.block_size;
     for (int64_t h = 0; h < s.num_heads; h++) {
         std::memcpy(queries + h * dim, absorbed + h * rank, rank * sizeof(T));
@@ -145,21 +160,21 @@ void write_latent(const T *q, const T *absorbed, const T *latent, T *queries, C 
     if constexpr (SCALE<C> == 0) { // latents are not cached in int8
         C *to = kv + s.region<C>((block * s.num_layers + layer) * s.num_kv_heads) + slot * s.slot();
         const float scale = inverse_norm(latent, rank, eps);
-        for (int64_t i = 0; i < rank; i += LANES) store(to + i, load(latent + i) * scale * load(norm + i));
-        rotate_head(latent + rank, to + rank, nullptr, nullptr, 0.f, cosine, sine, dim - rank);
+        for (int64_t i = 0; i < rank; i += LANES) store(to + i, load(latent + i) * scale * load(norm + i) / divisor);
+        rotate_head(latent + rank, to + rank, nullptr, nullptr, 0.f, cosine, sine, dim - rank, divisor);
     }
 }
 
 template <typename T, typename C>
 void write_latents(const T *q, const T *absorbed, const T *latents, T *queries, C *kv, const Shape &s,
                    int64_t query_dim, int64_t layer, const int64_t *slots, const float *cosine, const float *sine,
-                   const float *norm, float eps, int64_t tokens, int threads) {
+                   const float *norm, float eps, float divisor, int64_t tokens, int threads) {
     const int64_t half = (s.head_dim - s.latent_dim) / 2;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && tokens * s.num_heads * s.head_dim > 32768)
     for (int64_t t = 0; t < tokens; t++)
         write_latent(q + t * s.num_heads * query_dim, absorbed + t * s.num_heads * s.latent_dim,
                      latents + t * s.head_dim, queries + t * s.num_heads * s.head_dim, kv, s, query_dim, layer,
-                     slots[t], cosine + t * half, sine + t * half, norm, eps);
+                     slots[t], cosine + t * half, sine + t * half, norm, eps, divisor);
 }
 
 template <typename T> void gate(const T *gate_up, T *out, int64_t rows, int64_t width, Epilogue kind, int threads) {

@@ -39,8 +39,8 @@ struct Field {
 constexpr Field OP_FIELDS[] = {
     {"Op", 0, sizeof(Op)}, FIELD(Op, kind),    FIELD(Op, rows),  FIELD(Op, input), FIELD(Op, output),
     FIELD(Op, extra),      FIELD(Op, extra2),  FIELD(Op, width), FIELD(Op, layer), FIELD(Op, window),
-    FIELD(Op, flags),      FIELD(Op, weights), FIELD(Op, scale), FIELD(Op, eps),   FIELD(Op, per_token),
-    FIELD(Op, units),
+    FIELD(Op, flags),      FIELD(Op, weights), FIELD(Op, scale), FIELD(Op, eps),   FIELD(Op, value_scale),
+    FIELD(Op, per_token),  FIELD(Op, units),
 };
 constexpr Field STEP_FIELDS[] = {
     {"Step", 0, sizeof(Step)}, FIELD(Step, num_rows), FIELD(Step, num_sampled), FIELD(Step, token_ids),
@@ -93,7 +93,7 @@ const Field *diptych_fields(const char *name, int64_t *count) {
 void diptych_attend(int type, int kv_type, const void *q, int64_t q_stride, void *out, const void *kv,
                     const int64_t *spans, const int32_t *tables, const int32_t *units, int64_t num_units,
                     const int64_t *shape, int64_t layer, int64_t window, float scale, float softcap, const float *sinks,
-                    int threads) {
+                    float value_scale, int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
     const Span *span = reinterpret_cast<const Span *>(spans);
@@ -102,7 +102,7 @@ void diptych_attend(int type, int kv_type, const void *q, int64_t q_stride, void
         typedef typename decltype(types)::Element T;
         typedef typename decltype(types)::Cached C;
         const Attention<T, C> attention{(const T *)q, q_stride, (T *)out, (const C *)kv, span, tables, s,
-                                        layer,        window,   scale,    softcap, sinks};
+                                        layer,        window,   scale,    softcap, sinks, value_scale};
         attend(attention, unit, num_units, threads);
     });
 }
@@ -117,29 +117,29 @@ void diptych_rms_norm(int type, const void *x, const void *delta, void *total, c
 
 void diptych_rotate_and_write(int type, int kv_type, const void *qkv, void *q, void *kv, const int64_t *shape,
                               int64_t layer, const int64_t *slots, const float *cosine, const float *sine,
-                              const float *q_norm, const float *k_norm, float eps, int wide, int64_t tokens,
-                              int threads) {
+                              const float *q_norm, const float *k_norm, float eps, int wide, float key_scale,
+                              float value_scale, int64_t tokens, int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
     by_types(type, kv_type, [&](auto types) {
         typedef typename decltype(types)::Element T;
         typedef typename decltype(types)::Cached C;
         rotate_and_write((const T *)qkv, (T *)q, (C *)kv, s, layer, slots, cosine, sine, q_norm, k_norm, eps, wide != 0,
-                         tokens, threads);
+                         {key_scale, value_scale}, tokens, threads);
     });
 }
 
 void diptych_write_latents(int type, int kv_type, const void *q, const void *absorbed, const void *latents,
                            void *queries, void *kv, const int64_t *shape, int64_t query_dim, int64_t layer,
                            const int64_t *slots, const float *cosine, const float *sine, const float *norm, float eps,
-                           int64_t tokens, int threads) {
+                           float scale, int64_t tokens, int threads) {
     Shape s;
     std::memcpy(&s, shape, sizeof s);
     by_types(type, kv_type, [&](auto types) {
         typedef typename decltype(types)::Element T;
         typedef typename decltype(types)::Cached C;
         write_latents((const T *)q, (const T *)absorbed, (const T *)latents, (T *)queries, (C *)kv, s, query_dim,
-                      layer, slots, cosine, sine, norm, eps, tokens, threads);
+                      layer, slots, cosine, sine, norm, eps, scale, tokens, threads);
     });
 }
 

@@ -238,7 +238,7 @@ private:
     }
 
     // in: q, k, v of a token; q rotated to out, k and v into the cache. weights: cosines, sines, and a pair of norms
-    // or null; flags: 1 where they are of all heads as one.
+    // or null; flags: 1 where they are of all heads as one; scale, value_scale: what keys and values are divided by.
     void rotate(const Op &op, int64_t first, int64_t last) const {
         const float *const *norms = static_cast<const float *const *>(op.weights[2]);
         const int64_t dim = shape.head_dim, half = dim / 2, stride = (shape.num_heads + 2 * shape.num_kv_heads) * dim;
@@ -247,12 +247,13 @@ private:
             rotate_token(buffer<const T>(op.input) + row * stride, buffer(op.output) + row * shape.num_heads * dim,
                          static_cast<C *>(step.kv), shape, op.layer, step.slots[row],
                          static_cast<const float *>(op.weights[0]) + at, static_cast<const float *>(op.weights[1]) + at,
-                         norms ? norms[0] : nullptr, norms ? norms[1] : nullptr, float(op.eps), op.flags & 1);
+                         norms ? norms[0] : nullptr, norms ? norms[1] : nullptr, float(op.eps), op.flags & 1,
+                         {float(op.scale), float(op.value_scale)});
         }
     }
 
     // in: queries, `extra`: what their parts without rotation became, `extra2`: latents, which go into the cache; whole
-    // queries to out. weights: cosines, sines, the latents' norm.
+    // queries to out. weights: cosines, sines, the latents' norm; scale: what latents are divided by.
     void latents(const Op &op, int64_t first, int64_t last) const {
         const int64_t half = (shape.head_dim - shape.latent_dim) / 2, heads = shape.num_heads;
         for (int64_t row = first; row < last; row++) {
@@ -263,7 +264,7 @@ private:
                          buffer(op.output) + row * heads * shape.head_dim, static_cast<C *>(step.kv), shape,
                          op.per_token, op.layer, step.slots[row], static_cast<const float *>(op.weights[0]) + at,
                          static_cast<const float *>(op.weights[1]) + at, static_cast<const float *>(op.weights[2]),
-                         float(op.eps));
+                         float(op.eps), float(op.scale));
         }
     }
 
@@ -287,7 +288,8 @@ private:
                 op.window,
                 float(op.scale),
                 float(op.eps), // the softcap
-                static_cast<const float *>(op.weights[0])};
+                static_cast<const float *>(op.weights[0]),
+                float(op.value_scale)};
     }
 
     // width: how many experts there are; chosen to out, shares to extra. weights: corrections or null, Routing.

@@ -35,6 +35,7 @@ struct Op {
     int64_t width, layer, window, flags;
     const void *weights[3];
     double scale, eps;
+    double value_scale; // of ROTATE and ATTEND
     int64_t per_token; // experts of a row: its copies, of which each has a row in a buffer; 0 where there is none;
                        // of HEADS how many there are, of LATENTS the numbers of a head of the input
     int64_t units;     // the buffer of ExpertUnits, or -1

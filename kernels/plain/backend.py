@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.kernels import AttentionRule, HeadNorms, LatentNorm
+from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, KVScales, LatentNorm
 from kernels.interface.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
 from kernels.plain.host_plan import HostPlan
 from kernels.plain.seats import fill_rows as fill_rows
@@ -245,6 +245,7 @@ def rotate_and_write(
     layer: int,
     slots: Tensor,
     norms: HeadNorms | None,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     kv_heads, size = kv.shape[2], kv.shape[3]
     heads = qkv.shape[1] // head_dim_of(kv) - 2 * kv_heads
@@ -256,6 +257,8 @@ def rotate_and_write(
         qk = qkv[:, :-kv_heads]
     qk = _rotated(qk, cos, sin)
     new = torch.stack((qk[:, heads:], qkv[:, -kv_heads:].float()), dim=2)  # [T, Hkv, 2, D]
+    if scales != UNSCALED:
+        new = new / torch.tensor(scales, device=new.device)[:, None]
     _write(new, kv[:, layer], slots // size, slots % size)
     return qk[:, :heads].to(qkv.dtype)
 
@@ -277,6 +280,7 @@ def write_latents(
     layer: int,
     slots: Tensor,
     norm: LatentNorm,
+    scale: float = 1.0,
 ) -> Tensor:
     tokens, rope, size = len(latents), 2 * cos.shape[1], kv.shape[3]
     rank = latents.shape[1] - rope
@@ -286,6 +290,8 @@ def write_latents(
     wide = latents[:, :rank].float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
     new = torch.cat((normed, _rotated(latents[:, None, rank:], cos, sin)[:, 0]), dim=-1)
+    if scale != 1.0:
+        new = new / torch.tensor(scale, device=new.device)
     _write(new[:, None, None], kv[:, layer], slots // size, slots % size)
     return torch.cat((absorbed, rotated), dim=-1)
 

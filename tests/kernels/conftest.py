@@ -70,10 +70,12 @@ class Case:
         self.q = torch.randn(rows, heads, dim, generator=random).to(dtype)
 
     def run(
-        self, backend: Any, layer: int = 1, *, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
-    ) -> Tensor:
+        self, backend: Any, layer: int = 1, *, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None,
+        k_scale: float = 1.0, v_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         plan = backend.plan_attention(self.spans, self.layout, self.heads, torch.device("cpu"))
-        rule = AttentionRule(self.layout.head_dim**-0.5, window, softcap, sinks, latent_dim=self.layout.latent_dim)
+        scale, latent_dim = self.layout.head_dim**-0.5, self.layout.latent_dim
+        rule = AttentionRule(scale, window, softcap, sinks, k_scale, v_scale, latent_dim)
         out: Tensor = backend.paged_attention(self.q, self.kv, layer, plan, rule)
         return out
 

@@ -17,7 +17,7 @@ SIZES = [(4, 48, 32, 16), (16, 576, 512, 64), (3, 40, 24, 32), (24, 80, 64, 16)]
 """Heads, numbers of a key, those that are its value, block size: DeepSeek's second, one that no vector fits third."""
 
 
-def difference(case: Any, out: Tensor) -> float:
+def difference(case: Any, out: Tensor, **scales: float) -> float:
     expected = reference.paged_attention(
         case.q.double(),
         case.kv,
@@ -25,6 +25,7 @@ def difference(case: Any, out: Tensor) -> float:
         case.spans,
         scale=case.layout.head_dim**-0.5,
         latent_dim=case.layout.latent_dim,
+        **scales,
     )
     assert out.shape == expected.shape
     return float((out.double() - expected).abs().max())
@@ -44,6 +45,8 @@ def test_attention_over_float8(make_case: Any, each_backend: Any) -> None:
     case = make_case(SPANS[:4], heads=16, kv_heads=1, dim=80, latent_dim=64, dtype=torch.bfloat16)
     case.kv = case.kv.to(torch.float8_e4m3fn)
     assert difference(case, case.run(each_backend)) < 3e-2
+    scales = {"k_scale": 1.6, "v_scale": 0.7}
+    assert difference(case, case.run(each_backend, **scales), **scales) < 3e-2
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -65,8 +68,8 @@ def test_a_row_is_the_same_in_every_batch(make_case: Any, native: Kernels, dtype
 
 @pytest.mark.parametrize(("rank", "rope"), [(32, 16), (512, 64), (24, 10)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept", ["same", "float8"])
-def test_writing(each_backend: Any, rank: int, rope: int, dtype: torch.dtype, kept: str) -> None:
+@pytest.mark.parametrize(("kept", "scale"), [("same", 1.0), ("float8", 1.0), ("float8", 0.3)])
+def test_writing(each_backend: Any, rank: int, rope: int, dtype: torch.dtype, kept: str, scale: float) -> None:
     tokens, heads, nope = 5, 3, 20
     cache = dtype if kept == "same" else torch.float8_e4m3fn
     kv = torch.full((4, 2, 1, 16, 1, rank + rope), float("nan")).to(cache)
@@ -74,13 +77,13 @@ def test_writing(each_backend: Any, rank: int, rope: int, dtype: torch.dtype, ke
     latents, weight = torch.randn(tokens, rank + rope).to(dtype) * 3, torch.rand(rank) + 0.5
     angles, slots = torch.rand(tokens, rope // 2) * 6, torch.tensor([3, 17, 18, 63, 0])
     inputs = (q, absorbed, latents, angles.cos(), angles.sin())
-    found = each_backend.write_latents(*inputs, kv, 1, slots, LatentNorm(weight, 1e-6))
+    found = each_backend.write_latents(*inputs, kv, 1, slots, LatentNorm(weight, 1e-6), scale)
     wide = torch.full(kv.shape, float("nan"), dtype=torch.float64)
     expected = reference.write_latents(*(x.double() for x in inputs), wide, 1, slots, weight, 1e-6)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
     tolerance = 0.07 if kept == "float8" else tolerance
-    torch.testing.assert_close(kv.double(), wide, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(kv.double() * scale, wide, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import AttentionRule, HeadNorms, KVLayout, QuerySpan
+from kernels import AttentionRule, HeadNorms, KVLayout, KVScales, QuerySpan
 from kernels.cpu.backend import native_backend
 from kernels.interface.kv_region import numbers_of, packed, scales_of, unpacked
 from kernels.plain import backend as torch_backend
@@ -47,7 +47,10 @@ def test_head_sizes(each_backend: Any, dim: int, dtype: torch.dtype, kv_dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"window": 33}, {"softcap": 5.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 33}, {"softcap": 5.0}, {"k_scale": 0.5, "v_scale": 1.5}, {"k_scale": 1.75, "softcap": 5.0}],
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (9, 3), (8, 1)])
 def test_groups_windows_and_softcap(
     each_backend: Any, heads: int, kv_heads: int, options: dict[str, Any], dtype: torch.dtype, kv_dtype: torch.dtype
@@ -121,6 +124,22 @@ def test_what_is_stored_is_the_nearest_number(each_backend: Any) -> None:
     assert torch.equal(kv[0, 0, 0, :, 1].float().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
     assert torch.equal(kv[0, 0, 0, :, 0].float()[:-1], expected[:-1])
     assert kv[0, 0, 0, -1, :, -1].float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_stored_is_the_nearest_number_to_the_quotient(each_backend: Any, dtype: torch.dtype) -> None:
+    """Bit for bit torch's division and rounding, of keys and values that no scale of the other kind touches."""
+    numbers, scales = torch.randn(37, 64).to(dtype) * 30, KVScales(0.0371, 0.213)
+    kv = torch.zeros(3, 2, 2, 16, 2, 64, dtype=FP8)
+    qkv, cos, sin = torch.cat((numbers,) * 6, 1), torch.ones(37, 32), torch.zeros(37, 32)
+    q = each_backend.rotate_and_write(qkv, cos, sin, kv, 1, torch.arange(37), None, scales)
+    assert torch.equal(q, numbers[:, None].expand(37, 2, 64))
+    found = kv[:, 1].float().transpose(1, 2).reshape(48, 2, 2, 64)[:37]
+    for part, scale in enumerate(scales):
+        expected = (numbers.float() / torch.tensor(scale)).clamp(-448, 448).to(FP8).float()
+        assert 448 in expected.abs() or part == 1
+        assert torch.equal(found[:, :, part], expected[:, None].expand(37, 2, 64))
+    assert not kv[:, 0].float().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,6 +18,7 @@ from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.model_files.files import ModelFiles
 from common.runner.runner import ModelRunner
+from kernels import KVScales
 
 
 def files_of(folder: Path) -> ModelFiles:
@@ -77,9 +78,15 @@ class Pool:
     """A runner, and block tables drawn in random order from its cache."""
 
     def __init__(
-        self, model: Decoder, *, num_blocks: int = 96, block_size: int = 16, kv_dtype: torch.dtype | None = None
+        self,
+        model: Decoder,
+        *,
+        num_blocks: int = 96,
+        block_size: int = 16,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: Sequence[KVScales] = (),
     ) -> None:
-        self.kv = KVCache(model.config, num_blocks, block_size, kv_dtype or model.dtype)
+        self.kv = KVCache(model.config, num_blocks, block_size, kv_dtype or model.dtype, scales=kv_scales)
         self.kv.tensor.fill_(
             -1 if self.kv.dtype == torch.int8 else float("nan")
         )  # nothing may be read that was not written

@@ -20,7 +20,7 @@ from common.model.load import load_model
 from common.model_files.config import from_hf
 from common.runner.loaded import LoadedModel
 from common.runner.runner import ModelRunner
-from kernels import Routing, route
+from kernels import KVScales, Routing, route
 from kernels.cpu.backend import native_backend
 
 from ...families import CASES
@@ -102,12 +102,17 @@ def test_kimi_is_a_third_deepseek(third: Path, tmp_path: Path) -> None:
     assert Pool(load(configured(third, tmp_path / "k2", model_type="kimi_k2"))).greedy(prompt(50), 12) == tokens
 
 
-def test_a_float8_cache_is_nearly_right(third: Path) -> None:
+@pytest.mark.parametrize("scales", [(), (KVScales(0.0371, 9.0), KVScales(0.3, 5.0), KVScales(3.1, 0.01))])
+def test_a_float8_cache_is_nearly_right(third: Path, scales: tuple[KVScales, ...]) -> None:
+    """Latents are divided by the scale of keys, whatever that of values is; operation by operation as in a program."""
     model = load(third)
     tokens = Pool(model).greedy(prompt(60), 8)
     exact = logits_along(Pool(model), prompt(60), tokens)
-    near = logits_along(Pool(model, kv_dtype=torch.float8_e4m3fn), prompt(60), tokens)
+    near = logits_along(Pool(model, kv_dtype=torch.float8_e4m3fn, kv_scales=scales), prompt(60), tokens)
     assert 1e-4 < float((near - exact).abs().mean()) < 0.25 * float(exact.std())
+    model.run_by_operation()
+    again = logits_along(Pool(model, kv_dtype=torch.float8_e4m3fn, kv_scales=scales), prompt(60), tokens)
+    assert torch.equal(near, again)
 
 
 def test_block_wise_float8(third: Path, tmp_path: Path) -> None:

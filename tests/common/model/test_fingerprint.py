@@ -38,6 +38,20 @@ def test_a_cache_of_the_models_type_is_that_of_earlier_versions() -> None:
     assert layout_fingerprint(**FIELDS) == "79b8ac32629766dd2e32638cbd35eecc"
 
 
+def test_scales_count_each_in_its_place() -> None:
+    """Without any the fingerprint is that of earlier versions."""
+    small = FIELDS | {"kv_dtype": "fp8"}
+    scales = [
+        ((0.5, 0.25), (0.5, 0.25)),
+        ((0.25, 0.5), (0.5, 0.25)),
+        ((0.5, 0.25), (0.5, 0.250001)),
+        ((0.5, 0.25),),
+        (),
+    ]
+    assert len({layout_fingerprint(**small, kv_scales=each) for each in scales}) == len(scales)
+    assert layout_fingerprint(**small, kv_scales=()) == layout_fingerprint(**small)
+
+
 def test_fields_do_not_run_into_each_other() -> None:
     joined = FIELDS | {"model_id": "mabc", "weights_hash": ""}
     assert layout_fingerprint(**joined) != layout_fingerprint(**FIELDS)

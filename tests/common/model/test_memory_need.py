@@ -133,7 +133,7 @@ def test_layers_that_are_not_read_are_not_counted() -> None:
 )
 def test_kv_by_the_settings(settings: dict[str, Any], kv: int) -> None:
     files, form = resolve_model("tiny-random"), WeightForm("float32", "cpu", "none")
-    need = need_of(files, PrefillWorkerConfig(**settings), form)
+    need = need_of(files, PrefillWorkerConfig(**settings), form, settings.get("kv_cache_dtype", "float32"))
     assert need.kv == kv
     assert need.weights == weight_bytes(files, form) // settings.get("tensor_parallel_size", 1)
     assert need.total == need.weights + kv + REST_BYTES
@@ -154,7 +154,8 @@ def test_a_draft_head_counts(tiny_folder: Path, tmp_path: Path) -> None:
 def test_a_draft_model_counts() -> None:
     files, form = resolve_model("tiny-random"), WeightForm("float32", "cpu", "none")
     config = DecodeWorkerConfig(num_blocks=10, draft_model="tiny-random", draft_quantization="none")
-    alone, both = (need_of(files, config, form, draft) for draft in (None, DraftPlan.of(files, config, "float32")))
+    drafts = (None, DraftPlan.of(files, config, "float32"))
+    alone, both = (need_of(files, config, form, "float32", draft) for draft in drafts)
     assert (both.weights, both.kv) == (2 * alone.weights, 2 * alone.kv)
 
 

@@ -17,7 +17,7 @@ from common.kv.cache import KVCache
 from common.model.load import load_model
 from common.model_files.tiny import make_tiny_model
 from common.runner.kernel_check import check_model_kernels
-from kernels import AttentionRule, Experts
+from kernels import UNSCALED, AttentionRule, Experts, KVScales
 from kernels.agreement import run
 from kernels.agreement.attention import attention_checks
 from kernels.agreement.experts import experts_check
@@ -49,7 +49,8 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shape_of(**options: Any) -> CheckedShape:
     rule = AttentionRule(0.25, options.pop("window", 0), options.pop("softcap", 0.0), options.pop("sinks", None))
-    rule = rule._replace(latent_dim=options.get("latent_dim", 0))
+    k_scale, v_scale = options.get("scales", UNSCALED)
+    rule = rule._replace(latent_dim=options.get("latent_dim", 0), k_scale=k_scale, v_scale=v_scale)
     usual: dict[str, Any] = {
         **{"num_heads": 4, "rules": [LayerRule(1, rule)], "dtype": torch.float32, "hidden_size": 24, "widths": [40]},
         **{"activation": "silu", "vocab_size": 300, "eps": 1e-5, "longest": 4096, "device_kernels": True},
@@ -79,6 +80,12 @@ def problems(shape: CheckedShape, kv: torch.Tensor) -> list[str]:
         ({"softcap": 5.0, "sinks": torch.tensor([-3.0, 0.0, 4.0, 9.0])}, {"dim": 24}),
         ({"dtype": torch.bfloat16, "quantised_wire": True}, {"dtype": torch.bfloat16, "size": 64}),
         ({"dtype": torch.bfloat16}, {"dtype": torch.float8_e4m3fn, "size": 32}),
+        ({"dtype": torch.bfloat16, "scales": KVScales(0.0031, 0.017)}, {"dtype": torch.float8_e4m3fn}),
+        ({"scales": KVScales(7.0, 0.3)}, {"dtype": torch.float8_e4m3fn}),
+        (
+            {"latent_dim": 16, "query_dim": 20, "scales": KVScales(0.04, 0.04)},
+            {"dim": 24, "dtype": torch.float8_e4m3fn},
+        ),
         ({"vocab_size": 0, "longest": 7}, {"num_blocks": 2}),
         ({"latent_dim": 16, "query_dim": 20}, {"dim": 24}),
         (
@@ -90,6 +97,33 @@ def problems(shape: CheckedShape, kv: torch.Tensor) -> list[str]:
 def test_right_kernels_agree_and_leave_zeros(options: dict[str, Any], kv: dict[str, Any]) -> None:
     made = latents if "latent_dim" in options else cache
     assert problems(shape_of(**options), made(**kv)) == []
+
+
+@pytest.mark.parametrize("unheard", ["k_scale", "v_scale"])
+def test_a_scale_that_is_not_multiplied_by_is_seen(unheard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = triton_backend.paged_attention
+    monkeypatch.setattr(
+        triton_backend,
+        "paged_attention",
+        lambda q, kv, layer, plan, rule: right(q, kv, layer, plan, rule._replace(**{unheard: 1.0})),
+    )
+    found = [
+        one.kernel
+        for one in check_kernels(shape_of(scales=KVScales(0.02, 0.03)), cache(torch.float8_e4m3fn))
+        if one.problem
+    ]
+    assert found == ["decode attention", "prefill attention"]
+
+
+def test_a_scale_that_is_not_divided_by_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = triton_backend.rotate_and_write
+    monkeypatch.setattr(triton_backend, "rotate_and_write", lambda *given: right(*given[:-1]))
+    found = [
+        one.kernel
+        for one in check_kernels(shape_of(scales=KVScales(1.0, 0.3)), cache(torch.float8_e4m3fn))
+        if one.problem
+    ]
+    assert found == ["rotary embedding and KV write"]
 
 
 def test_sequences_of_several_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +229,8 @@ def test_keys_that_land_in_a_slot_beside_theirs(monkeypatch: pytest.MonkeyPatch)
     right = triton_backend.rotate_and_write
 
     def beside(*arguments: Any) -> torch.Tensor:
-        *first, slots, norms = arguments
-        return right(*first, slots.where(slots < 0, slots ^ 1), norms)
+        *first, slots, norms, scales = arguments
+        return right(*first, slots.where(slots < 0, slots ^ 1), norms, scales)
 
     monkeypatch.setattr(triton_backend, "rotate_and_write", beside)
     (found,) = problems(shape_of(vocab_size=0), cache())

@@ -81,8 +81,8 @@ def test_what_latents_do_not_have_is_refused(make_case: Any, device: torch.devic
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept", ["same", "float8"])
-def test_writing(device: torch.device, dtype: torch.dtype, kept: str) -> None:
+@pytest.mark.parametrize(("kept", "scale"), [("same", 1.0), ("float8", 1.0), ("float8", 0.3)])
+def test_writing(device: torch.device, dtype: torch.dtype, kept: str, scale: float) -> None:
     """As plain torch does; a token without a slot is padding."""
     tokens, heads, nope, rank, rope = 4, 5, 20, 40, 12
     cache = dtype if kept == "same" else torch.float8_e4m3fn
@@ -91,11 +91,11 @@ def test_writing(device: torch.device, dtype: torch.dtype, kept: str) -> None:
     angles, slots = torch.rand(tokens, rope // 2) * 6, torch.tensor([3, 17, -1, 63])
     inputs = [t.to(device) for t in (q, absorbed, made, angles.cos(), angles.sin())]
     kv = torch.full((4, 2, 1, 16, 1, rank + rope), float("nan")).to(cache).to(device)
-    found = write_latents(*inputs, kv, 1, slots.to(device), LatentNorm(weight.to(device), 1e-6)).cpu()
+    found = write_latents(*inputs, kv, 1, slots.to(device), LatentNorm(weight.to(device), 1e-6), scale).cpu()
     kept_rows = torch.tensor([0, 1, 3])
     expected_kv = torch.full(kv.shape, float("nan")).to(cache)
     rows = [t.cpu()[kept_rows] for t in inputs]
-    expected = plain.write_latents(*rows, expected_kv, 1, slots[kept_rows], LatentNorm(weight, 1e-6))
+    expected = plain.write_latents(*rows, expected_kv, 1, slots[kept_rows], LatentNorm(weight, 1e-6), scale)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype] if kept == "same" else 0.08
     torch.testing.assert_close(found[kept_rows].float(), expected.float(), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(kv.cpu().float(), expected_kv.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -146,6 +146,7 @@ def test_writing_compiled(cache: str) -> None:
         **dict.fromkeys(("q", "absorbed", "latents", "queries"), "*bf16"),
         **dict.fromkeys(("cos", "sin", "norm"), "*fp32"),
         **{"kv": f"*{cache}", "slots": "*i64", "layer": "i32", "num_layers": "i32", "eps": "fp32"},
+        "k_scale": "fp32",
     }
     width, heads, warps = latent_tile(128, 512)
     constants = {

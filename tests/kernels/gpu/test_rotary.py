@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import HeadNorms
+from kernels import HeadNorms, KVScales
 from kernels.gpu.rotary import rotate_and_write
 from kernels.plain import reference
 
@@ -83,7 +83,7 @@ def test_a_cache_of_float8(device: torch.device, dtype: torch.dtype) -> None:
     reference.rotate_and_write(qkv.float(), cos, sin, plain, LAYER, slots)
     kv = torch.zeros(plain.shape, dtype=torch.float8_e4m3fn, device=device)
     there = (t.to(device) for t in (qkv, cos, sin))
-    rotate_and_write(*there, kv, LAYER, slots.to(device), None, 0.25, 0.5)
+    rotate_and_write(*there, kv, LAYER, slots.to(device), None, KVScales(0.25, 0.5))
     stored = plain / torch.tensor([0.25, 0.5]).view(2, 1)
     found = kv.cpu().float()
     assert (found.abs() == 448).sum() == 2

@@ -16,6 +16,7 @@ from common.kv.cache import SMALL_DTYPES
 from common.model.batch import SequenceChunk
 from common.model_files.tiny import make_tiny_model
 from common.wire.sampling_params import SamplingParams
+from kernels import KVScales
 from kernels import device as device_module
 from kernels.dispatch import backend
 from kernels.gpu import backend as triton_backend
@@ -29,6 +30,7 @@ from ...common.model.generation import (
     transformers_greedy,
     transformers_model,
 )
+from ...common.weight_formats.kv_scaled import scales_of_layers
 from ...families import CASES
 from ...oracle import Oracle, generate
 from .conftest import ON_GPU
@@ -81,13 +83,14 @@ def test_latents(tmp_path: Path, calls: Counter[str], name: str) -> None:
 
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
-def test_a_cache_of_8_bits(tmp_path: Path, calls: Counter[str]) -> None:
+@pytest.mark.parametrize("scales", [(), scales_of_layers(4)])
+def test_a_cache_of_8_bits(tmp_path: Path, calls: Counter[str], scales: tuple[KVScales, ...]) -> None:
     """Logits of a prefill in chunks and of steps after it, but for numbers near to a border between two of 8 bits."""
     model, tokens = load(make_tiny_model(tmp_path / "model")), prompt(40)
     pool, exact, oracle = (
-        Pool(model, kv_dtype=SMALL_DTYPES["fp8"]),
+        Pool(model, kv_dtype=SMALL_DTYPES["fp8"], kv_scales=scales),
         Oracle(model),
-        Oracle(model, kv_dtype=SMALL_DTYPES["fp8"]),
+        Oracle(model, kv_dtype=SMALL_DTYPES["fp8"], kv_scales=scales),
     )
     table = pool.table(len(tokens))
     rows = [pool.runner.forward([SequenceChunk(tokens[:20], 0, table, all_logits=True)])]
