@@ -146,14 +146,14 @@ def test_giving_up_late_harms_nobody(engine: Rig) -> None:
 
 def test_an_announcement_nobody_asked_for_is_refused_in_time(engine: Rig) -> None:
     engine.peer.open("unknown", 3)
-    engine.until(lambda: engine.engine._transfers._early)
+    engine.until(lambda: engine.engine._transfers.incoming._early)
     engine.later(grants.EARLY_OPEN_S + 1)
     assert "unknown request" in engine.peer.read().reason
 
 
 def test_a_refused_request_refuses_its_announcement(engine: Rig) -> None:
     engine.peer.open("a", 3)
-    engine.until(lambda: engine.engine._transfers._early)
+    engine.until(lambda: engine.engine._transfers.incoming._early)
     engine.ask([999] * 40, remote=True)
     engine.until(lambda: engine.failures())
     assert "outside of the vocabulary" in engine.peer.read().reason
@@ -161,9 +161,9 @@ def test_a_refused_request_refuses_its_announcement(engine: Rig) -> None:
 
 def test_an_announcement_taken_back_is_forgotten(engine: Rig) -> None:
     engine.peer.open("a", 3)
-    engine.until(lambda: engine.engine._transfers._early)
+    engine.until(lambda: engine.engine._transfers.incoming._early)
     engine.peer.send(KVFailed(request_id="a", attempt=0, reason="aborted"))
-    engine.until(lambda: not engine.engine._transfers._early)
+    engine.until(lambda: not engine.engine._transfers.incoming._early)
     assert not engine.peer.socket.poll(0)
 
 
@@ -171,5 +171,5 @@ def test_announcements_nobody_asked_for_are_bounded(engine: Rig, monkeypatch: py
     monkeypatch.setattr(grants, "MAX_EARLY_OPENS", 4)
     for number in range(6):
         engine.peer.open(f"unknown{number}", 1)
-    engine.until(lambda: len(engine.engine._transfers._early) == 4 and engine.peer.socket.poll(0))
+    engine.until(lambda: len(engine.engine._transfers.incoming._early) == 4 and engine.peer.socket.poll(0))
     assert engine.peer.read().request_id == "unknown0"

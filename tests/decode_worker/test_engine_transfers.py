@@ -35,7 +35,7 @@ def test_the_announcement_may_come_first(engine: Rig) -> None:
     tokens = prompt(40)
     engine.compute(tokens)
     engine.peer.open("a", 3)
-    engine.until(lambda: engine.engine._transfers._early)
+    engine.until(lambda: engine.engine._transfers.incoming._early)
     engine.ask(tokens, remote=True)
     engine.until(lambda: engine.peer.socket.poll(0))
     engine.ship(tokens, engine.peer.read().first_block)
@@ -203,7 +203,7 @@ def test_a_prefill_worker_that_is_not_needed_hears_so(engine: Rig, early: bool) 
     engine.turn(4)
     if early:
         engine.peer.open("a", 3, attempt=1)
-        engine.gently(lambda: engine.engine._transfers._early)
+        engine.gently(lambda: engine.engine._transfers.incoming._early)
     engine.ask(prompt(40), attempt=1, remote=True, max_tokens=400)
     if not early:
         engine.peer.open("a", 3, attempt=1)

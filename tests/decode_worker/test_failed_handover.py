@@ -25,7 +25,7 @@ from .handover_pair import Pair, Rig
 
 def test_a_target_of_another_life_refuses(pair: Pair) -> None:
     pair.start()
-    pair.new.engine._transfers._epoch = 8
+    pair.new.engine._transfers.incoming._epoch = 8
     pair.hand_over()
     pair.goes_on(why="boot epoch")
 
@@ -73,7 +73,7 @@ def test_a_hand_over_that_takes_too_long(pair: Pair) -> None:
     pair.old.tell(pair.order("a", len(pair.old.tokens()), 1, 0, 32))  # no request at the target
     pair.old.turn(2)
     pair.old.later(31.0)
-    pair.wait(lambda: pair.old.failures() and not pair.new.engine._transfers._early)
+    pair.wait(lambda: pair.old.failures() and not pair.new.engine._transfers.incoming._early)
     pair.goes_on(why="took longer than 30 s")
 
 
@@ -246,6 +246,6 @@ def test_a_stream_that_loses_its_blocks_meanwhile_stays(make_engine: Callable[..
     pair.old.tell(pair.order("b", len(pair.old.tokens("b")), 1, 0, 128))  # no request at the target
     wait(lambda: pair.old.failures("b"), pair.old.turn)
     assert "its blocks are needed" in pair.old.failures("b")[0].message
-    pair.until(lambda: not pair.new.engine._transfers._early)
+    pair.until(lambda: not pair.new.engine._transfers.incoming._early)
     pair.finish("a")
     pair.finish("b")

@@ -84,17 +84,18 @@ def test_a_device_that_fails_at_the_end_leaves_no_thread(
     ahead: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, ended = ahead(), []
+    ends = [engine.engine._transfers.incoming, engine.engine._transfers.outgoing]
 
     def close() -> None:
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as broken:
         broken.setattr(engine.device, "close", close)
-        for owner in (engine.engine._transfers, engine.engine._handovers):
+        for owner in ends:
             broken.setattr(type(owner), "stop", lambda owner: ended.append(owner))
         with pytest.raises(RuntimeError, match="the device is gone"):
             engine.engine.close()
-    assert ended == [engine.engine._transfers, engine.engine._handovers]
+    assert ended == ends
 
 
 def test_blocks_of_a_finished_sequence_linger_until_its_last_step_ended(ahead: Callable[..., Rig]) -> None:

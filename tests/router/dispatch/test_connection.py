@@ -9,11 +9,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from common.wire.codec import decode, encode
+from common.wire.codec import MAX_IN_A_ROW, decode, encode
 from common.wire.curve import Curve
 from common.wire.curve_keys import KeyPair
 from common.wire.messages import AbortRequest, RequestFailed, RouterHeartbeat
-from router.fleet.worker_connection import BURST, ConnectionEvents, WorkerConnection
+from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
 
 
 class Recorder:
@@ -129,7 +129,7 @@ async def test_more_than_a_burst_is_read_in_order(wire, tools):
     name, _ = await router.recv_multipart()
     failures = [
         RequestFailed(worker_id="w", request_id=str(number), attempt=0, phase="decode", message="x", retryable=True)
-        for number in range(3 * BURST)
+        for number in range(3 * MAX_IN_A_ROW)
     ]
     for failed in failures:
         await router.send_multipart([name, encode(failed)])
