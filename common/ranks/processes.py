@@ -27,7 +27,7 @@ from common.machine.child_process import ChildProcess
 from common.model_files.files import ModelFiles
 from common.ranks.links.admission import LINKS
 from common.ranks.links.channel import RANK_END_S, Channel
-from common.ranks.links.pulse import QUIET_S, SILENT_S, RankPulse
+from common.ranks.links.pulse import QUIET_S, SILENT_S, SignsOfLife
 from common.ranks.meeting import Meeting
 from common.ranks.rank_hosts import JoinedHost, links_of
 from common.runner.largest_steps import LargestSteps
@@ -92,7 +92,7 @@ class OtherRank:
     name: str
     steps: Channel
     adapters: Channel
-    pulse: RankPulse
+    pulse: SignsOfLife
     child: ChildProcess | None = None
     blocks: Channel | None = None
 
@@ -105,7 +105,7 @@ class OtherRank:
             given = (theirs.fileno(), their_orders.fileno())
             child.launch([sys.executable, "-P", "-m", "common.ranks", *map(str, given)], pass_fds=given)
         steps, adapters = Channel(ours, child.name), Channel(our_orders, child.name)
-        return cls(child.name, steps, adapters, RankPulse(steps), child)
+        return cls(child.name, steps, adapters, SignsOfLife(steps), child)
 
     @property
     def channels(self) -> Sequence[Channel]:
@@ -146,7 +146,7 @@ class RankProcesses:
         for plan in plans:
             if (plan.rank, "steps") in links:
                 steps, adapters, blocks = (links[plan.rank, purpose] for purpose in LINKS)
-                self._ranks.append(OtherRank(steps.peer, steps, adapters, RankPulse(steps), blocks=blocks))
+                self._ranks.append(OtherRank(steps.peer, steps, adapters, SignsOfLife(steps), blocks=blocks))
             else:
                 self._ranks.append(OtherRank.start(plan.rank))
         for plan, rank in zip(plans, self._ranks, strict=True):

@@ -28,7 +28,7 @@ def give_pulse(channel: Channel) -> None:
         channel.try_send(SIGN)
 
 
-class RankPulse:
+class SignsOfLife:
     """Rank 0's side. For any thread."""
 
     def __init__(self, channel: Channel, clock: Callable[[], float] = time.monotonic) -> None:

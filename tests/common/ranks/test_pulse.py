@@ -9,7 +9,7 @@ import pytest
 
 from common.ranks.links import pulse
 from common.ranks.links.channel import Channel
-from common.ranks.links.pulse import LOOK_S, RankPulse, give_pulse
+from common.ranks.links.pulse import LOOK_S, SignsOfLife, give_pulse
 
 
 class Clock:
@@ -31,7 +31,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_silence_is_counted_until_the_next_sign(ends: tuple[Channel, Channel]) -> None:
     clock = Clock()
-    seen = RankPulse(ends[0], clock)
+    seen = SignsOfLife(ends[0], clock)
     for expected in (1.0, 2.0, 3.0):
         clock.now += 1.0
         assert seen.silent_s() == expected
@@ -44,7 +44,7 @@ def test_silence_is_counted_until_the_next_sign(ends: tuple[Channel, Channel]) -
 
 def test_a_rank_0_that_was_stopped_itself_does_not_take_that_for_silence(ends: tuple[Channel, Channel]) -> None:
     clock = Clock()
-    seen = RankPulse(ends[0], clock)
+    seen = SignsOfLife(ends[0], clock)
     clock.now += 3600.0
     assert seen.silent_s() == LOOK_S
     clock.now += 3600.0
