@@ -208,6 +208,7 @@ class Decoder(ABC):
             window=config.layer_windows[index],
             softcap=config.attention_softcap,
             sinks=weights.sinks,
+            batch_invariant=weights.output.batch_invariant,
         )
         rows = self.wanted(index, mixed.flatten(1), step)
         return self._summed(weights.output(rows, change=self._change(step, index, "output")))

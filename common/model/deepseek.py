@@ -27,7 +27,13 @@ class DeepSeek(Llama):
         growth = step.growth.get(config.layer_ropes[index])  # of Mistral Small 4
         queries = queries if growth is None else queries * growth
         summed = paged_attention(
-            queries, step.kv, index, step.plan, scale=config.attention_scale, latent_dim=config.latent_dim
+            queries,
+            step.kv,
+            index,
+            step.plan,
+            scale=config.attention_scale,
+            latent_dim=config.latent_dim,
+            batch_invariant=weights.output.batch_invariant,
         )
         return self._summed(weights.output(latent.expand(self.wanted(index, summed.flatten(1), step))))
 
