@@ -147,7 +147,7 @@ def _moved(parts: list[Tensor], device: torch.device) -> list[Tensor]:
     """Tables of whole numbers as int32 on the device, by one copy."""
     sizes = [-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in parts]
     host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for part, room in zip(parts, host.split(sizes), strict=True):
+    for part, room in zip(parts, torch.split(host, sizes), strict=True):
         room[: part.numel()] = part.flatten()
-    there = host.to(device, non_blocking=True).split(sizes)
+    there = torch.split(host.to(device, non_blocking=True), sizes)
     return [room[: part.numel()].view(part.shape) for part, room in zip(parts, there, strict=True)]

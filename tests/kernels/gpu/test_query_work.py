@@ -91,7 +91,7 @@ def test_every_tile_meets_all_keys_and_every_row_all_partial_results(tiling: Til
             cuts.sort()
             assert cuts[0][0] == split[i][0] and cuts[-1][1] >= sum(SPANS[i][1:])
             assert len(cuts) == split[i][2] and all(a[1] == b[0] for a, b in pairwise(cuts))
-        read = []
+        read: list[int] = []
         for (row, one, _), (count, first) in zip(part.rows.tolist(), part.splits.tolist(), strict=True):
             assert one == 1
             parts = [written[first + j] for j in range(count)]

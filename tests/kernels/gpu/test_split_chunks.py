@@ -42,9 +42,9 @@ def test_chunks_behind_prefixes(
     make_case: Any, device: torch.device, rounds: list[int], block: int, dtype: torch.dtype
 ) -> None:
     """Of odd lengths, with the diagonal in one split and in two, beside spans that are not split and single rows."""
-    case = make_case([(13, 250), (1, 30), (2, 126), (37, 171), (5, 13), (3, 381)], block=block, dtype=dtype)
+    case = make_case([(13, 250), (1, 30), (2, 126), (20, 181), (5, 13), (3, 381)], block=block, dtype=dtype)
     assert error(case, attend(case, device)) < TOLERANCE[dtype]
-    assert rounds == [13 + 2 + 37 + 3]
+    assert rounds == [13 + 2 + 20 + 3]
 
 
 @pytest.mark.parametrize("block", [32, 48, 128])
@@ -62,8 +62,8 @@ def test_head_sizes(make_case: Any, device: torch.device, rounds: list[int], dim
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (20, 1)])
 def test_head_groups(make_case: Any, device: torch.device, rounds: list[int], heads: int, kv_heads: int) -> None:
     """In tiles of several tokens, the last of which is not full."""
-    case = make_case([(18, 205), (3, 140)], heads=heads, kv_heads=kv_heads, dtype=torch.float16)
-    assert error(case, attend(case, device)) < 2e-3 and rounds == [21]
+    case = make_case([(7, 205), (2, 140)], heads=heads, kv_heads=kv_heads, dtype=torch.float16)
+    assert error(case, attend(case, device)) < 2e-3 and rounds == [9]
 
 
 @pytest.mark.parametrize("window", [130, 200, 250])
@@ -71,7 +71,7 @@ def test_head_groups(make_case: Any, device: torch.device, rounds: list[int], he
 def test_windows(make_case: Any, device: torch.device, rounds: list[int], window: int, dtype: torch.dtype) -> None:
     """Some rows see nothing of the first splits, some nothing of the last. Blocks and slots that a window has left
     behind may be anyone's: table entries are not followed, and NaN is not read."""
-    case = make_case([(63, 329), (2, 162), (9, 130)], block=64, dtype=dtype)
+    case = make_case([(45, 345), (2, 162), (9, 130)], block=64, dtype=dtype)
     for i, span in enumerate(case.spans):
         left = max(0, span.start + 1 - window)
         gone, slots = left // 64, left % 64
@@ -81,7 +81,7 @@ def test_windows(make_case: Any, device: torch.device, rounds: list[int], window
     case.kv = case.kv.nan_to_num(0.0)
     for i, span in enumerate(case.spans):
         case.spans[i] = span._replace(block_table=[max(0, block) for block in span.block_table])
-    assert error(case, out, window=window) < TOLERANCE[dtype] and rounds and rounds[0] >= 65
+    assert error(case, out, window=window) < TOLERANCE[dtype] and rounds and rounds[0] == 56
 
 
 def test_softcap_and_sinks(make_case: Any, device: torch.device, rounds: list[int]) -> None:
@@ -145,7 +145,7 @@ def test_a_chunk_does_not_depend_on_its_batch(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, rounds: list[int], window: int
 ) -> None:
     """Bit for bit: alone, among others, in another order, in rounds of its own."""
-    case = make_case([(13, 250), (40, 9), (1, 327), (37, 171), (3, 140)], heads=9, kv_heads=3, dtype=torch.float16)
+    case = make_case([(13, 250), (40, 9), (1, 327), (20, 181), (3, 140)], heads=3, kv_heads=1, dtype=torch.float16)
     spans, together = case.spans, attend(case, device, window=window)
     case.spans = spans[::-1]
     assert torch.equal(attend(case, device, window=window), together)
@@ -156,7 +156,7 @@ def test_a_chunk_does_not_depend_on_its_batch(
     rounds.clear()
     monkeypatch.setattr(query_work, "MOST_PARTIALS", 1)
     case.spans = spans
-    assert torch.equal(attend(case, device, window=window), together) and rounds == [13, 37, 3]
+    assert torch.equal(attend(case, device, window=window), together) and rounds == [13, 20, 3]
 
 
 def test_with_batch_invariance_a_row_does_not_depend_on_its_chunk(
