@@ -65,9 +65,10 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     latent_dim: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """See `Kernels.paged_attention` and `AttentionRule`."""
-    rule = AttentionRule(scale, window, softcap, sinks, k_scale, v_scale, latent_dim)
+    rule = AttentionRule(scale, window, softcap, sinks, k_scale, v_scale, latent_dim, batch_invariant)
     return backend(q.device.type).paged_attention(q, kv, layer, plan, rule)
 
 

@@ -111,6 +111,28 @@ def prefill_case(backend: Any, shape: GPUShape, length: int, device: torch.devic
     )
 
 
+def small_chunk_case(backend: Any, shape: GPUShape, device: torch.device) -> KernelCase:
+    """A few rows behind a long prefix, whose keys are split; beside the same with keys that are not."""
+    rows, start = shape.small_chunk
+    num_bytes = (rows + start) * shape.token_bytes + 2 * rows * shape.num_heads * shape.head_dim * shape.dtype.itemsize
+    inputs = PagedInputs(shape, [(rows, start)], copies(num_bytes, shape.rotate_bytes), device)
+    return KernelCase(
+        "small chunk attention",
+        f"{rows:,} behind {start:,}",
+        num_bytes,
+        2 * rows * (2 * start + rows + 1) * shape.num_heads * shape.head_dim,
+        _paged_calls(backend, inputs),
+        lambda: (
+            _matches_torch(backend, inputs, shape.dtype)
+            or _matches_torch(backend, inputs, shape.dtype, batch_invariant=True)
+        ),
+        {
+            "not split": lambda: _paged_calls(backend, inputs, batch_invariant=True),
+            "torch sdpa": lambda: _sdpa_calls(inputs, causal=True),
+        },
+    )
+
+
 def awkward_problem(backend: Any, shape: GPUShape, device: torch.device, *, short: bool) -> str:
     """Check sequences of odd lengths in one batch against the token-by-token reference in float64; "" or the error."""
     sizes, windows = (SHORT_AWKWARD, SHORT_WINDOWS) if short else (AWKWARD, AWKWARD_WINDOWS)
@@ -127,21 +149,21 @@ def awkward_problem(backend: Any, shape: GPUShape, device: torch.device, *, shor
     return ""
 
 
-def _paged_calls(backend: Any, inputs: PagedInputs) -> list[Call]:
+def _paged_calls(backend: Any, inputs: PagedInputs, *, batch_invariant: bool = False) -> list[Call]:
     plan = backend.plan_attention(inputs.spans, inputs.layout, inputs.num_heads, inputs.device)
+    rule = AttentionRule(inputs.scale, batch_invariant=batch_invariant)
     return [
-        lambda layer=layer: backend.paged_attention(
-            inputs.q[layer], inputs.kv, layer, plan, AttentionRule(inputs.scale)
-        )  # type: ignore[misc]
+        lambda layer=layer: backend.paged_attention(inputs.q[layer], inputs.kv, layer, plan, rule)  # type: ignore[misc]
         for layer in range(inputs.layout.num_layers)
     ]
 
 
-def _matches_torch(backend: Any, inputs: PagedInputs, dtype: torch.dtype) -> str:
+def _matches_torch(backend: Any, inputs: PagedInputs, dtype: torch.dtype, *, batch_invariant: bool = False) -> str:
     """Check the last layer against plain torch in float32; "" or the error."""
     layer, heads, device = inputs.layout.num_layers - 1, inputs.num_heads, inputs.device
     plan = backend.plan_attention(inputs.spans, inputs.layout, heads, device)
-    found = backend.paged_attention(inputs.q[layer], inputs.kv, layer, plan, AttentionRule(inputs.scale))
+    rule = AttentionRule(inputs.scale, batch_invariant=batch_invariant)
+    found = backend.paged_attention(inputs.q[layer], inputs.kv, layer, plan, rule)
     layout = KVLayout(inputs.layout.num_blocks, 1, *inputs.layout[2:])
     plain = torch_backend.plan_attention(inputs.spans, layout, heads, device)
     kv = inputs.kv[:, layer : layer + 1].float().contiguous()
@@ -158,7 +180,13 @@ def _sdpa_calls(inputs: PagedInputs, *, causal: bool) -> list[Call]:
         keys, values = inputs.contiguous(layer)
         spans = len(inputs.spans)
         query = inputs.q[layer].view(spans, -1, *inputs.q.shape[2:]).transpose(1, 2).contiguous()
-        return lambda: functional.scaled_dot_product_attention(query, keys, values, is_causal=causal, enable_gqa=True)
+        if not causal or inputs.spans[0].start == 0:
+            return lambda: functional.scaled_dot_product_attention(
+                query, keys, values, is_causal=causal, enable_gqa=True
+            )
+        last = torch.arange(query.shape[2], device=inputs.device) + inputs.spans[0].start
+        mask = torch.arange(keys.shape[2], device=inputs.device) <= last[:, None]  # its own causal mask begins at key 0
+        return lambda: functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
     return [call(layer) for layer in range(count)]
 

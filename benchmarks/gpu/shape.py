@@ -31,6 +31,7 @@ class GPUShape:
     decode_context: int
     prefill_lengths: tuple[int, ...]
     prefill_chunk: int
+    small_chunk: tuple[int, int]  # rows of a chunk, and tokens before it
     rotate_bytes: int  # of inputs between two uses of the same memory: several times the L2 cache
     copy_bytes: int
     matmul_size: int
@@ -114,6 +115,7 @@ LLAMA_8B = GPUShape(
     decode_context=4096,
     prefill_lengths=(1024, 4096, 8192),
     prefill_chunk=8192,
+    small_chunk=(64, 32_768),
     rotate_bytes=512 * 2**20,
     copy_bytes=2 * 2**30,
     matmul_size=8192,
@@ -137,6 +139,7 @@ DRY = GPUShape(
     decode_context=20,
     prefill_lengths=(9,),
     prefill_chunk=8,
+    small_chunk=(4, 2044),
     rotate_bytes=1,
     copy_bytes=2**16,
     matmul_size=64,

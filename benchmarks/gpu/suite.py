@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import report
-from benchmarks.gpu.attention import awkward_problem, decode_case, prefill_case
+from benchmarks.gpu.attention import awkward_problem, decode_case, prefill_case, small_chunk_case
 from benchmarks.gpu.case import KernelCase, MakeCase, words_of
 from benchmarks.gpu.chip import measure_chip, numbered, versions
 from benchmarks.gpu.elementwise import elementwise_cases
@@ -138,6 +138,7 @@ class Suite:
             yield partial(decode_case, triton_backend, shape, batch, device)
         for length in shape.prefill_lengths:
             yield partial(prefill_case, triton_backend, shape, length, device)
+        yield partial(small_chunk_case, triton_backend, shape, device)
         yield from elementwise_cases(triton_backend, shape, device)
         yield from held_cases(triton_backend, shape, device)
         yield from experts_cases(triton_backend, shape, device)

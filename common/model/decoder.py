@@ -225,6 +225,7 @@ class Decoder(ABC):
             sinks=weights.sinks,
             k_scale=scales.key,
             v_scale=scales.value,
+            batch_invariant=weights.output.batch_invariant,
         )
         rows = self.wanted(index, mixed.flatten(1), step)
         return self._summed(weights.output(rows, change=self._change(step, index, "output")))

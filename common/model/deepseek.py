@@ -36,6 +36,7 @@ class DeepSeek(Llama):
             k_scale=scale,
             v_scale=scale,
             latent_dim=config.latent_dim,
+            batch_invariant=weights.output.batch_invariant,
         )
         return self._summed(weights.output(latent.expand(self.wanted(index, summed.flatten(1), step))))
 

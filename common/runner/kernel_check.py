@@ -54,7 +54,7 @@ def checked_shape(model: RunnableModel, kv: KVCache, *, samples: bool) -> Checke
     scales = kv.scales[-1]
     return CheckedShape(
         num_heads=config.num_heads,
-        rules=layer_rules(config, kv),
+        rules=layer_rules(config, kv, batch_invariant=_is_batch_invariant(model)),
         dtype=model.dtype,
         hidden_size=config.hidden_size,
         widths=gated_widths(config),
@@ -72,12 +72,21 @@ def checked_shape(model: RunnableModel, kv: KVCache, *, samples: bool) -> Checke
     )
 
 
-def layer_rules(config: ModelConfig, kv: KVCache) -> list[LayerRule]:
+def _is_batch_invariant(model: RunnableModel) -> bool:
+    weights = getattr(model, "weights", None)  # a model that only waits has none
+    return weights is not None and weights.layers[0].output.batch_invariant
+
+
+def layer_rules(config: ModelConfig, kv: KVCache, *, batch_invariant: bool = False) -> list[LayerRule]:
     """The last layer of each window, with its scales."""
     random = torch.Generator().manual_seed(SEED)
     sinks = torch.randn(config.num_heads, generator=random).to(kv.device) if config.sinks else None
     rule = AttentionRule(
-        config.attention_scale, softcap=config.attention_softcap, sinks=sinks, latent_dim=config.latent_dim
+        config.attention_scale,
+        softcap=config.attention_softcap,
+        sinks=sinks,
+        latent_dim=config.latent_dim,
+        batch_invariant=batch_invariant,
     )
     last = {window: layer for layer, window in enumerate(config.layer_windows)}
     found = []

@@ -18,6 +18,8 @@ from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 TIMED_TOKENS = 16
 """Tokens of the timed step: so many that computing takes time beside reading the weights."""
+SMALL_CHUNK, SMALL_CHUNKS = 16, 32
+"""Tokens of a chunk whose keys a GPU's attention splits, and how many chunks take all the room that it has for that."""
 SAMPLED = (
     SamplingParams(max_tokens=1, temperature=0.0),
     SamplingParams(max_tokens=1, temperature=1.0),
@@ -60,14 +62,17 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples:
 def run_every_kind(
     runner: ModelRunner, num_tokens: int, num_rows: int = 1, *, samples: bool = True, draws: bool = True
 ) -> None:
-    """Runs the largest step, one with a prompt's logits, `num_rows` at the longest sequence's end, each kind of draw.
+    """Runs the largest step, one with a prompt's logits, small chunks and `num_rows` at the longest sequence's end, and
+    each kind of draw.
 
-    Without `draws` it runs the same steps beside a rank that has their logits, and so draws. Those rows need the most
-    room that attention over splits may take, and sampling them the most that a step draws in.
+    Without `draws` it runs the same steps beside a rank that has their logits, and so draws. Those chunks and rows need
+    the most room that attention over splits may take, and sampling the rows the most that a step draws in.
     """
     longest = min(runner.model.config.max_model_len, runner.kv.num_blocks * runner.kv.block_size)
     table = range(-(-longest // runner.kv.block_size))
     runner.forward(largest_step(num_tokens, longest, runner.kv))
+    small = min(SMALL_CHUNK, longest, num_tokens)
+    runner.forward([SequenceChunk((0,) * small, longest - small, table)] * min(SMALL_CHUNKS, num_tokens // small))
     if not samples:
         runner.forward([SequenceChunk((0,) * min(num_tokens, longest), 0, table, all_logits=True)])
         runner.forward([SequenceChunk((0,), longest - 1, table)] * num_rows)

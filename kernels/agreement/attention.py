@@ -23,6 +23,10 @@ QUERY_SCALE = 2.0
 """Of random queries: scores of some spread, so that a wrong scale changes the weights."""
 SPLIT = 515
 """Tokens of a sequence that decode attention cuts into two."""
+SPLIT_CHUNK = 2109
+"""Tokens of a sequence at whose end a chunk of a few rows has its keys split."""
+FEW_ROWS = 9
+"""So few that each model's heads make few programs of them."""
 
 
 class Size(NamedTuple):
@@ -39,10 +43,12 @@ def decode_sizes(block_size: int, window: int, most: int) -> list[Size]:
 
 
 def prefill_sizes(block_size: int, window: int, most: int) -> list[Size]:
-    """A prompt that ends inside of a block, and a chunk behind a prefix, in which a window begins to leave keys out."""
+    """A prompt that ends inside of a block; a chunk behind a prefix, in which a window begins to leave keys out, and
+    one whose keys are split. Through a window of as many keys that chunk's are."""
     rows = max(2, min(block_size + 13, most))
     start = max(0, min(max(SPLIT - rows // 2, window - 10), most - 2 * rows - block_size))
-    return [Size(rows, 0), Size(min(37, rows), start)]
+    split = [Size(FEW_ROWS, SPLIT_CHUNK - FEW_ROWS)] if most >= SPLIT_CHUNK and not window else []
+    return [Size(rows, 0), Size(min(37, rows), start), *split]
 
 
 def attention_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Check]:

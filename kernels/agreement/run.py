@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kernels.agreement.attention import SPLIT, attention_checks
+from kernels.agreement.attention import SPLIT_CHUNK, attention_checks
 from kernels.agreement.elementwise import elementwise_checks
 from kernels.agreement.gate import Check, Finding, Poisoned
 from kernels.agreement.poisoned_cache import PoisonedCache
@@ -31,7 +31,7 @@ def check_kernels(shape: CheckedShape, kv: Tensor, more: Iterable[Check] = ()) -
     random = torch.Generator().manual_seed(SEED)
     windows = [kind.rule.window for kind in shape.rules]
     on_host = kv.device.type == "cpu"
-    tokens = HOST_TOKENS if on_host else TOKENS_BESIDE + max(SPLIT, *windows, 0)
+    tokens = HOST_TOKENS if on_host else TOKENS_BESIDE + max(SPLIT_CHUNK, *windows, 0)
     with on_device(kv.device), torch.inference_mode():
         cache = PoisonedCache(kv, -(-tokens // kv.shape[3]) + 8, random, shape.latent_dim)
         findings: list[Finding] = []

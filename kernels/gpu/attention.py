@@ -36,12 +36,12 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule
     if q.stride(2) != 1:
         q = q.contiguous()
     out = torch.empty((*q.shape[:2], rule.latent_dim or q.shape[2]), dtype=q.dtype, device=q.device)
-    scores = Scores.of(kv, rule)
+    scores, split = Scores.of(kv, rule), not rule.batch_invariant
     if rule.latent_dim:
-        latent_attention(q, kv, layer, plan, scores, out)
+        latent_attention(q, kv, layer, plan, scores, out, split=split)
         return out
     if plan.single and plan.num_spans:
         decode_attention(q, kv, layer, plan, scores, out)
     if plan.wide:
-        prefill_attention(q, kv, layer, plan, scores, out)
+        prefill_attention(q, kv, layer, plan, scores, out, split=split)
     return out

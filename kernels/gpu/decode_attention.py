@@ -122,6 +122,14 @@ def attend_splits(
 
 
 @triton.jit
+def store_partials(partial, lse, i_place, b_m, b_l, b_acc, m_q, o_d, m_m, DIM: tl.constexpr):
+    """Of rows [M] that may have seen no key, at int64 i_place [M]: then zeros, which weigh nothing."""
+    b_l = tl.where(b_l > 0.0, b_l, 1.0)
+    tl.store(partial + i_place[:, None] * DIM + o_d[None, :], b_acc / b_l[:, None], mask=m_q)
+    tl.store(lse + i_place, b_m + tl.log2(b_l), mask=m_m)
+
+
+@triton.jit
 def reduce_splits(
     spans, splits, sinks, partial, lse, out, v_scale,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
@@ -180,8 +188,14 @@ def decode_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: S
         FP8_BITS=scores.fp8_bits, num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip
     if places:
-        reduce_splits[(plan.num_spans, heads)](
-            plan.spans, work.splits, scores.sinks, partial, lse, out, scores.v_scale,
-            NUM_HEADS=heads, HEAD_DIM=dim, BLOCK_D=padded, CHUNK=REDUCE_CHUNK, SINKS=scores.sinks is not None,
-            num_warps=2, enable_fp_fusion=False,
-        )  # fmt: skip
+        combine(plan.spans, work.splits, partial, lse, scores, out)
+
+
+def combine(rows: Tensor, splits: Tensor, partial: Tensor, lse: Tensor, scores: Scores, out: Tensor) -> None:
+    """Sums up the partial results of `rows`, which are spans of one row, into out [T, num_heads, head_dim]."""
+    heads, dim = out.shape[1:]
+    reduce_splits[(len(rows), heads)](
+        rows, splits, scores.sinks, partial, lse, out, scores.v_scale,
+        NUM_HEADS=heads, HEAD_DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), CHUNK=REDUCE_CHUNK,
+        SINKS=scores.sinks is not None, num_warps=2, enable_fp_fusion=False,
+    )  # fmt: skip

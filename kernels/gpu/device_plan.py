@@ -13,14 +13,13 @@ import functools
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
+from kernels.gpu.query_work import ALIGNMENT, QueryWork, Tiling, query_work
 from kernels.gpu.work_list import SPLIT_TOKENS, DecodeWork, num_places
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.host_copies import Staging
 
 SPAN_FIELDS = 3  # row, num_rows, start
-ALIGNMENT = 4  # numbers in 16 bytes: kernels are compiled anew for pointers that are less aligned
 INTERPRETED_SMS = 2  # stands for the number of multiprocessors where tensors are the CPU's
 
 
@@ -67,7 +66,7 @@ class GPUPlan(AttentionPlan):
         self._memory, self._host_copies = memory, host_copies
         self._host_spans: list[tuple[int, int, int]] = []
         self._decode_work: dict[int, DecodeWork] = {}
-        self._query_tiles: dict[int, Tensor] = {}
+        self._query_work: dict[tuple[Tiling, int, bool], QueryWork] = {}
 
     @classmethod
     def empty(cls, num_spans: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:
@@ -130,7 +129,7 @@ class GPUPlan(AttentionPlan):
         rows[len(spans) :] = 0
         self._staging.send(self._tables_at + len(spans) * self.width)
         self._host_spans = [(span.row, span.num_rows, span.start) for span in spans]
-        self._query_tiles.clear()
+        self._query_work.clear()
 
     @property
     def num_rows(self) -> int:
@@ -154,18 +153,9 @@ class GPUPlan(AttentionPlan):
             self._decode_work[window] = work
         return self._decode_work[window]
 
-    def query_tiles(self, tokens: int) -> Tensor:
-        """Tiles of up to `tokens` query rows of the wider spans, int32 [N, 2]: span, first row; the longest first."""
-        if tokens not in self._query_tiles:
-            tiles = [
-                (-(start + min(first + tokens, count)), i, first)
-                for i, (_, count, start) in enumerate(self._host_spans)
-                if count > 1
-                for first in range(0, count, tokens)
-            ]
-            tiles.sort()
-            host = torch.tensor([tile[1:] for tile in tiles], dtype=torch.int32).view(-1, 2)
-            if self.device.type == "cuda":
-                host = host.pin_memory()
-            self._query_tiles[tokens] = host.to(self.device, non_blocking=True)
-        return self._query_tiles[tokens]
+    def query_work(self, tiling: Tiling, window: int, *, split: bool) -> QueryWork:
+        """The tiles of the wider spans, and the splits of those whose keys are split, if any may be."""
+        key = (tiling, window, split)
+        if key not in self._query_work:
+            self._query_work[key] = query_work(self._host_spans, tiling, window, self.device, split=split)
+        return self._query_work[key]

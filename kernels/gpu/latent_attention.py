@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.decode_attention import MIN_ROWS, REDUCE_CHUNK, reduce_splits
+from kernels.gpu.decode_attention import MIN_ROWS, combine, store_partials
 from kernels.gpu.device_plan import GPUPlan
+from kernels.gpu.prefill_attention import run_query_work
+from kernels.gpu.query_work import Tiling
 from kernels.gpu.scores import Scores, capability
 from kernels.gpu.tiles.key_tile import dequantised, product
 from kernels.gpu.tiles.rounding import rounded
@@ -149,19 +151,24 @@ def attend_latent_splits(
 
 @triton.jit(do_not_specialize=["layer", "table_width"])
 def attend_latent_tiles(
-    q, kv, block_tables, spans, tiles, out,
+    q, kv, block_tables, spans, tiles, partial, lse, out,
     layer, table_width, scale, v_scale, stride_q_row, stride_q_head,
     NUM_LAYERS: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FP8_BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FP8_BITS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program a (tile of queries, GROUP heads): keys that all rows see, and the diagonal."""
+    """One program a (tile of queries, GROUP heads): keys that all rows see, and the diagonal.
+
+    SPLIT: tiles are items of `SplitRows`, whose keys alone go into partial results, as in `attend_query_tiles`.
+    """
+    FIELDS: tl.constexpr = 6 if SPLIT else 2
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     GROUPS: tl.constexpr = (NUM_HEADS + GROUP - 1) // GROUP
     LAYER_STRIDE: tl.constexpr = BLOCK_SIZE * (RANK + ROPE)
     BLOCK_STRIDE: tl.constexpr = NUM_LAYERS * LAYER_STRIDE
     i_tile, i_group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
-    i_span, i_token = tl.load(tiles + i_tile * 2), tl.load(tiles + i_tile * 2 + 1)
+    p_tile = tiles + i_tile * FIELDS
+    i_span, i_token = tl.load(p_tile), tl.load(p_tile + 1)
     p_span = spans + i_span * 3
     i_row, num_rows, position = tl.load(p_span).to(tl.int64), tl.load(p_span + 1), tl.load(p_span + 2)
     p_table = block_tables + i_span.to(tl.int64) * table_width
@@ -180,34 +187,46 @@ def attend_latent_tiles(
     high = tl.minimum(position + o_token, last)[:, None] + 1  # [BLOCK_M, 1]: a row sees keys 0 .. high - 1
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     end = last + 1
+    begin = 0
+    stop = end
+    if SPLIT:
+        begin, split_end = tl.load(p_tile + 2), tl.load(p_tile + 3)
+        diagonal = tl.minimum(tl.maximum(diagonal, begin), split_end)
+        stop = tl.minimum(end, split_end)
 
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for i_n in tl.range(0, diagonal, BLOCK_N, num_stages=STAGES):
+    for i_n in tl.range(begin, diagonal, BLOCK_N, num_stages=STAGES):
         b_m, b_l, b_acc = attend_latents(
             b_qc, b_qr, b_m, b_l, b_acc, p_kv, p_table, i_n, end, high, scale,
             BLOCK_STRIDE, BLOCK_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, BLOCK_N, FP8_BITS, False,
         )  # fmt: skip
-    for i_n in tl.range(diagonal, end, BLOCK_N, num_stages=1):
+    for i_n in tl.range(diagonal, stop, BLOCK_N, num_stages=1):
         b_m, b_l, b_acc = attend_latents(
             b_qc, b_qr, b_m, b_l, b_acc, p_kv, p_table, i_n, end, high, scale,
             BLOCK_STRIDE, BLOCK_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, BLOCK_N, FP8_BITS, True,
         )  # fmt: skip
 
-    b_out = b_acc / b_l[:, None] * v_scale
-    p_out = out + ((i_row + o_token) * NUM_HEADS + o_head)[:, None] * RANK + o_c[None, :]
-    tl.store(p_out, rounded(b_out, out.dtype.element_ty), mask=m_c)
+    if SPLIT:
+        i_place = tl.load(p_tile + 4) + (o_token - i_token) * tl.load(p_tile + 5)  # [BLOCK_M]
+        i_place = i_place.to(tl.int64) * NUM_HEADS + o_head
+        store_partials(partial, lse, i_place, b_m, b_l, b_acc, m_c, o_c, m_m, RANK)
+    else:
+        p_out = out + ((i_row + o_token) * NUM_HEADS + o_head)[:, None] * RANK + o_c[None, :]
+        tl.store(p_out, rounded(b_acc / b_l[:, None] * v_scale, out.dtype.element_ty), mask=m_c)
 
 
-def latent_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
+def latent_attention(
+    q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor, *, split: bool
+) -> None:
     """Rows of the plan's spans into out [T, num_heads, rank], contiguous. ValueError for what latents do not have."""
     if scores.window or scores.softcap or scores.sinks is not None:
         raise ValueError("attention over latents has no window, no softcap and no sinks")
     if plan.single and plan.num_spans:
         _decode(q, kv, layer, plan, scores, out)
     if plan.wide:
-        _prefill(q, kv, layer, plan, scores, out)
+        _prefill(q, kv, layer, plan, scores, out, split)
 
 
 def _decode(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
@@ -225,26 +244,26 @@ def _decode(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, ou
         **_sizes(kv, rank, config.tile, scores.fp8_bits), num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip
     if places:
-        reduce_splits[(plan.num_spans, heads)](
-            plan.spans, work.splits, None, partial, lse, out, scores.v_scale,
-            NUM_HEADS=heads, HEAD_DIM=rank, BLOCK_D=max(16, triton.next_power_of_2(rank)), CHUNK=REDUCE_CHUNK,
-            SINKS=False, num_warps=2, enable_fp_fusion=False,
-        )  # fmt: skip
+        combine(plan.spans, work.splits, partial, lse, scores, out)
 
 
-def _prefill(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
+def _prefill(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor, split: bool) -> None:
     heads, rank = out.shape[1:]
     config = prefill_config(q.dtype)
     group = min(heads, config.rows)
-    tiles = plan.query_tiles(config.rows // group)
-    if not len(tiles):
-        return
-    attend_latent_tiles[(len(tiles) * triton.cdiv(heads, group),)](
-        q, scores.storage(kv), plan.block_tables, plan.spans, tiles, out,
-        layer, plan.width, scores.scale, scores.v_scale, q.stride(0), q.stride(1),
-        NUM_LAYERS=kv.shape[1], NUM_HEADS=heads, GROUP=group, BLOCK_M=config.rows, STAGES=config.stages,
-        **_sizes(kv, rank, config.tile, scores.fp8_bits), num_warps=config.warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    groups = triton.cdiv(heads, group)
+    work = plan.query_work(Tiling(config.rows // group, groups, heads), 0, split=split)
+
+    def attend(tiles: Tensor, partial: Tensor | None, lse: Tensor | None) -> None:
+        attend_latent_tiles[(len(tiles) * groups,)](
+            q, scores.storage(kv), plan.block_tables, plan.spans, tiles, partial, lse, out,
+            layer, plan.width, scores.scale, scores.v_scale, q.stride(0), q.stride(1),
+            NUM_LAYERS=kv.shape[1], NUM_HEADS=heads, GROUP=group, BLOCK_M=config.rows, STAGES=config.stages,
+            SPLIT=partial is not None, **_sizes(kv, rank, config.tile, scores.fp8_bits), num_warps=config.warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+    run_query_work(work, attend, scores, out)
 
 
 def _sizes(kv: Tensor, rank: int, tile: int, fp8_bits: bool) -> dict[str, int | bool]:

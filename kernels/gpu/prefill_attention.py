@@ -2,13 +2,16 @@
 
 FlashAttention-2 (arXiv 2307.08691) in base 2. A tile of queries is tokens x query heads of one KV head, so a group
 reads its keys once. Tiles of keys begin at multiples of their size, counted from the sequence's first token, and those
-that a row does not see leave it as it is. So a row's result does not depend, bit for bit, on the rest of the batch, nor
-on how a prompt is cut into chunks of two rows or more; a chunk of one row is `decode_attention`'s, which sums up in
-another order.
+that a row does not see leave it as it is. So a row's result does not depend, bit for bit, on the rest of the batch.
+
+Nor does it depend on how a prompt is cut into chunks, unless a chunk is split: of few rows behind many keys
+(`query_work`), parts of the keys are programs of their own, whose results `reduce_splits` sums up in order. A chunk of
+one row is `decode_attention`'s, which sums up in another order too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.decode_attention import combine, store_partials
 from kernels.gpu.device_plan import GPUPlan
+from kernels.gpu.query_work import QueryWork, Tiling
 from kernels.gpu.scores import Scores, capability
 from kernels.gpu.tiles.key_box import attend_box, key_boxes
 from kernels.gpu.tiles.key_tile import attend_tile, with_sink
@@ -74,20 +79,25 @@ def attend_keys(
 
 @triton.jit(do_not_specialize=["layer", "table_width", "window"])
 def attend_query_tiles(
-    q, kv, boxes, block_tables, spans, tiles, sinks, out,
+    q, kv, boxes, block_tables, spans, tiles, sinks, partial, lse, out,
     layer, table_width, window, scale, softcap, v_scale, stride_q_row, stride_q_head,
     NUM_LAYERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8_BITS: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of queries, KV head): keys that some rows do not see, those that all do, and the diagonal.
 
-    boxes: None, or the cache as `key_boxes` describes it, whose `kv` is then not read.
+    boxes: None, or the cache as `key_boxes` describes it, whose `kv` is then not read. SPLIT: tiles are items of
+    `SplitRows`, whose keys alone go into partial results float32 [places, heads, D], each already divided by its sum,
+    and lse [places, heads], the base 2 logarithm of that sum; zeros and -inf for a row that sees none of them.
     """
+    FIELDS: tl.constexpr = 6 if SPLIT else 2
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     LAYER_HEADS: tl.constexpr = NUM_LAYERS * NUM_KV_HEADS
     i_tile, i_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
-    i_span, i_token = tl.load(tiles + i_tile * 2), tl.load(tiles + i_tile * 2 + 1)
+    p_tile = tiles + i_tile * FIELDS
+    i_span, i_token = tl.load(p_tile), tl.load(p_tile + 1)
     p_span = spans + i_span * 3
     i_row, num_rows, position = tl.load(p_span).to(tl.int64), tl.load(p_span + 1), tl.load(p_span + 2)
     p_table = block_tables + i_span.to(tl.int64) * table_width
@@ -114,6 +124,13 @@ def attend_query_tiles(
         whole = (tl.maximum(last + 1 - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     diagonal = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, whole)
     end = last + 1
+    stop = end
+    if SPLIT:  # its keys begin and end at multiples of a tile, or beyond those that the rows see
+        split_begin, split_end = tl.load(p_tile + 2), tl.load(p_tile + 3)
+        start = tl.minimum(tl.maximum(start, split_begin), split_end)
+        whole = tl.minimum(tl.maximum(whole, split_begin), split_end)
+        diagonal = tl.minimum(tl.maximum(diagonal, split_begin), split_end)
+        stop = tl.minimum(end, split_end)
 
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_M], tl.float32)
@@ -129,60 +146,62 @@ def attend_query_tiles(
             b_q, b_m, b_l, b_acc, kv, boxes, i_layer_head, p_table, i_n, begin, end, low, high, scale, softcap,
             LAYER_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, False,
         )  # fmt: skip
-    for i_n in tl.range(diagonal, end, BLOCK_N, num_stages=1):
+    for i_n in tl.range(diagonal, stop, BLOCK_N, num_stages=1):
         b_m, b_l, b_acc = attend_keys(
             b_q, b_m, b_l, b_acc, kv, boxes, i_layer_head, p_table, i_n, begin, end, low, high, scale, softcap,
             LAYER_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, True,
         )  # fmt: skip
 
-    if SINKS:
-        b_sink = tl.load(sinks + o_head, mask=m_m, other=float("-inf"))
-        b_l, b_acc = with_sink(b_m, b_l, b_acc, b_sink)
-    b_out = b_acc / b_l[:, None] * v_scale
-    p_out = out + ((i_row + o_token) * (NUM_KV_HEADS * GROUP) + o_head)[:, None] * HEAD_DIM + o_d[None, :]
-    tl.store(p_out, rounded(b_out, out.dtype.element_ty), mask=m_q)
+    if SPLIT:
+        i_place = tl.load(p_tile + 4) + (o_token - i_token) * tl.load(p_tile + 5)  # [BLOCK_M]
+        i_place = i_place.to(tl.int64) * (NUM_KV_HEADS * GROUP) + o_head
+        store_partials(partial, lse, i_place, b_m, b_l, b_acc, m_q, o_d, m_m, HEAD_DIM)
+    else:
+        if SINKS:
+            b_sink = tl.load(sinks + o_head, mask=m_m, other=float("-inf"))
+            b_l, b_acc = with_sink(b_m, b_l, b_acc, b_sink)
+        b_out = b_acc / b_l[:, None] * v_scale
+        p_out = out + ((i_row + o_token) * (NUM_KV_HEADS * GROUP) + o_head)[:, None] * HEAD_DIM + o_d[None, :]
+        tl.store(p_out, rounded(b_out, out.dtype.element_ty), mask=m_q)
 
 
-def prefill_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
-    """Rows of the plan's spans of several rows into out [T, num_heads, head_dim], contiguous. One launch."""
+def prefill_attention(
+    q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor, *, split: bool
+) -> None:
+    """Rows of the plan's spans of several rows into out [T, num_heads, head_dim], contiguous. One launch, and two for
+    each round of chunks that are split, if chunks may be."""
     _, num_layers, kv_heads, block_size, _, dim = kv.shape
-    group = q.shape[1] // kv_heads
+    heads = q.shape[1]
+    group = heads // kv_heads
     chip = capability(q.device)
     config = prefill_config(dim, q.dtype, chip)
     rows = max(config.rows, triton.next_power_of_2(group))
-    tiles = plan.query_tiles(rows // group)
-    if not len(tiles):
-        return
-    attend_query_tiles[(len(tiles) * kv_heads,)](
-        q,
-        scores.storage(kv),
-        key_boxes(kv, config.tile, chip) if config.boxes else None,
-        plan.block_tables,
-        plan.spans,
-        tiles,
-        scores.sinks,
-        out,
-        layer,
-        plan.width,
-        scores.window,
-        scores.scale,
-        scores.softcap,
-        scores.v_scale,
-        q.stride(0),
-        q.stride(1),
-        NUM_LAYERS=num_layers,
-        NUM_KV_HEADS=kv_heads,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_M=rows,
-        BLOCK_N=config.tile,
-        STAGES=config.stages,
-        WINDOW=scores.window > 0,
-        SOFTCAP=scores.softcap > 0,
-        SINKS=scores.sinks is not None,
-        FP8_BITS=scores.fp8_bits,
-        num_warps=config.warps,
-        enable_fp_fusion=False,
-    )
+    work = plan.query_work(Tiling(rows // group, kv_heads, heads), scores.window, split=split)
+
+    def attend(tiles: Tensor, partial: Tensor | None, lse: Tensor | None) -> None:
+        attend_query_tiles[(len(tiles) * kv_heads,)](
+            q, scores.storage(kv), key_boxes(kv, config.tile, chip) if config.boxes else None, plan.block_tables,
+            plan.spans, tiles, scores.sinks, partial, lse, out, layer, plan.width, scores.window, scores.scale,
+            scores.softcap, scores.v_scale, q.stride(0), q.stride(1),
+            NUM_LAYERS=num_layers, NUM_KV_HEADS=kv_heads, GROUP=group, BLOCK_SIZE=block_size, HEAD_DIM=dim,
+            BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_M=rows, BLOCK_N=config.tile, STAGES=config.stages,
+            WINDOW=scores.window > 0, SOFTCAP=scores.softcap > 0, SINKS=scores.sinks is not None,
+            FP8_BITS=scores.fp8_bits, SPLIT=partial is not None, num_warps=config.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    run_query_work(work, attend, scores, out)
+
+
+def run_query_work(
+    work: QueryWork, attend: Callable[[Tensor, Tensor | None, Tensor | None], None], scores: Scores, out: Tensor
+) -> None:
+    """Has `attend` launch whole tiles, and items with room for their partial results, which are then summed up."""
+    if len(work.tiles):
+        attend(work.tiles, None, None)
+    if work.rounds:
+        heads, dim = out.shape[1:]
+        partial = torch.empty((work.places, heads, dim), dtype=torch.float32, device=out.device)
+        lse = torch.empty((work.places, heads), dtype=torch.float32, device=out.device)
+        for part in work.rounds:
+            attend(part.items, partial, lse)
+            combine(part.rows, part.splits, partial, lse, scores, out)

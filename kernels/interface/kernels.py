@@ -21,7 +21,8 @@ class AttentionRule(NamedTuple):
     Scores are q.k * scale, then softcap * tanh(scores / softcap) when `softcap` > 0. `window` > 0 lets a query see that
     many tokens, itself included. `sinks` (float32 [num_heads]) are one more logit a head in the softmax's denominator.
     A cache of float8_e4m3fn holds keys divided by `k_scale` and values divided by `v_scale`. With `latent_dim` the
-    cache holds keys alone, whose first `latent_dim` numbers are their values.
+    cache holds keys alone, whose first `latent_dim` numbers are their values. With `batch_invariant` a row's bits do
+    not depend on how a prompt is cut into chunks of several rows.
     """
 
     scale: float
@@ -31,6 +32,7 @@ class AttentionRule(NamedTuple):
     k_scale: float = 1.0
     v_scale: float = 1.0
     latent_dim: int = 0
+    batch_invariant: bool = False
 
 
 class KVScales(NamedTuple):

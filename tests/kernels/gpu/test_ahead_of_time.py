@@ -79,8 +79,10 @@ DECODE = [
 PREFILL = [(LLAMA, 80), (LLAMA, 90), (LLAMA_FLOAT8, 90), (SMOLLM2, 90), (GEMMA3, 90)]
 OTHER_BLOCKS = [replace(LLAMA, block_size=size) for size in BLOCK_SIZES if size != LLAMA.block_size]
 """A tile of keys then lies in several blocks, or is part of one."""
+SPLIT = [*PREFILL, (GPT_OSS, 90), (PHI3, 90)]
 DECODE += [(shape, 90) for shape in OTHER_BLOCKS]
 PREFILL += [(shape, 90) for shape in OTHER_BLOCKS]
+SPLIT += [(shape, 90) for shape in OTHER_BLOCKS]
 
 
 def decode_config_of(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> DecodeConfig:
@@ -96,9 +98,10 @@ def decode_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat1
     return shape.job("decode_attention:attend_splits", capability, config.warps, **tiles)
 
 
-def prefill_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> Job:
+def prefill_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16, *, split: bool = False) -> Job:
     config = prefill_config(shape.head_dim, dtype, divmod(capability, 10))
-    tiles = {"BLOCK_M": config.rows, "BLOCK_N": config.tile, "STAGES": config.stages, "boxes": None}
+    tiles = {"BLOCK_M": config.rows, "BLOCK_N": config.tile, "STAGES": config.stages, "boxes": None, "SPLIT": split}
+    tiles |= {} if split else {"partial": None, "lse": None}
     return shape.job("prefill_attention:attend_query_tiles", capability, config.warps, **tiles)
 
 
@@ -121,10 +124,12 @@ LIST = Job(
 JOBS: dict[Any, Job] = {
     **{("decode", *case): decode_job(*case) for case in DECODE},
     **{("prefill", *case): prefill_job(*case) for case in PREFILL},
+    **{("split", *case): prefill_job(*case, split=True) for case in SPLIT},
     "reduce": REDUCE,
     "list": LIST,
     ("decode", "float32"): in_float32(decode_job(SMOLLM2, 90, torch.float32)),
     ("prefill", "float32"): in_float32(prefill_job(SMOLLM2, 90, torch.float32)),
+    ("split", "float32"): in_float32(prefill_job(SMOLLM2, 90, torch.float32, split=True)),
 }
 FIRST = [("prefill", SMOLLM2, 90), "reduce", "list"]
 """What `make test` needs. All others are compiled together, because two processes share the work."""
@@ -156,17 +161,21 @@ def test_decode_attention_fits_as_often_as_it_is_started(
     assert re.search(r"LDGSTS\.E\S*\.128", found.sass), "keys and values are not copied 16 bytes at a time"
 
 
-@pytest.mark.parametrize(("shape", "capability"), PREFILL)
+@pytest.mark.parametrize(
+    ("kernel", "shape", "capability"),
+    [*(("prefill", *case) for case in PREFILL), *(("split", *case) for case in SPLIT)],
+)
 def test_prefill_attention_multiplies_on_tensor_cores(
-    compiled: dict[Any, Compiled], shape: Shape, capability: int
+    compiled: dict[Any, Compiled], kernel: str, shape: Shape, capability: int
 ) -> None:
-    found = compiled["prefill", shape, capability]
+    """Whole tiles, and splits of their keys."""
+    found = compiled[kernel, shape, capability]
     assert found.spills == 0
     assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
     assert ("HGMMA" if capability >= 90 else "HMMA") in found.sass
 
 
-@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+@pytest.mark.parametrize("kernel", ["decode", "prefill", "split"])
 def test_float32_is_multiplied_as_such(compiled: dict[Any, Compiled], kernel: str) -> None:
     """Tensor cores would take it as TF32, whose products have 11 bits."""
     found = compiled[kernel, "float32"]

@@ -101,13 +101,6 @@ def test_what_does_not_fit_is_refused(device: torch.device, spans: list[QuerySpa
     assert plan.spans.tolist() == [[0, 0, 0]] * 3
 
 
-def test_the_longest_query_tiles_come_first(device: torch.device) -> None:
-    plan = attention.plan_attention(
-        [QuerySpan(0, 20, 0, [1, 2]), QuerySpan(20, 1, 90, [3] * 6), QuerySpan(21, 9, 100, [4] * 7)], LAYOUT, 4, device
-    )
-    assert plan.query_tiles(8).tolist() == [[2, 8], [2, 0], [0, 16], [0, 8], [0, 0]]
-
-
 def test_no_spans(make_case: Any, device: torch.device) -> None:
     plan = attention.plan_attention([], LAYOUT, 4, device)
     q, kv = torch.empty(0, 4, 64, device=device), torch.empty(*LAYOUT[:4], 2, 64, device=device)

@@ -29,8 +29,8 @@ BARRIER_BYTES = 128
 """Of shared memory: TMA says through a barrier a stage that a box is there."""
 
 
-def boxes_job(shape: Shape, capability: int = 90) -> Job:
-    job = prefill_job(shape, capability)
+def boxes_job(shape: Shape, capability: int = 90, *, split: bool = False) -> Job:
+    job = prefill_job(shape, capability, split=split)
     known = {name: value for name, value in job.constexprs.items() if name != "boxes"}
     box = f"tensordesc<{shape.cache}[{known['BLOCK_N']}, 1, {known['BLOCK_D']}]>"
     return replace(job, signature={**job.signature, "boxes": box}, constexprs=known)
@@ -88,6 +88,11 @@ def products(found: Compiled) -> list[str]:
 def test_blackwell_copies_them_by_tma_too() -> None:
     (found,) = compile_kernels([boxes_job(SMOLLM2, 100)])
     assert TMA_COPY in found.ptx and "tcgen05.mma" in found.ptx and found.spills == 0
+
+
+def test_splits_are_copied_by_tma_too() -> None:
+    (found,) = compile_kernels([boxes_job(SMOLLM2, split=True)])
+    assert found.ptx.count(TMA_COPY) >= 4 and found.spills == 0
 
 
 def test_a_chip_without_tma_gets_no_boxes() -> None:

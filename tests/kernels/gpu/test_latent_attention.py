@@ -117,6 +117,10 @@ def test_blocks_on_the_wire(device: torch.device) -> None:
         assert torch.equal(there.cpu(), back)
 
 
+WHOLE = {"SPLIT": False, "partial": None, "lse": None}
+SPLIT = {"SPLIT": True}
+
+
 def job(
     kernel: str, config: LatentTile, capability: int, heads: int, cache: str = "bf16", block: int = 64, **more: Any
 ) -> Job:
@@ -166,9 +170,10 @@ def test_compiled(capability: int) -> None:
     """Single rows of V2-Lite's 16 heads, chunks of V3's 128: on tensor cores, without spills, in a chip's memory."""
     decode = decode_config(torch.bfloat16, divmod(capability, 10))
     prefill = prefill_config(torch.bfloat16)
+    tiles = {"BLOCK_M": prefill.rows, "GROUP": prefill.rows}
     jobs = [
         job("attend_latent_splits", decode, capability, 16, BLOCK_G=decode.rows),
-        job("attend_latent_tiles", prefill, capability, 128, BLOCK_M=prefill.rows, GROUP=prefill.rows),
+        *(job("attend_latent_tiles", prefill, capability, 128, **tiles, **kind) for kind in (WHOLE, SPLIT)),
     ]
     for one, found in zip(jobs, compile_kernels(jobs), strict=True):
         assert found.spills == 0, one
@@ -185,7 +190,11 @@ def test_compiled_for_every_size_of_block() -> None:
     sizes = [size for size in BLOCK_SIZES if size != 64]
     rows = [job("attend_latent_splits", decode, 90, 16, block=size, BLOCK_G=decode.rows) for size in sizes]
     tiles = {"BLOCK_M": prefill.rows, "GROUP": prefill.rows}
-    chunks = [job("attend_latent_tiles", prefill, 90, 128, block=size, **tiles) for size in sizes]
+    chunks = [
+        job("attend_latent_tiles", prefill, 90, 128, block=size, **tiles, **kind)
+        for size in sizes
+        for kind in (WHOLE, SPLIT)
+    ]
     found = [compiled.spills for compiled in compile_kernels([*rows, *chunks])]
     assert all(spills <= (12 if size == 16 else 0) for size, spills in zip(sizes, found[: len(sizes)], strict=True))
-    assert found[len(sizes) :] == [0] * len(sizes)
+    assert found[len(sizes) :] == [0] * len(chunks)
