@@ -122,11 +122,22 @@ def attend_splits(
 
 
 @triton.jit
-def store_partials(partial, lse, i_place, b_m, b_l, b_acc, m_q, o_d, m_m, DIM: tl.constexpr):
-    """Of rows [M] that may have seen no key, at int64 i_place [M]: then zeros, which weigh nothing."""
+def within_split(p_item, key):
+    """`key`, or the nearest end of the keys of an item of `SplitRows`."""
+    return tl.minimum(tl.maximum(key, tl.load(p_item + 2)), tl.load(p_item + 3))
+
+
+@triton.jit
+def store_partials(
+    partial, lse, p_item, o_row, o_head, b_m, b_l, b_acc, m_row, m_q, NUM_HEADS: tl.constexpr, DIM: tl.constexpr
+):
+    """What rows o_row [M] of an item's tile, heads o_head [M], saw of its keys: zeros, which weigh nothing, if none."""
+    o_d = tl.arange(0, b_acc.shape[1])
+    i_place = tl.load(p_item + 4) + o_row * tl.load(p_item + 5)
+    i_place = i_place.to(tl.int64) * NUM_HEADS + o_head
     b_l = tl.where(b_l > 0.0, b_l, 1.0)
     tl.store(partial + i_place[:, None] * DIM + o_d[None, :], b_acc / b_l[:, None], mask=m_q)
-    tl.store(lse + i_place, b_m + tl.log2(b_l), mask=m_m)
+    tl.store(lse + i_place, b_m + tl.log2(b_l), mask=m_row)
 
 
 @triton.jit

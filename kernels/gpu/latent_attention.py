@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.decode_attention import MIN_ROWS, combine, store_partials
+from kernels.gpu.decode_attention import MIN_ROWS, combine, store_partials, within_split
 from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.prefill_attention import run_query_work
 from kernels.gpu.query_work import Tiling
@@ -161,13 +161,12 @@ def attend_latent_tiles(
 
     SPLIT: tiles are items of `SplitRows`, whose keys alone go into partial results, as in `attend_query_tiles`.
     """
-    FIELDS: tl.constexpr = 6 if SPLIT else 2
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     GROUPS: tl.constexpr = (NUM_HEADS + GROUP - 1) // GROUP
     LAYER_STRIDE: tl.constexpr = BLOCK_SIZE * (RANK + ROPE)
     BLOCK_STRIDE: tl.constexpr = NUM_LAYERS * LAYER_STRIDE
     i_tile, i_group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
-    p_tile = tiles + i_tile * FIELDS
+    p_tile = tiles + i_tile * (6 if SPLIT else 2)
     i_span, i_token = tl.load(p_tile), tl.load(p_tile + 1)
     p_span = spans + i_span * 3
     i_row, num_rows, position = tl.load(p_span).to(tl.int64), tl.load(p_span + 1), tl.load(p_span + 2)
@@ -190,9 +189,7 @@ def attend_latent_tiles(
     begin = 0
     stop = end
     if SPLIT:
-        begin, split_end = tl.load(p_tile + 2), tl.load(p_tile + 3)
-        diagonal = tl.minimum(tl.maximum(diagonal, begin), split_end)
-        stop = tl.minimum(end, split_end)
+        begin, diagonal, stop = within_split(p_tile, 0), within_split(p_tile, diagonal), within_split(p_tile, end)
 
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_M], tl.float32)
@@ -209,9 +206,7 @@ def attend_latent_tiles(
         )  # fmt: skip
 
     if SPLIT:
-        i_place = tl.load(p_tile + 4) + (o_token - i_token) * tl.load(p_tile + 5)  # [BLOCK_M]
-        i_place = i_place.to(tl.int64) * NUM_HEADS + o_head
-        store_partials(partial, lse, i_place, b_m, b_l, b_acc, m_c, o_c, m_m, RANK)
+        store_partials(partial, lse, p_tile, o_token - i_token, o_head, b_m, b_l, b_acc, m_m, m_c, NUM_HEADS, RANK)
     else:
         p_out = out + ((i_row + o_token) * NUM_HEADS + o_head)[:, None] * RANK + o_c[None, :]
         tl.store(p_out, rounded(b_acc / b_l[:, None] * v_scale, out.dtype.element_ty), mask=m_c)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.decode_attention import combine, store_partials
+from kernels.gpu.decode_attention import combine, store_partials, within_split
 from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.query_work import QueryWork, Tiling
 from kernels.gpu.scores import Scores, capability
@@ -92,11 +92,10 @@ def attend_query_tiles(
     `SplitRows`, whose keys alone go into partial results float32 [places, heads, D], each already divided by its sum,
     and lse [places, heads], the base 2 logarithm of that sum; zeros and -inf for a row that sees none of them.
     """
-    FIELDS: tl.constexpr = 6 if SPLIT else 2
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     LAYER_HEADS: tl.constexpr = NUM_LAYERS * NUM_KV_HEADS
     i_tile, i_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
-    p_tile = tiles + i_tile * FIELDS
+    p_tile = tiles + i_tile * (6 if SPLIT else 2)
     i_span, i_token = tl.load(p_tile), tl.load(p_tile + 1)
     p_span = spans + i_span * 3
     i_row, num_rows, position = tl.load(p_span).to(tl.int64), tl.load(p_span + 1), tl.load(p_span + 2)
@@ -126,11 +125,8 @@ def attend_query_tiles(
     end = last + 1
     stop = end
     if SPLIT:  # its keys begin and end at multiples of a tile, or beyond those that the rows see
-        split_begin, split_end = tl.load(p_tile + 2), tl.load(p_tile + 3)
-        start = tl.minimum(tl.maximum(start, split_begin), split_end)
-        whole = tl.minimum(tl.maximum(whole, split_begin), split_end)
-        diagonal = tl.minimum(tl.maximum(diagonal, split_begin), split_end)
-        stop = tl.minimum(end, split_end)
+        start, whole = within_split(p_tile, start), within_split(p_tile, whole)
+        diagonal, stop = within_split(p_tile, diagonal), within_split(p_tile, end)
 
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_M], tl.float32)
@@ -153,9 +149,8 @@ def attend_query_tiles(
         )  # fmt: skip
 
     if SPLIT:
-        i_place = tl.load(p_tile + 4) + (o_token - i_token) * tl.load(p_tile + 5)  # [BLOCK_M]
-        i_place = i_place.to(tl.int64) * (NUM_KV_HEADS * GROUP) + o_head
-        store_partials(partial, lse, i_place, b_m, b_l, b_acc, m_q, o_d, m_m, HEAD_DIM)
+        NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+        store_partials(partial, lse, p_tile, o_token - i_token, o_head, b_m, b_l, b_acc, m_m, m_q, NUM_HEADS, HEAD_DIM)
     else:
         if SINKS:
             b_sink = tl.load(sinks + o_head, mask=m_m, other=float("-inf"))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SPLIT_TOKENS, SPLIT_STEP = 512, 128
+LEAST_SPLIT_TOKENS, SPLIT_STEP_TOKENS = 512, 128
 """The least length of a split, and what lengths are multiples of: a multiple of every tile of keys."""
 LEAST_KEYS = 2048
 """Of a chunk that is split: for fewer a second launch is not worth its while."""
@@ -23,7 +23,6 @@ MOST_PROGRAMS = 256
 """That a chunk is split into: two for each multiprocessor."""
 MOST_PARTIALS = 2**16
 """Partial results, one a row, head and split, that are in memory at once: twice what a chunk has with tiles of 128."""
-ITEM_FIELDS = 6  # span, first row, first key, end of keys, place of the first row's partial result, places of a row
 ALIGNMENT = 4  # numbers in 16 bytes: kernels are compiled anew for pointers that are less aligned
 
 
@@ -53,8 +52,9 @@ class Chunk(NamedTuple):
 class SplitRows(NamedTuple):
     """Chunks whose partial results are in memory together.
 
-    items int32 [N, 6], see ITEM_FIELDS. rows int32 [R, 3] and splits int32 [R, 2], as `reduce_splits` takes spans of
-    one row: row, 1, unused; how many splits, and the place of the first one's partial result.
+    items int32 [N, 6]: span, first row of a tile, first key, end of keys, place of that row's partial result, places of
+    each row. rows int32 [R, 3] and splits int32 [R, 2], as `reduce_splits` takes spans of one row: row, 1, unused; how
+    many splits, and the place of the first one's partial result.
     """
 
     items: Tensor
@@ -76,9 +76,9 @@ def split_keys(num_rows: int, start: int, window: int, tiling: Tiling) -> tuple[
     begin, end = max(0, start + 1 - window) if window else 0, start + num_rows
     if programs > FEW_PROGRAMS or end - begin < LEAST_KEYS:
         return 0, 0, 0
-    first = begin // SPLIT_STEP * SPLIT_STEP
+    first = begin // SPLIT_STEP_TOKENS * SPLIT_STEP_TOKENS
     most = MOST_PROGRAMS // programs
-    length = max(SPLIT_TOKENS, -(-(end - first) // (most * SPLIT_STEP)) * SPLIT_STEP)
+    length = max(LEAST_SPLIT_TOKENS, -(-(end - first) // (most * SPLIT_STEP_TOKENS)) * SPLIT_STEP_TOKENS)
     return first, length, -(-(end - first) // length)
 
 

@@ -53,7 +53,7 @@ def test_splits_are_bounded_and_begin_with_a_tile(tiling: Tiling) -> None:
         seen += 1
         tiles = -(-rows // tiling.tokens)
         assert count >= 2 and tiles * tiling.programs * count <= query_work.MOST_PROGRAMS
-        assert first % 128 == 0 and length % 128 == 0 and length >= query_work.SPLIT_TOKENS
+        assert first % 128 == 0 and length % 128 == 0 and length >= query_work.LEAST_SPLIT_TOKENS
         assert first <= (max(0, start + 1 - window) if window else 0)
         assert first + (count - 1) * length < start + rows <= first + count * length
     assert seen > 20

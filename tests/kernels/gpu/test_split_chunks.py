@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Splits of 64 keys from 128 on; how many rows each reduction had."""
-    for name, value in {"SPLIT_TOKENS": 64, "SPLIT_STEP": 64, "LEAST_KEYS": 128}.items():
+    for name, value in {"LEAST_SPLIT_TOKENS": 64, "SPLIT_STEP_TOKENS": 64, "LEAST_KEYS": 128}.items():
         monkeypatch.setattr(query_work, name, value)
     found: list[int] = []
     combine = prefill_attention.combine
