@@ -21,7 +21,7 @@ from common.wire.message_fields import Role
 from router.admission.holding import Holding
 from router.admission.load import DispatchCounters
 from router.admission.waiting import WaitingRequests
-from router.admission.waits import lasting_s, most_wait_s, observed_waits_s, wait_for, waits_of
+from router.admission.waits import lasting_s, observed_waits_s, wait_for, waits_at_most, waits_of
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.policy.arrival import token_s_at
@@ -259,7 +259,7 @@ class Admission:
         if self._holding.holds_any:
             return False
         limit_s = self._limit_s(one.name) * (LEAST_SHARE if one.ttft_s > 0 else 1.0)
-        return all(most_wait_s(worker, now, one.priority) <= limit_s for worker in workers)
+        return all(waits_at_most(worker, limit_s, now, one.priority) for worker in workers)
 
     def _judged(
         self, choice: Choice | None, now: float, one: RequestClass, key: str, num_expected: int = UNKNOWN_LENGTH

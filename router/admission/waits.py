@@ -9,7 +9,7 @@ from statistics import median_high
 from common.latency.step_model import StepShape
 from common.wire.message_fields import MAX_PRIORITY, Role
 from router.fleet.worker import Worker
-from router.policy.forecast import place_s, step_tokens, wait_s
+from router.policy.forecast import place_s, step_tokens, terms_of, wait_s
 from router.streams.request_state import Assignment, RequestState, Stage
 
 NUM_LATE = 4
@@ -85,10 +85,15 @@ def wait_for(
     return Wait(max(prompts_s, batch_s - meanwhile_s), "prefill" if prompts_s >= batch_s - meanwhile_s else "decode")
 
 
-def most_wait_s(worker: Worker, now: float, priority: int) -> float:
-    """The seconds of `wait_for` at a worker that computes the prompt, and of a decode worker for its answer as well."""
-    prompts_s = _prompts_s(worker, now, priority)
-    return prompts_s if worker.role == "prefill" else max(prompts_s, place_s(worker, priority=priority))
+def waits_at_most(worker: Worker, limit_s: float, now: float, priority: int) -> bool:
+    """Whether a prompt waits no longer at a worker, by `wait_for`, nor its answer if that is a decode worker."""
+    terms = terms_of(worker)
+    all_s = max(worker.observed_s, (terms.waiting_s + terms.fresh_s) * worker.slowness)
+    if all_s <= limit_s and terms.num_requests < terms.num_places and not worker.observed_from:  # as a rule
+        return True
+    if _prompts_s(worker, now, priority) > limit_s:
+        return False
+    return worker.role == "prefill" or place_s(worker, priority=priority) <= limit_s
 
 
 def _prompts_s(worker: Worker, now: float, priority: int) -> float:
