@@ -195,7 +195,8 @@ class RankProcesses:
         gone = [f"{host.control.peer} is gone" for host in self._hosts if host.control.is_cut()]
         gone += [why for rank in self._ranks if (why := rank.failure)]
         if gone:
-            return gone[-1]  # a rank says more than its host
+            # A rank says more than its host. Its end may be that of a sum which waited for another.
+            return self.with_silent_ranks(gone[-1])
         return str(self._broken) if self._broken is not None else self._silence(SILENT_S)
 
     def with_silent_ranks(self, why: str) -> str:

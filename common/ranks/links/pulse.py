@@ -34,12 +34,14 @@ class SignsOfLife:
     def __init__(self, channel: Channel, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel, self._clock = channel, clock
         self._lock = threading.Lock()
-        self._looked_at, self._silent_s = clock(), 0.0
+        self._looked_at: float | None = None
+        self._silent_s = 0.0
 
     def silent_s(self) -> float:
-        """How long no sign has come, as far as rank 0 has looked for one. Before the first use nothing counts."""
+        """How long no sign has come since the first call, as far as rank 0 has looked for one."""
         with self._lock:
             now = self._clock()
-            since, self._looked_at = now - self._looked_at, now
+            since = 0.0 if self._looked_at is None else now - self._looked_at
+            self._looked_at = now
             self._silent_s = 0.0 if self._channel.drain() else self._silent_s + min(since, LOOK_S)
             return self._silent_s
