@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kernels.interface.draws import SamplingTensors
+from kernels.interface.pinned_memory import PinnedMemory
 from kernels.sampling import sample_by_sorting
 
 GPU = torch.device("cuda")
@@ -70,7 +71,10 @@ class PretendedGPU(TorchFunctionMode):
 class Event:
     """A mark in the stream. The pretended device has done everything as soon as it is launched."""
 
-    def record(self) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
     def synchronize(self) -> None: ...
 
@@ -94,6 +98,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patched.setattr("common.sampling.sampler.on_device", lambda device: nullcontext())
         patched.setattr("kernels.sampling.triton_backend", lambda kind: Drawn if kind == "cuda" else None)
         patched.setattr(torch.cuda, "Event", Event)
+        patched.setattr(torch.cuda, "current_stream", lambda device: None)
+        patched.setattr("kernels.interface.pinned_memory._PINNED", PinnedMemory())
         with PretendedGPU():
             yield
 

@@ -32,13 +32,16 @@ from common.runner.graph_capture import recorder_for
 from common.runner.graph_runner import GraphRunner
 from common.runner.kernel_check import check_model_kernels
 from common.runner.kv_memory import CUDAMemory, blocks_left
+from common.runner.largest_steps import LargestSteps
 from common.runner.memory_need import GIB
 from common.runner.runner import ModelRunner, RunnableModel
+from common.runner.step_copies import reserve_step_copies
 from common.runner.warm_up import warmed_up
 from common.runner.worker_need import WeightForm, need_of
 from common.wire.messages import PROTOCOL_VERSION
 from kernels import Linear, share_cores
 from kernels.device import triton_backend
+from kernels.interface.pinned_memory import pinned
 
 
 class OtherRanks(Protocol):
@@ -132,6 +135,11 @@ class LoadedModel:
         torch.set_num_threads(num_threads)
 
     @staticmethod
+    def pinned_bytes() -> int:
+        """Host memory that this process has pinned: on a GPU's worker what steps and KV are copied through."""
+        return pinned().num_bytes
+
+    @staticmethod
     def share_cores(cores: CoreShare) -> None:
         """Makes long steps read `cores` while they run. Call it before the first step."""
         share_cores(cores.address, cores.num_cores)
@@ -193,6 +201,7 @@ class LoadedModel:
         model = load()
         adapters = bank_of(model, config, makers.places)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
+        reserve_step_copies(LargestSteps.of(config, samples=task.generates), shape, torch.device(config.device))
         kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         block_size = config.block_tokens
         if makers.num_blocks is None:
