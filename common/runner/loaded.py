@@ -39,8 +39,7 @@ from common.runner.step_copies import reserve_step_copies
 from common.runner.warm_up import warmed_up
 from common.runner.worker_need import WeightForm, need_of
 from common.wire.messages import PROTOCOL_VERSION
-from kernels import Linear, share_cores
-from kernels.device import triton_backend
+from kernels import Linear, has_device_kernels, share_cores
 from kernels.interface.pinned_memory import pinned
 
 
@@ -331,7 +330,7 @@ def records_steps(config: WorkerConfig, device: torch.device) -> bool:
     """Whether decode steps are recorded: by decode workers with a CUDA device and Triton."""
     if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or device.type != "cuda":
         return False
-    return triton_backend(device.type) is not None
+    return has_device_kernels(device.type)
 
 
 def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
