@@ -23,7 +23,7 @@ from common.wire.sampling_params import SamplingParams
 from kernels import Draw, SamplingTensors
 from kernels.cpu.backend import native_backend
 from kernels.cpu.large_pages import Arena
-from kernels.sampling import sample_by_sorting
+from kernels.plain.sampling import sample_by_sorting
 
 PROGRAM: Final = "python -m benchmarks.sampling"
 ANY_JSON: Final = 'start: %json {"type": "object"}'

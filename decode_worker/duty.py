@@ -19,6 +19,7 @@ from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
 from common.sequences.hidden_places import HiddenPlaces, hidden_places
 from common.sequences.parts import EngineParts
+from common.transfer.frames import blocks_per_message
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.worker.duty import Duty, DutyOffer, WorkerParts
@@ -68,11 +69,12 @@ class DecodeDuty(Duty):
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
         settings, receiver = self.settings, self._receiver
         assert receiver is not None  # bound before the engine is built
-        self._blocks = blocks = incoming_blocks(loaded.kv)
+        in_message = blocks_per_message(loaded.kv.wire_bytes)
+        self._blocks = blocks = incoming_blocks(loaded.kv, in_message)
         if isinstance(blocks, StagedIncoming):
             receiver.reach_with(lambda memory: ReachedPlaces(blocks, memory))
         if loaded.kv.dtype not in SMALL_DTYPES.values():  # else blocks are of 8 bits already
-            receiver.take_quantised(quantised_incoming(loaded.kv))
+            receiver.take_quantised(quantised_incoming(loaded.kv, in_message))
         pool = self.new_pool(loaded)
         tiers = self.new_tiers(loaded, pool, lambda event: self._engine.notify(event))
         scheduler = DecodeScheduler(

@@ -25,11 +25,12 @@ where they hold latents.
     gpu         Triton kernels for CUDA devices
     agreement   every kernel of a device beside plain torch, at the shapes of one model; nothing else imports it
 
-A backend for another device implements `interface.kernels.Kernels` and is named in `dispatch.backend`.
+A backend for another device implements `backends.Backend` and is named in `backends.look_up`.
 """
 
 from __future__ import annotations
 
+from kernels.backends import Backend, backend, has_device_kernels, has_own_kernels, prepare
 from kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
 from kernels.cpu.backend import share_cores
 from kernels.cpu.native_plan import NativePlan
@@ -38,13 +39,10 @@ from kernels.cpu.recorder import ProgramRecorder, record
 from kernels.device import on_device
 from kernels.dispatch import (
     add_rms_norm,
-    backend,
     fill_rows,
     gated,
-    has_own_kernels,
     paged_attention,
     plan_attention,
-    prepare,
     rms_norm,
     rotate_and_write,
     step_plan,
@@ -66,6 +64,7 @@ from kernels.sampling import sample
 __all__ = [
     "AttentionPlan",
     "AttentionRule",
+    "Backend",
     "Draw",
     "Embedding",
     "Expert",
@@ -100,6 +99,7 @@ __all__ = [
     "fill_rows",
     "gated",
     "gather_blocks",
+    "has_device_kernels",
     "has_own_kernels",
     "prepare",
     "on_device",

@@ -17,12 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.device import triton_backend
+from kernels.backends import backend
 from kernels.interface.host_copies import ALIGN_BYTES
-from kernels.interface.kv_region import LARGEST_FP8, LEAST_SCALE
-
-PIECE = 32_767
-"""Numbers at a time, one less than torch would divide among threads: those are for the steps that run meanwhile."""
 
 
 def wire_bytes(kv: Tensor, *, quantised: bool = False) -> int:
@@ -43,10 +39,7 @@ def gather_blocks(kv: Tensor, block_ids: Tensor, *, quantised: bool = False, out
         width = wire_bytes(kv, quantised=quantised)
         out = torch.empty((block_ids.shape[0], width), dtype=torch.uint8, device=kv.device)
     _check(out, kv, block_ids, quantised)
-    if (backend := triton_backend(kv.device.type)) is not None:
-        backend.gather_blocks(kv, block_ids, out, quantised)
-    else:
-        gather_by_torch(kv, block_ids, out, quantised)
+    backend(kv.device.type).gather_blocks(kv, block_ids, out, quantised)
     return out
 
 
@@ -56,10 +49,7 @@ def scatter_blocks(buffer: Tensor, kv: Tensor, block_ids: Tensor, *, quantised: 
     ValueError as above. On a GPU nothing waits for the copy.
     """
     _check(buffer, kv, block_ids, quantised)
-    if (backend := triton_backend(kv.device.type)) is not None:
-        backend.scatter_blocks(buffer, kv, block_ids, quantised)
-    else:
-        scatter_by_torch(buffer, kv, block_ids, quantised)
+    backend(kv.device.type).scatter_blocks(buffer, kv, block_ids, quantised)
 
 
 def _check(buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> None:
@@ -69,68 +59,3 @@ def _check(buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> No
         raise ValueError(f"the buffer is {buffer.dtype} {list(buffer.shape)}, expected contiguous uint8 {expected}")
     if quantised and kv.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"a cache of {kv.dtype} is not quantised on the wire")
-
-
-def gather_by_torch(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:
-    """As `gather_blocks`, on any device."""
-    if not quantised:
-        buffer.copy_(kv[block_ids].flatten(1).view(torch.uint8))
-        return
-    heads, numbers, end = _by_heads(kv)
-    pieces = _pieces(heads)
-    for row, index in zip(buffer, block_ids.tolist(), strict=True):
-        block = heads[index]  # [layers * heads, slots, 2, D]
-        small = row[:numbers].view(torch.float8_e4m3fn).view(block.shape)
-        most = torch.zeros(block.shape[0], block.shape[2], dtype=torch.float32, device=kv.device)
-        for piece in pieces:
-            most[piece[0]] = torch.maximum(most[piece[0]], block[piece].float().abs().amax((1, 3)))
-        # A tensor of them: by a number torch divides on a GPU with its inverse, which may miss the last bit.
-        scales = (most / torch.full_like(most, LARGEST_FP8)).clamp(min=LEAST_SCALE)
-        inverse = (1.0 / scales)[:, None, :, None]
-        for piece in pieces:
-            small[piece] = block[piece].float() * inverse[piece[0]]
-        row[numbers:end] = scales.flatten().view(torch.uint8)
-        row[end:] = 0
-
-
-def scatter_by_torch(buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> None:
-    """As `scatter_blocks`, on any device."""
-    if not quantised:
-        kv[block_ids] = buffer.view(kv.dtype).view(buffer.shape[0], *kv.shape[1:])
-        return
-    heads, numbers, end = _by_heads(kv)
-    pieces = _pieces(heads)
-    for row, index in zip(buffer, block_ids.tolist(), strict=True):
-        block = heads[index]  # [layers * heads, slots, 2, D]
-        small = row[:numbers].view(torch.int8).view(block.shape)
-        scales = (row[numbers:end].clone().view(torch.float32).view(-1, block.shape[2]) * 256.0)[:, None, :, None]
-        for piece in pieces:
-            block[piece] = _widened(small[piece]) * scales[piece[0]]
-
-
-def _by_heads(kv: Tensor) -> tuple[Tensor, int, int]:
-    """The cache as [blocks, layers * heads, slots, 2, D], and where a row's numbers and its scales end."""
-    heads = kv.view(kv.shape[0], -1, *kv.shape[3:])
-    numbers = math.prod(kv.shape[1:])
-    return heads, numbers, numbers + heads.shape[1] * heads.shape[3] * torch.float32.itemsize
-
-
-def _pieces(heads: Tensor) -> list[tuple[slice, slice]]:
-    """Heads and slots of a block, at most PIECE numbers at a time; these stay in a core's cache, too."""
-    _, num_heads, num_slots, kinds, dim = heads.shape
-    slots = min(num_slots, max(1, PIECE // (kinds * dim)))
-    step = max(1, PIECE // (num_slots * kinds * dim))
-    return [
-        (slice(head, head + step), slice(slot, slot + slots))
-        for head in range(0, num_heads, step)
-        for slot in range(0, num_slots, slots)
-    ]
-
-
-def _widened(small: Tensor) -> Tensor:
-    """Finite e4m3 numbers, given as int8, over 256 in float32. Eight times as fast on a CPU as torch's own conversion.
-
-    The bits of exponent and mantissa are those of a float16 with three bits less of exponent bias: 7 instead of 15.
-    """
-    bits = small.to(torch.int16)
-    return (((bits & 0x7F) << 7) | (bits & -0x8000)).view(torch.float16).float()

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import native_backend
-from kernels.cpu.recorded_kernels import RecordedKernels
-from kernels.device import triton_backend
+from kernels.backends import backend
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan, StepPlan
-from kernels.interface.kernels import AttentionRule, HeadNorms, Kernels, KVScales, LatentNorm
+from kernels.interface.kernels import AttentionRule, HeadNorms, KVScales, LatentNorm
 from kernels.interface.seats import SeatLayout, StepRows
-from kernels.plain import backend as plain_backend
-
-
-@functools.cache
-def backend(kind: str) -> Kernels:
-    """The backend of a device type: native on "cpu", Triton on "cuda", plain torch elsewhere or without these."""
-    if kind == "program":
-        return RecordedKernels()
-    if kind == "cpu" and (native := native_backend()) is not None:
-        return native
-    return triton_backend(kind) or plain_backend
-
-
-def prepare(kind: str) -> None:
-    """Compiles or loads the kernels of a device type; else the first call of one does."""
-    backend(kind)
-
-
-def has_own_kernels(kind: str) -> bool:
-    """Whether this device type has more than plain torch."""
-    return backend(kind) is not plain_backend
 
 
 def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> AttentionPlan:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.backend import native_backend
+from kernels.backends import backend
 from kernels.cpu.packed import PackedWeight
 from kernels.cpu.recorder import ProgramRecorder
 from kernels.linear import Linear
@@ -18,6 +18,7 @@ class Embedding:
     def __init__(self, table: Tensor) -> None:
         self.dtype, self.device = table.dtype, table.device
         self._table: Tensor | PackedWeight = table
+        self._packing = backend(table.device.type).packing
 
     @classmethod
     def tied(cls, table: Tensor, head: Linear) -> Embedding:
@@ -38,9 +39,8 @@ class Embedding:
         """int64 [T] to [T, width]."""
         if isinstance(self._table, Tensor):
             return functional.embedding(token_ids, self._table)
-        native = native_backend()
-        assert native is not None  # it packed the table
-        return native.unpack_rows(self._table, token_ids, self.dtype)
+        assert self._packing is not None  # it packed the table
+        return self._packing.unpack_rows(self._table, token_ids, self.dtype)
 
     def record(self, recorder: ProgramRecorder, scale: float) -> Tensor:
         """The rows of a step's token ids, times `scale`."""

@@ -8,17 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import NativeBackend, native_backend
-from kernels.cpu.native_plan import WIDTH_MULTIPLE
+from kernels.backends import backend
 from kernels.cpu.recorder import Slot
-from kernels.device import triton_backend
 from kernels.interface.held_weight import HeldWeight
 from kernels.interface.quantised import QuantisedWeight
 from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
-
-LEAST_SUM = 1e-20
-"""Added to the sum of shares, which sigmoids may leave at zero."""
 
 
 class Expert(NamedTuple):
@@ -35,37 +30,12 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
     Both are [T, per_token].
     """
-    if isinstance(logits, Slot):
-        return logits.recorder.route(logits, routing)
-    if (native := _native(logits)) is not None:
-        return native.route(logits, routing)
-    scores = torch.sigmoid(logits) if routing.sigmoid else torch.softmax(logits, dim=-1)
-    chosen = _preferred(scores, routing).topk(routing.per_token, dim=-1).indices
-    shares = scores.gather(1, chosen)
-    if routing.normalised:
-        shares = shares / (shares.sum(-1, keepdim=True) + LEAST_SUM)
-    return chosen, shares * routing.scale if routing.scale != 1.0 else shares
-
-
-def _preferred(scores: Tensor, routing: Routing) -> Tensor:
-    """What experts are chosen by: -inf for those of groups that are not kept."""
-    if routing.correction is not None:
-        scores = scores + routing.correction
-    if routing.groups == 1:
-        return scores
-    groups = scores.view(len(scores), routing.groups, scores.shape[1] // routing.groups)
-    best = groups.topk(1 if routing.correction is None else 2, dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.kept_groups, dim=-1).indices, True)
-    return groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    return backend(logits.device.type).route(logits, routing)
 
 
 def add_gated(x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
     """x + other * sigmoid(gates) of [T, width] and gates float32 [T, 1]; without gates x + other."""
-    if isinstance(x, Slot):
-        return x.recorder.add_gated(x, other, gates)
-    if (native := _native(x)) is not None and not x.shape[1] % WIDTH_MULTIPLE:
-        return native.add_gated(x, other, gates)
-    return x + other if gates is None else (x + other.float() * torch.sigmoid(gates)).to(x.dtype)
+    return backend(x.device.type).add_gated(x, other, gates)
 
 
 class Experts:
@@ -80,8 +50,8 @@ class Experts:
         self.count, self.dtype, self.batch_invariant = len(experts), dtype, batch_invariant
         first = experts[0].gate_up
         place = first.device if isinstance(first, Tensor) else first.numbers.device
-        self._device_kernels = triton_backend(place.type)
-        if self._device_kernels is not None:
+        self._products = backend(place.type).products
+        if self._products is not None:
             self._gate_up = _stacked([expert.gate_up for expert in experts], dtype)
             self._down = _stacked([expert.down for expert in experts], dtype)
             self._gate_up_bias = _biases([expert.gate_up_bias for expert in experts])
@@ -95,15 +65,15 @@ class Experts:
         if isinstance(x, Slot):
             first, second = ([linear.native for linear in matrices] for matrices in (self.gate_up, self.down))
             return x.recorder.experts(x, chosen, shares, first, second, activation)
-        if self._device_kernels is not None:
+        if self._products is not None:
             weights = (self._gate_up, self._down, self._gate_up_bias, self._down_bias)
-            return self._device_kernels.experts(x, chosen, shares, *weights, activation, self.batch_invariant)
+            return self._products.experts(x, chosen, shares, *weights, activation, self.batch_invariant)
         return self._by_expert(x, chosen, shares, activation)
 
     @property
     def by_device(self) -> bool:
         """Whether the device's own kernels multiply by them."""
-        return self._device_kernels is not None
+        return self._products is not None
 
     @property
     def kind(self) -> str:
@@ -129,17 +99,7 @@ class Experts:
                 first += count
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        return combined(made, places.view_as(chosen), shares)
-
-
-def combined(made: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-    """Sums of rows of made [T * k, width], which places int64 [T, k] names, by shares float32 [T, k]."""
-    if (native := _native(made)) is not None and not made.shape[1] % WIDTH_MULTIPLE:
-        return native.combine(made, places.int(), shares)
-    total = made[places[:, 0]].float() * shares[:, :1]
-    for i in range(1, shares.shape[1]):  # one by one, so that all rows are added alike
-        total += made[places[:, i]].float() * shares[:, i : i + 1]
-    return total.to(made.dtype)
+        return backend(made.device.type).combine(made, places.view_as(chosen), shares)
 
 
 def _stacked(parts: Sequence[Weight], dtype: torch.dtype) -> Tensor | HeldWeight:
@@ -161,7 +121,3 @@ def _biases(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 def _one_of(stack: Tensor | HeldWeight, index: int, dtype: torch.dtype) -> Tensor:
     return stack.part(index).dense(dtype) if isinstance(stack, HeldWeight) else stack[index]
-
-
-def _native(x: Tensor) -> NativeBackend | None:
-    return native_backend() if x.device.type == "cpu" else None

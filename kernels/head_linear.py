@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import native_backend
+from kernels.backends import backend
 from kernels.cpu.recorder import Slot
-from kernels.device import triton_backend
 from kernels.linear import Linear
 
 
@@ -21,10 +20,11 @@ class HeadLinear:
     def __init__(self, weight: Tensor, *, batch_invariant: bool = False) -> None:
         self.num_heads, self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._device_kernels = triton_backend(weight.device.type) if batch_invariant else None
+        found = backend(weight.device.type)
+        self._packing, self._products = found.packing, found.products if batch_invariant else None
         self._stacked: Tensor | None = None
         self.heads: list[Linear] = []
-        if self._device_kernels is not None:
+        if self._products is not None:
             self._stacked = weight.contiguous()
         elif weight.device.type == "cpu":
             self.heads = [Linear(one.contiguous()) for one in weight]
@@ -35,7 +35,7 @@ class HeadLinear:
     @property
     def by_device(self) -> bool:
         """Whether the device's own kernels multiply by it."""
-        return self._device_kernels is not None
+        return self._products is not None
 
     @property
     def weight(self) -> Tensor:
@@ -47,11 +47,10 @@ class HeadLinear:
         """x [T, heads * n] to [T, heads * out], of the first `in` of each head's n numbers."""
         if isinstance(x, Slot):
             return x.recorder.head_linear(x, self._packed, self.num_heads)
-        if self._device_kernels is not None and self._stacked is not None:
-            return self._device_kernels.invariant_linear(x, self._stacked, None)
-        native = native_backend()
-        if self.heads and len(self._packed) == self.num_heads and native is not None:
-            return native.head_linear(x, self._packed)
+        if self._products is not None and self._stacked is not None:
+            return self._products.invariant_linear(x, self._stacked, None)
+        if self.heads and len(self._packed) == self.num_heads and self._packing is not None:
+            return self._packing.head_linear(x, self._packed)
         parts = x.view(len(x), self.num_heads, x.shape[1] // self.num_heads)[..., : self.in_features]
         if self._stacked is not None:
             return torch.bmm(parts.transpose(0, 1), self._stacked).transpose(0, 1).flatten(1)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.backend import native_backend
+from kernels.backends import backend
+from kernels.cpu.backend import NativeBackend
 from kernels.cpu.packed import (
     FORMATS,
     PackedWeight,
@@ -20,7 +21,6 @@ from kernels.cpu.packed import (
     unpack,
 )
 from kernels.cpu.recorder import Slot
-from kernels.device import triton_backend
 from kernels.dispatch import gated
 from kernels.interface.held_weight import HeldWeight
 from kernels.interface.quantised import QuantisedWeight
@@ -58,13 +58,14 @@ class Linear:
             raise ValueError("quantised weights need the dtype of their inputs")
         else:
             self.dtype = dtype
-        self.native = _native(weight, bias, self.dtype, self.alternates)
+        found = backend(_device_of(weight).type)
+        self._packing, self._products = found.packing, found.products
+        self.native = _packed(self._packing, weight, bias, self.dtype, self.alternates)
         self.bias = bias
         self._dense: Tensor | None = None
         self._onednn: Any = None
         self.held: HeldWeight | None = None
-        self._device_kernels = triton_backend(_device_of(weight).type)
-        if isinstance(weight, QuantisedWeight) and self._device_kernels is not None:
+        if isinstance(weight, QuantisedWeight) and self._products is not None:
             self.held = HeldWeight.of(weight)
         if self.native is None and self.held is None:
             dense = weight if isinstance(weight, Tensor) else weight.dense(self.dtype)
@@ -76,7 +77,7 @@ class Linear:
     @property
     def by_device(self) -> bool:
         """Whether the device's own kernels multiply by it."""
-        return self._device_kernels is not None and (self.held is not None or self.batch_invariant)
+        return self._products is not None and (self.held is not None or self.batch_invariant)
 
     @property
     def packed(self) -> bool:
@@ -86,10 +87,10 @@ class Linear:
     @property
     def weight(self) -> Tensor:
         """W in the model's dtype; a copy when packed. For references, not for speed."""
-        if self.native is not None and (native := native_backend()) is not None:
+        if self.native is not None and (packing := self._packing) is not None:
             if self.native.quantised:
                 return unpack(self.native, self.dtype)
-            return in_order(native.unpack_rows(self.native, torch.arange(self.out_features), self.dtype), self.native)
+            return in_order(packing.unpack_rows(self.native, torch.arange(self.out_features), self.dtype), self.native)
         if self.held is not None:
             return self.held.dense(self.dtype)
         if self._dense is not None:
@@ -103,17 +104,17 @@ class Linear:
             return change.add(x, self(x))
         if isinstance(x, Slot):
             return x.recorder.linear(x, self.native, self.out_features, "", wide)
-        if self.native is not None and (native := native_backend()) is not None:
-            return native.linear(x, self.native, "", wide)
+        if self.native is not None and (packing := self._packing) is not None:
+            return packing.linear(x, self.native, "", wide)
         return self._multiply(x, wide=wide)
 
     def _multiply(self, x: Tensor, *, wide: bool = False) -> Tensor:
-        if self._device_kernels is not None:
+        if self._products is not None:
             weight = self._dense if self.held is None else self.held
             if self.batch_invariant and weight is not None:
-                return self._device_kernels.invariant_linear(x, weight, self.bias, wide=wide)
+                return self._products.invariant_linear(x, weight, self.bias, wide=wide)
             if self.held is not None:
-                return self._device_kernels.held_linear(x, self.held, self.bias, wide=wide)
+                return self._products.held_linear(x, self.held, self.bias, wide=wide)
         y = self._multiply_dense(x)
         return y.float() if wide else y
 
@@ -140,8 +141,8 @@ class GatedLinear(Linear):
             return self._changed(x, activation, change)
         if isinstance(x, Slot):
             return x.recorder.linear(x, self.native, self.out_features // 2, activation, False)
-        if self.native is not None and (native := native_backend()) is not None:
-            return native.linear(x, self.native, activation, False)
+        if self.native is not None and (packing := self._packing) is not None:
+            return packing.linear(x, self.native, activation, False)
         return gated(self._multiply(x), activation)
 
     def _changed(self, x: Tensor, activation: str, change: LoraChange) -> Tensor:
@@ -149,8 +150,8 @@ class GatedLinear(Linear):
         if isinstance(x, Slot):
             both = change.add(x, x.recorder.linear(x, self.native, self.out_features, "", False))
             return x.recorder.gate_panels(both, activation)
-        if self.native is not None and (native := native_backend()) is not None:
-            return native.gate_panels(change.add(x, native.linear(x, self.native, "", False)), activation)
+        if self.native is not None and (packing := self._packing) is not None:
+            return packing.gate_panels(change.add(x, packing.linear(x, self.native, "", False)), activation)
         return gated(change.add(x, self._multiply(x)), activation)
 
 
@@ -158,17 +159,19 @@ def _device_of(weight: Weight) -> torch.device:
     return weight.numbers.device if isinstance(weight, QuantisedWeight) else weight.device
 
 
-def _native(weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: bool) -> PackedWeight | None:
-    if _device_of(weight).type != "cpu" or dtype not in FORMATS or (native := native_backend()) is None:
+def _packed(
+    packing: NativeBackend | None, weight: Weight, bias: Tensor | None, dtype: torch.dtype, alternate: bool
+) -> PackedWeight | None:
+    if packing is None or dtype not in FORMATS:
         return None
     if isinstance(weight, QuantisedWeight):
         return pack_quantised(weight, bias, gated=alternate)
     if weight.dtype == torch.bfloat16:
-        if not native.multiplies_bf16:
+        if not packing.multiplies_bf16:
             return None
-        if (packed := pack_12bit(weight, bias, native.pack_12bit, gated=alternate)) is not None:
+        if (packed := pack_12bit(weight, bias, packing.pack_12bit, gated=alternate)) is not None:
             return packed
-    elif (packed := pack_widened(weight, bias, gated=alternate, fp16=native.widens_fp16)) is not None:
+    elif (packed := pack_widened(weight, bias, gated=alternate, fp16=packing.widens_fp16)) is not None:
         return packed
     return pack_dense(weight, bias, gated=alternate)
 

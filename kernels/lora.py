@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import NativeBackend, native_backend
+from kernels.backends import backend
+from kernels.cpu.backend import NativeBackend
 from kernels.cpu.native_plan import WIDTH_MULTIPLE
 from kernels.cpu.packed import panel_size
 from kernels.cpu.recorder import NotRecordable, Slot
 from kernels.cpu.structs import LoraStruct
-from kernels.device import triton_backend
 from kernels.interface.lora import GroupedRows, LoraStack
 
 MAX_RANK = 512
@@ -76,19 +76,19 @@ class LoraSite:
         self.in_features, self.parts, self.panels = in_features, tuple(parts), panels
         self.dtype, self.device, self.batch_invariant = dtype, device, batch_invariant
         self._held: list[tuple[LoraPart, ...]] = [()] * max_loras
-        self._native = _native(in_features, parts, dtype, device)
-        self._changes = (LoraStruct * max_loras)() if self._native is not None else None
+        self._packing = _packing(in_features, parts, dtype, device)
+        self._changes = (LoraStruct * max_loras)() if self._packing is not None else None
         self._stack: LoraStack | None = None
-        self._device_kernels = triton_backend(device.type)
+        self._products = backend(device.type).products
         begins = (sum(self.parts[:i]) for i in range(1, len(self.parts)))
-        if self._device_kernels is not None and not any(begin % LEAST_COLUMNS for begin in begins):
+        if self._products is not None and not any(begin % LEAST_COLUMNS for begin in begins):
             self._stack = LoraStack.empty(in_features, self.parts, max_loras, max_rank, dtype, device)
 
     def set(self, place: int, parts: Sequence[LoraPart]) -> int:
         """Put an adapter in a place; without parts it changes nothing here. Returns the bytes that it takes."""
         if self._stack is not None:
             self._stack.set(place, [(self._number(part.first), part.a, part.b) for part in parts])
-        elif self._native is not None:
+        elif self._packing is not None:
             joined = self._kept(torch.cat([part.a for part in parts]) if parts else torch.empty(0, self.in_features))
             held = tuple(LoraPart(part.first, joined, self._kept(part.b.T)) for part in parts)
             self._point(place, held, [part.a.shape[0] for part in parts], joined)
@@ -105,11 +105,11 @@ class LoraSite:
             y.recorder.lora(x, y, self._changes, self.panels)
             return y
         assert rows is not None  # only slots have none
-        if self._device_kernels is not None and self._stack is not None:
+        if self._products is not None and self._stack is not None:
             grouped = rows.grouped(len(self._held))
-            self._device_kernels.add_lora(x.contiguous(), y, self._stack, grouped, batch_invariant=self.batch_invariant)
-        elif self._native is not None and self._changes is not None:
-            self._native.add_lora(x.contiguous(), y, rows.adapters, self._changes, self.panels)
+            self._products.add_lora(x.contiguous(), y, self._stack, grouped, batch_invariant=self.batch_invariant)
+        elif self._packing is not None and self._changes is not None:
+            self._packing.add_lora(x.contiguous(), y, rows.adapters, self._changes, self.panels)
         else:
             self._add_plain(x, y, rows)
         return y
@@ -159,8 +159,8 @@ class LoraChange(NamedTuple):
         return self.site.add(x, y, self.rows)
 
 
-def _native(in_features: int, parts: Sequence[int], dtype: torch.dtype, device: torch.device) -> NativeBackend | None:
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+def _packing(in_features: int, parts: Sequence[int], dtype: torch.dtype, device: torch.device) -> NativeBackend | None:
+    if dtype not in (torch.float32, torch.bfloat16):
         return None
     fits = not any(size % WIDTH_MULTIPLE for size in (in_features, *parts))
-    return native_backend() if fits else None
+    return backend(device.type).packing if fits else None

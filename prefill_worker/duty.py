@@ -12,6 +12,7 @@ from common.sampling.logprobs import max_prompt_logprobs
 from common.sampling.sampler import Sampler
 from common.sequences.hidden_places import hidden_places
 from common.sequences.parts import EngineParts
+from common.transfer.frames import blocks_in_queues
 from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
 from prefill_worker.engine import PrefillEngine
@@ -40,14 +41,15 @@ class PrefillDuty(Duty):
             max_prompt_logprobs=max_prompt_logprobs(loaded.vocab_size),
             window=loaded.window,
         )
-
-        quantises = settings.kv_wire_dtype == "fp8" and loaded.kv.dtype not in SMALL_DTYPES.values()
+        quantise = None
+        if settings.kv_wire_dtype == "fp8" and loaded.kv.dtype not in SMALL_DTYPES.values():
+            quantise = quantised_outgoing(loaded.kv, blocks_in_queues(loaded.kv.wire_bytes)).views
         sender = self.new_sender(
             loaded,
             lambda event: engine.notify(event),
             lease_s=settings.kv_lease_s,
             num_streams=settings.kv_streams,
-            quantise=quantised_outgoing(loaded.kv).views if quantises else None,
+            quantise=quantise,
         )
         peers = self.new_peers(loaded, pool, lambda event: engine.notify(event))
         hidden = hidden_places(loaded.drafting)

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kernels.backends import FOUND, look_up
 from kernels.interface.draws import SamplingTensors
-from kernels.sampling import sample_by_sorting
+from kernels.interface.pinned_memory import PinnedMemory
+from kernels.plain.sampling import masked, sample_by_sorting
 
 GPU = torch.device("cuda")
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
@@ -70,16 +72,23 @@ class PretendedGPU(TorchFunctionMode):
 class Event:
     """A mark in the stream. The pretended device has done everything as soon as it is launched."""
 
-    def record(self) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
     def synchronize(self) -> None: ...
 
 
 class Drawn:
-    """Stands for the sampling kernel: whatever its arithmetic, the host launches it and goes on."""
+    """The backend, but for the sampling kernel: whatever its arithmetic, the host launches it and goes on."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(look_up("cuda"), name)
 
     @staticmethod
-    def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
+    def sample(logits: Tensor, rows: SamplingTensors, allowed: Sequence[Tensor | None]) -> Tensor:
+        logits = masked(logits, allowed)
         assert isinstance(logits, OnGPU)
         with torch._C.DisableTorchFunction():
             columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.position)
@@ -92,8 +101,10 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Samplers see a GPU where `on_gpu` says so."""
     with monkeypatch.context() as patched:
         patched.setattr("common.sampling.sampler.on_device", lambda device: nullcontext())
-        patched.setattr("kernels.sampling.triton_backend", lambda kind: Drawn if kind == "cuda" else None)
+        patched.setitem(FOUND, "cuda", Drawn())
         patched.setattr(torch.cuda, "Event", Event)
+        patched.setattr(torch.cuda, "current_stream", lambda device: None)
+        patched.setattr("kernels.interface.pinned_memory._PINNED", PinnedMemory())
         with PretendedGPU():
             yield
 

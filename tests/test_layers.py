@@ -231,3 +231,19 @@ def test_nothing_goes_by_the_names_of_before(repository: Path) -> None:
         if module.partition(".")[0] == "diptych"
     ]
     assert not wrong
+
+
+def test_one_file_chooses_backends_and_one_pins_memory(repository: Path) -> None:
+    """What computes and what is pinned has one owner each; the CPU's own room may name its kernels."""
+    texts = {
+        file.relative_to(repository).as_posix(): "\n".join(lines_of(file))
+        for package in ("kernels", "common", "prefill_worker", "decode_worker")
+        for file in (repository / package).rglob("*.py")
+    }
+
+    def naming(*words: str) -> set[str]:
+        return {name for name, text in texts.items() if any(word in text for word in words)}
+
+    of_the_cpu = {"kernels/cpu/backend.py", "kernels/cpu/recorder.py"}
+    assert naming("kernels.gpu.backend", "native_backend") - of_the_cpu == {"kernels/backends.py"}
+    assert naming("pin_memory", "cudaHostAlloc") == {"kernels/interface/pinned_memory.py"}

@@ -16,10 +16,12 @@ from benchmarks.gpu.shape import GPUShape
 from benchmarks.gpu.timer import Call
 from kernels import Draw, SamplingTensors
 from kernels.agreement.seats import random_seats, seats_check, unwritten_rows
-from kernels.blocks import gather_by_torch, scatter_by_torch, wire_bytes
+from kernels.blocks import wire_bytes
 from kernels.interface.seats import POSITION, SeatLayout
 from kernels.plain import reference
-from kernels.sampling import sample_by_sorting
+from kernels.plain.blocks import gather_blocks as gather_by_torch
+from kernels.plain.blocks import scatter_blocks as scatter_by_torch
+from kernels.plain.sampling import sample_by_sorting
 
 MAX_DIFFERENT_DRAWS = 1
 """Rounding may move the border between two tokens, with the noise beside it."""

@@ -30,7 +30,7 @@ from benchmarks.gpu.transfer import measure_transfer
 from benchmarks.load.conditions import conditions
 from benchmarks.load.report import open_console, write_json
 from benchmarks.time_limit import TimeOver
-from kernels import dispatch
+from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
 
 PROGRAM = "python -m benchmarks.gpu"
@@ -59,7 +59,7 @@ class Suite:
         self.options, self.path, self.console = options, path, open_console()
         self.device = torch.device("cpu") if options.dry_run else numbered(torch.device(options.device))
         if options.dry_run:
-            dispatch.backend = lambda kind: triton_backend  # type: ignore[assignment]
+            FOUND["cpu"] = triton_backend
         else:
             torch.cuda.set_device(self.device)
         self.shape = DRY if options.dry_run else LLAMA_8B

@@ -20,6 +20,7 @@ from common.kv.copy_stream import CopyStream, NotRegistered
 from common.kv.shared_memory import PeerMemory
 from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing, block_bytes_of
 from common.machine.allocator import keep_large_buffers
+from common.transfer.frames import blocks_in_queues, blocks_per_message
 from common.transfer.receiver import KVReceiver
 
 ROUNDS = 5
@@ -39,7 +40,7 @@ def measure_transfer(shape: GPUShape, timer: Timer) -> Iterator[dict[str, Any]]:
 def pinned_rows(kv: KVCache, timer: Timer) -> Iterator[dict[str, Any]]:
     """Copies of whole blocks on a stream of their own, block by block as in the workers, and waited for."""
     stream = CopyStream(kv.device)
-    buffers = [stream.buffer(kv.block_bytes) for _ in range(kv.num_blocks)]
+    buffers = stream.buffers(kv.block_bytes, kv.num_blocks)
     blocks = [block_bytes_of(kv, index) for index in range(kv.num_blocks)]
     num_bytes = kv.num_blocks * kv.block_bytes
     for path, targets, sources in (("device to pinned", buffers, blocks), ("pinned to device", blocks, buffers)):
@@ -86,7 +87,7 @@ def is_direct(kv: KVCache) -> bool:
 
 def ship(kv: KVCache, address: str, *, in_ring: bool = False) -> float:
     """Seconds of the fastest of a few transfers of the whole cache."""
-    outgoing = StagedOutgoing(kv, CopyStream(kv.device))
+    outgoing = StagedOutgoing(kv, CopyStream(kv.device)).reserve(blocks_in_queues(kv.block_bytes))
     ring = ring_for(outgoing, kv.num_blocks) if in_ring else None
     path = BlockPath(address, Shape(kv.block_bytes, kv.num_blocks), outgoing.view, ring=ring)
     try:
@@ -99,7 +100,7 @@ def serve_blocks(pipe: Connection, shape_name: str, device: str) -> None:
     """Body of the receiving process: grants every announcement, into its own cache on the device."""
     keep_large_buffers()  # as a worker does
     kv = _cache(SHAPES[shape_name], torch.device(device))
-    blocks = StagedIncoming(kv, CopyStream(kv.device))
+    blocks = StagedIncoming(kv, CopyStream(kv.device)).reserve(blocks_per_message(kv.block_bytes))
     events: Events = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     receiver = KVReceiver(context, "127.0.0.1", 0, blocks.view, events.put, commit=blocks.commit)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from common.errors import DiptychError
+from kernels.interface.pinned_memory import pinned
+from kernels.interface.pinned_ring import ALIGN_BYTES
 
 PART_BYTES = 2**20
 """A block is read in parts of this size, each while the next ones are still copied."""
@@ -26,12 +28,26 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
+        self._registered: dict[int, int] = {}  # address -> number in the count of pinned memory
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def buffer(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] of host memory that the device reaches directly."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+    @property
+    def pins(self) -> bool:
+        """Whether the device reaches host memory directly only where that is pinned."""
+        return self._stream is not None
+
+    def buffers(self, num_bytes: int, count: int) -> list[Tensor]:
+        """`count` buffers, uint8 [num_bytes] each, that the device reaches directly. Pins memory: at a start alone."""
+        if not self.pins:
+            return [self.spare(num_bytes) for _ in range(count)]
+        stride = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        memory = torch.from_numpy(pinned().allocate(count * stride))
+        return [memory[begin : begin + num_bytes] for begin in range(0, count * stride, stride)]
+
+    def spare(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] that is not pinned: a GPU's driver copies through memory of its own, and blocks."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def run(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy (target, source) pairs and wait for them; other threads may run meanwhile."""
@@ -77,11 +93,13 @@ class CopyStream:
             code = self._call("cudaHostRegister", memory.data_ptr(), len(memory), flags)
             if code:
                 raise NotRegistered(f"CUDA does not register {len(memory):,} bytes: {torch.cuda.CudaError(code)}")
+            self._registered[memory.data_ptr()] = pinned().add(len(memory))
 
     def unregister(self, memory: Tensor) -> None:
         """Ends the device's access. Call it after the last copy and before `memory` is unmapped."""
         if self._stream is not None:
             self._call("cudaHostUnregister", memory.data_ptr())
+            pinned().remove(self._registered.pop(memory.data_ptr()))
 
     def _call(self, function: str, *arguments: int) -> int:
         """What a function of CUDA's runtime returns, called in a thread of its own.

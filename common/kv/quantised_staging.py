@@ -106,19 +106,20 @@ def _bytes_of(block: Tensor) -> Tensor:
     return block.view(-1).view(torch.uint8)
 
 
-def quantised_outgoing(kv: KVCache) -> QuantisedOutgoing:
-    """Quantises one block now, so that a GPU's kernel is compiled before a transfer needs it."""
-    blocks = QuantisedOutgoing(kv, CopyStream(kv.device))
+def quantised_outgoing(kv: KVCache, at_once: int = 1) -> QuantisedOutgoing:
+    """Quantises one block now, so that a GPU's kernel is compiled before a transfer needs it. `at_once` as
+    `outgoing_blocks`."""
+    blocks = QuantisedOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
     blocks.view(0)
     return blocks
 
 
-def quantised_incoming(kv: KVCache) -> QuantisedIncoming:
+def quantised_incoming(kv: KVCache, at_once: int = 1) -> QuantisedIncoming:
     """Dequantises a block of zeros now, so that a GPU's kernel is compiled before a transfer needs it.
 
     Call it while the cache is empty: it writes block 0.
     """
-    blocks = QuantisedIncoming(kv, CopyStream(kv.device))
+    blocks = QuantisedIncoming(kv, CopyStream(kv.device)).reserve(at_once)
     blocks.view(0)[:] = bytes(blocks.block_bytes)
     blocks.commit([0])
     return blocks

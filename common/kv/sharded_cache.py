@@ -25,6 +25,7 @@ from common.kv.cache import KVCache, clear_slots
 from common.kv.step_order import StepOrder
 from common.model_config.shard import Shard, kv_owners
 from kernels.interface.kernels import KVScales
+from kernels.interface.pinned_memory import pinned
 
 if TYPE_CHECKING:
     from common.model_files.config import ModelConfig
@@ -104,6 +105,8 @@ class ShardedCache(KVCache):
 
     def attach_remote(self, heads: RemoteHeads) -> None:
         """The cache of the next rank, on another host. None of this host can follow."""
+        if self.device.type == "cuda" and self._on_host is None:
+            self._on_host = torch.from_numpy(pinned().allocate(self.wire_bytes))
         self._remotes.append(heads)
 
     def block(self, index: int) -> memoryview:
@@ -216,11 +219,10 @@ class ShardedCache(KVCache):
         return segments(block.numpy().data, self.config.num_layers, self._num_heads, heads)
 
     def _in_host_memory_of(self, block: Tensor) -> Tensor:
-        """The block itself, or memory for one of a GPU."""
+        """The block itself, or the memory for one of a GPU."""
         if block.device.type == "cpu":
             return block
-        if self._on_host is None:
-            self._on_host = torch.empty(self.wire_bytes, dtype=torch.uint8, pin_memory=True)
+        assert self._on_host is not None  # since the first rank of another host came
         return self._on_host
 
     @contextlib.contextmanager

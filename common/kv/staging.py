@@ -1,8 +1,9 @@
 """KV blocks as bytes in host memory, for the wire, wherever the cache is.
 
-A cache in host memory is read and written in place. Blocks of a GPU pass through pinned buffers: a stream of their own
-copies them beside the kernels of the next step. The engine lends only blocks that no step in flight touches, so the
-copies need not wait for any.
+A cache in host memory is read and written in place. Blocks of a GPU pass through buffers that were pinned when the
+worker started: a stream of their own copies them beside the kernels of the next step. The engine lends only blocks that
+no step in flight touches, so the copies need not wait for any. More blocks at once pass through memory that is not
+pinned, because pinning would hold up the launches of steps.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ class BlocksInPlace:
 class StagedOutgoing:
     """`view` copies a block into a buffer, which is used again once its view is gone.
 
-    There are as many buffers as blocks that are sent at once, which the sockets' high-water marks bound.
+    There are as many buffers as blocks that were sent at once, which the sockets' high-water marks bound, or as were
+    reserved.
     """
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
@@ -64,6 +66,14 @@ class StagedOutgoing:
         self._free: SimpleQueue[Tensor] = SimpleQueue()  # any thread may be the last to drop a view
         self.num_buffers = 0
         self.block_bytes = kv.block_bytes
+
+    def reserve(self, count: int) -> Self:
+        """Pins buffers for `count` blocks, where a device needs them pinned."""
+        if self.stream.pins:
+            for buffer in self.stream.buffers(self.block_bytes, count):
+                self._free.put(buffer)
+            self.num_buffers += count
+        return self
 
     def view(self, index: int) -> memoryview:
         buffer = self._take()
@@ -94,13 +104,13 @@ class StagedOutgoing:
             return self._free.get_nowait()
         except Empty:
             self.num_buffers += 1
-            return self.stream.buffer(self.block_bytes)
+            return self.stream.spare(self.block_bytes)
 
 
 class StagedIncoming:
     """Blocks arrive in buffers; `commit` copies them into the cache together.
 
-    There are as many buffers as blocks in one message, because the receiver commits after each.
+    There are as many buffers as blocks in one message, because the receiver commits after each, or as were reserved.
     """
 
     def __init__(self, kv: KVCache, stream: CopyStream) -> None:
@@ -109,9 +119,15 @@ class StagedIncoming:
         self._in_use: dict[int, Tensor] = {}
         self.block_bytes = kv.block_bytes
 
+    def reserve(self, count: int) -> Self:
+        """Pins buffers for `count` blocks, where a device needs them pinned."""
+        if self.stream.pins:
+            self._free += self.stream.buffers(self.block_bytes, count)
+        return self
+
     def view(self, index: int) -> memoryview:
         if index not in self._in_use:
-            self._in_use[index] = self._free.pop() if self._free else self.stream.buffer(self.block_bytes)
+            self._in_use[index] = self._free.pop() if self._free else self.stream.spare(self.block_bytes)
         return self._in_use[index].numpy().data
 
     def commit(self, indices: Sequence[int]) -> None:
@@ -205,16 +221,18 @@ class ReachedPlaces:
         self._flat = torch.empty(0, dtype=torch.uint8)
 
 
-def outgoing_blocks(kv: KVCache) -> OutgoingBlocks:
+def outgoing_blocks(kv: KVCache, at_once: int = 1) -> OutgoingBlocks:
+    """For a worker that usually sends up to `at_once` blocks while others wait in its sockets."""
     if isinstance(kv, ShardedCache):
-        return GatheredOutgoing(kv, CopyStream(kv.device))
-    return BlocksInPlace(kv) if kv.device.type == "cpu" else StagedOutgoing(kv, CopyStream(kv.device))
+        return GatheredOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
+    return BlocksInPlace(kv) if kv.device.type == "cpu" else StagedOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
 
 
-def incoming_blocks(kv: KVCache) -> IncomingBlocks:
+def incoming_blocks(kv: KVCache, at_once: int = 1) -> IncomingBlocks:
+    """For messages of up to `at_once` blocks."""
     if isinstance(kv, ShardedCache):
-        return ScatteredIncoming(kv, CopyStream(kv.device))
-    return BlocksInPlace(kv) if kv.device.type == "cpu" else StagedIncoming(kv, CopyStream(kv.device))
+        return ScatteredIncoming(kv, CopyStream(kv.device)).reserve(at_once)
+    return BlocksInPlace(kv) if kv.device.type == "cpu" else StagedIncoming(kv, CopyStream(kv.device)).reserve(at_once)
 
 
 def block_bytes_of(kv: KVCache, index: int) -> Tensor:

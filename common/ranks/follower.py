@@ -29,6 +29,7 @@ from common.runner.kernel_check import check_model_kernels
 from common.runner.kv_memory import CUDAMemory, measure
 from common.runner.loaded import compute_exactly
 from common.runner.runner import ModelRunner
+from common.runner.step_copies import reserve_step_copies
 from kernels import KVScales
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ def prepare(
         with_head=plan.with_head,
         batch_invariant=plan.batch_invariant,
     )
+    reserve_step_copies(plan.largest, model.config, device)
     places = None
     if plan.max_loras:
         whole, _ = open_for_ranks(plan.files, plan.size)

@@ -17,13 +17,12 @@ from common.kv.cache import SMALL_DTYPES, KVCache
 from common.model.mlp import MLP, MixtureOfExperts, SharedExpert
 from common.model_files.config import ModelConfig
 from common.runner.runner import RunnableModel
-from kernels import AttentionRule, HeadLinear, KVScales, Linear
+from kernels import AttentionRule, HeadLinear, KVScales, Linear, has_device_kernels
 from kernels.agreement.experts import experts_check
 from kernels.agreement.gate import Check
 from kernels.agreement.products import heads_check, product_check
 from kernels.agreement.run import SEED, check_kernels
 from kernels.agreement.shape import CheckedShape, LayerRule
-from kernels.device import has_device_kernels
 
 log = logging.getLogger(__name__)
 

@@ -33,14 +33,16 @@ from common.runner.graph_capture import recorder_for
 from common.runner.graph_runner import GraphRunner
 from common.runner.kernel_check import check_model_kernels
 from common.runner.kv_memory import CUDAMemory, blocks_left
+from common.runner.largest_steps import LargestSteps
 from common.runner.memory_need import GIB
 from common.runner.runner import ModelRunner, RunnableModel
+from common.runner.step_copies import reserve_step_copies
 from common.runner.warm_up import warmed_up
 from common.runner.worker_need import WeightForm, need_of
 from common.weight_formats.kv_scales import KVForm
 from common.wire.messages import PROTOCOL_VERSION
-from kernels import Linear, share_cores
-from kernels.device import triton_backend
+from kernels import Linear, has_device_kernels, share_cores
+from kernels.interface.pinned_memory import pinned
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +138,11 @@ class LoadedModel:
         torch.set_num_threads(num_threads)
 
     @staticmethod
+    def pinned_bytes() -> int:
+        """Host memory that this process has pinned: on a GPU's worker what steps and KV are copied through."""
+        return pinned().num_bytes
+
+    @staticmethod
     def share_cores(cores: CoreShare) -> None:
         """Makes long steps read `cores` while they run. Call it before the first step."""
         share_cores(cores.address, cores.num_cores)
@@ -204,6 +211,7 @@ class LoadedModel:
         model = load()
         adapters = bank_of(model, config, makers.places)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
+        reserve_step_copies(LargestSteps.of(config, samples=task.generates), shape, torch.device(config.device))
         form = form or KVForm(config.kv_cache_dtype if config.kv_cache_dtype in SMALL_DTYPES else dtype)
         kv_dtype, scales = form.dtype, form.cut(shape.num_layers).scales
         check_wire(config, kv_dtype)
@@ -349,7 +357,7 @@ def records_steps(config: WorkerConfig, device: torch.device) -> bool:
     """Whether decode steps are recorded: by decode workers with a CUDA device and Triton."""
     if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or device.type != "cuda":
         return False
-    return triton_backend(device.type) is not None
+    return has_device_kernels(device.type)
 
 
 def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:

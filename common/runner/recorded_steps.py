@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.kv.cache import KVCache
-from common.model.batch import ForwardBatch
+from common.model.batch import NO_PLACE, ForwardBatch, HiddenRows, SequenceChunk
 from common.runner.buckets import bucket_sizes
 from common.runner.graph_capture import StepRecorder
-from common.runner.hidden_inputs import HiddenInputs
 from common.runner.runner import RunnableModel
 from common.runner.seats import NO_SEAT, SeatChanges
 from kernels import SamplingTensors, StepPlan, fill_rows, on_device, sample, step_plan, to_device
+from kernels.interface.host_copies import fill_device
 from kernels.interface.seats import (
     NUM_NARROW,
     NUM_WIDE,
@@ -73,6 +74,31 @@ class RecordedStep:
     plan: StepPlan
     replay: Callable[[], None]
     draw: Callable[[], None] | None
+
+
+class HiddenInputs:
+    """Where rows find the hidden states that a draft head reads, and where they leave their own.
+
+    Device memory that recorded steps of up to `most_rows` rows read: one copy a step, before its replay."""
+
+    def __init__(self, most_rows: int, device: torch.device) -> None:
+        self._memory = torch.full((2 * most_rows,), NO_PLACE, dtype=torch.int64, device=device)
+
+    def rows(self, size: int, count: int) -> HiddenRows:
+        """What the first `count` rows of a step of `size` rows read."""
+        before, kept = self._memory[: 2 * size].view(2, size)[:, :count]
+        return HiddenRows(before, kept)
+
+    def send(self, chunks: Sequence[SequenceChunk], size: int) -> None:
+        """The places of `chunks`, one row each, and of the rows that pad a step of them to `size`."""
+
+        def write(numbers: np.ndarray) -> None:
+            rows = numbers.reshape(2, size)
+            rows[:, : len(chunks)] = np.array([[chunk.before, chunk.kept] for chunk in chunks]).T
+            rows[0, 0] = max(rows[0, 0], NO_PLACE)  # no row is before the first
+            rows[:, len(chunks) :] = NO_PLACE
+
+        fill_device(self._memory, 2 * size, write)
 
 
 class RecordedSteps:

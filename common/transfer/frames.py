@@ -24,10 +24,18 @@ MAX_REPLY_BYTES = 64 * 1024
 SEND_HWM = 16
 """Messages that a sender may queue for one decode worker: bounds how far it runs ahead of a slow receiver."""
 
+QUEUED_BYTES = 64 * 1024 * 1024
+"""Of blocks in all sockets of a sender: two full queues of messages that have `FRAME_TARGET_BYTES`."""
+
 
 def blocks_per_message(block_bytes: int) -> int:
     """How many blocks share one message: enough for an efficient stream, few enough to start early."""
     return max(1, min(MAX_BLOCKS_PER_FRAME, FRAME_TARGET_BYTES // max(1, block_bytes)))
+
+
+def blocks_in_queues(block_bytes: int) -> int:
+    """How many blocks wait in a sender's sockets at once, usually: pinned buffers of a GPU's worker are for so many."""
+    return max(2 * blocks_per_message(block_bytes), QUEUED_BYTES // max(1, block_bytes))
 
 
 def dealer(context: zmq.Context[zmq.Socket[bytes]], most_bytes: int = MAX_REPLY_BYTES) -> zmq.Socket[bytes]:

@@ -19,6 +19,7 @@ from common.errors import ConfigError
 from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
 from common.model_files.files import ModelFiles
+from common.transfer.frames import blocks_in_queues
 from common.transfer.lendable import Lendable
 from common.transfer.lender import KVLender, LenderIdentity
 from common.transfer.outgoing import TransferEnded
@@ -153,7 +154,7 @@ class Duty(ABC):
             LenderIdentity(
                 identity.worker_id, identity.epoch, loaded.fingerprint, kv.shared.offer if kv.shared else None
             ),
-            Lendable(pool, outgoing_blocks(kv), kv.wire_bytes, self._tiers),
+            Lendable(pool, outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes)), kv.wire_bytes, self._tiers),
         )
         puller.start()
         return PeerCaches(lender, puller)
@@ -173,7 +174,7 @@ class Duty(ABC):
         from common.kv.staging import GatheredOutgoing, StagedOutgoing, outgoing_blocks
 
         identity, kv, config = self.parts.identity, loaded.kv, self.config
-        outgoing = outgoing_blocks(kv)
+        outgoing = outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes))
         memory = kv.shared.offer if kv.shared is not None else None
         # A cache that others cannot map, a GPU's or that of several ranks, is copied through places that they can.
         ring = None

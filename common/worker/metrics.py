@@ -166,6 +166,12 @@ class WorkerMetrics:
         )
         info.labels(*self._labels.values(), str(block_size), dtype, str(num_blocks)).set(1)
 
+    def show_pinned(self, num_bytes: Callable[[], int]) -> None:
+        """Of a loaded model."""
+        text = "Host memory that the worker has pinned, for copies to and from its GPU"
+        gauge = Gauge("diptych_pinned_bytes", text, list(self._labels), registry=self.registry)
+        gauge.labels(*self._labels.values()).set_function(num_bytes)
+
     def set_knob(self, name: str, value: int, reason: str, *, is_new_reason: bool) -> None:
         self._knob.labels(*self._labels.values(), name).set(value)
         if is_new_reason:

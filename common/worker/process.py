@@ -175,6 +175,7 @@ class WorkerProcess:
         floor_s = FLOOR_S if self.config.device == "cpu" else DEVICE_FLOOR_S
         times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s, token_s=loaded.token_s)
         self.duties.start(files, loaded, grammars, control, times)
+        self.metrics.show_pinned(loaded.pinned_bytes)
         control.broadcast_hello()
         log.info(
             "ready: %s in %s, %d KV blocks of %d tokens (%.2f GiB), %d threads, loaded in %.1f s",
@@ -188,6 +189,8 @@ class WorkerProcess:
         )
         if of_windows := loaded.windows_in_words:
             log.info("%s", of_windows)
+        if num_bytes := loaded.pinned_bytes():
+            log.info("pinned %.1f MiB of host memory, for copies of steps and of KV", num_bytes / 2**20)
 
     def _load(self) -> tuple[ModelFiles, LoadedModel]:
         # Imported here: torch takes a second, and the sockets should answer before that.

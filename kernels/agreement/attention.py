@@ -16,6 +16,7 @@ from kernels import dispatch
 from kernels.agreement.gate import Check, Finding, finding
 from kernels.agreement.poisoned_cache import FREED, PoisonedCache
 from kernels.agreement.shape import CheckedShape, LayerRule
+from kernels.backends import backend
 from kernels.interface.attention_plan import QuerySpan
 from kernels.plain import backend as plain
 
@@ -69,7 +70,7 @@ def attention(kernel: str, shape: CheckedShape, kind: LayerRule, cache: Poisoned
     q = torch.randn(rows, shape.num_heads, cache.layout.head_dim, generator=cache.random) * QUERY_SCALE
     q = q.to(device=device, dtype=shape.dtype)
     plan = dispatch.plan_attention(spans, cache.layout, shape.num_heads, device)
-    found = dispatch.backend(device.type).paged_attention(q, cache.kv, kind.layer, plan, rule)
+    found = backend(device.type).paged_attention(q, cache.kv, kind.layer, plan, rule)
     kv, layout, moved = cache.plain(kind.layer, spans)
     plain_plan = plain.plan_attention(moved, layout, shape.num_heads, device)
     expected = plain.paged_attention(q.float(), kv, 0, plain_plan, rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,15 @@ from kernels.agreement.gate import Check, Finding, finding
 from kernels.agreement.poisoned_cache import PoisonedCache
 from kernels.agreement.seats import seats_check
 from kernels.agreement.shape import CheckedShape
-from kernels.blocks import gather_blocks, gather_by_torch, scatter_blocks, scatter_by_torch, wire_bytes
+from kernels.backends import backend
+from kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
 from kernels.interface.draws import Draw, SamplingTensors
-from kernels.interface.kernels import DeviceKernels, HeadNorms, LatentNorm
+from kernels.interface.kernels import HeadNorms, LatentNorm
 from kernels.interface.kv_region import LARGEST_FP8
 from kernels.plain import backend as plain
-from kernels.sampling import sample, sample_by_sorting
+from kernels.plain import blocks as plain_blocks
+from kernels.plain.sampling import sample_by_sorting
+from kernels.sampling import sample
 
 ROWS = 19
 """Odd: no multiple of what programs take together."""
@@ -37,7 +40,7 @@ def elementwise_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Ch
         yield partial(sampling, shape, cache)
     if shape.device_kernels:
         layout, device = cache.layout, cache.kv.device
-        kernels = cast(DeviceKernels, dispatch.backend(device.type))
+        kernels = backend(device.type)
         yield partial(seats_check, kernels.fill_rows, layout.block_size, shape.longest, device, cache.random)
         for quantised in (False, True) if shape.quantised_wire else (False,):
             yield partial(copies, cache, quantised)
@@ -51,7 +54,7 @@ def rotary(shape: CheckedShape, cache: PoisonedCache) -> Finding:
     weights = [_weight(dim * count, cache) for count in heads]
     is_normed = shape.qk_norm or shape.wide_qk_norm
     head_norms = HeadNorms(weights[0], weights[1], shape.eps) if is_normed else None
-    kernel = dispatch.backend(device.type).rotate_and_write
+    kernel = backend(device.type).rotate_and_write
 
     def run(write: Callable[..., Tensor], inputs: list[Tensor], angles: Tensor, *places: Any) -> Tensor:
         return write(*inputs, angles.cos(), angles.sin(), *places, head_norms, shape.scales)
@@ -66,7 +69,7 @@ def latents(shape: CheckedShape, cache: PoisonedCache) -> Finding:
     """Latents into the cache, and queries that meet them."""
     rank, dim, device = shape.latent_dim, cache.layout.head_dim, cache.kv.device
     norm = LatentNorm(_weight(rank, cache), shape.eps)
-    kernel = dispatch.backend(device.type).write_latents
+    kernel = backend(device.type).write_latents
 
     def run(write: Callable[..., Tensor], inputs: list[Tensor], angles: Tensor, *places: Any) -> Tensor:
         return write(*inputs, angles.cos(), angles.sin(), *places, norm, shape.scales.key)
@@ -180,7 +183,7 @@ def copies(cache: PoisonedCache, quantised: bool) -> Finding:
     small = torch.stack([kv[block] for block in chosen])
     buffer = torch.zeros(len(chosen), wire_bytes(kv, quantised=quantised), dtype=torch.uint8, device=device)
     expected = torch.zeros_like(buffer)
-    gather_by_torch(small, torch.arange(len(chosen), device=device), expected, quantised)
+    plain_blocks.gather_blocks(small, torch.arange(len(chosen), device=device), expected, quantised)
     gather_blocks(kv, ids, quantised=quantised, out=buffer)
     words = f"{len(chosen)} blocks of {kv[0].numel() * kv.element_size()} bytes" + (", in 8 bits" if quantised else "")
     if not torch.equal(buffer, expected):
@@ -188,7 +191,7 @@ def copies(cache: PoisonedCache, quantised: bool) -> Finding:
         return Finding("gather blocks", words, float(off), 0.0, f"{off} of {buffer.numel()} bytes differ")
     cache.poison()
     back = torch.zeros_like(small)
-    scatter_by_torch(expected, back, torch.arange(len(chosen), device=device), quantised)
+    plain_blocks.scatter_blocks(expected, back, torch.arange(len(chosen), device=device), quantised)
     scatter_blocks(buffer, kv, ids, quantised=quantised)
     there = torch.stack([kv[block] for block in chosen]).view(torch.uint8)
     off = int((there != back.view(torch.uint8)).sum())

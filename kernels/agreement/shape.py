@@ -22,7 +22,7 @@ class LayerRule(NamedTuple):
 class CheckedShape:
     """widths: of the gated MLPs, of one half each. longest: tokens of a sequence. Norms have weights float32.
 
-    vocab_size 0: nothing is sampled. device_kernels: the backend is `DeviceKernels`, so a negative slot is a row that
+    vocab_size 0: nothing is sampled. device_kernels: the kernels are a GPU's, so a negative slot is a row that
     writes nothing, and blocks are copied by kernels, also in 8 bits with `quantised_wire`. latent_dim: numbers of a
     latent, 0 for keys and values; query_dim: of a query head before it meets latents. scales: of the last layer.
     """

@@ -23,7 +23,6 @@ from kernels.interface.draws import SamplingTensors
 from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, KVScales, LatentNorm
 from kernels.interface.kv_region import head_dim_of
 from kernels.interface.routing import Routing
-from kernels.interface.seats import SeatLayout, StepRows
 from kernels.plain import backend as plain
 from kernels.plain.host_plan import HostPlan
 
@@ -70,7 +69,12 @@ SIGNATURES: Final = {
 
 
 class NativeBackend:
-    """Implements `interface.kernels.Kernels`, and the products with packed weights besides."""
+    """Implements `backends.Backend`: the operations, and the products with packed weights."""
+
+    products: None = None
+    fill_rows = staticmethod(plain.fill_rows)
+    gather_blocks = staticmethod(plain.gather_blocks)
+    scatter_blocks = staticmethod(plain.scatter_blocks)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layouts(library)
@@ -83,6 +87,10 @@ class NativeBackend:
         features = int(library.diptych_features())
         self.multiplies_bf16, self.multiplies_int8 = bool(features & BF16_PAIRS), bool(features & INT8_DOTS)
         self.widens_fp16 = bool(features & FP16_WIDENING)
+
+    @property
+    def packing(self) -> NativeBackend:
+        return self
 
     def sample(
         self, logits: Tensor | Sequence[Tensor], draws: SamplingTensors, allowed: Sequence[Tensor | None]
@@ -168,8 +176,9 @@ class NativeBackend:
         return chosen.long(), shares
 
     def combine(self, made: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-        """Sums of rows of made [T * k, width], which places int32 [T, k] names, by shares float32 [T, k]."""
-        rows, per_token = places.shape
+        if made.shape[1] % WIDTH_MULTIPLE:
+            return plain.combine(made, places, shares)
+        (rows, per_token), places = places.shape, places.int()
         out = torch.empty((rows, made.shape[1]), dtype=made.dtype)
         self._library.diptych_combine(
             *(TYPES[made.dtype], made.data_ptr(), places.data_ptr(), shares.data_ptr(), rows, per_token),
@@ -178,8 +187,9 @@ class NativeBackend:
         return out
 
     def add_gated(self, x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
-        """x + other * sigmoid(gates) of contiguous [T, width] and gates float32 [T, 1]; without gates x + other."""
-        out = torch.empty_like(x)
+        if x.shape[1] % WIDTH_MULTIPLE:
+            return plain.add_gated(x, other, gates)
+        out = torch.empty_like(x)  # contiguous, as what it is made of
         self._library.diptych_add_gated(
             *(TYPES[x.dtype], x.data_ptr(), other.data_ptr(), _address(gates), *x.shape, out.data_ptr())
         )
@@ -234,9 +244,6 @@ class NativeBackend:
         self, num_rows: int, max_blocks: int, layout: KVLayout, num_heads: int, device: torch.device
     ) -> HostPlan:
         return HostPlan(self.plan_attention, num_rows, max_blocks, layout, num_heads, device)
-
-    def fill_rows(self, memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows) -> None:
-        plain.fill_rows(memory, layout, sampled, vocab_size, rows)
 
     def paged_attention(self, q: Tensor, kv: Tensor, layer: int, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
         if not isinstance(plan, NativePlan):

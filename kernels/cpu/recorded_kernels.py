@@ -13,13 +13,18 @@ from kernels.cpu.native_plan import MAX_HEAD_DIM, WIDTH_MULTIPLE
 from kernels.cpu.recorder import NotRecordable, RopeSlot, slot_of
 from kernels.cpu.structs import ALL_ROWS, ATTEND, LATENTS, NORM, ROTATE
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface.draws import SamplingTensors
 from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, KVScales, LatentNorm
 from kernels.interface.kv_region import head_dim_of
+from kernels.interface.routing import Routing
 from kernels.interface.seats import SeatLayout, StepRows
 
 
 class RecordedKernels:
-    """Implements `interface.kernels.Kernels` for slots: each operation appends itself to its slot's recorder."""
+    """Implements `backends.Backend` for slots: each operation appends itself to its slot's recorder."""
+
+    packing: None = None
+    products: None = None
 
     def plan_attention(
         self, spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device
@@ -140,6 +145,26 @@ class RecordedKernels:
         total, out = (source.recorder.slot(source.width, source.rows) for _ in range(2))
         source.recorder.add(NORM, out, input=source, extra=change, extra2=total, weights=(weight,), eps=eps)
         return cast(Tensor, total), cast(Tensor, out)
+
+    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        return slot_of(logits).recorder.route(logits, routing)
+
+    def add_gated(self, x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
+        return slot_of(x).recorder.add_gated(x, other, gates)
+
+    def combine(self, made: Tensor, places: Tensor, shares: Tensor) -> NoReturn:
+        raise NotRecordable("experts are one operation here: see Experts")
+
+    def sample(
+        self, logits: Tensor | Sequence[Tensor], rows: SamplingTensors, allowed: Sequence[Tensor | None]
+    ) -> NoReturn:
+        raise NotRecordable("a program ends with logits")
+
+    def gather_blocks(self, kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> NoReturn:
+        raise NotRecordable("blocks are no part of a step")
+
+    def scatter_blocks(self, buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> NoReturn:
+        raise NotRecordable("blocks are no part of a step")
 
     def gated(self, gate_up: Tensor, activation: str) -> NoReturn:
         raise NotRecordable("gate and up are one product here: see GatedLinear")

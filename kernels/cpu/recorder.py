@@ -55,7 +55,7 @@ class NotRecordable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SlotDevice:
-    """The device of slots, which `dispatch.backend` finds `RecordedKernels` by."""
+    """The device of slots, which `backends.backend` finds `RecordedKernels` by."""
 
     type: str = "program"
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
-from kernels.gpu.query_work import ALIGNMENT, QueryWork, Tiling, query_work
+from kernels.gpu.query_work import QueryWork, Tiling, query_work
 from kernels.gpu.work_list import SPLIT_TOKENS, DecodeWork, num_places
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.host_copies import Staging
+from kernels.interface.host_copies import fill_device
 
 SPAN_FIELDS = 3  # row, num_rows, start
+ALIGNMENT = 4  # numbers in 16 bytes: kernels are compiled anew for pointers that are less aligned
 INTERPRETED_SMS = 2  # stands for the number of multiprocessors where tensors are the CPU's
 
 
@@ -36,8 +38,7 @@ class GPUPlan(AttentionPlan):
     spans int32 [num_spans, 3]: row, num_rows, start; a span with num_rows 0 is padding, and its output stays unwritten.
     block_tables int32 [num_spans, width]; entries behind a sequence's last block are never followed.
     `single` and `wide` say whether spans of one row, and of more than one row, may occur. Decode attention gets room
-    for `places` partial results; without that number, for as many as the spans may have at their longest. A fill waits
-    for the device only if that has not yet taken the spans of `host_copies` fills ago.
+    for `places` partial results; without that number, for as many as the spans may have at their longest.
     """
 
     def __init__(
@@ -50,7 +51,6 @@ class GPUPlan(AttentionPlan):
         device: torch.device,
         *,
         places: int | None = None,
-        host_copies: int = 2,
     ) -> None:
         self.num_spans, self.width, self.max_rows = num_spans, width, max_rows
         self.layout, self.num_heads, self.device = layout, num_heads, device
@@ -63,7 +63,7 @@ class GPUPlan(AttentionPlan):
         memory = torch.zeros(self._tables_at + num_spans * width, dtype=torch.int32, device=device)
         self.spans = memory[:fields].view(num_spans, SPAN_FIELDS)
         self.block_tables = memory[self._tables_at :].view(num_spans, width)
-        self._memory, self._host_copies = memory, host_copies
+        self._memory = memory
         self._host_spans: list[tuple[int, int, int]] = []
         self._decode_work: dict[int, DecodeWork] = {}
         self._query_work: dict[tuple[Tiling, int, bool], QueryWork] = {}
@@ -84,15 +84,10 @@ class GPUPlan(AttentionPlan):
         width = max((-(-span.length // layout.block_size) for span in spans), default=1)
         rows = max((span.num_rows for span in spans), default=1)
         places = sum(num_places(span.length) for span in spans if span.num_rows == 1)
-        plan = cls(len(spans), width, rows, layout, num_heads, device, places=places, host_copies=1)
+        plan = cls(len(spans), width, rows, layout, num_heads, device, places=places)
         plan.fill(spans)
         plan.single = any(span.num_rows == 1 for span in spans)
         return plan
-
-    @functools.cached_property
-    def _staging(self) -> Staging:
-        """Made when the host first fills the plan: a recorded step's plan is filled on the device."""
-        return Staging(self._memory, self._host_copies)
 
     def takes(self, lengths: Iterable[int]) -> bool:
         """Whether there is room for the partial results of single-row spans of these lengths."""
@@ -119,15 +114,16 @@ class GPUPlan(AttentionPlan):
                 )
         if not self.takes(span.length for span in spans if span.num_rows == 1):
             raise ValueError(f"the spans have more than {self.num_places} partial results together")
-        host = self._staging.next()
-        rows = host[: self.num_spans * SPAN_FIELDS].reshape(-1, SPAN_FIELDS)
-        tables = host[self._tables_at :].reshape(-1, self.width)
-        for i, span in enumerate(spans):
-            rows[i] = (span.row, span.num_rows, span.start)
-            blocks = -(-span.length // size)
-            tables[i, :blocks] = span.block_table[:blocks]
-        rows[len(spans) :] = 0
-        self._staging.send(self._tables_at + len(spans) * self.width)
+
+        def write(numbers: np.ndarray) -> None:
+            rows = numbers[: self.num_spans * SPAN_FIELDS].reshape(-1, SPAN_FIELDS)
+            tables = numbers[self._tables_at :].reshape(-1, self.width)
+            for i, span in enumerate(spans):
+                rows[i] = (span.row, span.num_rows, span.start)
+                blocks = -(-span.length // size)
+                tables[i, :blocks] = span.block_table[:blocks]
+
+        fill_device(self._memory, self._tables_at + len(spans) * self.width, write)
         self._host_spans = [(span.row, span.num_rows, span.start) for span in spans]
         self._query_work.clear()
 

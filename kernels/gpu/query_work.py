@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.interface.host_copies import to_device
+
 LEAST_SPLIT_TOKENS, SPLIT_STEP_TOKENS = 512, 128
 """The least length of a split, and what lengths are multiples of: a multiple of every tile of keys."""
 LEAST_KEYS = 2048
@@ -23,7 +25,6 @@ MOST_PROGRAMS = 256
 """That a chunk is split into: two for each multiprocessor."""
 MOST_PARTIALS = 2**16
 """Partial results, one a row, head and split, that are in memory at once: twice what a chunk has with tiles of 128."""
-ALIGNMENT = 4  # numbers in 16 bytes: kernels are compiled anew for pointers that are less aligned
 
 
 class Tiling(NamedTuple):
@@ -145,9 +146,4 @@ def _spread(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def _moved(parts: list[Tensor], device: torch.device) -> list[Tensor]:
     """Tables of whole numbers as int32 on the device, by one copy."""
-    sizes = [-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in parts]
-    host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for part, room in zip(parts, torch.split(host, sizes), strict=True):
-        room[: part.numel()] = part.flatten()
-    there = torch.split(host.to(device, non_blocking=True), sizes)
-    return [room[: part.numel()].view(part.shape) for part, room in zip(parts, there, strict=True)]
+    return to_device([part.to(torch.int32).numpy() for part in parts], device)

@@ -16,12 +16,15 @@ the noise falls between two versions of a border.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.interface.draws import SamplingTensors
+from kernels.plain.sampling import masked
 
 WARPS = 16
 """Of a program, which samples a row alone."""
@@ -214,8 +217,9 @@ def draw_tokens(
     tl.store(out + i_row, token.to(tl.int64))
 
 
-def sample(logits: Tensor, rows: SamplingTensors) -> Tensor:
+def sample(logits: Tensor | Sequence[Tensor], rows: SamplingTensors, allowed: Sequence[Tensor | None] = ()) -> Tensor:
     """As `kernels.sample`; ValueError beyond 524,287 tokens. A row with a NaN gets an id that is no token."""
+    logits = masked(logits, allowed)
     count, vocab = logits.shape
     if vocab > MAX_VOCAB:
         raise ValueError(f"{vocab} tokens: masses add up without overflow for at most {MAX_VOCAB}")

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.interface.host_copies import bytes_to_device
+
 
 class Draw(NamedTuple):
     """How one row samples.
@@ -49,9 +51,7 @@ class SamplingTensors:
             if draw.temperature < 0 or draw.top_p <= 0:
                 raise ValueError(f"temperature {draw.temperature} and top_p {draw.top_p}: at least 0, and more than 0")
         count = len(draws)
-        host = torch.empty(count * 36, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        _columns(host, count, draws)
-        there = host.to(device, non_blocking=True)
+        there = bytes_to_device(count * 36, lambda memory: _columns(memory, count, draws), device)
         wide, narrow = there[: 24 * count], there[24 * count :]
         seed, position, top_p = wide.view(torch.int64).view(3, count)
         temperature, min_p, top_k = narrow.view(torch.float32).view(3, count)
@@ -68,9 +68,9 @@ class SamplingTensors:
         return SamplingTensors(temperature, top_k, top_p, min_p, seed, position, self.searches)
 
 
-def _columns(memory: Tensor, count: int, draws: Sequence[Draw]) -> None:
+def _columns(memory: np.ndarray, count: int, draws: Sequence[Draw]) -> None:
     """Writes the numbers of `draws` into bytes [36 * count]: one copy takes them all to the device."""
-    wide, narrow = memory.numpy()[: 24 * count], memory.numpy()[24 * count :]
+    wide, narrow = memory[: 24 * count], memory[24 * count :]
     columns = list(zip(*draws, strict=True)) or [()] * len(Draw._fields)
     temperature, top_k, top_p, min_p, seed, position = columns
     wide.view(np.int64).reshape(3, count)[:2] = seed, position

@@ -1,14 +1,17 @@
-"""Numbers that travel between the host and a device while neither waits: pinned buffers, one copy for many arrays."""
+"""Numbers that travel between the host and a device while neither waits: one copy for many arrays, pinned on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.interface.pinned_memory import pinned
+
 ALIGN_BYTES = 16  # for views of any type
+Write = Callable[[np.ndarray], None]
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -19,46 +22,59 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     for array in arrays:
         starts.append(end)
         end += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    host = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    memory = host.numpy()
-    for start, array in zip(starts, arrays, strict=True):
-        memory[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
-    there = host.to(device, non_blocking=True)  # torch keeps `host` until it has been read
+
+    def write(memory: np.ndarray) -> None:
+        for start, array in zip(starts, arrays, strict=True):
+            memory[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+
+    there = bytes_to_device(end, write, device)
     return [
         there[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
 
 
+def bytes_to_device(num_bytes: int, write: Write, device: torch.device) -> Tensor:
+    """uint8 [num_bytes] on the device, as `write` writes them; the host does not wait for the copy."""
+    if device.type != "cuda":
+        host = torch.empty(num_bytes, dtype=torch.uint8)
+        write(host.numpy())
+        return host.to(device, non_blocking=True)
+    ring = pinned().ring
+    piece = ring.take(num_bytes)
+    write(piece.memory)
+    there = torch.from_numpy(piece.memory).to(device, non_blocking=True)
+    ring.launched(piece, device)
+    return there
+
+
+def fill_device(target: Tensor, count: int, write: Write) -> None:
+    """Copies `count` numbers to the first of `target` [n], in the order of the current stream: zeros, on which `write`
+    has written."""
+    zeros = torch.zeros(0, dtype=target.dtype).numpy().dtype
+    if target.device.type != "cuda":
+        numbers = np.zeros(count, dtype=zeros)
+        write(numbers)
+        target[:count].copy_(torch.from_numpy(numbers), non_blocking=True)
+        return
+    ring = pinned().ring
+    piece = ring.take(count * zeros.itemsize)
+    numbers = piece.memory.view(zeros)
+    numbers[:] = 0
+    write(numbers)
+    target[:count].copy_(torch.from_numpy(piece.memory).view(target.dtype), non_blocking=True)
+    ring.launched(piece, target.device)
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, which is there once the device has done all that was launched so far."""
     if tensor.device.type == "cpu":
         return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-    return host.copy_(tensor, non_blocking=True)
-
-
-class Staging:
-    """Host copies of a device buffer, used in turn: one is not overwritten while the device may still read it."""
-
-    def __init__(self, target: Tensor, copies: int) -> None:
-        pinned = target.device.type == "cuda"
-        self._target = target
-        self._hosts = [torch.zeros(target.shape, dtype=target.dtype, pin_memory=pinned) for _ in range(copies)]
-        self._done = [torch.cuda.Event() if pinned else None for _ in range(copies)]  # type: ignore[no-untyped-call]
-        self._next = 0
-
-    def next(self) -> np.ndarray:
-        """The copy to write. Waits until the device has read what `send` last sent from it."""
-        done = self._done[self._next]
-        if done is not None:
-            done.synchronize()
-        return self._hosts[self._next].numpy()
-
-    def send(self, count: int) -> None:
-        """Copies the first `count` numbers of it to the device, in the order of the current stream."""
-        self._target[:count].copy_(self._hosts[self._next][:count], non_blocking=True)
-        done = self._done[self._next]
-        if done is not None:
-            done.record()
-        self._next = (self._next + 1) % len(self._hosts)
+    if tensor.device.type != "cuda":
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
+    ring = pinned().ring
+    piece = ring.take(tensor.numel() * tensor.dtype.itemsize)
+    host = torch.from_numpy(piece.memory).view(tensor.dtype).view(tensor.shape)  # keeps the piece as long as it lives
+    host.copy_(tensor, non_blocking=True)
+    ring.launched(piece, tensor.device)
+    return host

@@ -12,6 +12,7 @@ from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan,
 from kernels.interface.draws import SamplingTensors
 from kernels.interface.held_weight import HeldWeight
 from kernels.interface.lora import GroupedRows, LoraStack
+from kernels.interface.routing import Routing
 from kernels.interface.seats import SeatLayout, StepRows
 
 
@@ -148,13 +149,35 @@ class Kernels(Protocol):
         "clamped_swiglu": gate at most 7, up within 7, gate * sigmoid(1.702 gate) * (up + 1)."""
         ...
 
-
-class DeviceKernels(Kernels, Protocol):
-    """A backend that also samples and moves blocks without leaving the device."""
-
-    def sample(self, logits: Tensor, rows: SamplingTensors) -> Tensor:
-        """Token ids int64 [n] of logits float32 [n, vocab]: see `kernels.sample`."""
+    def sample(
+        self, logits: Tensor | Sequence[Tensor], rows: SamplingTensors, allowed: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Token ids int64 [n] of logits float32, n rows [vocab], and as many masks: see `kernels.sample`."""
         ...
+
+    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """The experts of each row of logits, and their shares: see `kernels.route`."""
+        ...
+
+    def combine(self, made: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+        """Sums of rows of made [T * k, width], which places int64 [T, k] names, by shares float32 [T, k]."""
+        ...
+
+    def add_gated(self, x: Tensor, other: Tensor, gates: Tensor | None) -> Tensor:
+        """x + other * sigmoid(gates) of [T, width] and gates float32 [T, 1]; without gates x + other."""
+        ...
+
+    def gather_blocks(self, kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:
+        """Copies blocks to `buffer`, uint8 [n, wire_bytes]: see `kernels.gather_blocks`."""
+        ...
+
+    def scatter_blocks(self, buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> None:
+        """Copies rows of `buffer` to blocks: see `kernels.scatter_blocks`."""
+        ...
+
+
+class HeldProducts(Protocol):
+    """Products of a device with weights as they are held: quantised ones, stacks of them, and those of adapters."""
 
     def experts(
         self,
@@ -191,12 +214,4 @@ class DeviceKernels(Kernels, Protocol):
         self, x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows, *, batch_invariant: bool = False
     ) -> None:
         """Adds to y [T, out], in place, what the rows' adapters make of x [T, in]; both contiguous."""
-        ...
-
-    def gather_blocks(self, kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:
-        """Copies blocks to `buffer`, uint8 [n, wire_bytes]: see `kernels.gather_blocks`."""
-        ...
-
-    def scatter_blocks(self, buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> None:
-        """Copies rows of `buffer` to blocks: see `kernels.scatter_blocks`."""
         ...

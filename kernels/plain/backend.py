@@ -17,10 +17,18 @@ from torch.nn import functional
 from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
 from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, KVScales, LatentNorm
 from kernels.interface.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
+from kernels.plain.blocks import gather_blocks as gather_blocks
+from kernels.plain.blocks import scatter_blocks as scatter_blocks
+from kernels.plain.experts import add_gated as add_gated
+from kernels.plain.experts import combine as combine
+from kernels.plain.experts import route as route
 from kernels.plain.host_plan import HostPlan
+from kernels.plain.sampling import sample as sample
 from kernels.plain.seats import fill_rows as fill_rows
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss' gate
+packing: None = None
+products: None = None
 MAX_PADDING = 1.25  # a group's longest row may be this much longer than its shortest
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import gather_blocks, scatter_blocks, wire_bytes
-from kernels.blocks import _pieces
+from kernels.plain.blocks import _pieces
 
 SHAPE = (7, 2, 3, 16, 2, 80)
 IDS = torch.tensor([5, 0, 3])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels import HeadLinear, Kernels, LatentNorm, QuerySpan, gather_blocks, scatter_blocks, wire_bytes
+from kernels.backends import FOUND
+from kernels.plain import backend as torch_backend
 from kernels.plain import reference
 
 SPANS = [(1, 0), (7, 0), (1, 130), (40, 61), (1, 16), (5, 300)]
@@ -94,7 +96,7 @@ def test_products_of_heads(
 ) -> None:
     """Of the first numbers of each head's; rows alone and among 200 others have the same bits."""
     if backend == "torch":
-        monkeypatch.setattr("kernels.head_linear.native_backend", lambda: None)
+        monkeypatch.setitem(FOUND, "cpu", torch_backend)
     outputs, inputs = sizes
     weight, x = torch.randn(3, outputs, inputs).to(dtype), torch.randn(201, 3, inputs + 6).to(dtype)
     product = HeadLinear(weight)

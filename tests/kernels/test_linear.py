@@ -6,9 +6,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise
+from kernels.backends import FOUND
 from kernels.cpu.backend import NativeBackend, native_backend
 from kernels.cpu.packed import BF16, BF16_12BIT, FLOAT32, WIDENED_BF16, WIDENED_FP16
 from kernels.interface.quantised import stack
+from kernels.plain import backend as plain_backend
 from kernels.plain import reference
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -261,7 +263,7 @@ def test_stacked_parts_are_as_one() -> None:
 
 
 def test_quantised_weights_without_kernels_are_made_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
+    monkeypatch.setitem(FOUND, "cpu", plain_backend)
     weight, x = quantised(torch.randn(64, 128), 8), torch.randn(3, 128)
     linear = Linear(weight, dtype=torch.float32)
     assert linear.native is None

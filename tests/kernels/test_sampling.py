@@ -9,9 +9,10 @@ import torch
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 from kernels import Draw, SamplingTensors, sample
-from kernels import sampling as sampling_module
+from kernels.backends import FOUND
+from kernels.plain import backend as plain_backend
 from kernels.plain.reference import bits_allowed
-from kernels.sampling import sample_by_sorting, uniform
+from kernels.plain.sampling import sample_by_sorting, uniform
 
 CPU = torch.device("cpu")
 KINDS: list[dict[str, float]] = [
@@ -129,7 +130,7 @@ def test_without_a_compiler_the_samplers_tokens_are_the_same(monkeypatch: pytest
     ]
     logits = random_logits(40, 333)
     found = Sampler(333).sample(logits, rows)
-    monkeypatch.setattr(sampling_module, "native_backend", lambda: None)
+    monkeypatch.setitem(FOUND, "cpu", plain_backend)
     assert Sampler(333).sample(logits, rows) == found
 
 

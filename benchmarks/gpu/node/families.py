@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -13,9 +13,10 @@ import torch
 from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.shape import GPUShape
 from common.config.worker import BLOCK_SIZES
-from kernels import AttentionRule, blocks, linear, sampling
+from kernels import AttentionRule
 from kernels.agreement.run import check_kernels
 from kernels.agreement.shape import CheckedShape, LayerRule
+from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
 
 LAYERS = 2
@@ -100,15 +101,9 @@ def family_row(family: Family, dtype: torch.dtype, device: torch.device, num_tok
     }
 
 
-@contextmanager
-def everywhere_triton() -> Iterator[None]:
+def everywhere_triton() -> AbstractContextManager[object]:
     """The kernels under test for tensors of the CPU too, which a dry run has: in the interpreter."""
-    with ExitStack() as stack:
-        for module in (blocks, linear, sampling):
-            stack.enter_context(patch.object(module, "triton_backend", lambda kind: triton_backend))
-        for module in (linear, sampling):
-            stack.enter_context(patch.object(module, "native_backend", lambda: None))
-        yield
+    return patch.dict(FOUND, {"cpu": triton_backend})
 
 
 def family_rows(families: tuple[Family, ...], device: torch.device) -> Iterator[dict[str, Any]]:

@@ -31,6 +31,7 @@ from common.runner.runner import ModelRunner
 from common.runner.seats import FROM_HOST
 from common.runner.step_launcher import GraphStep, StepLauncher
 from common.sampling.sampler import Sampler
+from common.transfer.frames import blocks_in_queues, blocks_per_message
 from common.transfer.receiver import KVReceiver
 
 END_S = 90.0
@@ -43,7 +44,8 @@ class LandingBlocks:
     def __init__(self, shape: GPUShape, kv: KVCache, first: int, count: int) -> None:
         self._kv, self._first, self._count = kv, first, count
         self._source = KVCache(shape.config, count, shape.block_size, shape.dtype, kv.device)
-        incoming, events = StagedIncoming(kv, CopyStream(kv.device)), Events()
+        incoming = StagedIncoming(kv, CopyStream(kv.device)).reserve(blocks_per_message(kv.block_bytes))
+        events = Events()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._receiver = KVReceiver(
             self._context, "127.0.0.1", 0, lambda index: incoming.view(first + index), events.put,
@@ -61,7 +63,9 @@ class LandingBlocks:
         self.failure = ""
 
     def _path(self, address: str, *, in_ring: bool) -> BlockPath:
-        outgoing = StagedOutgoing(self._source, CopyStream(self._kv.device))
+        outgoing = StagedOutgoing(self._source, CopyStream(self._kv.device)).reserve(
+            blocks_in_queues(self._kv.block_bytes)
+        )
         ring = ring_for(outgoing, self._count) if in_ring else None
         return BlockPath(address, Shape(self._kv.block_bytes, self._count), outgoing.view, ring=ring)
 

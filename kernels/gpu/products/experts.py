@@ -113,7 +113,7 @@ def experts(
     activation: str,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """As `DeviceKernels.experts`."""
+    """As `HeldProducts.experts`."""
     num_experts, per_token, width = len(_numbers(gate_up)), chosen.shape[1], down.shape[-2]
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     if not x.shape[0]:

@@ -139,7 +139,7 @@ def widen(
 
 
 def held_linear(x: Tensor, weight: HeldWeight, bias: Tensor | None, *, wide: bool = False) -> Tensor:
-    """As `DeviceKernels.held_linear`."""
+    """As `HeldProducts.held_linear`."""
     rows = x.shape[0]
     if rows > MOST_ROWS:
         made = functional.linear(x, widened_weight(weight, x.dtype), bias)

@@ -24,7 +24,7 @@ HELD = Tile(64, 64, 64)
 
 
 def invariant_linear(x: Tensor, weight: Tensor | HeldWeight, bias: Tensor | None, *, wide: bool = False) -> Tensor:
-    """As `DeviceKernels.invariant_linear`."""
+    """As `HeldProducts.invariant_linear`."""
     many = x.shape[0] > MOST_ROWS
     return multiplied(
         x, weight, bias, tile_of(weight, x.dtype, many=many), torch.float32 if wide else x.dtype, whole=many

@@ -57,7 +57,7 @@ def expand_grouped(
 
 
 def add_lora(x: Tensor, y: Tensor, stack: LoraStack, rows: GroupedRows, *, batch_invariant: bool = False) -> None:
-    """As `DeviceKernels.add_lora`. What lies between the products is rounded to the type of x."""
+    """As `HeldProducts.add_lora`. What lies between the products is rounded to the type of x."""
     count, ranks, width = stack.a.shape
     num_rows, outputs, rank = x.shape[0], stack.b.shape[1], stack.max_rank
     if not num_rows:

@@ -21,7 +21,9 @@ from common.model_files.config import from_hf
 from common.runner.loaded import LoadedModel
 from common.runner.runner import ModelRunner
 from kernels import KVScales, Routing, route
+from kernels.backends import FOUND
 from kernels.cpu.backend import native_backend
+from kernels.plain import backend as torch_backend
 
 from ...families import CASES
 from ..weight_formats.checkpoints import Format, float8, write_checkpoint
@@ -184,7 +186,7 @@ def test_what_is_not_supported_is_refused(third: Path, tmp_path: Path, fields: d
 def test_routing(monkeypatch: pytest.MonkeyPatch, backend: str, sigmoid: bool, normalised: bool) -> None:
     """Against one plain loop a row, with corrections and without; the first of equals wins."""
     if backend == "torch":
-        monkeypatch.setattr("kernels.experts.native_backend", lambda: None)
+        monkeypatch.setitem(FOUND, "cpu", torch_backend)
     correction = torch.randn(12) if sigmoid else None
     routing = Routing(3, normalised, sigmoid, correction, groups=4, kept_groups=2, scale=2.5)
     logits = torch.randn(40, 12)

@@ -15,8 +15,10 @@ from common.model.decoder import Decoder
 from common.model.load import load_model
 from common.runner.runner import ModelRunner
 from kernels import Expert, Experts, Routing, quantise, route
+from kernels.backends import FOUND
 from kernels.cpu.backend import NativeBackend, native_backend
 from kernels.cpu.program import Program
+from kernels.plain import backend as torch_backend
 from kernels.plain import reference
 
 from .generation import files_of, prompt, random_checkpoint
@@ -108,8 +110,7 @@ def test_route_prefers_the_first_of_equals(native: NativeBackend) -> None:
 @pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
 def test_experts_against_float64(backend: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "torch":
-        monkeypatch.setattr("kernels.experts.native_backend", lambda: None)
-        monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
+        monkeypatch.setitem(FOUND, "cpu", torch_backend)
     weights = [
         Expert(torch.randn(64, 48) / 5, torch.randn(48, 32) / 4, torch.randn(64), torch.randn(48)) for _ in range(4)
     ]

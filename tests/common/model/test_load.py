@@ -23,6 +23,7 @@ from common.model_files.config import from_hf
 from common.model_files.files import ModelFiles
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.quantization import Quantization
+from kernels.backends import FOUND
 from kernels.plain import backend as plain_backend
 
 from ...oracle import Oracle
@@ -277,7 +278,7 @@ def test_the_built_in_models_are_understood(smollm2_files: ModelFiles) -> None:
 def test_batch_invariance_is_refused_where_plain_torch_computes(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: plain_backend)
+    monkeypatch.setitem(FOUND, "cpu", plain_backend)
     with pytest.raises(ModelError, match="--batch-invariant needs kernels of our own on cpu: install a C"):
         load_model(files_of(tiny_folder), batch_invariant=True)
     assert load_model(files_of(tiny_folder)).config.num_layers

@@ -16,7 +16,7 @@ from common.model_files.resolve import resolve_model
 from common.runner.recorded_steps import RecordedSteps, StepLaunch, StepSizes
 from common.runner.seats import SeatChanges
 
-from ...pretended_gpu import PretendedGPU, on_gpu
+from ...pretended_gpu import on_gpu, pretended_gpu
 
 
 class NoRecorder:
@@ -37,7 +37,7 @@ def test_what_is_sent_is_not_waited_for(model: Decoder, monkeypatch: pytest.Monk
     monkeypatch.setattr("common.runner.recorded_steps.on_device", lambda device: nullcontext())
     vars(kv)["device"] = torch.device("cuda")
     places, words = np.array([9, 3, 40]), np.array([-5, 2**40, 7])
-    with PretendedGPU():
+    with pretended_gpu(monkeypatch):
         steps.seats = on_gpu(steps.seats)
         steps.launch(StepLaunch(2, False, SeatChanges(places, words)))
         steps.launch(StepLaunch(2, False, SeatChanges(places[:0], words[:0])))

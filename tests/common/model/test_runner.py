@@ -11,7 +11,7 @@ from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model_files.tiny import make_tiny_model
 from common.runner.runner import ModelRunner
-from kernels import dispatch
+from kernels.backends import FOUND
 from kernels.plain import backend as torch_backend
 
 from ...oracle import Oracle
@@ -80,7 +80,7 @@ def test_a_cache_of_8_bits_is_the_plain_loops(
 ) -> None:
     """But for the few numbers that lie so near to a border that the last bit of what is rounded decides."""
     if not native:
-        monkeypatch.setattr(dispatch, "backend", lambda kind: torch_backend)
+        monkeypatch.setitem(FOUND, "cpu", torch_backend)
         model.run_by_operation()
     one, pool = prompt(90), Pool(model, kv_dtype=kv_dtype)
     table = pool.table(len(one))
@@ -181,5 +181,5 @@ def test_bfloat16_is_close(tiny_folder: Path) -> None:
 def test_the_torch_path_gives_the_same_tokens(
     model: Decoder, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "backend", lambda kind: torch_backend)
+    monkeypatch.setitem(FOUND, "cpu", torch_backend)
     assert Pool(model).greedy_batch(PROMPTS, 16, chunk=50) == alone

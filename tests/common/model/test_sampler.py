@@ -12,7 +12,7 @@ import torch
 from common.sampling.sampler import Sampler, SamplingRow
 from common.sampling.token_limits import TokenLimits
 from common.wire.sampling_params import LOGPROB_FLOOR, SamplingParams
-from kernels.sampling import uniform as noise_of
+from kernels.plain.sampling import uniform as noise_of
 
 VOCAB = 200
 

@@ -26,6 +26,9 @@ from common.model_files.config import from_hf
 from common.transfer import frames as kv_frames
 from common.wire.codec import decode
 from common.wire.messages import KVBlocks
+from kernels.interface.pinned_memory import granted, pinned
+
+from ...pretended_gpu import pretended_gpu
 
 CPU = torch.device("cpu")
 
@@ -123,6 +126,38 @@ def test_a_block_out_of_range_is_refused(make_kv: Callable[[], KVCache]) -> None
     blocks = StagedOutgoing(make_kv(), CopyStream(CPU))
     with pytest.raises(BlockError, match="block 6 is not one of 6"):
         blocks.view(6)
+
+
+def test_reserved_buffers_are_pinned_and_no_others(
+    make_kv: Callable[[], KVCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = make_kv(), make_kv()
+    monkeypatch.setattr(CopyStream, "pins", True)
+    with pretended_gpu(monkeypatch):
+        outgoing = StagedOutgoing(source, CopyStream(CPU)).reserve(3)
+        incoming = StagedIncoming(target, CopyStream(CPU)).reserve(2)
+        assert pinned().num_bytes == granted(3 * source.block_bytes) + granted(2 * source.block_bytes)
+        views = [outgoing.view(index) for index in range(5)]
+        assert outgoing.num_buffers == 5
+        for index, view in enumerate(views):
+            incoming.view(index)[:] = view
+        incoming.commit(range(5))
+        assert torch.equal(target.tensor[:5], source.tensor[:5])
+        assert pinned().num_bytes == granted(3 * source.block_bytes) + granted(2 * source.block_bytes)
+        del outgoing, incoming, views, view
+        gc.collect()
+        assert pinned().num_bytes == 0
+
+
+def test_registered_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, memory = CopyStream(CPU), torch.empty(8192, dtype=torch.uint8)
+    monkeypatch.setattr(stream, "_stream", object())
+    monkeypatch.setattr(stream, "_call", lambda function, *arguments: 0)
+    before = pinned().num_bytes
+    stream.register(memory)
+    assert pinned().num_bytes == before + 8192
+    stream.unregister(memory)
+    assert pinned().num_bytes == before
 
 
 @pytest.mark.gpu

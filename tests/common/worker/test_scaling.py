@@ -124,6 +124,14 @@ def test_a_decode_worker_tells_its_pressure() -> None:
     assert gauges("decode", EngineStatus(), slo_tpot_s=0.1)["diptych_decode_pressure"] == 0.0
 
 
+def test_pinned_memory_is_what_it_is_at_each_scrape() -> None:
+    metrics, found = WorkerMetrics("m", "w", lambda: STATUS, role="decode"), iter((4096, 8192))
+    metrics.show_pinned(lambda: next(found))
+    for expected in ("4096.0", "8192.0"):
+        line = f'diptych_pinned_bytes{{engine="w",model_name="m"}} {expected}'
+        assert line in generate_latest(metrics.registry).decode()
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_caches_shape_is_told_as_vllm_does(role: str) -> None:
     metrics = WorkerMetrics("m", "w", lambda: STATUS, role=role)

@@ -29,7 +29,7 @@ from common.runner.runner import ModelRunner
 from common.runner.warm_up import run_every_kind
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
-from kernels import dispatch, linear, sampling
+from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
 from kernels.gpu import query_work
 
@@ -75,11 +75,7 @@ def main(architecture: Literal["llama", "gemma3"], folder: Path, *, batch_invari
     driver.set_active(Pretended())
     query_work.LEAST_KEYS = 600  # so that chunks at the end of these short sequences are split
     knobs.runtime.jit_cache_hook = note
-    dispatch.backend = cast(Any, lambda kind: triton_backend)
-    sampling.triton_backend = cast(Any, lambda kind: triton_backend)
-    sampling.native_backend = linear.native_backend = cast(Any, lambda: None)
-    if batch_invariant:
-        linear.triton_backend = cast(Any, lambda kind: triton_backend)
+    FOUND["cpu"] = triton_backend
     files = resolve_model(str(make_tiny_model(folder / "model", architecture=architecture)))
     model = load_model(files, batch_invariant=batch_invariant)
     kv = KVCache(model.config, NUM_BLOCKS, SIZE, model.dtype)

@@ -25,6 +25,7 @@ from kernels.agreement.gate import Finding
 from kernels.agreement.poisoned_cache import FREED, PoisonedCache
 from kernels.agreement.run import check_kernels
 from kernels.agreement.shape import CheckedShape, LayerRule
+from kernels.backends import FOUND
 from kernels.experts import Expert
 from kernels.gpu import backend as triton_backend
 from kernels.gpu import blocks, decode_attention, prefill_attention, sampling
@@ -40,11 +41,7 @@ attend_tile = key_tile.attend_tile
 @pytest.fixture(autouse=True)
 def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU go through Triton's kernels, as a GPU's do."""
-    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: triton_backend)
-    for room in ("device", "sampling", "blocks", "experts"):
-        monkeypatch.setattr(f"kernels.{room}.triton_backend", lambda kind: triton_backend)
-    for room in ("sampling", "linear"):
-        monkeypatch.setattr(f"kernels.{room}.native_backend", lambda: None)
+    monkeypatch.setitem(FOUND, "cpu", triton_backend)
 
 
 def shape_of(**options: Any) -> CheckedShape:
@@ -239,7 +236,7 @@ def test_keys_that_land_in_a_slot_beside_theirs(monkeypatch: pytest.MonkeyPatch)
 
 def test_sampling_that_overlooks_a_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sampling.sample
-    monkeypatch.setattr(triton_backend, "sample", lambda logits, rows: right(logits.nan_to_num(0.0), rows))
+    monkeypatch.setattr(triton_backend, "sample", lambda logits, rows, allowed: right(logits.nan_to_num(0.0), rows))
     (found,) = problems(shape_of(), cache())
     assert found.startswith("sampling") and "of 4 rows with a NaN yield a token" in found
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import kernels
-from kernels import dispatch
+from kernels.backends import FOUND
+from kernels.cpu.backend import native_backend
 from kernels.plain import backend as torch_backend
 from kernels.plain import reference
 
@@ -24,8 +25,8 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.fixture(params=["torch", "native"], autouse=True)
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(dispatch, "backend", lambda kind: torch_backend)
-    elif dispatch.native_backend() is None:
+        monkeypatch.setitem(FOUND, "cpu", torch_backend)
+    elif native_backend() is None:
         pytest.skip("no C++ compiler here")
 
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import blocks as plain
+from kernels.blocks import wire_bytes
 from kernels.gpu import blocks
+from kernels.plain import blocks as plain
 
 pytestmark = pytest.mark.interpret
 SHAPES = [(2, 1, 16, 2, 64), (1, 3, 16, 2, 80), (1, 1, 24, 2, 24), (1, 1, 64, 2, 128)]  # of one block
@@ -21,10 +22,10 @@ def cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_as_they_are(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     kv, ids = cache(shape, dtype), torch.tensor([5, 0, 3])
-    buffer = torch.full((3, plain.wire_bytes(kv)), 0xFF, dtype=torch.uint8, device=device)
+    buffer = torch.full((3, wire_bytes(kv)), 0xFF, dtype=torch.uint8, device=device)
     blocks.gather_blocks(kv.to(device), ids.to(device), buffer, False)
     expected = torch.empty_like(buffer, device="cpu")
-    plain.gather_by_torch(kv, ids, expected, False)
+    plain.gather_blocks(kv, ids, expected, False)
     assert torch.equal(buffer.cpu(), expected)
     assert torch.equal(expected, kv[ids].flatten(1).view(torch.uint8))
     other = torch.zeros_like(kv, device=device)
@@ -36,21 +37,21 @@ def test_blocks_as_they_are(device: torch.device, shape: tuple[int, ...], dtype:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantised_blocks(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     kv, ids = cache(shape, dtype), torch.tensor([5, 0, 3])
-    buffer = torch.full((3, plain.wire_bytes(kv, quantised=True)), 0xFF, dtype=torch.uint8, device=device)
+    buffer = torch.full((3, wire_bytes(kv, quantised=True)), 0xFF, dtype=torch.uint8, device=device)
     blocks.gather_blocks(kv.to(device), ids.to(device), buffer, True)
     expected = torch.empty_like(buffer, device="cpu")
-    plain.gather_by_torch(kv, ids, expected, True)
+    plain.gather_blocks(kv, ids, expected, True)
     assert torch.equal(buffer.cpu(), expected)
     there, back = torch.zeros_like(kv, device=device), torch.zeros_like(kv)
     blocks.scatter_blocks(buffer, there, ids.to(device), True)
-    plain.scatter_by_torch(expected, back, ids, True)
+    plain.scatter_blocks(expected, back, ids, True)
     assert torch.equal(there.cpu(), back)
 
 
 def test_nothing(device: torch.device) -> None:
     kv = torch.ones(2, 1, 1, 16, 2, 32, device=device)
     ids = torch.empty(0, dtype=torch.int64, device=device)
-    buffer = torch.empty(0, plain.wire_bytes(kv), dtype=torch.uint8, device=device)
+    buffer = torch.empty(0, wire_bytes(kv), dtype=torch.uint8, device=device)
     blocks.gather_blocks(kv, ids, buffer, False)
     blocks.scatter_blocks(buffer, kv, ids, False)
     assert (kv == 1).all()

@@ -13,12 +13,15 @@ from torch import Tensor
 from common.model.load import load_model
 from common.model.quantised_safetensors import QuantisedSafetensors
 from common.runner.kernel_check import expert_checks
+from kernels.backends import FOUND
 from kernels.gpu.products.experts import BLOCK_K, BLOCK_N, FEW_ROWS, MANY_ROWS, experts, rows_of_tile
 from kernels.interface.held_weight import HeldWeight
+from kernels.plain import backend as torch_backend
 from kernels.plain import reference
 
 from ...common.model.generation import Pool, files_of, prompt
 from ...common.model.mxfp4_checkpoint import write_mxfp4
+from ...stand_in import StandIn
 from .compiled import SHARED_BYTES_LIMIT, Job, compile_kernels
 from .conftest import ON_GPU
 from .quantised_weights import KINDS, weight_of
@@ -101,11 +104,10 @@ def test_a_published_gpt_oss_keeps_its_experts(tmp_path: Path, monkeypatch: pyte
         return experts(x, *rest)
 
     def loaded(kernel: Any) -> Any:
-        monkeypatch.setattr("kernels.experts.triton_backend", lambda kind: SimpleNamespace(experts=kernel))
+        products = SimpleNamespace(experts=kernel)
+        monkeypatch.setitem(FOUND, "cpu", StandIn(torch_backend, products=products))
         return load_model(files_of(held), quantization="auto")
 
-    for module in ("linear", "experts"):
-        monkeypatch.setattr(f"kernels.{module}.native_backend", lambda: None)
     read = QuantisedSafetensors.read_quantised  # as on a GPU
     monkeypatch.setattr(QuantisedSafetensors, "read_quantised", lambda self, name, **_: read(self, name, floats=True))
     model = loaded(counting)

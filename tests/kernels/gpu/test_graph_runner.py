@@ -24,6 +24,7 @@ from common.runner.seats import FROM_HOST
 from common.runner.step_launcher import GraphStep, StepLauncher
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SampledToken, SamplingParams
+from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
 from kernels.gpu.device_plan import GPUPlan
 
@@ -42,9 +43,7 @@ GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: triton_backend)
-    monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
-    monkeypatch.setattr("kernels.lora.triton_backend", lambda kind: triton_backend)
+    monkeypatch.setitem(FOUND, "cpu", triton_backend)
 
 
 @pytest.fixture(autouse=True)
@@ -153,10 +152,8 @@ KINDS: list[dict[str, object]] = [
 ]
 
 
-def test_a_mixed_batch_replays_what_was_recorded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixed_batch_replays_what_was_recorded(model: Decoder) -> None:
     """Log-probabilities, penalties and a mask beside a plain row: the model's part of each step is the recording."""
-    monkeypatch.setattr("kernels.sampling.native_backend", lambda: None)
-    monkeypatch.setattr("kernels.sampling.triton_backend", lambda kind: triton_backend)
     kv = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE)
     recorder = CountingRecorder()
     runner = GraphRunner(model, kv, recorder, max_num_seqs=MAX_SEQS, max_model_len=64)

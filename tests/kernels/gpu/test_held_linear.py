@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor
 from common.model.load import load_model
 from common.runner.kernel_check import product_checks
 from kernels import QuantisedWeight
+from kernels.backends import FOUND
 from kernels.gpu.products import held_linear as module
 from kernels.gpu.products.held_linear import LEAST_BLOCKS, MOST_ROWS, held_linear, num_splits, widened_weight
 from kernels.interface.held_weight import HeldWeight
 from kernels.interface.quantised import E2M1
+from kernels.plain import backend as torch_backend
 
 from ...common.model.generation import Pool, files_of, prompt, random_checkpoint
 from ...common.weight_formats.checkpoints import FORMATS, write_checkpoint
+from ...stand_in import StandIn
 from .compiled import SHARED_BYTES_LIMIT, Job, compile_kernels
 from .conftest import ON_GPU
 from .quantised_weights import KINDS, held_on, weight_of
@@ -119,18 +123,18 @@ def test_a_checkpoint_is_held_and_answers_as_its_floats(
         counted.append(x.shape[0])
         return held_linear(x, *rest, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
-    monkeypatch.setattr("kernels.linear.triton_backend", lambda kind: SimpleNamespace(held_linear=counting))
+    def multiply_by(kernel: Any) -> None:
+        products = SimpleNamespace(held_linear=kernel)
+        monkeypatch.setitem(FOUND, "cpu", StandIn(torch_backend, products=products))
+
+    multiply_by(counting)
     model = load_model(files_of(tmp_path / "held"), quantization="auto")
     assert Pool(model).greedy(prompt(20), 4, chunk=12) == expected
     assert len(counted) == 4 * 2 * 5  # matrices, layers, steps
     assert not model.weights.layers[0].qkv.packed
     checks = [check() for check in product_checks(model, torch.device("cpu"))]
     assert len(checks) == 4 and not any(finding.problem for finding in checks)
-    monkeypatch.setattr(
-        "kernels.linear.triton_backend",
-        lambda kind: SimpleNamespace(held_linear=lambda *a, **k: held_linear(*a, **k) * 1.1),
-    )
+    multiply_by(lambda *a, **k: held_linear(*a, **k) * 1.1)
     broken = load_model(files_of(tmp_path / "held"), quantization="auto")
     found = [check() for check in product_checks(broken, torch.device("cpu"))]
     assert len(found) == 4 and all(finding.problem and "quantised product" in str(finding) for finding in found)

@@ -19,6 +19,7 @@ from common.model.load import load_model
 from common.runner.kernel_check import expert_checks, product_checks
 from common.runner.runner import ModelRunner
 from kernels.agreement.gate import Poisoned
+from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
 from kernels.gpu.products import invariant
 from kernels.gpu.products.experts import MANY_ROWS, experts
@@ -130,11 +131,7 @@ def test_no_rows(device: torch.device) -> None:
 @pytest.fixture
 def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU go through Triton's kernels, as a GPU's do, and no product through torch."""
-    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: triton_backend)
-    for room in ("linear", "head_linear", "experts", "lora"):
-        monkeypatch.setattr(f"kernels.{room}.triton_backend", lambda kind: triton_backend)
-    for room in ("linear", "head_linear", "experts"):
-        monkeypatch.setattr(f"kernels.{room}.native_backend", lambda: None)
+    monkeypatch.setitem(FOUND, "cpu", triton_backend)
     for place, product in ((functional, "linear"), (torch, "bmm"), (torch.ops.mkldnn, "_linear_pointwise")):
         monkeypatch.setattr(place, product, lambda *_: pytest.fail("a product that is torch's"))
 

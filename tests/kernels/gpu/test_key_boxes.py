@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kernels.agreement.attention import attention_checks
 from kernels.agreement.poisoned_cache import PoisonedCache
+from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
 from kernels.gpu import prefill_attention
 from kernels.gpu.tiles import key_box
@@ -166,7 +167,7 @@ def values_of_nobody(
 def test_the_check_of_a_start_is_of_the_form_that_is_used(
     monkeypatch: pytest.MonkeyPatch, made: list[bool], broken: Any
 ) -> None:
-    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: triton_backend)
+    monkeypatch.setitem(FOUND, "cpu", triton_backend)
     if broken:
         monkeypatch.setattr(prefill_attention, "attend_box", broken)
     shape, kv = shape_of(dtype=torch.bfloat16), cache(torch.bfloat16, size=64, num_blocks=10)

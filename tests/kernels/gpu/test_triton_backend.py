@@ -6,7 +6,6 @@ import logging
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -17,8 +16,7 @@ from common.model.batch import SequenceChunk
 from common.model_files.tiny import make_tiny_model
 from common.wire.sampling_params import SamplingParams
 from kernels import KVScales
-from kernels import device as device_module
-from kernels.dispatch import backend
+from kernels.backends import FOUND, backend, look_up
 from kernels.gpu import backend as triton_backend
 from kernels.plain import backend as torch_backend
 
@@ -33,6 +31,7 @@ from ...common.model.generation import (
 from ...common.weight_formats.kv_scaled import scales_of_layers
 from ...families import CASES
 from ...oracle import Oracle, generate
+from ...stand_in import StandIn
 from .conftest import ON_GPU
 
 OPERATIONS = ("add_rms_norm", "gated", "paged_attention", "plan_attention", "rms_norm", "rotate_and_write")
@@ -50,9 +49,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    chosen = SimpleNamespace(**{name: counting(name) for name in (*OPERATIONS, "write_latents")})
-    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: chosen)
-    monkeypatch.setattr("kernels.linear.native_backend", lambda: None)
+    chosen = {name: counting(name) for name in (*OPERATIONS, "write_latents")}
+    monkeypatch.setitem(FOUND, "cpu", StandIn(torch_backend, **chosen))
     return counted
 
 
@@ -110,8 +108,8 @@ def test_without_triton_it_is_torch_and_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "kernels.gpu.backend", None)
     with caplog.at_level(logging.WARNING):
-        found = device_module.triton_backend.__wrapped__("cuda")
-    assert found is None and "plain torch" in caplog.text
+        found = look_up("cuda")
+    assert found is torch_backend and "plain torch" in caplog.text
 
 
 def test_without_a_c_compiler_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +117,7 @@ def test_without_a_c_compiler_too(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with caplog.at_level(logging.WARNING):
-        found = device_module.triton_backend.__wrapped__("cuda")
-    assert found is None and "for want of a C compiler" in caplog.text
+        found = look_up("cuda")
+    assert found is torch_backend and "for want of a C compiler" in caplog.text
     monkeypatch.setenv("CC", "cc-of-mine")
-    assert device_module.triton_backend.__wrapped__("cuda") is triton_backend
+    assert look_up("cuda") is triton_backend

@@ -1,0 +1,169 @@
+"""Memory for copies between the host and a device, allocated once and handed out in order.
+
+    [ free | read by the device | written by the host | free ]
+             oldest ──────────────────────> newest
+
+A piece is free again when the device has done its copy, which an event tells, and the host refers to it no more: what
+goes to the device is written before its copy, what comes from there is read behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+log = logging.getLogger(__name__)
+ALIGN_BYTES = 64
+"""Between the beginnings of pieces, for views of any type."""
+WAIT_S = 60.0
+"""How long a piece may wait for the copies of older ones, which run behind at most two steps."""
+POLL_S = 5e-5
+
+
+class Mark(Protocol):
+    """A place in the order of a device's work, as a `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it. Raises RuntimeError when the device failed."""
+
+
+class CopyLate(RuntimeError):
+    """The device has not done a copy in time."""
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """Bytes `begin` to `end` of the ring, or `own` memory, which the host refers to as long as `holder` lives."""
+
+    begin: int
+    end: int
+    holder: weakref.ref[np.ndarray]
+    own: np.ndarray | None = None
+    mark: Mark | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self.holder() is not None
+
+    @property
+    def is_over(self) -> bool:
+        return not self.is_held and (self.mark is None or self.mark.query())
+
+
+class PinnedPiece(NamedTuple):
+    """`memory` is uint8. The piece is lent as long as anything refers to this very array, a tensor made of it say."""
+
+    memory: np.ndarray
+    loan: Loan
+
+
+class PinnedRing:
+    """Any thread may take pieces; one that has to wait makes the others wait too."""
+
+    def __init__(
+        self,
+        memory: np.ndarray,
+        allocate: Callable[[int], np.ndarray],
+        mark: Callable[[torch.device], Mark],
+        *,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        """`memory` is uint8. `allocate` makes more for pieces that do not fit, `mark` marks the end of a device's work
+        so far."""
+        self.num_bytes = len(memory)
+        self._memory, self._allocate, self._mark, self._wait_s = memory, allocate, mark, wait_s
+        self._lent: deque[Loan] = deque()  # in order
+        self._own: list[Loan] = []
+        self._next = 0
+        self._has_told = False
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> PinnedPiece:
+        """A piece to write, or to copy into, with anything in it.
+
+        Waits for copies of older pieces where the ring is full of them. A piece that does not fit, or has to wait for
+        one that the host still refers to, gets memory of its own. Raises CopyLate, or the device's RuntimeError.
+        """
+        size = -(-max(1, num_bytes) // ALIGN_BYTES) * ALIGN_BYTES
+        with self._lock:
+            self._reclaim()
+            while size <= self.num_bytes:
+                if (begin := self._room(size)) is not None:
+                    memory = self._memory[begin : begin + num_bytes]
+                    loan = Loan(begin, begin + size, weakref.ref(memory))
+                    self._lent.append(loan)
+                    self._next = loan.end
+                    return PinnedPiece(memory, loan)
+                if self._lent[0].is_held:
+                    break
+                self._wait_for(self._lent[0])
+                self._reclaim()
+            return self._take_own(num_bytes)
+
+    def launched(self, piece: PinnedPiece, device: torch.device) -> None:
+        """The copy of a piece was launched on the device's current stream."""
+        piece.loan.mark = self._mark(device)
+
+    def drain(self) -> None:
+        """Waits for all copies, before the memory goes. Raises as `take`."""
+        with self._lock:
+            for loan in (*self._lent, *self._own):
+                self._wait_for(loan)
+
+    def check_integrity(self) -> None:
+        """ValueError unless the pieces that are lent share no byte, and follow each other around the ring."""
+        with self._lock:
+            lent = [(loan.begin, loan.end) for loan in self._lent]
+        spans, num_turns = sorted(lent), sum(later < former for former, later in pairwise(lent))
+        if num_turns > 1 or any(later[0] < former[1] for former, later in pairwise([*spans, (self.num_bytes, 0)])):
+            raise ValueError(f"pieces of {self.num_bytes} bytes lie at {lent}")
+
+    def _room(self, size: int) -> int | None:
+        """Where `size` bytes are free in one place, behind the newest piece."""
+        if not self._lent:
+            return 0
+        oldest, after = self._lent[0].begin, self._next
+        if after <= oldest:
+            return after if oldest - after >= size else None
+        if self.num_bytes - after >= size:
+            return after
+        return 0 if oldest >= size else None
+
+    def _reclaim(self) -> None:
+        while self._lent and self._lent[0].is_over:
+            self._lent.popleft()
+        if self._own:
+            self._own = [loan for loan in self._own if not loan.is_over]
+
+    def _wait_for(self, loan: Loan) -> None:
+        if loan.mark is None:
+            return
+        until = time.monotonic() + self._wait_s
+        while not loan.mark.query():
+            if time.monotonic() > until:
+                raise CopyLate(f"the device has not copied {loan.end - loan.begin:,} bytes within {self._wait_s:g} s")
+            time.sleep(POLL_S)
+
+    def _take_own(self, num_bytes: int) -> PinnedPiece:
+        if not self._has_told:
+            self._has_told = True
+            log.warning(
+                "a copy of %s bytes has no room in the %s bytes that are pinned for steps, of which %s are lent: such "
+                "copies get memory of their own, and pinning it holds steps up; this is logged once",
+                *(f"{number:,}" for number in (num_bytes, self.num_bytes, sum(x.end - x.begin for x in self._lent))),
+            )
+        own = self._allocate(max(1, num_bytes))
+        memory = own[:num_bytes]
+        loan = Loan(0, num_bytes, weakref.ref(memory), own)
+        self._own.append(loan)
+        return PinnedPiece(memory, loan)
