@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks.load.report import open_console, print_table
@@ -130,10 +130,15 @@ def pieces(first: int, end: int) -> list[range]:
     return [range(at, min(at + ROWS_AT_ONCE, end)) for at in range(first, end, ROWS_AT_ONCE)]
 
 
-def perplexity(logits: Tensor, token_ids: Sequence[int]) -> float:
-    """exp of the mean negative log-likelihood of every token but the first."""
+def logprobs_of(logits: Tensor, token_ids: Sequence[int]) -> Tensor:
+    """The log-likelihood of every token but the first: float64 [T - 1] of logits [T, vocab]."""
     logprobs = torch.log_softmax(logits[:-1].double(), -1)
-    return math.exp(-float(logprobs.gather(1, torch.tensor(token_ids[1:]).unsqueeze(1)).mean()))
+    return logprobs.gather(1, torch.tensor(token_ids[1:]).unsqueeze(1)).squeeze(1)
+
+
+def perplexity(logprobs: Tensor) -> float:
+    """exp of the mean negative log-likelihood."""
+    return math.exp(-float(logprobs.mean()))
 
 
 def compare(reference: Tensor, logits: Tensor) -> tuple[int, float]:
@@ -152,29 +157,61 @@ class Measured:
     variant: Variant
 
 
-def measure(
-    files: ModelFiles, models: Sequence[Measured], count: int, progress: Progress, task: TaskID
-) -> list[Accuracy]:
-    """Measure every model on the passage and on the answers of `files` in float32."""
-    tokenizer = Tokenizer.from_file(files.tokenizer)
-    passage = tokenizer.encode(PASSAGE.read_text("utf-8"))
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    longest = max(len(passage), max(len(prompt) for prompt in prompts) + count)
-    oracle = Model(files, Variant("float32", "none"), longest)
-    answers = [oracle.continue_greedily(prompt, count) for prompt in prompts]
-    starts = [len(prompt) - 1 for prompt in prompts]
-    expected = [oracle.logits(answer)[start:-1] for answer, start in zip(answers, starts, strict=True)]
-    results = []
-    for one in models:
-        model = Model(one.files, one.variant, longest)
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A prompt with a greedy answer behind it, and the logits [T, vocab] that chose each of its tokens."""
+
+    token_ids: list[int]
+    num_prompt: int
+    expected: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """One model on a reference: log-likelihoods of the passage [T - 1], agreement and divergence as in Accuracy."""
+
+    logprobs: Tensor
+    agreement: float
+    divergence: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The sequences that models are measured on: the passage, and the answers of a model in float32."""
+
+    passage: list[int]
+    answers: list[Answer]
+
+    @classmethod
+    def of(cls, files: ModelFiles, count: int) -> Reference:
+        """Generate answers of `count` tokens with `files` in float32."""
+        tokenizer = Tokenizer.from_file(files.tokenizer)
+        passage = tokenizer.encode(PASSAGE.read_text("utf-8"))
+        prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+        oracle = Model(files, Variant("float32", "none"), max(map(len, prompts)) + count)
+        answers = []
+        for prompt in prompts:
+            token_ids = oracle.continue_greedily(prompt, count)
+            answers.append(Answer(token_ids, len(prompt), oracle.logits(token_ids)[len(prompt) - 1 : -1]))
+        return cls(passage, answers)
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """Every sequence that a model reads to be scored."""
+        return [*(answer.token_ids for answer in self.answers), self.passage]
+
+    def score(self, one: Measured, read: Callable[[int], None] = lambda count: None) -> Scores:
+        """Score a model; `read` hears of every sequence's tokens."""
+        model = Model(one.files, one.variant, max(map(len, self.sequences)))
         same, divergence, total = 0, 0.0, 0
-        for answer, start, reference in zip(answers, starts, expected, strict=True):
-            agreed, diverged = compare(reference, model.logits(answer, start + 1)[start:-1])
-            same, divergence, total = same + agreed, divergence + diverged, total + len(reference)
-        text = perplexity(model.logits(passage, len(passage)), passage)
-        results.append(Accuracy(one.name, text, same / total, divergence / total))
-        progress.advance(task)
-    return results
+        for answer in self.answers:
+            logits = model.logits(answer.token_ids, answer.num_prompt)[answer.num_prompt - 1 : -1]
+            agreed, diverged = compare(answer.expected, logits)
+            same, divergence, total = same + agreed, divergence + diverged, total + len(logits)
+            read(len(answer.token_ids))
+        text = logprobs_of(model.logits(self.passage, len(self.passage)), self.passage)
+        read(len(self.passage))
+        return Scores(text, same / total, divergence / total)
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -192,9 +229,12 @@ def main(argv: Sequence[str]) -> int:
     options, console = parse(argv), open_console()
     files, names = resolve_model(options.model), options.variants.split(",")
     with Progress(console=console, transient=True) as progress, torch.inference_mode():
-        task = progress.add_task("variants", total=len(names))
-        models = [Measured(name, files, Variant.parse(name)) for name in names]
-        results = measure(files, models, options.tokens, progress, task)
+        task, reference = progress.add_task("variants", total=len(names)), Reference.of(files, options.tokens)
+        results = []
+        for name in names:
+            scores = reference.score(Measured(name, files, Variant.parse(name)))
+            results.append(Accuracy(name, perplexity(scores.logprobs), scores.agreement, scores.divergence))
+            progress.advance(task)
     title = f"{files.model_id}: accuracy against float32, {len(PROMPTS)} answers of {options.tokens} tokens"
     columns = ("variant", "perplexity", "greedy agreement", "KL divergence, nats")
     rows = [(row.name, f"{row.perplexity:.3f}", f"{row.agreement:.2%}", f"{row.divergence:.5f}") for row in results]

@@ -1,36 +1,23 @@
-"""What a model loses in the formats of quantised checkpoints, rounded to nearest: perplexity and greedy agreement.
-
-Writes the dequantised values of a Llama GGUF file as GPTQ, AWQ, compressed-tensors and fp8 checkpoints, without
-calibration, and compares each, read as served (`bfloat16+auto`), with the model itself in float32. "exact" is the same
-checkpoint dequantised to float32: what the format alone costs.
-"""
+"""A Llama as GPTQ, AWQ, compressed-tensors and fp8 checkpoints, rounded to nearest without calibration."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
-from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.accuracy import PROMPTS, Measured, Variant, measure
 from benchmarks.compare.weights import MATRICES, NORMS, hf_config
-from benchmarks.load.report import open_console, print_table
-from benchmarks.script import run, script_parser, write_result
 from common.errors import ModelError
 from common.model.load import open_model
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 
-PROGRAM: Final = "python -m benchmarks.compare.checkpoints"
 GROUP: Final = 64
 BLOCK: Final = 128
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -143,32 +130,3 @@ def write_checkpoint(files: ModelFiles, folder: Path, format: str) -> ModelFiles
     (folder / "config.json").write_text(json.dumps(hf_config(config) | {"quantization_config": described}))
     shutil.copyfile(files.tokenizer, folder / "tokenizer.json")
     return resolve_model(str(folder), progress=False)
-
-
-def parse(argv: Sequence[str]) -> Namespace:
-    parser = script_parser(PROGRAM, __doc__, model="a Llama model: built-in name, folder or GGUF file")
-    parser.add_argument("--formats", default=";".join(FORMATS), help="some of these, with semicolons")
-    parser.add_argument("--tokens", type=int, default=48, help="length of each greedy answer")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str]) -> int:
-    options, console = parse(argv), open_console()
-    files, names = resolve_model(options.model), options.formats.split(";")
-    exact, served = Variant("float32", "none"), Variant("bfloat16", "auto")
-    with TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress, torch.inference_mode():
-        models = [Measured("bfloat16", files, Variant("bfloat16", "none"))]
-        for index, name in enumerate(names):
-            written = write_checkpoint(files, Path(folder) / str(index), name)
-            models += [Measured(f"{name}, exact", written, exact), Measured(name, written, served)]
-        task = progress.add_task("formats", total=len(models))
-        results = measure(files, models, options.tokens, progress, task)
-    title = f"{files.model_id}: accuracy against float32, {len(PROMPTS)} answers of {options.tokens} tokens"
-    rows = [(row.name, f"{row.perplexity:.3f}", f"{row.agreement:.2%}", f"{row.divergence:.5f}") for row in results]
-    print_table(console, title, ("format", "perplexity", "greedy agreement", "KL divergence, nats"), rows)
-    write_result(options, PROGRAM, argv, {"results": [asdict(row) for row in results]}, model=files.model_id)
-    return 0
-
-
-if __name__ == "__main__":
-    run(main)

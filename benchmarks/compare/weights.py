@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,18 +126,32 @@ def write_gguf(source: Path, path: Path, kind: GGMLQuantizationType, file_type: 
     """Copy a GGUF file with its matrices as `kind`. A file of 4 bits keeps the token embedding (often the LM head too)
     of its source, as llama.cpp's own tool keeps it finer than the rest."""
     reader, values = GGUFReader(source), GGUFFile(source)
-    writer = GGUFWriter(path, str(values.metadata["general.architecture"]))
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
-            array = field.types[0] == GGUFValueType.ARRAY
-            writer.add_key_value(field.name, field.contents(), field.types[0], field.types[-1] if array else None)
-    writer.add_file_type(file_type)
+    writer = begin_copy(reader, path, file_type)
     for tensor in reader.tensors:
         kept = kind in FOUR_BITS and tensor.name == EMBEDDING
         if len(tensor.shape) < 2 or kept:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         else:
             writer.add_tensor(tensor.name, quantize(values.read(tensor.name), kind), raw_dtype=kind)
+    end_copy(writer)
+
+
+def begin_copy(
+    reader: GGUFReader, path: Path, file_type: LlamaFileType, changed: Mapping[str, Any] | None = None
+) -> GGUFWriter:
+    """Begin a GGUF file with the metadata of another, of which those in `changed` get other values."""
+    architecture, replaced = str(reader.fields["general.architecture"].contents()), changed or {}
+    writer = GGUFWriter(path, architecture)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
+            array = field.types[0] == GGUFValueType.ARRAY
+            value = replaced.get(field.name, field.contents())
+            writer.add_key_value(field.name, value, field.types[0], field.types[-1] if array else None)
+    writer.add_file_type(file_type)
+    return writer
+
+
+def end_copy(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,7 +1,8 @@
 """Weights as small integers with a scale for every group of inputs, and their quantisation from floats.
 
 `quantise` rounds to nearest, a group at a time: int8 is symmetric, int4 spans a group's smallest to its largest weight,
-as GGUF's Q4_1 does. Files that hold such groups keep theirs.
+as GGUF's Q4_1 does. Files that hold such groups keep theirs. A group whose weights are small whole multiples of a power
+of two, as those of MXFP4 are, loses nothing in int8.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ STEPPED_GROUP: Final = 16
 E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Floats of 4 bits by their codes (OCP Microscaling Formats, version 1.0)."""
 LEVELS: Final = {8: 127, 4: 15}
+PROBED_ROWS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight | None:
     parts = weight.float().view(weight.shape[0], -1, group)
     offset: Tensor | None = None
     if bits == 8:
-        scale = _half(parts.abs().amax(-1) / LEVELS[8])
+        scale = _scales(parts)
         numbers = parts / _divisor(scale)
     else:
         low, high = parts.amin(-1), parts.amax(-1)
@@ -192,6 +194,31 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight | None:
     limits = (-LEVELS[8], LEVELS[8]) if bits == 8 else (0, LEVELS[4])
     rounded = numbers.round_().clamp_(*limits).to(torch.int8).view(weight.shape)
     return QuantisedWeight(bits, group, rounded, scale, offset)
+
+
+def _scales(parts: Tensor) -> Tensor:
+    """float16 scales [out, groups] of int8 for W [out, groups, group]: the largest weight is 127, or a multiple of one.
+
+    A few rows tell whether any weights of the matrix are multiples of powers of two, so other matrices cost no pass.
+    """
+    peak = parts.abs().amax(-1)
+    scale, rows = _half(peak / LEVELS[8]), slice(None, None, max(1, len(parts) // PROBED_ROWS))
+    if not _steps(parts[rows], peak[rows]).any():
+        return scale
+    steps = _steps(parts, peak).half()
+    return torch.where(steps > 0, steps, scale)
+
+
+def _steps(parts: Tensor, peak: Tensor) -> Tensor:
+    """The power of two of which every weight of a group is a multiple of at most 127, 0 where there is none.
+
+    float32 [out, groups], each a float16 number. The largest weight, `peak`, is a multiple of 64 or more.
+    """
+    step = torch.ldexp(torch.ones_like(peak), torch.frexp(peak).exponent - 7)
+    step = torch.where((peak > 0) & (step.half() == step), step, torch.zeros_like(step))
+    multiples = parts / _divisor(step)
+    whole = (multiples == multiples.round()).all(-1) & (peak <= LEVELS[8] * step)
+    return torch.where(whole, step, torch.zeros_like(step))
 
 
 def _half(values: Tensor) -> Tensor:

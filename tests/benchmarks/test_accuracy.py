@@ -15,8 +15,8 @@ def test_perplexity_of_certain_and_of_uniform_guesses() -> None:
     certain = torch.full((4, 8), -1e9)
     for row, token in enumerate(token_ids[1:]):
         certain[row, token] = 0.0
-    assert accuracy.perplexity(certain, token_ids) == pytest.approx(1.0)
-    assert accuracy.perplexity(torch.zeros(4, 8), token_ids) == pytest.approx(8.0)
+    assert accuracy.perplexity(accuracy.logprobs_of(certain, token_ids)) == pytest.approx(1.0)
+    assert accuracy.perplexity(accuracy.logprobs_of(torch.zeros(4, 8), token_ids)) == pytest.approx(8.0)
 
 
 def test_a_variant_agrees_with_itself_and_not_with_its_opposite() -> None:

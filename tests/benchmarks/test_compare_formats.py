@@ -52,8 +52,9 @@ def test_formats_are_chosen_by_name_each_once() -> None:
 
 def test_peers_are_the_nearest_of_the_chosen_formats() -> None:
     chosen = choose("bf16,awq,q4_k_m,q5_k_m")
-    assert nearest(chosen, ["llama.cpp"]) == ["llama.cpp:q4_0", "llama.cpp:q4_k_m"]
-    assert nearest(chosen, ["openvino", "llama.cpp"]) == ["openvino:q4_1", "llama.cpp:q4_0", "llama.cpp:q4_k_m"]
+    theirs = ["llama.cpp:q4_0", "llama.cpp:q4_k_m", "llama.cpp:q5_k_m"]
+    assert nearest(chosen, ["llama.cpp"]) == theirs
+    assert nearest(chosen, ["openvino", "llama.cpp"]) == ["openvino:q4_1", *theirs]
     assert nearest(chosen, []) == []
 
 

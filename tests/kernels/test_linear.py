@@ -9,7 +9,7 @@ from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise
 from kernels.backends import FOUND
 from kernels.cpu.backend import NativeBackend, native_backend
 from kernels.cpu.packed import BF16, BF16_12BIT, FLOAT32, WIDENED_BF16, WIDENED_FP16
-from kernels.interface.quantised import stack
+from kernels.interface.quantised import E2M1, stack
 from kernels.plain import backend as plain_backend
 from kernels.plain import reference
 
@@ -247,6 +247,38 @@ def test_constant_groups_are_exact() -> None:
     weight = torch.full((32, 64), 0.5)
     for bits in (8, 4):
         torch.testing.assert_close(quantised(weight, bits).dense(torch.float32), weight, rtol=1e-3, atol=0)
+
+
+def small_floats(exponents: Tensor) -> Tensor:
+    """MXFP4's values for exponents [rows, blocks of 32], float32 [rows, inputs]."""
+    values = torch.tensor(E2M1)[torch.randint(16, (*exponents.shape, 32))]
+    return torch.ldexp(values, exponents.unsqueeze(-1)).flatten(1)
+
+
+def test_small_floats_lose_nothing_in_eight_bits() -> None:
+    weight = small_floats(torch.randint(-9, -5, (96, 8)))
+    weight[::7] = 0.0
+    made = quantised(weight, 8)
+    assert torch.equal(made.dense(torch.float32), weight)
+    assert (made.scale[::7] == 0).all()
+
+
+def test_small_floats_far_below_their_neighbours_are_rounded() -> None:
+    weight = small_floats(torch.tensor([[-3, -9]]).expand(48, 2))
+    error = (quantised(weight, 8).dense(torch.float32) - weight).abs().amax(1)
+    assert (error > 0).any()
+    assert (error <= weight.abs().amax(1) / 127).all()
+
+
+@pytest.mark.parametrize("value", [2.0**-27, 2.0**30])
+def test_steps_that_float16_cannot_hold_are_not_taken(value: float) -> None:
+    weight = torch.full((32, 64), value)
+    assert torch.equal(quantised(weight, 8).scale, (weight[:, :1] / 127).clamp(max=65504).half())
+
+
+def test_other_floats_have_their_largest_at_the_end() -> None:
+    weight = torch.randn(64, 128)
+    assert (quantised(weight, 8).numbers.view(64, 2, 64).abs().amax(-1) == 127).all()
 
 
 def test_columns_that_do_not_group_are_left_alone() -> None:

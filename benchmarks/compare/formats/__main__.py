@@ -4,7 +4,7 @@ Writes the model in each format into the cache, unless it is there, and starts o
 of one stream, the prompt tokens a second of one long prompt, the output of many streams, and the memory of all
 processes. The floor of a token is the bytes of the matrices that a step reads over the rate at which this machine reads
 memory. Mixes of K-quants are written by llama.cpp's own tool, which gives other types to rows that 256 does not divide:
-the table says what each file holds.
+the table says what each file holds. `--random-k` measures a model of random weights of which they hold K-quants alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from benchmarks.compare.rounds import add_options, bounds, compare, describe_run
 from benchmarks.load.report import open_console, print_table
 from benchmarks.script import run, script_parser, settings_of, write_result
 from common.errors import ModelError
+from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 
 PROGRAM = "python -m benchmarks.compare.formats"
@@ -74,6 +75,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         metavar="NAME=DIR",
         help="where `python -m benchmarks.compare --prepare` installed a peer",
     )
+    parser.add_argument("--random-k", action="store_true", help="a model of random weights with --model's tokenizer")
     parser.add_argument("--diptych-args", default="", metavar="ARGS", help="more flags for every format")
     parser.add_argument("--tokens", type=int, default=128, help="prompt and output tokens of the streams")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the long prompt")
@@ -94,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     context, most = bounds(loads.all())
     try:
         formats, engines = choose(options.formats), _engines(options.peers)
-        files, names = resolve_model(options.model), nearest(formats, engines)
+        files, names = _files(options), nearest(formats, engines)
         environments = peer_environments(options.peer_env, [PEERS[name] for name in ENGINES])
         console.print(f"writing {len(formats)} formats of {files.model_id}", highlight=False)
         peers = peer_engines(names, environments, files, context, most)
@@ -127,6 +129,16 @@ def main(argv: Sequence[str]) -> int:
     for problem in (problem for cell in shown for problem in cell.problems):
         console.print(f"not counted: {problem[:200]}", highlight=False, markup=False)
     return int(any(cell.problems or not cell.medians() for cell in shown))
+
+
+def _files(options: Namespace) -> ModelFiles:
+    """Raises PeerError and ModelError."""
+    files = resolve_model(options.model)
+    if not options.random_k:
+        return files
+    from benchmarks.compare.formats.random_k import Shape, random_file
+
+    return resolve_model(str(random_file(files, Shape())))
 
 
 def _engines(names: str) -> list[str]:

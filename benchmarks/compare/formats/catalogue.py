@@ -39,7 +39,7 @@ FORMATS: Final = {
         Format("q4_1", "Q4_1", "gguf", FOUR_BITS),
         Format("q8_0", "Q8_0", "gguf-q8_0", EIGHT_BITS),
         Format("q4_k_m", "Q4_K_M", "gguf-q4_k_m", ("llama.cpp:q4_k_m", "openvino:q4_1")),
-        Format("q5_k_m", "Q5_K_M", "gguf-q5_k_m", ("llama.cpp:q4_k_m", "openvino:q4_1")),
+        Format("q5_k_m", "Q5_K_M", "gguf-q5_k_m", ("llama.cpp:q5_k_m", "openvino:q4_1")),
         Format("q6_k", "Q6_K", "gguf-q6_k", ("llama.cpp:q6_k", "openvino:int8")),
         Format("mxfp4", "MXFP4", "gguf-mxfp4", FOUR_BITS),
     )

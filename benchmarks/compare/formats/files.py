@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -41,21 +43,49 @@ def _written(files: ModelFiles, one: Format, mix: Mixer | None) -> Path:
     return path
 
 
-def bytes_by_type(path: Path) -> dict[str, int]:
-    """How many bytes of a GGUF file, or of a folder's safetensors, are tensors of which type; most first."""
-    held: Counter[str] = Counter()
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a file holds it: for packed integers `num_elements` counts words."""
+
+    name: str
+    kind: str
+    num_bytes: int
+    num_elements: int
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether it belongs to a matrix of a layer, not to a norm, the embedding or the head."""
+        return self.name.startswith(("blk.", "model.layers.")) and "norm" not in self.name
+
+
+def stored_tensors(path: Path) -> Iterator[StoredTensor]:
+    """The tensors of a GGUF file, or of a folder's safetensors."""
     if path.is_file():
         for tensor in GGUFReader(path).tensors:
-            held[tensor.tensor_type.name] += int(tensor.n_bytes)
+            yield StoredTensor(tensor.name, tensor.tensor_type.name, int(tensor.n_bytes), int(tensor.n_elements))
     for part in path.glob("*.safetensors"):
         with part.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             head = json.loads(file.read(size))
-        for name, tensor in head.items():
+        for name, about in head.items():
             if name != "__metadata__":
-                first, end = tensor["data_offsets"]
-                held[tensor["dtype"]] += end - first
+                first, end = about["data_offsets"]
+                yield StoredTensor(name, about["dtype"], end - first, math.prod(about["shape"]))
+
+
+def bytes_by_type(path: Path) -> dict[str, int]:
+    """How many bytes of a GGUF file, or of a folder's safetensors, are tensors of which type; most first."""
+    held: Counter[str] = Counter()
+    for tensor in stored_tensors(path):
+        held[tensor.kind] += tensor.num_bytes
     return dict(held.most_common())
+
+
+def bits_a_weight(path: Path, original: ModelFiles) -> float:
+    """Bits of the file, with scales, for each weight of the layers' matrices. `original` packs no integers in words."""
+    source = original.weights[0] if original.format == "gguf" else original.weights[0].parent
+    num_weights = sum(tensor.num_elements for tensor in stored_tensors(source) if tensor.in_layer)
+    return 8 * sum(tensor.num_bytes for tensor in stored_tensors(path) if tensor.in_layer) / num_weights
 
 
 def bytes_of_a_step(path: Path, quantization: str) -> int:
