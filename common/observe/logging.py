@@ -40,6 +40,8 @@ def _text_of(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)
+    if isinstance(value, int):
+        return text
     return json.dumps(text, ensure_ascii=False) if not text or _QUOTED.search(text) else text
 
 

@@ -36,25 +36,25 @@ class KnownHeads:
         self._heads: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def encode(self, text: str, salt: str = "") -> list[int]:
+    def encode(self, text: str, salt: str = "", *, alone: bool = False) -> list[int]:
         """The token ids of a rendered prompt, as `Tokenizer.encode` without special tokens gives them; so it raises.
 
         Prompts of another `salt` find nothing of it: what is known shows in the time.
         """
         num_marks, begin, end = self._cut(text)
         if end < MIN_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.encode(text, add_special_tokens=False, alone=alone)
         key = (salt, text[:end])
         with self._lock:
             if (head := self._heads.get(key)) is not None:
                 self._heads.move_to_end(key)
         if head:
             try:
-                rest = self._tokenizer.encode(text[begin:], add_special_tokens=False)
+                rest = self._tokenizer.encode(text[begin:], add_special_tokens=False, alone=alone)
             except InvalidRequest:  # it says where: in the whole text
                 return self._tokenizer.encode(text, add_special_tokens=False)
             return head.tolist() + rest[1:]
-        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = self._tokenizer.encode(text, add_special_tokens=False, alone=alone)
         self._keep(key, _SEEN if head is None else self._head_of(text, tokens, num_marks))
         return tokens
 

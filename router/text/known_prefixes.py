@@ -75,15 +75,15 @@ class KnownPrefixes:
         """The size of all that is kept."""
         return self._num_bytes
 
-    def encode(self, text: str, salt: str = "") -> list[int]:
+    def encode(self, text: str, salt: str = "", *, alone: bool = False) -> list[int]:
         """The token ids of a rendered prompt, as `Tokenizer.encode` without special tokens gives them; so it raises.
 
         Prompts of another `salt` find nothing of it: what is known shows in the time.
         """
         if self._heads is None:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.encode(text, add_special_tokens=False, alone=alone)
         if len(text) < MIN_BYTES:
-            return self._heads.encode(text, salt)
+            return self._heads.encode(text, salt, alone=alone)
         try:
             data = text.encode()
         except UnicodeEncodeError:

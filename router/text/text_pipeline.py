@@ -252,7 +252,7 @@ class TextPipeline:
         elif salt is None:
             ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
-            ids = self._prefixes.encode(text, salt)
+            ids = self._prefixes.encode(text, salt, alone=not self._threads.num_pending)
         if self._may_exceed:
             self.check_ids(ids, param=param)
         return ids

@@ -228,6 +228,18 @@ def test_a_long_text_of_a_model_is_encoded_and_decoded_as_the_library_does(
         assert tokenizer.decode(ids[start:]) == inner.decode(ids[start:])
 
 
+@pytest.mark.parametrize("name", ["smollm2", "tiny"])
+def test_a_text_has_the_same_tokens_where_no_other_thread_wants_the_lock(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    for text in ("", *CORPUS):
+        for special in (False, True):
+            assert tokenizer.encode(text, add_special_tokens=special, alone=True) == tokenizer.encode(
+                text, add_special_tokens=special
+            )
+
+
 @contextmanager
 def other_thread() -> Iterator[Callable[[], int]]:
     """How often another thread has run. From here on it does only when the GIL is free: nothing takes it away."""

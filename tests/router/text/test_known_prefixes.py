@@ -67,9 +67,9 @@ class Counting(Tokenizer):
         super().__init__(inner)
         self.num_chars = 0
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, alone: bool = False) -> list[int]:
         self.num_chars += len(text)
-        return super().encode(text, add_special_tokens=add_special_tokens)
+        return super().encode(text, add_special_tokens=add_special_tokens, alone=alone)
 
 
 pieces = st.sampled_from([*MARKS, "a", "ab", " ", "  ", "\n", "b", "<", "s>", "|>", "é", "<s", ""])
@@ -176,6 +176,7 @@ def test_tokens_behind_a_known_head_are_those_of_the_whole_text(
         patch.setattr(known_heads, "MAX_HEADS", 4)
         for text in [head + prompt for _ in range(3) for head in heads for prompt in prompts]:
             assert known.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+            assert known.encode(text, alone=True) == known.encode(text)
 
 
 def test_a_head_is_tokenised_twice_and_then_known_within_its_salt() -> None:

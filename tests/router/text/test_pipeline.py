@@ -20,10 +20,10 @@ class Gate(Tokenizer):
 
     opened: threading.Event
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, alone: bool = False) -> list[int]:
         if len(text) > SHORT_TEXT:
             self.opened.wait()
-        return super().encode(text, add_special_tokens=add_special_tokens)
+        return super().encode(text, add_special_tokens=add_special_tokens, alone=alone)
 
 
 @pytest.fixture
