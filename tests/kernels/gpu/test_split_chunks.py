@@ -9,6 +9,7 @@ import torch
 
 from kernels.agreement.attention import SPLIT_CHUNK, attention_checks
 from kernels.agreement.poisoned_cache import PoisonedCache
+from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
 from kernels.gpu import decode_attention, prefill_attention, query_work
 from kernels.gpu.tiles import key_box
@@ -180,7 +181,7 @@ def test_with_batch_invariance_a_row_does_not_depend_on_its_chunk(
 @pytest.mark.parametrize("lost", [False, True])
 def test_the_check_of_a_start_covers_splits(monkeypatch: pytest.MonkeyPatch, kind: str, lost: bool) -> None:
     """At their real length; it refuses a reduction that forgets the last one."""
-    monkeypatch.setattr("kernels.dispatch.backend", lambda kind: triton_backend)
+    monkeypatch.setitem(FOUND, "cpu", triton_backend)
     combine, counts = decode_attention.combine, []
 
     def noted(rows: Any, splits: Any, *rest: Any) -> None:
