@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.errors import DiptychError
 from kernels.interface.pinned_memory import pinned
-from kernels.interface.pinned_ring import ALIGN_BYTES
+from kernels.interface.pinned_ring import PIECE_ALIGN_BYTES
 
 PART_BYTES = 2**20
 """A block is read in parts of this size, each while the next ones are still copied."""
@@ -41,7 +41,7 @@ class CopyStream:
         """`count` buffers, uint8 [num_bytes] each, that the device reaches directly. Pins memory: at a start alone."""
         if not self.pins:
             return [self.spare(num_bytes) for _ in range(count)]
-        stride = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        stride = -(-num_bytes // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
         memory = torch.from_numpy(pinned().allocate(count * stride))
         return [memory[begin : begin + num_bytes] for begin in range(0, count * stride, stride)]
 

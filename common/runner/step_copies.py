@@ -11,7 +11,7 @@ from common.runner.largest_steps import LargestSteps
 from common.sampling.logprobs import max_prompt_logprobs
 from common.wire.sampling_params import MAX_TOP_LOGPROBS
 from kernels.interface.pinned_memory import pinned
-from kernels.interface.pinned_ring import ALIGN_BYTES
+from kernels.interface.pinned_ring import PIECE_ALIGN_BYTES
 from kernels.interface.seats import TABLE
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def step_copy_bytes(largest: LargestSteps, shape: ModelConfig) -> int:
         logprobs = 4 * (2 + 2 * MAX_TOP_LOGPROBS)
         row += DRAW_BYTES + 8 + -(-shape.vocab_size // 8) + CHANGED_LOGITS * CHANGE_BYTES + 8 + logprobs
     step = largest.num_tokens * TOKEN_BYTES + largest.num_rows * row
-    step += max_prompt_logprobs(shape.vocab_size) * logprobs + PIECES * ALIGN_BYTES
+    step += max_prompt_logprobs(shape.vocab_size) * logprobs + PIECES * PIECE_ALIGN_BYTES
     return min(MOST_BYTES, STEPS * step)
 
 

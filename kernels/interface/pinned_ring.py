@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 log = logging.getLogger(__name__)
-ALIGN_BYTES = 64
+PIECE_ALIGN_BYTES = 64
 """Between the beginnings of pieces, for views of any type."""
 WAIT_S = 60.0
 """How long a piece may wait for the copies of older ones, which run behind at most two steps."""
@@ -94,7 +94,7 @@ class PinnedRing:
         Waits for copies of older pieces where the ring is full of them. A piece that does not fit, or has to wait for
         one that the host still refers to, gets memory of its own. Raises CopyLate, or the device's RuntimeError.
         """
-        size = -(-max(1, num_bytes) // ALIGN_BYTES) * ALIGN_BYTES
+        size = -(-max(1, num_bytes) // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
         with self._lock:
             self._reclaim()
             while size <= self.num_bytes:

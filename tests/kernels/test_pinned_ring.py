@@ -15,11 +15,11 @@ import torch
 from kernels import to_device, to_host
 from kernels.interface.host_copies import fill_device
 from kernels.interface.pinned_memory import PinnedMemory, granted, pinned
-from kernels.interface.pinned_ring import ALIGN_BYTES, CopyLate, PinnedPiece, PinnedRing
+from kernels.interface.pinned_ring import PIECE_ALIGN_BYTES, CopyLate, PinnedPiece, PinnedRing
 
 from ..pretended_gpu import GPU, on_gpu, pretended_gpu
 
-SIZE = 16 * ALIGN_BYTES
+SIZE = 16 * PIECE_ALIGN_BYTES
 
 
 class LateMark:
@@ -71,24 +71,24 @@ class Rig:
 
 
 def units(*spans: tuple[int, int]) -> list[tuple[int, int]]:
-    return [(begin * ALIGN_BYTES, end * ALIGN_BYTES) for begin, end in spans]
+    return [(begin * PIECE_ALIGN_BYTES, end * PIECE_ALIGN_BYTES) for begin, end in spans]
 
 
 def test_pieces_follow_each_other_and_wrap_around() -> None:
     rig = Rig()
-    found = [rig.leave(size * ALIGN_BYTES) for size in (6, 5, 4)]
+    found = [rig.leave(size * PIECE_ALIGN_BYTES) for size in (6, 5, 4)]
     assert found == units((0, 6), (6, 11), (11, 15))
     rig.marks[0].reach()
-    assert rig.leave(3 * ALIGN_BYTES) == units((0, 3))[0]  # 3 do not fit behind 15
+    assert rig.leave(3 * PIECE_ALIGN_BYTES) == units((0, 3))[0]  # 3 do not fit behind 15
     rig.marks[1].reach()
-    assert rig.leave(8 * ALIGN_BYTES) == units((3, 11))[0]
+    assert rig.leave(8 * PIECE_ALIGN_BYTES) == units((3, 11))[0]
     rig.ring.check_integrity()
     assert not rig.allocated
 
 
 def test_pieces_begin_aligned_whatever_their_size() -> None:
     rig = Rig()
-    assert [rig.leave(size) for size in (1, 0, ALIGN_BYTES + 1)] == units((0, 1), (1, 2), (2, 4))
+    assert [rig.leave(size) for size in (1, 0, PIECE_ALIGN_BYTES + 1)] == units((0, 1), (1, 2), (2, 4))
     assert [len(rig.ring.take(size).memory) for size in (1, 0, 7)] == [1, 0, 7]
 
 
@@ -114,12 +114,12 @@ def test_a_copy_that_is_over_frees_nothing_before_older_ones_are() -> None:
 def test_what_the_host_still_reads_is_not_lent_again() -> None:
     rig = Rig(queries=0)
     read = torch.from_numpy(rig.send(SIZE).memory)
-    assert rig.ring.take(ALIGN_BYTES).loan.own is not None, "no room, and nothing to wait for"
+    assert rig.ring.take(PIECE_ALIGN_BYTES).loan.own is not None, "no room, and nothing to wait for"
     view = read.view(torch.int64)[3:5]
     del read
-    assert rig.ring.take(ALIGN_BYTES).loan.own is not None
+    assert rig.ring.take(PIECE_ALIGN_BYTES).loan.own is not None
     del view
-    assert rig.ring.take(ALIGN_BYTES).loan.begin == 0 and rig.allocated == [ALIGN_BYTES] * 2
+    assert rig.ring.take(PIECE_ALIGN_BYTES).loan.begin == 0 and rig.allocated == [PIECE_ALIGN_BYTES] * 2
 
 
 def test_what_was_forgotten_unread_waits_for_its_copy() -> None:
