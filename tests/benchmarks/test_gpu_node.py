@@ -24,7 +24,7 @@ from benchmarks.gpu.node.families import FAMILIES, of_family
 from benchmarks.gpu.node.graphs import of_bucket
 from benchmarks.gpu.node.invariance import of_invariance
 from benchmarks.gpu.node.landing import of_landing
-from benchmarks.gpu.node.launches import STEPS, count, of_launches, of_model
+from benchmarks.gpu.node.launches import SHORT, count, of_launches, of_model
 from benchmarks.gpu.node.ranks import of_ranks, too_few
 from benchmarks.gpu.shape import DRY, LLAMA_8B
 from benchmarks.gpu.timer import Timer
@@ -201,7 +201,7 @@ def test_kernels_of_the_device_and_calls_of_the_host_are_counted_apart(monkeypat
 def test_every_step_of_a_kind_runs_the_same() -> None:
     """So the count of several is that of one, times their number."""
     for counts in of_model(DRY, torch.device("cpu")).values():
-        assert counts.kernels and not any(number % STEPS for number in counts.kernels.values())
+        assert counts.kernels and not any(number % SHORT.counted for number in counts.kernels.values())
 
 
 def test_a_recorded_step_is_launched_by_few_calls() -> None:

@@ -27,8 +27,16 @@ from common.runner.step_launcher import StepLauncher
 from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 
-WARM_STEPS, STEPS = 3, 4
-"""Steps before the count (kernels compile, tables of blocks grow), and in it."""
+
+class Steps(NamedTuple):
+    """Decode steps before the count, in which kernels compile and sequences get their seats, and in it."""
+
+    warm: int
+    counted: int
+
+
+FULL, SHORT = Steps(3, 4), Steps(1, 2)
+"""On a chip, and in a dry run, whose interpreter is slow."""
 LAUNCHES = {
     "cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaLaunchCooperativeKernel",
     "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync", "hipLaunchKernel", "hipExtModuleLaunchKernel",
@@ -67,7 +75,7 @@ def count(run: Callable[[], object], device: torch.device) -> Counts:
 
 def launch_rows(shape: GPUShape, device: torch.device) -> Iterator[dict[str, Any]]:
     """A row for each batch and kind of step. What a layer runs is what a model of one layer more runs more."""
-    layers = shape.num_layers
+    layers, steps = shape.num_layers, steps_on(device).counted
     found = {depth: of_model(replace(shape, num_layers=depth), device) for depth in (layers - 1, layers)}
     for key, counts in found[layers].items():
         batch, how = key
@@ -77,20 +85,20 @@ def launch_rows(shape: GPUShape, device: torch.device) -> Iterator[dict[str, Any
             "how": how,
             "batch": batch,
             "layers": layers,
-            "kernels": kernels / STEPS,
-            "kernels_of_a_layer": (kernels - fewer) / STEPS,
-            "calls": counts.calls.total() / STEPS,
-            "calls_by_name": {name: number / STEPS for name, number in counts.calls.most_common()},
-            "most_frequent": {n[:NAME_CHARS]: number / STEPS for n, number in counts.kernels.most_common(NAMED)},
+            "kernels": kernels / steps,
+            "kernels_of_a_layer": (kernels - fewer) / steps,
+            "calls": counts.calls.total() / steps,
+            "calls_by_name": {name: number / steps for name, number in counts.calls.most_common()},
+            "most_frequent": {n[:NAME_CHARS]: number / steps for n, number in counts.kernels.most_common(NAMED)},
         }
 
 
 def of_model(shape: GPUShape, device: torch.device) -> dict[tuple[int, str], Counts]:
-    """Of `STEPS` decode steps, by rows and kind of step."""
+    """Of all counted steps, by rows and kind of step."""
     model, most = random_model(shape, device), max(shape.decode_batches)
     kv = KVCache(shape.config, 2 * most, shape.block_size, shape.dtype, device)
     plain, graphs = ModelRunner(model, kv), recorded(model, kv, shape)
-    sampler = Sampler(shape.vocab_size)
+    sampler, (warm, number) = Sampler(shape.vocab_size), steps_on(device)
     launcher = StepLauncher(graphs, sampler)
     found = {}
     for batch in shape.decode_batches:
@@ -107,10 +115,14 @@ def of_model(shape: GPUShape, device: torch.device) -> dict[tuple[int, str], Cou
                 launched.read()
 
         for how, run in {"kernel by kernel": eager, "recorded": replayed}.items():
-            run(range(WARM_STEPS))
-            counted = range(WARM_STEPS, WARM_STEPS + STEPS)
+            run(range(warm))
+            counted = range(warm, warm + number)
             found[batch, how] = count(lambda run=run, counted=counted: run(counted), device)  # type: ignore[misc]
     return found
+
+
+def steps_on(device: torch.device) -> Steps:
+    return SHORT if device.type == "cpu" else FULL
 
 
 def rows(shape: GPUShape, batch: int, step: int) -> list[SequenceChunk]:
