@@ -84,13 +84,14 @@ def lend_heads(kv: KVCache, channel: Channel) -> None:
 
 def _carry_out(kv: KVCache, channel: Channel) -> None:
     """Raises RankLost, BlockError or WireError."""
-    outgoing, incoming, stream = outgoing_blocks(kv), incoming_blocks(kv), CopyStream(kv.device)
+    at_once = blocks_at_once(kv.block_bytes)
+    outgoing, incoming, stream = outgoing_blocks(kv), incoming_blocks(kv, at_once), CopyStream(kv.device)
     layers, total = kv.config.num_layers, kv.config.num_kv_heads
     order = bytearray(ORDER.size)
     while True:
         channel.receive_parts([memoryview(order)], None)
         kind, num_blocks, first, count = ORDER.unpack(order)
-        if not 0 < num_blocks <= blocks_at_once(kv.block_bytes):
+        if not 0 < num_blocks <= at_once:
             raise WireError(f"order {kind} names {num_blocks} blocks of {kv.block_bytes:,} bytes")
         indices = _indices(channel, num_blocks, kv.num_blocks)
         if kind == READ and 0 < count <= total - first:
