@@ -10,6 +10,7 @@ from common.model.load import open_model
 from common.model_config.shard import Shard
 from common.model_files.quantization import Quantization
 from common.ranks.sharded_source import ShardedSource
+from kernels import quantise
 
 from .generation import Pool, files_of, load, prompt, transformers_greedy, transformers_model
 from .mxfp4_checkpoint import write_mxfp4
@@ -20,6 +21,15 @@ def test_tokens_equal_those_of_the_dense_model(tmp_path: Path) -> None:
     tokens, _ = transformers_greedy(transformers_model(dense), prompt(60), 20)
     assert len(set(tokens)) > 4
     assert Pool(load(held)).greedy(prompt(60), 20, chunk=16) == tokens
+
+
+def test_eight_bits_of_a_cpu_hold_every_expert_exactly(tmp_path: Path) -> None:
+    _, source = open_model(files_of(write_mxfp4(tmp_path)[1]))
+    for name in ("gate_up_proj", "down_proj"):
+        for expert in source.read(f"model.layers.1.mlp.experts.{name}"):
+            made = quantise(expert, 8)
+            assert made is not None
+            assert torch.equal(made.dense(torch.float32), expert)
 
 
 def test_ranks_read_their_part_of_every_expert(tmp_path: Path) -> None:
