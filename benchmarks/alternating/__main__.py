@@ -2,9 +2,11 @@
 
     python -m benchmarks.alternating --output FILE --plot FILE
 
-Four workers are split in every fixed way (1P3D, 2P2D, 3P1D), and once more as 2P2D with `--role-change`. All get the
-same requests at the same times. Goodput counts requests that met both goals, over the time of arrivals. Workers wait as
-long as `data/alternating.json` says; router, schedulers, sockets and KV bytes are real.
+Four workers are split in every fixed way (0P4D, which computes prompts beside answers, to 3P1D), and once more as 2P2D
+with `--role-change`. All get the same requests at the same times. Goodput counts requests that met both goals, over the
+time of arrivals. Workers wait as long as `data/alternating.json` says; router, schedulers, sockets and KV bytes are
+real. Of each change of a role it is measured how long after the router's decision the worker has done the first work of
+the new one (`first_work.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +26,8 @@ import uvloop
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.alternating import first_work
+from benchmarks.alternating.first_work import RoleChange, role_changes
 from benchmarks.arms import Target
 from benchmarks.load.load import Load
 from benchmarks.load.plot import save
@@ -49,7 +54,7 @@ class Split:
     changes: bool = False
 
     def stack(self, options: Namespace) -> PacedStack:
-        change = ("--role-change",) if self.changes else ()
+        change = ("--role-change", "--log-json") if self.changes else ()
         timing = ("--role-change-after-s", str(options.after_s), "--role-change-interval-s", str(options.interval_s))
         return PacedStack(
             StackSettings(
@@ -67,7 +72,10 @@ class Split:
         )
 
 
-SPLITS: Final = (Split("1P3D", 1, 3), Split("2P2D", 2, 2), Split("3P1D", 3, 1), Split("changing", 2, 2, changes=True))
+SPLITS: Final = (
+    *(Split("0P4D", 0, 4), Split("1P3D", 1, 3), Split("2P2D", 2, 2), Split("3P1D", 3, 1)),
+    Split("changing", 2, 2, changes=True),
+)
 
 
 @dataclass(frozen=True)
@@ -92,12 +100,13 @@ def phases(options: Namespace) -> list[Phase]:
 
 @dataclass
 class Run:
-    """One split under the whole load: each phase's requests, and (second, prefill workers, decode workers)."""
+    """One split under the whole load: each phase's requests, (second, prefill workers, decode workers), and changes."""
 
     records: list[list[RequestRecord]]
     seconds: float
     goals_ms: tuple[float, float]
     workers: list[tuple[float, int, int]] = field(default_factory=list)
+    changes: list[RoleChange] = field(default_factory=list)
 
     def goodput(self) -> float:
         """Requests a second of arrivals that met both goals."""
@@ -168,9 +177,16 @@ def measure(split: Split, options: Namespace, seed: int) -> Run:
             length, answer = max(1, phase.input_len // 2), max(2, phase.output_len // 4)
             warmup = Load(target.client, target.workload(length, answer, seed + 1000), num_requests=8)
             runner.run(warmup.closed_loop(4))
+        began_at = time.time()
         measured = runner.run(drive(target, options, seed, stack.url))
         runner.run(target.client.close())
+        measured.changes = role_changes(stack.log_dir, began_at)
     return measured
+
+
+def as_json(one: Run) -> dict[str, Any]:
+    """A run's numbers as JSON values."""
+    return {**one.row(), "workers": one.workers, "changes": first_work.as_json(one.changes)}
 
 
 def medians(runs: Sequence[Run]) -> dict[str, float]:
@@ -263,8 +279,11 @@ def main(argv: Sequence[str]) -> int:
     fixed = max((row["goodput"] for name, row in rows.items() if name != "changing"), default=math.nan)
     if "changing" in rows and fixed > 0:
         console.print(f"changing roles: {rows['changing']['goodput'] / fixed:.2f} times the best fixed split")
-    runs = {name: [{**one.row(), "workers": one.workers} for one in found] for name, found in results.items()}
-    write_result(options, PROGRAM, argv, {"rows": rows, "runs": runs}, settings=settings_of(options))
+    changes = [change for one in results.get("changing", ()) for change in one.changes]
+    first_work.show(console, changes)
+    runs = {name: [as_json(one) for one in found] for name, found in results.items()}
+    content = {"rows": rows, "runs": runs, "first_work": first_work.summarised(changes)}
+    write_result(options, PROGRAM, argv, content, settings=settings_of(options))
     if options.plot:
         plot(options.plot, results, options)
     return 0

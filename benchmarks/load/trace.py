@@ -36,13 +36,18 @@ class TraceRow:
     block_ids: tuple[int, ...] = ()
 
 
-def read_trace(path: Path, limit: int = 0) -> list[TraceRow]:
-    """The trace's first `limit` requests (0: all), by arrival. Raises TraceError."""
+def read_trace(path: Path, limit: int = 0, *, begin: float = 0.0) -> list[TraceRow]:
+    """The trace's first `limit` requests (0: all), by arrival. Raises TraceError.
+
+    `begin`: this share of the trace's requests is left out before them.
+    """
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-            rows = list(itertools.islice(_parse(path, lines), limit or None))
+            rows = list(itertools.islice(_parse(path, lines), None if begin else limit or None))
     except OSError as error:
         raise TraceError(f"{path}: {error}") from error
+    if begin:
+        rows = rows[int(begin * len(rows)) :][: limit or None]
     if not rows:
         raise TraceError(f"{path}: holds no requests")
     first = min(row.arrival_s for row in rows)

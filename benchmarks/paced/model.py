@@ -8,6 +8,7 @@ are printable ASCII, of the tiny model's byte tokenizer.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from common.model_files.tiny import make_tiny_model
 from common.runner.runner import ModelRunner
 from kernels.interface.attention_plan import AttentionPlan, QuerySpan
 
+log = logging.getLogger(__name__)
 FIRST_TOKEN, NUM_TOKENS = 32, 95
 """Printable ASCII."""
 BYTES_EACH = 8
@@ -110,7 +112,7 @@ class PacedRunner(ModelRunner):
         """`role` says at each step which pace the worker has: to "decode", chunks of one token are decoded rows."""
         super().__init__(model, kv)
         self._models = {"prefill": coefficients.prefill.model(), "decode": coefficients.decode.model()}
-        self._role = role
+        self._role, self._latest_role = role, ""
 
     def prepare(self, chunks: Sequence[SequenceChunk]) -> ForwardBatch:
         spans: list[QuerySpan] = []
@@ -140,6 +142,9 @@ class PacedRunner(ModelRunner):
         role = self._role()
         seconds = self._models[role].seconds(_shape(plan.spans, decodes=role == "decode"))
         time.sleep(max(0.0, began + seconds - time.perf_counter()))
+        if role != self._latest_role:
+            self._latest_role = role
+            log.info("first step as a %s worker", role, extra={"step_s": time.perf_counter() - began})
         return logits
 
 

@@ -89,7 +89,7 @@ def measure(
         alone = cluster.alone(alone_rows(), USUAL)
         console.print(f"{case.name}: ready and measured at idle after {time.monotonic() - began:.0f} s")
         for load in loads:
-            rows = load.rows(case, options.seconds, options.traces, options.seed)
+            rows = load.rows(case, options.seconds, options.traces, options.seed, options.begin)
             for policy in policies if load is loads[0] else (USUAL,):
                 cluster.forget_prefixes()
                 real = cluster.replay(rows, policy, id_tokens=load.id_tokens, seed=options.seed)
@@ -203,8 +203,12 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--slower", type=float, default=1.0, help="times as slow steps and loads, for a busy machine")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals, prompts and noise")
     parser.add_argument("--traces", type=Path, default=Path("traces"), help="folder with the trace files")
+    parser.add_argument("--begin", type=float, default=0.0, help="leave out this share of each trace at its begin")
     parser.add_argument("--log-dir", type=Path, help="keep the processes' logs here")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not 0 <= options.begin < 1:
+        parser.error(f"argument --begin: {options.begin} is not a share from 0 to less than 1")
+    return options
 
 
 def main(argv: Sequence[str]) -> int:

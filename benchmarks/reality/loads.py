@@ -88,11 +88,11 @@ class LoadKind:
         """Prompt tokens that one block id of the trace stands for."""
         return round(MOONCAKE_BLOCK_TOKENS * self.scale)
 
-    def rows(self, case: Case, seconds: float, traces: Path, seed: int) -> list[TraceRow]:
-        """The requests that arrive within `seconds`. Raises TraceError."""
+    def rows(self, case: Case, seconds: float, traces: Path, seed: int, begin: float = 0.0) -> list[TraceRow]:
+        """The requests that arrive within `seconds`; of a trace behind the share `begin` of it. Raises TraceError."""
         source = random.Random(f"{seed}/{self.name}")
         if self.trace:
-            rows = read_trace(traces / self.trace, NUM_SAMPLED * self.stride)[:: self.stride]
+            rows = read_trace(traces / self.trace, NUM_SAMPLED * self.stride, begin=begin)[:: self.stride]
             rows = [replace(row, arrival_s=row.arrival_s + source.uniform(0.0, self.jitter_s)) for row in rows]
             rows.sort(key=lambda row: row.arrival_s)
         else:

@@ -31,8 +31,8 @@ COLUMNS = (
 class Findings:
     """A run in numbers. `goodput` is requests a second that met both goals; `seconds` and rates are in virtual time.
 
-    Refused requests were not admitted, or shed in an overload; failed ones ended with another error. `good_by_part` has
-    the shares of each part of the load that met both goals.
+    Refused requests were not admitted, or shed in an overload; failed ones ended with another error. `num_by_part` has
+    the requests of each part of the load, `good_by_part` the share of them that met both goals.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Findings:
     retries: dict[str, int]
     handovers: dict[str, int]
     num_role_changes: int
+    num_by_part: tuple[int, ...]
     good_by_part: tuple[float, ...]
     num_events: int
     conserved: Conserved
@@ -87,6 +88,7 @@ class Findings:
             retries=dict(run.num_retries),
             handovers=dict(run.num_handovers),
             num_role_changes=run.num_role_changes,
+            num_by_part=tuple(num for _, num in sorted(num_of.items())),
             good_by_part=tuple(num_good_of[part] / num for part, num in sorted(num_of.items())),
             num_events=run.num_events,
             conserved=run.conserved,

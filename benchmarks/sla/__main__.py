@@ -27,14 +27,17 @@ from benchmarks.load.conditions import conditions
 from benchmarks.load.report import open_console, write_json
 from benchmarks.load.trace import TraceError
 from benchmarks.script import run
-from benchmarks.sla import knobs, planner, policies, prediction, reality, tuning
+from benchmarks.sla import knobs, planner, policies, prediction, reality, roles, tuning
 from benchmarks.sla.journal import Journal
 from benchmarks.sla.side_by_side import SideBySide
 from benchmarks.sla.step import Settings, Skipped, Step
 from benchmarks.stack import StackError
 
 PROGRAM: Final = "python -m benchmarks.sla"
-STEPS: Final[tuple[Step, ...]] = (policies.STEP, planner.STEP, tuning.STEP, prediction.STEP, reality.STEP, knobs.STEP)
+STEPS: Final[tuple[Step, ...]] = (
+    *(policies.STEP, planner.STEP, tuning.STEP),
+    *(prediction.STEP, reality.STEP, knobs.STEP, roles.STEP),
+)
 RESULTS: Final = Path(__file__).parent.parent / "results"
 
 
@@ -51,6 +54,13 @@ def parse(argv: Sequence[str]) -> Namespace:
         help="folder with azure2023_conv.csv.gz, azure2023_code.csv.gz and mooncake_conversation.jsonl.gz; "
         "without it loads are synthetic",
     )
+    parser.add_argument(
+        "--begin",
+        type=float,
+        default=usual.begin,
+        metavar="SHARE",
+        help="policies and reality leave out this share of each trace at its begin; results are named sla-STEP-later",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where results are written")
     parser.add_argument("--repeats", type=int, default=usual.repeats, help="runs of each policy with other requests")
     parser.add_argument("--num-requests", type=int, default=usual.num_requests, help="of each run of a policy")
@@ -62,7 +72,11 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--model", default=usual.model, help="small real model, for predictions")
     parser.add_argument("--seed", type=int, default=usual.seed, help="of arrivals, lengths and noise")
     parser.add_argument(
-        "--cases", nargs="+", default=[], metavar="TEXT", help="of tuning, only those with one of these in their names"
+        "--cases",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="cases of tuning and loads of policies, only those with one of these in their names",
     )
     parser.add_argument(
         "--resume", action="store_true", help="keep what a stopped run with the same settings has measured"
@@ -72,12 +86,15 @@ def parse(argv: Sequence[str]) -> Namespace:
     for name, least in (("repeats", 1), ("num_requests", 20), ("seconds", 120.0), ("real_s", 5.0)):
         if getattr(options, name) < least:
             parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)} is less than {least}")
+    if not 0 <= options.begin < 1:
+        parser.error(f"argument --begin: {options.begin} is not a share from 0 to less than 1")
     return options
 
 
 def settings_of(options: Namespace, step: Step) -> Settings:
     settings = Settings(
         traces=options.traces,
+        begin=options.begin,
         repeats=options.repeats,
         num_requests=options.num_requests,
         seconds=options.seconds,
@@ -120,7 +137,7 @@ def run_step(
     found = conditions(PROGRAM, argv, took_s=round(took_s))
     found["load_averages"] = [round(before, 1), round(os.getloadavg()[0], 1)]
     step.show(console, numbers)
-    name = f"sla-{step.name}-{datetime.now(UTC):%Y-%m-%d}"
+    name = f"sla-{step.name}{'-later' if settings.begin else ''}-{datetime.now(UTC):%Y-%m-%d}"
     write_json(options.results / f"{name}.json", {"step": step.name, "conditions": found, **numbers})
     step.draw(numbers, options.results / f"{name}.png", title_of(step, found))
     console.print(f"wrote {options.results / name}.json and .png after {found['took_s']} s", highlight=False)

@@ -107,10 +107,10 @@ def loads(settings: Settings) -> Iterator[Load]:
         )
         yield code
     else:
-        conversation = read_trace(settings.traces / "azure2023_conv.csv.gz")
+        names = ("azure2023_conv.csv.gz", "azure2023_code.csv.gz", "mooncake_conversation.jsonl.gz")
+        conversation, of_code, mooncake = (read_trace(settings.traces / name, begin=settings.begin) for name in names)
         yield Load("Azure conversation, 2P2D", conversation, num_prefill=2, num_decode=2, times=0.6)
-        yield Load("Azure code", read_trace(settings.traces / "azure2023_code.csv.gz"), times=0.5)
-        mooncake = read_trace(settings.traces / "mooncake_conversation.jsonl.gz")
+        yield Load("Azure code", of_code, times=0.5)
         yield Load("Mooncake", mooncake, ttft_ms=5000.0, tpot_ms=40.0, block_size=512, jitter_s=3.0, times=0.3)
     yield conversations(seed)
     yield replace(code, name="code, synthetic, 8P8D", num_prefill=8, num_decode=8, times=0.6)

@@ -26,7 +26,7 @@ from benchmarks.simulator.simulation import Run, Simulation
 from benchmarks.sla import loads as all_loads
 from benchmarks.sla.loads import SLOW, Load, prompts_s, rate_served, write_trace
 from benchmarks.sla.most_good import most_good
-from benchmarks.sla.step import Numbers, Settings, Step
+from benchmarks.sla.step import Numbers, Settings, Skipped, Step
 from benchmarks.sla.systems import (
     BEFORE,
     CHOICES,
@@ -73,14 +73,19 @@ class Slice:
 
 
 def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
+    """Raises Skipped where `cases` name none of the loads."""
     runs: list[dict[str, Any]] = []
     began = time.process_time()
     with tempfile.TemporaryDirectory(prefix="diptych-sla-") as folder:
         for load in all_loads.loads(settings):
+            if settings.cases and not any(part in load.name for part in settings.cases):
+                continue
             for repeat in range(settings.repeats):
                 tell(f"{load.name}, repeat {repeat + 1} of {settings.repeats}")
                 part = partial(_of_slice, load, repeat, settings, Path(folder))
                 runs += settings.journal.once(f"{load.name}, {repeat}", part)
+    if not runs:
+        raise Skipped(f"no load has one of {', '.join(settings.cases)} in its name")
     return {"runs": runs, "summary": summarised(runs), "cpu_s": round(time.process_time() - began)}
 
 

@@ -43,6 +43,7 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Numbers:
         file = Path(folder) / "reality.json"
         tell(f"{MODULE} starts clusters")
         command = [sys.executable, "-P", "-m", MODULE, "--traces", str(settings.traces), "--output", str(file)]
+        command += ["--begin", f"{settings.begin:g}"]
         try:
             done = subprocess.run(command, timeout=MOST_S, capture_output=True, text=True, check=False)
         except subprocess.TimeoutExpired as error:

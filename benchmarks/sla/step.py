@@ -25,10 +25,12 @@ class Settings:
     `repeats` runs with other seeds and slices of traces, of `num_requests` requests each, compare policies; `seconds`
     of virtual time compare planners; `real_s` seconds of load measure real processes. `reality` is a file that
     `python -m benchmarks.reality --output` wrote, or None to run it. A step that takes minutes asks the `journal` for
-    each of its parts. `cases` are parts of names: only cases of `tuning` that have one of them run; all without any.
+    each of its parts. `cases` are parts of names: only cases of `tuning` and loads of `policies` that have one of them
+    run; all without any. `policies` and `reality` leave out the share `begin` of each trace at its begin.
     """
 
     traces: Path | None = None
+    begin: float = 0.0
     repeats: int = 5
     num_requests: int = 300
     seconds: float = 3600.0

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.load.trace import TraceError, TraceRow
 from benchmarks.reality import __main__ as reality
+from benchmarks.reality import chance
 from benchmarks.reality.loads import CASES, Case, LoadKind, workload_of, write_trace
 from benchmarks.reality.numbers import Fate, Numbers, deviations, misses, pairs_ranked_alike
 from benchmarks.reality.twin import Twin, alone_rows
@@ -139,3 +140,8 @@ def test_a_small_cluster_is_compared(tmp_path: Path, forge: None) -> None:
         assert all(real == file == fit for real, file, fit in served) and len(served) > 5
         assert all(row[place["outcome"]] == "ok" for side in sides for row in side["requests"])
     assert all(twin["ingress_s"] >= 0.0 and twin["message_s"] > 0.0 for twin in found["twins"])
+    drawn = tmp_path / "chance.json"
+    assert chance.main([str(output), "--draws", "2", "--output", str(drawn)]) == 0
+    ranges = json.loads(drawn.read_text())["runs"]
+    assert [one["source"] for one in ranges] == ["file", "fit", "file", "fit"]
+    assert all(0.0 < one["draws"]["TTFT p99"][0] <= one["draws"]["TTFT p99"][2] for one in ranges)

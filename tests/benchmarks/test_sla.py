@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.alternating import first_work
+from benchmarks.alternating.first_work import RoleChange
 from benchmarks.load.arrivals import RateProfile
 from benchmarks.load.summary import OK, RequestRecord
 from benchmarks.load.workload import LengthRange
 from benchmarks.prompt_order import VirtualPrompt
 from benchmarks.sla import __main__ as sla
-from benchmarks.sla import knobs, prediction, reality
+from benchmarks.sla import knobs, prediction, reality, roles
 from benchmarks.sla.batches import Decoded, come_before, token_seconds
 from benchmarks.sla.foresight import foreseen
 from benchmarks.sla.real import requests_logged, served
@@ -188,6 +190,18 @@ def test_tails_are_those_of_their_window(tmp_path: Path) -> None:
     assert "75.0% of 4 requests met both goals" in drawn_and_shown(knobs.STEP, numbers, tmp_path)
 
 
+def test_changes_of_roles_are_shown_with_their_parts(tmp_path: Path) -> None:
+    quick = RoleChange(3.0, "decode-0", "prefill", drain_s=0.2, change_s=0.1, wait_s=0.05, step_s=0.05)
+    slow = RoleChange(21.0, "decode-0", "decode", drain_s=0.9, change_s=0.1, idle_s=0.5, wait_s=0.15, step_s=0.05)
+    changes = [quick, slow, RoleChange(39.0, "prefill-0", "decode")]
+    numbers: dict[str, Any] = {"changes": first_work.as_json(changes), "failed": 0, "met": 0.9}
+    numbers |= {"first_work": first_work.summarised(changes)}
+    said = drawn_and_shown(roles.STEP, numbers, tmp_path)
+    assert "first work: 0.80 s at the median, 1.20 at worst" in said
+    assert "1.05 and 1.70" in said and "none" in said
+    assert "1 of 2 changes brought work within 1 s; 3 were ordered, 0 requests failed, 90.0% met both goals" in said
+
+
 def test_a_result_of_reality_is_drawn(tmp_path: Path) -> None:
     rows = [[0, 0.0, 0.1, 0.01, 5, 0, "ok"], [1, 0.5, 0.3, None, 1, 0, "ok"], [2, 0.7, None, None, 0, 0, "refused"]]
     run = {"case": "1P1D", "load": "conv", "policy": "diptych", "fitted_on": False, "load_average": [1.0, 2.0]}
@@ -224,7 +238,7 @@ def test_a_trace_that_is_missing_fails_its_step(tmp_path: Path, capsys: pytest.C
     assert "azure2023_conv.csv.gz" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--only", "everything"], ["--repeats", "0"], ["--real-s", "1"]])
+@pytest.mark.parametrize("flags", [["--only", "everything"], ["--repeats", "0"], ["--real-s", "1"], ["--begin", "1"]])
 def test_bad_options_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         sla.main(flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import random
@@ -15,7 +16,7 @@ from benchmarks.load.trace import TraceRow, read_trace
 from benchmarks.simulator.simulation import Simulation
 from benchmarks.sla import loads, policies, systems
 from benchmarks.sla.most_good import most_good
-from benchmarks.sla.step import Settings
+from benchmarks.sla.step import Settings, Skipped
 
 NAMES = [*(system.name for system in systems.SYSTEMS), policies.BOUND]
 
@@ -163,3 +164,17 @@ def test_loads_without_traces_have_requests() -> None:
     found = list(loads.loads(Settings()))
     assert len({load.name for load in found}) == len(found) == 7
     assert all(loads.rate_served(load.slice(0, 40), load) > 0 for load in found)
+
+
+def test_loads_that_are_not_asked_for_are_left_out() -> None:
+    with pytest.raises(Skipped, match="no load has one of nonsense"):
+        policies.measure(Settings(cases=("nonsense",)), lambda words: None)
+
+
+def test_traces_are_read_behind_the_part_that_is_left_out(tmp_path: Path) -> None:
+    rows = [TraceRow(float(number), 10 + number, 5) for number in range(100)]
+    for name in ("azure2023_conv.csv.gz", "azure2023_code.csv.gz", "mooncake_conversation.jsonl.gz"):
+        loads.write_trace(tmp_path / "plain", rows)
+        (tmp_path / name).write_bytes(gzip.compress((tmp_path / "plain").read_bytes()))
+    found = list(itertools.islice(loads.loads(Settings(traces=tmp_path, begin=0.5)), 3))
+    assert [load.rows[0].input_len for load in found] == [60, 60, 60]

@@ -44,6 +44,13 @@ def test_limit_and_order(tmp_path: Path) -> None:
     assert len(read_trace(write(tmp_path, MOONCAKE), limit=1)) == 1
 
 
+def test_a_part_at_the_begin_can_be_left_out(tmp_path: Path) -> None:
+    file = write(tmp_path, AZURE)
+    assert [row.input_len for row in read_trace(file, begin=0.4)] == [396, 879]
+    (row,) = read_trace(file, limit=1, begin=0.4)
+    assert (row.arrival_s, row.input_len) == (0.0, 396)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,4 +1,4 @@
-"""A steady load, and workers that are killed, frozen and ended under it. Both repeat for equal seeds."""
+"""A steady load, and what is done to workers under it: deaths, freezes, other roles. Both repeat for equal seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,13 +17,18 @@ import httpx
 
 from benchmarks.stack import Stack, StackProcess
 
+from .orders import orders_to
 from .streams import Ask, Client, Heard, difference
 from .watch import POLL_S, is_ready
 
 BACK_TIMEOUT_S = 90.0
 DRAIN_TIMEOUT_S = 60.0
+AMID_S = 0.5
+"""After the order, in which a worker dies or is frozen: a change takes about half of that."""
 ACTS = {"kill": 3, "drain": 3, "freeze": 2, "nap": 1, "forget": 1}
 """The faults of workers, by how often they come."""
+ROLE_ACTS = ACTS | {"change": 5, "change, kill": 2, "change, freeze": 1}
+"""Those of workers that may change their roles: a change alone, and one during which the worker dies or is frozen."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +99,29 @@ class Act:
 class Storm:
     """Disturbs workers at random, several at once, but never the last decode worker that is well."""
 
-    def __init__(self, stack: Stack, seed: int, *, every_s: tuple[float, float] = (2.0, 5.0)) -> None:
-        self._stack, self._every_s = stack, every_s
-        self._random = random.Random(seed)
+    def __init__(
+        self, stack: Stack, seed: int, *, every_s: tuple[float, float] = (2.0, 5.0), acts: Mapping[str, int] = ACTS
+    ) -> None:
+        """`acts`: what may be done to a worker, by how often it comes.
+
+        What is done, and when, depends on the seed alone; to which worker also on how the others fare.
+        """
+        self._stack, self._every_s, self._what = stack, every_s, dict(acts)
+        self._random, self._plan = random.Random(seed), random.Random(f"{seed}/plan")
         self._unwell: set[str] = set()
+        self._roles = {worker.name: worker.role for worker in stack.workers()}
         self.began_at = 0.0
         self.acts: list[Act] = []
         self.exit_codes: Counter[int | None] = Counter()
         self.drains_s: list[float] = []
+        self.changes: Counter[str] = Counter()
 
     async def run(self, until: float) -> None:
         """Ends when every worker that was disturbed before `until` (monotonic seconds) is ready again."""
         self.began_at = time.monotonic()
         async with asyncio.TaskGroup() as acts:
             while True:
-                await asyncio.sleep(self._random.uniform(*self._every_s))
+                await asyncio.sleep(self._plan.uniform(*self._every_s))
                 if time.monotonic() >= until:
                     break
                 choice = self._choose()
@@ -118,18 +131,16 @@ class Storm:
 
     def _choose(self) -> tuple[StackProcess, str] | None:
         well = [worker for worker in self._stack.workers() if worker.name not in self._unwell]
-        decode = [worker for worker in well if worker.role == "decode"]
-        open_to_harm = [worker for worker in well if worker.role != "decode" or len(decode) > 1]
-        (what,) = self._random.choices(list(ACTS), weights=list(ACTS.values()))
+        decode = [worker for worker in well if self._roles[worker.name] == "decode"]
+        open_to_harm = [worker for worker in well if worker not in decode or len(decode) > 1]
+        (what,) = self._plan.choices(list(self._what), weights=list(self._what.values()))
         return (self._random.choice(open_to_harm), what) if open_to_harm else None
 
     async def _act(self, worker: StackProcess, what: str) -> None:
         began = time.monotonic()
         match what:
             case "kill":
-                await asyncio.to_thread(worker.kill)
-                await asyncio.sleep(self._random.uniform(0.1, 2.0))
-                await self._restart(worker)
+                await self._kill(worker)
             case "drain":
                 worker.send_signal(signal.SIGTERM)
                 await asyncio.to_thread(worker.wait, time.monotonic() + DRAIN_TIMEOUT_S)
@@ -137,9 +148,9 @@ class Storm:
                 self.drains_s.append(time.monotonic() - began)
                 await self._restart(worker)
             case "freeze" | "nap":  # longer than any limit for a silent worker, and shorter
-                worker.pause()
-                await asyncio.sleep(self._random.uniform(3.0, 5.0) if what == "freeze" else 0.4)
-                worker.resume()
+                await self._freeze(worker, self._random.uniform(3.0, 5.0) if what == "freeze" else 0.4)
+            case "change" | "change, kill" | "change, freeze":
+                await self._change(worker, what.rpartition(" ")[2])
             case "forget":
                 async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
                     await client.post(f"{self._random.choice(self._stack.routers).http_url}/reset_prefix_cache")
@@ -148,8 +159,39 @@ class Storm:
         self.acts.append(Act(began - self.began_at, worker.name, what, now - began))
         self._unwell.discard(worker.name)
 
+    async def _kill(self, worker: StackProcess) -> None:
+        await asyncio.to_thread(worker.kill)
+        await asyncio.sleep(self._random.uniform(0.1, 2.0))
+        await self._restart(worker)
+
+    async def _freeze(self, worker: StackProcess, seconds: float) -> None:
+        worker.pause()
+        await asyncio.sleep(seconds)
+        worker.resume()
+
+    async def _change(self, worker: StackProcess, then: str) -> None:
+        """Give a worker the other role; `then` kill or freeze it at some moment of the change, or shortly after it."""
+        role = "prefill" if self._roles[worker.name] == "decode" else "decode"
+        async with orders_to(worker) as orders:
+            await orders.change(role)
+            if then != "change":
+                await asyncio.sleep(self._random.uniform(0.0, AMID_S))
+            if then == "kill":
+                self.changes["died"] += 1
+                await self._kill(worker)
+                return
+            if then == "freeze":
+                await self._freeze(worker, self._random.uniform(3.0, 5.0))
+            if await orders.obeyed(role):
+                self._roles[worker.name] = role
+                self.changes[f"to {role}"] += 1
+            else:
+                self.changes["stayed"] += 1
+
     async def _restart(self, worker: StackProcess) -> None:
+        """A worker starts in the role that it is at home in."""
         await asyncio.to_thread(self._stack.restart, worker)
+        self._roles[worker.name] = worker.role
 
     async def _until_ready(self, worker: StackProcess) -> None:
         deadline = time.monotonic() + BACK_TIMEOUT_S
@@ -178,6 +220,7 @@ def summary(load: Load, storm: Storm, counters: dict[str, float]) -> list[tuple[
         ("longest gaps of streams", ", ".join(f"p{q} {_quantile(silences, q):.2f} s" for q in (99, 95, 90, 50))),
         ("first token", f"median {first[len(first) // 2] * 1000:.0f} ms, longest {first[-1]:.2f} s"),
         ("done to workers", "\n".join(str(act) for act in sorted(storm.acts, key=lambda act: act.at_s))),
+        ("changes of roles", ", ".join(f"{what}: {count} times" for what, count in storm.changes.items()) or "none"),
         ("status after SIGTERM", ", ".join(f"{code}: {count} times" for code, count in storm.exit_codes.items())),
         ("from SIGTERM to the end", ", ".join(f"{seconds:.1f} s" for seconds in sorted(storm.drains_s))),
         *((name, f"{value:g}") for name, value in counters.items()),

@@ -1,10 +1,14 @@
-"""Workers are killed, frozen and ended at random under load: every stream goes on, and says what it would have said."""
+"""Workers are killed, frozen, ended and given other roles at random under load.
+
+Every stream goes on, and says what it would have said.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.stack import Stack
 
-from .storm import Load, Storm, longest_gaps, summary
+from .storm import ACTS, ROLE_ACTS, Load, Storm, longest_gaps, summary
 from .streams import Client, Heard, answers, plan
 from .watch import counter, memory_mib, settle
 
@@ -56,12 +60,20 @@ async def watched(load: Load, storm: Storm, seconds: float) -> None:
 
 
 async def storm_over(
-    stack: Stack, report: Any, *, seed: int, seconds: float, at_once: int, num_asks: int, every_s: tuple[float, float]
-) -> None:
+    stack: Stack,
+    report: Any,
+    *,
+    seed: int,
+    seconds: float,
+    at_once: int,
+    num_asks: int,
+    every_s: tuple[float, float],
+    acts: Mapping[str, int] = ACTS,
+) -> Storm:
     """The whole experiment: what should come, the storm, what came, and what is left behind."""
     asks = plan(seed, num_asks)
     expected = await undisturbed(stack, asks)
-    load, storm = Load(stack, asks, at_once), Storm(stack, seed, every_s=every_s)
+    load, storm = Load(stack, asks, at_once), Storm(stack, seed, every_s=every_s, acts=acts)
     await watched(load, storm, seconds)
     settled_s = await settle(stack)
     counters = {title: await counter(stack.routers, *name) for title, name in COUNTERS.items()}
@@ -79,6 +91,7 @@ async def storm_over(
     assert set(storm.exit_codes) <= {0}, storm.exit_codes
     for process in stack.everything:
         assert memory[process.name] < (MAX_ROUTER_MIB if process.role == "router" else MAX_WORKER_MIB), memory
+    return storm
 
 
 @pytest.mark.e2e
@@ -88,10 +101,29 @@ async def test_no_stream_notices_a_short_storm(stacks: Any, report: Any) -> None
     await storm_over(stack, report, seed=7, seconds=12.0, at_once=12, num_asks=60, every_s=(1.0, 2.0))
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+async def test_no_stream_notices_roles_that_change_in_a_short_storm(stacks: Any, report: Any) -> None:
+    flags = ("--local-prefill-threshold", "32")
+    stack = stacks(2, 2, routers=2, router_flags=flags, worker_flags=("--role-change",))
+    storm = await storm_over(
+        stack, report, seed=3, seconds=12.0, at_once=12, num_asks=60, every_s=(0.5, 1.5), acts=ROLE_ACTS
+    )
+    assert storm.changes["to prefill"] + storm.changes["to decode"], storm.changes
+
+
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
 async def test_no_stream_notices_a_long_storm(stacks: Any, report: Any, chaos_seed: int, chaos_seconds: float) -> None:
-    stack = stacks(2, 3, routers=2, worker_flags=("--num-blocks", "2000"))
-    await storm_over(
-        stack, report, seed=chaos_seed, seconds=chaos_seconds, at_once=40, num_asks=300, every_s=(2.0, 5.0)
+    stack = stacks(2, 3, routers=2, worker_flags=("--num-blocks", "2000", "--role-change"))
+    storm = await storm_over(
+        stack,
+        report,
+        seed=chaos_seed,
+        seconds=chaos_seconds,
+        at_once=40,
+        num_asks=300,
+        every_s=(2.0, 5.0),
+        acts=ROLE_ACTS,
     )
+    assert storm.changes or chaos_seconds < 60, "no worker was given another role"

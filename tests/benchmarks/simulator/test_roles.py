@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from msgspec.structs import replace
 
 from benchmarks.simulator.report import Findings
 from benchmarks.simulator.simulation import Run, Simulation
-from benchmarks.simulator.splits import splits, stretched
+from benchmarks.simulator.splits import at_rates, best_of_parts, bound_row, gain, splits, stretched
 from benchmarks.simulator.workers.process import ROLE_DRAIN_S
 from benchmarks.simulator.world.scenario import Scenario, read_scenario
+from common.errors import ConfigError
 from common.wire.messages import ChangeRole, WorkerHeartbeat
 
 PREFILL = {"coefficients": {"fixed_s": 0.01, "token_s": 2e-4}, "start_s": 1.0, "role_change_s": 0.1}
@@ -182,8 +184,8 @@ def test_a_worker_that_stops_gives_its_drain_for_another_role_up(scenario: Calla
 def test_splits_are_those_of_all_workers() -> None:
     base = alternating()
     found = {name: [pool.count for pool in scenario.pool] for name, scenario in splits(base)}
-    assert found == {"1P3D": [1, 3], "2P2D": [2, 2], "3P1D": [3, 1], "as it is": [2, 2]}
-    assert [scenario.settings["role_change"] for _, scenario in splits(base)] == [False, False, False, True]
+    assert found == {"0P4D": [0, 4], "1P3D": [1, 3], "2P2D": [2, 2], "3P1D": [3, 1], "as it is": [2, 2]}
+    assert [scenario.settings["role_change"] for _, scenario in splits(base)] == [False, False, False, False, True]
     assert [part.end_s for part in stretched(base, 3.0).load.parts] == [60.0, 0.0]
 
 
@@ -201,3 +203,25 @@ def test_a_decode_worker_hands_its_streams_over_and_changes(scenario: Callable[.
     assert run.num_handovers["done"] >= 3
     assert {request.outcome for request in run.requests} == {"ok"}
     assert run.conserved.num_answer_tokens == run.conserved.num_computed_tokens
+
+
+def test_the_bound_takes_the_best_split_of_each_part() -> None:
+    """Two splits, of which each serves another part, and one that changes."""
+
+    def found(good: tuple[float, ...]) -> Any:
+        num_good = sum(share * num for share, num in zip(good, (100, 50), strict=True))
+        return SimpleNamespace(num_by_part=(100, 50), good_by_part=good, num_good=num_good)
+
+    fixed = [found((0.9, 0.2)), found((0.5, 1.0))]
+    assert best_of_parts(fixed) == [90, 50]
+    assert bound_row(fixed, 10.0)[:3] == ("best of each part", "14.00", "90%, 100%")
+    assert gain(fixed, found((0.8, 0.8))) == {"gain": 1.2, "possible": 1.4}
+    assert gain([found((0.0, 0.0))], found((0.0, 0.0))) == {}
+
+
+def test_parts_of_a_load_get_other_rates() -> None:
+    base = alternating()
+    assert [part.rate for part in at_rates(base, (3.4, 2.0)).load.parts] == [3.4, 2.0]
+    assert at_rates(base, ()) is base
+    with pytest.raises(ConfigError, match="one for each of 2 parts"):
+        at_rates(base, (1.0,))
