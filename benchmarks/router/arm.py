@@ -22,6 +22,9 @@ READY_S = 60.0
 REPLY_S = 120.0
 END_S = 10.0
 POLL_S = 0.02
+ASKED_EACH = 16
+"""Connections for each process of a router before a measurement: the kernel deals them out, and a process that is
+still starting would be measured at that."""
 ROOM = (
     *("--max-inflight", "1000000", "--max-connections", "1000000"),
     *("--max-wait-s", "600", "--overload-wait-s", "600", "--queue-timeout-s", "600", "--token-timeout-s", "600"),
@@ -167,7 +170,8 @@ class RouterArm(Arm):
         self._process.launch([*command, *self._flags], self._env(), cwd=self._tree)
         self._stack.callback(self._end)
         self.pid = self._process.pid
-        wait_ready(self._process, f"http://127.0.0.1:{self.port}/ready", READY_S)
+        for _ in range(1 if self.num_serving == 1 else ASKED_EACH * self.num_serving):  # each on a new connection
+            wait_ready(self._process, f"http://127.0.0.1:{self.port}/ready", READY_S)
 
     def _env(self) -> Mapping[str, str] | None:
         return None if self._tree is None else {**os.environ, "PYTHONPATH": str(self._tree)}
