@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from common.config import RouterConfig
 from router.auth.key_file import content_of, ring_of
 from router.auth.keys import KeyRing
 from router.auth.watch import FileWatch
 from router.siblings.agreed_file import AgreedFile
 from router.siblings.part import RouterPart
-
-log = logging.getLogger(__name__)
 
 NAME = "keys.toml"
 
@@ -72,7 +68,4 @@ class KeySource:
     def _accept(self) -> None:
         """Put the content that was read last in force."""
         if self._agreed is not None and self._agreed.read() != self._content:
-            try:
-                self._agreed.agree(self._content)
-            except OSError as error:
-                log.error("a process that is started again will read an older %s: %s", NAME, error)
+            self._agreed.agree(self._content)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import msgspec
 
 from common.errors import ConfigError
@@ -13,8 +11,6 @@ from router.models.adapters_file import FIELD, MAX_LIST_BYTES, AdapterEntry, ada
 from router.models.catalog import Catalog
 from router.siblings.agreed_file import AgreedFile
 from router.siblings.part import RouterPart
-
-log = logging.getLogger(__name__)
 
 AGREED_NAME = "adapters.toml"
 
@@ -42,10 +38,7 @@ class AdaptersSource:
     def _accept(self, content: bytes, catalog: Catalog) -> tuple[AdapterEntry, ...]:
         entries = tuple(self._with_model(entry, catalog) for entry in adapters_of(self._path, content))
         if self._agreed is not None:
-            try:
-                self._agreed.agree(content)
-            except OSError as error:
-                log.error("a process that is started again will read an older %s: %s", AGREED_NAME, error)
+            self._agreed.agree(content)
         return entries
 
     def _with_model(self, entry: AdapterEntry, catalog: Catalog) -> AdapterEntry:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from common.config import RouterConfig
 from router.auth.toml_file import content_of
 from router.auth.watch import FileWatch
@@ -12,8 +10,6 @@ from router.models.entry import ModelTable
 from router.models.models_file import MAX_FILE_BYTES, models_of, table_of
 from router.siblings.agreed_file import AgreedFile
 from router.siblings.part import RouterPart
-
-log = logging.getLogger(__name__)
 
 NAME = "models.toml"
 
@@ -46,7 +42,4 @@ class ModelsSource:
     def accept(self) -> None:
         """Put the content that was read last in force."""
         if self._agreed is not None:
-            try:
-                self._agreed.agree(self._content)
-            except OSError as error:
-                log.error("a process that is started again will read an older %s: %s", NAME, error)
+            self._agreed.agree(self._content)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from common.config import RouterConfig
+from common.machine.owned_task import OwnedTask
 from common.observe.logging import REMIND_S
 from common.wire.message_fields import Role
 from router.fleet.worker import Worker
@@ -66,8 +67,7 @@ def scaler_of(config: RouterConfig) -> Scaler | None:
 class PlanLoop:
     """Owned by the router's event loop. `outlook` is the latest look; None before the first.
 
-    `held` says how many requests find no worker of each role. `failure`: why the loop has ended although it never
-    should; "" while it runs.
+    `held` says how many requests find no worker of each role.
     """
 
     def __init__(
@@ -88,19 +88,20 @@ class PlanLoop:
         self._starts = StartTimes(ASSUMED_START_S)
         self._unmet, self._unmet_at = "", 0.0
         self.outlook: Outlook | None = None
-        self.failure = ""
-        self._task: asyncio.Task[None] | None = None
+        self._task = OwnedTask("the planner")
+
+    @property
+    def failure(self) -> str:
+        """Why the loop has ended although it never should; "" while it runs."""
+        return self._task.failure
 
     def start(self) -> None:
         """Look now and then from now on."""
-        self._task = asyncio.create_task(self._run(), name="planner")
-        self._task.add_done_callback(self._on_done)
+        self._task.start(self._run())
 
     async def close(self) -> None:
         """End the loop; the pools stay as they are."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._task.close()
         if self._scaler is not None:
             await self._scaler.close()
 
@@ -133,11 +134,6 @@ class PlanLoop:
             if self._scaler is not None and not plan.held:
                 await self._scaler.scale({role: plan.wanted(role) for role in self._roles})
             await asyncio.sleep(self._config.planner_interval_s)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            self.failure = f"the planner ended: {task.exception()!r}"
-            log.critical("%s", self.failure, exc_info=task.exception())
 
     def _log(self, before: Plan | None, now: Outlook) -> None:
         plan = now.plan

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
 
 from common.errors import ModelNotFound, RequestError, Unavailable
+from common.machine.owned_task import OwnedTask
 from router.dispatch.adapter_orders import Superseded
 from router.fleet.adapters import Outcome
 from router.models.adapters_file import AdapterEntry
@@ -42,7 +43,6 @@ class AdapterFollower:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`orders` by the name of the model."""
-        self.failure = ""
         self._orders, self._clock = orders, clock
         self._wanted: dict[str, AdapterEntry] = {}
         self._in_force: dict[str, AdapterEntry] = {}
@@ -50,13 +50,17 @@ class AdapterFollower:
         self._not_before: dict[str, float] = {}
         self._refused: dict[str, str] = {}
         """Why the last attempt at a name failed: said once."""
-        self._task: asyncio.Task[None] | None = None
+        self._task = OwnedTask("the task that follows the file of adapters")
         self.change(entries)
+
+    @property
+    def failure(self) -> str:
+        """Why the task has ended although it never should; "" while it runs."""
+        return self._task.failure
 
     def start(self) -> None:
         """Follow the entries from now on."""
-        self._task = asyncio.create_task(self._run(), name="adapters of the file")
-        self._task.add_done_callback(self._on_done)
+        self._task.start(self._run())
 
     def change(self, entries: Sequence[AdapterEntry]) -> None:
         """Follow these from now on."""
@@ -65,9 +69,7 @@ class AdapterFollower:
 
     async def close(self) -> None:
         """End the task; orders that workers have keep running."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._task.close()
 
     async def follow(self) -> None:
         """Give every order that is due, one after the other: each asks all workers to read files."""
@@ -92,14 +94,16 @@ class AdapterFollower:
         return self._clock() >= self._not_before.get(name, 0.0)
 
     async def _attempt(self, name: str, order: Coroutine[None, None, None]) -> None:
-        """Carry an order out, or log why it failed and when it is tried again."""
+        """Carry an order out, or log why it failed. It is tried again: soon, where workers are only not ready yet."""
         try:
             await order
+        except Unavailable:
+            self._not_before[name] = self._clock() + LOOK_S
         except RequestError as error:
-            self._not_before[name] = self._clock() + (LOOK_S if isinstance(error, Unavailable) else AGAIN_S)
+            self._not_before[name] = self._clock() + AGAIN_S
             if self._refused.get(name) != error.message:
                 self._refused[name] = error.message
-                log.error("an adapter of the file could not be changed, more attempts follow: %s", error)
+                log.error("adapter %s is not as the file wants it, more attempts follow: %s", name, error)
         else:
             self._refused.pop(name, None)
 
@@ -129,8 +133,3 @@ class AdapterFollower:
             else:
                 log.info("unloaded an adapter", extra={"adapter": entry.name, "model": entry.model})
         del self._in_force[entry.name]
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            self.failure = f"the task that follows the file of adapters ended: {task.exception()!r}"
-            log.critical("%s", self.failure, exc_info=task.exception())

@@ -319,7 +319,7 @@ def test_workers_hold_what_a_file_names(
     wait_until(lambda: "a changed file is refused" in system.stack.router.log.read_text(), "refused", PATIENCE_S)
     serves("b", "c")
     name_adapters(followed_file, a=adapted.folders["a"], c=adapted.folders["c"] / "missing")
-    wait_until(lambda: "could not be changed" in system.stack.router.log.read_text(), "said why", PATIENCE_S)
+    wait_until(lambda: "is not as the file wants it" in system.stack.router.log.read_text(), "said why", PATIENCE_S)
     serves("a", "c")  # the former c
     name_adapters(followed_file)
     serves()

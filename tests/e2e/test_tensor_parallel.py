@@ -110,22 +110,30 @@ def test_sizes_of_all_kinds_in_one_service(mixed: System, tiny_oracle: Any, rand
     mixed.settle()
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_rank_costs_no_token(mixed: System, random_prompts: Any, role: str) -> None:
-    """Its worker ends, and the other one goes on with the streams."""
+def lose_rank(
+    system: System, random_prompts: Any, role: str, sent: signal.Signals, within_s: float = 0.0
+) -> tuple[StackProcess, int]:
+    """Send a signal to rank 1 of a worker while streams run, which costs none of them a token: its worker ends."""
     prompts = random_prompts((30, 200, 700) * 3, vocab_size=256, seed=3)
-    expected = mixed.generate(prompts, max_tokens=LONG)
-    victim, results = mixed.stack.workers(role)[0], list[Any]()
+    expected = system.generate(prompts, max_tokens=LONG)
+    victim, results = system.stack.workers(role)[0], list[Any]()
     (rank,) = ranks_of(victim)
-    salted = {"max_tokens": LONG, "cache_salt": f"killed {role}"}
-    asking = threading.Thread(target=lambda: results.append(mixed.generate(prompts, **salted)))
+    salted = {"max_tokens": LONG, "cache_salt": f"{sent.name} {role}"}
+    asking = threading.Thread(target=lambda: results.append(system.generate(prompts, **salted)))
     asking.start()
-    wait_for_streams(mixed, 3)
-    os.kill(rank, signal.SIGKILL)
-    victim.wait(time.monotonic() + GONE_S)
+    wait_for_streams(system, 3)
+    os.kill(rank, sent)
+    victim.wait(time.monotonic() + within_s + GONE_S)
     assert (victim.returncode, victim.forced) == (1, False), victim.log_tail()
     asking.join(PATIENCE_S)
     assert results == [expected]
+    return victim, rank
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_rank_costs_no_token(mixed: System, random_prompts: Any, role: str) -> None:
+    """Its worker ends, and the other one goes on with the streams."""
+    victim, _ = lose_rank(mixed, random_prompts, role, signal.SIGKILL)
     come_back(mixed, victim)
     mixed.settle()
 
@@ -133,21 +141,9 @@ def test_a_killed_rank_costs_no_token(mixed: System, random_prompts: Any, role: 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_frozen_rank_costs_no_token_and_is_named(mixed: System, random_prompts: Any, role: str) -> None:
     """Neither dead nor there: the router goes on without its worker, which ends at the deadline of sums and signs."""
-    prompts = random_prompts((30, 200, 700) * 3, vocab_size=256, seed=3)
-    expected = mixed.generate(prompts, max_tokens=LONG)
-    victim, results = mixed.stack.workers(role)[0], list[Any]()
-    (rank,) = ranks_of(victim)
-    salted = {"max_tokens": LONG, "cache_salt": f"frozen {role}"}
-    asking = threading.Thread(target=lambda: results.append(mixed.generate(prompts, **salted)))
-    asking.start()
-    wait_for_streams(mixed, 3)
-    os.kill(rank, signal.SIGSTOP)
-    victim.wait(time.monotonic() + SILENT_S + GONE_S)
-    assert (victim.returncode, victim.forced) == (1, False), victim.log_tail()
+    victim, rank = lose_rank(mixed, random_prompts, role, signal.SIGSTOP, SILENT_S)
     assert victim.log is not None and "rank 1 has given no sign of life for" in victim.log.read_text()
     wait_until(lambda: not is_running(rank), "the frozen rank ends", GONE_S)
-    asking.join(PATIENCE_S)
-    assert results == [expected]
     come_back(mixed, victim)
     mixed.settle()
 
