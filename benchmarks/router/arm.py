@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -82,7 +83,7 @@ class Source(Protocol):
         ...
 
 
-class Arm:
+class Arm(ABC):
     """A server under load: `source` makes its tokens, `clients` read them, `tally` counts what they read.
 
     Where it is not `paced`, the source makes tokens as fast as it can, and nothing tells how many. There may be
@@ -116,8 +117,9 @@ class Arm:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Start the server and what makes its tokens."""
 
     @property
     def pids(self) -> list[int]:

@@ -61,7 +61,7 @@ class Loan:
 
 
 class PinnedPiece(NamedTuple):
-    """`memory` is uint8. The piece is lent as long as anything refers to this very array, a tensor made of it say."""
+    """`memory` is uint8. The ring lends it until nothing refers to this array any more, and no tensor made of it."""
 
     memory: np.ndarray
     loan: Loan
@@ -121,7 +121,7 @@ class PinnedRing:
                 self._wait_for(loan)
 
     def check_integrity(self) -> None:
-        """ValueError unless the pieces that are lent share no byte, and follow each other around the ring."""
+        """Raises ValueError when two lent pieces overlap, or do not follow each other around the ring."""
         with self._lock:
             lent = [(loan.begin, loan.end) for loan in self._lent]
         spans, num_turns = sorted(lent), sum(later < former for former, later in pairwise(lent))

@@ -17,7 +17,7 @@ A, B = AdapterEntry("a", "/a", "small"), AdapterEntry("b", "/b", "small")
 
 
 class ModelOrders:
-    """The adapters of a model whose workers do as they are told, unless `error` stands in the way."""
+    """A model whose workers carry out every order, or fail it with `error`."""
 
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}

@@ -144,7 +144,7 @@ class NodeRun(Suite):
 
     @property
     def _most_rows(self) -> int:
-        """As many as a decode worker may record steps for unless it is told more: all their sizes are compared."""
+        """The largest batch that a decode worker records steps for by default; all sizes up to it are compared."""
         return DRY_BUCKETS if self.options.dry_run else MOST_SEQS
 
     def _kv_rate(self) -> float:

@@ -1,4 +1,4 @@
-"""Small chunks behind prefixes whose keys are split, against the float64 reference; slots of nobody hold NaN."""
+"""Small chunks behind prefixes whose keys are split, against the float64 reference; unused slots hold NaN."""
 
 from __future__ import annotations
 
