@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from benchmarks.gpu.shape import GPUShape
 from benchmarks.gpu.timer import Call
 from kernels import QuantisedWeight
 from kernels.interface.held_weight import HeldWeight
+from kernels.interface.kernels import HeldProducts
 from kernels.plain import backend as plain
 
 GROUP = 128
@@ -27,14 +27,14 @@ ACTIVATION = "clamped_swiglu"
 Stacks = tuple[HeldWeight, HeldWeight]
 
 
-def held_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
+def held_cases(products: HeldProducts, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
     """Of one row, of a batch that reads the quantised weights, and of a prompt, for which they are widened."""
     for bits in (4, 8):
         for rows in (1, max(shape.decode_batches), max(shape.prefill_lengths)):
-            yield partial(held_case, backend, shape, rows, bits, device)
+            yield partial(held_case, products, shape, rows, bits, device)
 
 
-def held_case(backend: Any, shape: GPUShape, rows: int, bits: int, device: torch.device) -> KernelCase:
+def held_case(products: HeldProducts, shape: GPUShape, rows: int, bits: int, device: torch.device) -> KernelCase:
     outputs, inputs = 2 * shape.intermediate, shape.hidden
     group = GROUP if inputs % GROUP == 0 else inputs
     weight = held(outputs, inputs, bits, group, device)
@@ -44,28 +44,28 @@ def held_case(backend: Any, shape: GPUShape, rows: int, bits: int, device: torch
 
     def check() -> str:
         expected = x.double() @ weight.dense(shape.dtype).double().T
-        return difference(backend.held_linear(x, weight, None), expected, shape.dtype)
+        return difference(products.held_linear(x, weight, None), expected, shape.dtype)
 
     def dense() -> list[Call]:
         floats = [each.dense(shape.dtype) for each in weights]
         return [lambda one=one: functional.linear(x, one) for one in floats]  # type: ignore[misc]
 
-    calls: list[Call] = [lambda one=one: backend.held_linear(x, one, None) for one in weights]  # type: ignore[misc]
+    calls: list[Call] = [lambda one=one: products.held_linear(x, one, None) for one in weights]  # type: ignore[misc]
     num_bytes = weight.num_bytes + rows * (inputs + outputs) * shape.dtype.itemsize
     name = f"product in {'4 bits' if bits == 4 else 'fp8'}"
     size = f"{rows:,} rows, {outputs:,} x {inputs:,}"
     return KernelCase(name, size, num_bytes, 2 * rows * outputs * inputs, calls, check, {"cuBLAS, floats": dense})
 
 
-def invariant_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
+def invariant_cases(products: HeldProducts, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
     """Of one row, of a batch, and of a prompt, by a layer's gate and up and by its down."""
     for outputs, inputs in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)):
         for rows in (1, max(shape.decode_batches), max(shape.prefill_lengths)):
-            yield partial(invariant_case, backend, shape, rows, outputs, inputs, device)
+            yield partial(invariant_case, products, shape, rows, outputs, inputs, device)
 
 
 def invariant_case(
-    backend: Any, shape: GPUShape, rows: int, outputs: int, inputs: int, device: torch.device
+    products: HeldProducts, shape: GPUShape, rows: int, outputs: int, inputs: int, device: torch.device
 ) -> KernelCase:
     count = copies(outputs * inputs * shape.dtype.itemsize, shape.rotate_bytes)
     weights = [torch.randn(outputs, inputs, device=device, dtype=shape.dtype).mul_(inputs**-0.5) for _ in range(count)]
@@ -73,9 +73,9 @@ def invariant_case(
 
     def check() -> str:
         expected = torch.cat([x.float() @ part.float().T for part in torch.split(weights[0], 4096)], dim=1)
-        return difference(backend.invariant_linear(x, weights[0], None), expected, shape.dtype)
+        return difference(products.invariant_linear(x, weights[0], None), expected, shape.dtype)
 
-    calls: list[Call] = [lambda one=one: backend.invariant_linear(x, one, None) for one in weights]  # type: ignore[misc]
+    calls: list[Call] = [lambda one=one: products.invariant_linear(x, one, None) for one in weights]  # type: ignore[misc]
     dense: list[Call] = [lambda one=one: functional.linear(x, one) for one in weights]  # type: ignore[misc]
     num_bytes = (outputs * inputs + rows * (inputs + outputs)) * shape.dtype.itemsize
     size = f"{rows:,} rows, {outputs:,} x {inputs:,}"
@@ -96,13 +96,13 @@ def held(outputs: int, inputs: int, bits: int, group: int, device: torch.device)
     return HeldWeight.of(QuantisedWeight(8, group, numbers, scale / 64 / inputs**0.5, None))
 
 
-def experts_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
+def experts_cases(products: HeldProducts, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
     """Of one row, which reads a few experts, and of a batch and a prompt, which read all."""
     for rows in (1, max(shape.decode_batches), max(shape.prefill_lengths)):
-        yield partial(experts_case, backend, shape, rows, device)
+        yield partial(experts_case, products, shape, rows, device)
 
 
-def experts_case(backend: Any, shape: GPUShape, rows: int, device: torch.device) -> KernelCase:
+def experts_case(products: HeldProducts, shape: GPUShape, rows: int, device: torch.device) -> KernelCase:
     width = shape.hidden  # of hidden states, and of each expert
     stacks = (random_stack(2 * width, width, device), random_stack(width, width, device))
     size = sum(stack.num_bytes for stack in stacks)
@@ -112,7 +112,7 @@ def experts_case(backend: Any, shape: GPUShape, rows: int, device: torch.device)
     shares = torch.full((rows, PER_TOKEN), 1 / PER_TOKEN, device=device)
 
     def call(weights: tuple[HeldWeight | Tensor, HeldWeight | Tensor]) -> Tensor:
-        made: Tensor = backend.experts(x, chosen, shares, *weights, None, None, ACTIVATION)
+        made: Tensor = products.experts(x, chosen, shares, *weights, None, None, ACTIVATION)
         return made
 
     def check() -> str:

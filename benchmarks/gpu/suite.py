@@ -140,9 +140,9 @@ class Suite:
             yield partial(prefill_case, triton_backend, shape, length, device)
         yield partial(small_chunk_case, triton_backend, shape, device)
         yield from elementwise_cases(triton_backend, shape, device)
-        yield from held_cases(triton_backend, shape, device)
-        yield from experts_cases(triton_backend, shape, device)
-        yield from invariant_cases(triton_backend, shape, device)
+        yield from held_cases(triton_backend.products, shape, device)
+        yield from experts_cases(triton_backend.products, shape, device)
+        yield from invariant_cases(triton_backend.products, shape, device)
 
     def measure_kernels(self) -> None:
         """Time the kernels that passed; a failure does not stop the others."""

@@ -28,7 +28,7 @@ from kernels.agreement.shape import CheckedShape, LayerRule
 from kernels.backends import FOUND
 from kernels.experts import Expert
 from kernels.gpu import backend as triton_backend
-from kernels.gpu import blocks, decode_attention, prefill_attention, sampling
+from kernels.gpu import blocks, decode_attention, held_products, prefill_attention, sampling
 from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.tiles import key_tile
 
@@ -279,9 +279,9 @@ def of_experts(experts: Experts) -> Finding:
 
 def test_experts_beside_plain_products(experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_experts(experts).problem == ""
-    right = triton_backend.experts
+    right = held_products.experts
     monkeypatch.setattr(
-        triton_backend, "experts", lambda x, chosen, shares, *rest: right(x, (chosen + 1) % 6, shares, *rest)
+        held_products, "experts", lambda x, chosen, shares, *rest: right(x, (chosen + 1) % 6, shares, *rest)
     )
     assert "off by" in of_experts(experts).problem
 

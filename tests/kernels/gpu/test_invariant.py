@@ -21,6 +21,7 @@ from common.runner.runner import ModelRunner
 from kernels.agreement.gate import Poisoned
 from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
+from kernels.gpu import held_products
 from kernels.gpu.products import invariant
 from kernels.gpu.products.experts import MANY_ROWS, experts
 from kernels.gpu.products.held_linear import LEAST_BLOCKS, MOST_ROWS, Tile, num_splits
@@ -186,7 +187,7 @@ def test_the_check_of_a_start_sees_other_numbers_and_other_bits(
 
     assert len(list(product_checks(model, torch.device("cpu")))) == 5  # the head's as well
     assert problems() == []
-    right = triton_backend.invariant_linear
+    right = held_products.invariant_linear
 
     def off(x: Tensor, *rest: Any, **named: Any) -> Tensor:
         return right(x, *rest, **named) * 1.1
@@ -194,9 +195,9 @@ def test_the_check_of_a_start_sees_other_numbers_and_other_bits(
     def by_the_rows(x: Tensor, *rest: Any, **named: Any) -> Tensor:
         return right(x, *rest, **named) * (1.0 + (len(x) == 17) / 256)
 
-    monkeypatch.setattr(triton_backend, "invariant_linear", off)
+    monkeypatch.setattr(held_products, "invariant_linear", off)
     assert len(found := problems()) == 5 and all("off by" in one for one in found)
-    monkeypatch.setattr(triton_backend, "invariant_linear", by_the_rows)
+    monkeypatch.setattr(held_products, "invariant_linear", by_the_rows)
     assert len(found := problems()) == 5 and all("of 17 rows have other bits apart" in one for one in found)
 
 
