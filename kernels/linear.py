@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,10 @@ from kernels.dispatch import gated
 from kernels.interface.held_weight import HeldWeight
 from kernels.interface.quantised import QuantisedWeight
 from kernels.lora import LoraChange
+
+# By AMX oneDNN sums a row in an order that depends on the rows beside it (torch 2.13, Sapphire Rapids), by AVX-512 it
+# does not. It reads this once, before its first product.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 PACKED_FOR_ROWS = 32  # any number serves all batch sizes; this one picks oneDNN's blocked layout
 Weight = Tensor | QuantisedWeight
@@ -71,8 +76,6 @@ class Linear:
             dense = weight if isinstance(weight, Tensor) else weight.dense(self.dtype)
             self._onednn = None if self.by_device else _pack(dense)
             self._dense = dense if self._onednn is None else None
-        # One row alone takes oneDNN's other kernel in float32, and sums in another order, by threads, where W is wide.
-        self._lone_row_differs = self.dtype == torch.float32 or self.in_features > self.out_features
 
     @property
     def by_device(self) -> bool:
@@ -121,7 +124,7 @@ class Linear:
     def _multiply_dense(self, x: Tensor) -> Tensor:
         if self._dense is not None:
             return functional.linear(x, self._dense, self.bias)
-        if x.shape[0] == 1 and self._lone_row_differs:
+        if x.shape[0] == 1:  # alone it takes another kernel of oneDNN, which sums in another order
             return self._multiply_onednn(x.expand(2, -1).contiguous())[:1]
         return self._multiply_onednn(x)
 

@@ -76,6 +76,22 @@ def test_a_row_is_the_same_in_every_batch(bits: int, dtype: torch.dtype, rows: i
         assert torch.equal(linear(x[:count].contiguous()), everything[:count]), count
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 1536), (2048, 640), (2048, 2048)])
+def test_a_row_is_the_same_in_every_batch_of_onednn(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    """Where our own kernels cannot be built. By AMX it is not."""
+    monkeypatch.setitem(FOUND, "cpu", plain_backend)
+    linear = Linear(torch.randn(rows, columns).to(dtype))
+    if not linear.packed:
+        pytest.skip("this torch has no oneDNN")
+    x = torch.randn(300, columns).to(dtype)
+    everything = linear(x)
+    for count in (1, 2, 8, 15, 33, 64, 299):
+        assert torch.equal(linear(x[:count].contiguous()), everything[:count]), count
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_threads_do_not_matter(native: NativeBackend, threads: int, bits: int) -> None:
