@@ -19,9 +19,12 @@ import zmq
 from benchmarks import raw_tcp
 from common.machine.allocator import keep_large_buffers
 from common.transfer import frames as kv_frames
-from common.transfer.incoming import IncomingTransfer
+from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.transfer.nixl_agent import NixlAgent
 from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
+from common.transfer.receiver import KVReceiver
+from common.transfer.remote_memory import OfferedMemory
+from common.transfer.remote_reads import RemoteReads
 from common.transfer.sender import KVSender
 from common.transfer.shipping import Shipping
 from common.wire.curve import Curve
@@ -69,7 +72,13 @@ def serve_raw(pipe: Connection, shape: Shape) -> None:
 
 
 def serve_blocks(
-    pipe: Connection, shape: Shape, checksum: bool, pair: KeyPair | None = None, *, quantised: bool = False
+    pipe: Connection,
+    shape: Shape,
+    checksum: bool,
+    pair: KeyPair | None = None,
+    *,
+    quantised: bool = False,
+    nixl: bool = False,
 ) -> None:
     """Body of the process that receives KV: grants every announcement into the same blocks."""
     shape.pin(RECEIVE_CORE)
@@ -83,6 +92,8 @@ def serve_blocks(
     if curve is not None:
         Gatekeeper(context, curve).start()
     receiver = KVReceiver(context, "127.0.0.1", 0, lambda index: cache[index].data, events.put, curve=curve)
+    if nixl:
+        receiver.read_with(RemoteReads(NixlAgent("receiver"), shape.block_bytes))
     if quantised:
         # Imported here: the others need no torch, which takes a processor some seconds.
         from benchmarks.quantised_blocks import bfloat16_cache
@@ -93,6 +104,7 @@ def serve_blocks(
 
 
 serve_quantised_blocks = functools.partial(serve_blocks, quantised=True)
+serve_nixl_blocks = functools.partial(serve_blocks, nixl=True)
 
 
 def grant_all(pipe: Connection, receiver: KVReceiver, events: Events, *, quantised: bool = False) -> None:
@@ -103,7 +115,7 @@ def grant_all(pipe: Connection, receiver: KVReceiver, events: Events, *, quantis
         match events.get():
             case TransferOpened(peer, opened, now, memory):
                 name, attempt, blocks = opened.request_id, opened.attempt, range(opened.num_blocks)
-                if (opened.memory or opened.ring) is not None and memory is None:
+                if (opened.memory or opened.ring or opened.remote) is not None and memory is None:
                     raise RuntimeError("the sender's memory cannot be read here")
                 receiver.expect(
                     IncomingTransfer(name, attempt, peer, blocks, 0, now, now, memory=memory, quantised=quantised)
@@ -116,7 +128,8 @@ def grant_all(pipe: Connection, receiver: KVReceiver, events: Events, *, quantis
 
 
 class BlockPath:
-    """A KVSender that ships the blocks of `view` to a receiving process, which reads `memory` or the `ring` instead.
+    """A KVSender that ships the blocks of `view` to a receiving process, which reads `memory`, the `ring` or `remote`
+    instead.
 
     `run` moves all blocks once.
     """
@@ -133,6 +146,7 @@ class BlockPath:
         pair: KeyPair | None = None,
         quantise: Callable[[Sequence[int]], Sequence[memoryview]] | None = None,
         ring: BlockRing | None = None,
+        remote: OfferedMemory | None = None,
     ) -> None:
         self._shape, self._checksum, self._count = shape, checksum, 0
         self._target = KVTarget("receiver", 1, address)
@@ -140,7 +154,7 @@ class BlockPath:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shape.io_threads)
         self._sender = KVSender(
             self._context,
-            Shipping(view, quantise, memory, ring),
+            Shipping(view, quantise, memory, ring, remote=remote),
             shape.block_bytes,
             ("sender", 1, "fingerprint"),
             self._ended.put,

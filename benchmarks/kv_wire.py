@@ -4,12 +4,13 @@ Two processes. Every path moves the same number of bytes, the paths take turns, 
 the same run: raw TCP with 128 KiB writes (iperf3's) and with 1 MiB writes, and a copy from memory to memory in one
 process. Then KVSender to KVReceiver, handshake and acknowledgement included: over one and several sockets, through
 shared memory, through a ring of places as from a GPU, and the first two without the checksum, which the workers never
-leave out; over a socket in 8-bit numbers, in GB/s of the bfloat16 that they stand for; with --curve also encrypted.
-Ratios to a floor are medians of the rounds' ratios.
+leave out; over a socket in 8-bit numbers, in GB/s of the bfloat16 that they stand for; with --curve encrypted, with
+--nixl read by the receiver with NIXL, over what UCX_TLS allows. Ratios are medians of those of the rounds.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from argparse import Namespace
@@ -32,6 +33,7 @@ from benchmarks.block_path import (
     Receivers,
     Shape,
     serve_blocks,
+    serve_nixl_blocks,
     serve_quantised_blocks,
     serve_raw,
 )
@@ -44,6 +46,8 @@ from common.kv.copy_stream import CopyStream
 from common.kv.quantised_staging import quantised_outgoing
 from common.kv.shared_memory import SharedMemory
 from common.kv.staging import StagedOutgoing
+from common.transfer.nixl_agent import NixlAgent
+from common.transfer.remote_memory import OfferedMemory
 from common.wire.curve_keys import KeyPair
 
 PROGRAM = "python -m benchmarks.kv_wire"
@@ -71,7 +75,7 @@ def socket_name(num_streams: int) -> str:
     return f"KV, {num_streams} socket{'s' * (num_streams > 1)}"
 
 
-def measure(shape: Shape, repeats: int, *, curve: bool = False) -> dict[str, list[float]]:
+def measure(shape: Shape, repeats: int, *, curve: bool = False, nixl: bool = False) -> dict[str, list[float]]:
     """GB/s by path, one sample a repeat. A first round warms up buffers and connections and does not count."""
     shape.pin(SEND_CORE)
     shared = SharedMemory(shape.num_bytes)
@@ -104,6 +108,11 @@ def measure(shape: Shape, repeats: int, *, curve: bool = False) -> dict[str, lis
             device = bfloat16_cache(shape.block_bytes, shape.num_blocks)
             ring = ring_for(StagedOutgoing(device, CopyStream(device.device)), shape.num_blocks)
             blocks["KV, through a ring"] = BlockPath(checked, shape, view, ring=ring)
+        if nixl:
+            region = (cache.ctypes.data, cache.nbytes)
+            remote = OfferedMemory(NixlAgent("sender"), region, is_ring=False)
+            reader = receivers.start(serve_nixl_blocks, shape, True)
+            blocks["KV, NIXL"] = BlockPath(reader, shape, view, remote=remote)
         blocks["KV, shared memory"] = BlockPath(checked, shape, view, memory=shared.offer)
         blocks["KV, 1 socket, no checksum"] = BlockPath(unchecked, shape, view, checksum=False)
         blocks["KV, shared memory, no checksum"] = BlockPath(
@@ -179,6 +188,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--repeats", type=int, default=9, help="counted rounds of all paths")
     parser.add_argument("--io-threads", type=int, default=1, help="ZeroMQ's threads in each process")
     parser.add_argument("--curve", action="store_true", help="measure encrypted connections too")
+    parser.add_argument("--nixl", action="store_true", help="measure reads with NIXL too, which must be installed")
     parser.add_argument("--pin", action="store_true", help="sender on core 0, receiver on core 1")
     return parser.parse_args(argv)
 
@@ -187,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
     options, console = parse(argv), open_console()
     num_blocks = max(1, options.mib * 2**20 // options.block_bytes)
     shape = Shape(options.block_bytes, num_blocks, options.io_threads, options.pin)
-    rates = measure(shape, options.repeats, curve=options.curve)
+    rates = measure(shape, options.repeats, curve=options.curve, nixl=options.nixl)
     rows = compare(rates)
     hashing = round(checksum_rate(shape), 2)
     print_rows(console, rows, shape)
@@ -205,6 +215,7 @@ def main(argv: Sequence[str]) -> int:
         "checksum_gb_per_s": hashing,
     }
     more |= {f"{name}_gb_per_s": rate for name, rate in converting.items()}
+    more |= {"ucx_tls": os.environ.get("UCX_TLS", "")} if options.nixl else {}
     more |= {"zmq": zmq.zmq_version(), "pinned": options.pin, "repeats": options.repeats}
     write_result(options, PROGRAM, argv, content, **more)
     if options.plot:

@@ -44,9 +44,9 @@ class DecodeCounters:
         self._metrics.transfer_bytes.inc(transfer.num_bytes)
         num_hits = transfer.first_block - sequence.first_block
         self._metrics.skipped_blocks.inc(num_hits)
-        self._metrics.count_transfer(shared=transfer.memory is not None)
+        self._metrics.count_transfer(transfer.transport)
         self._count_prompt(sequence, num_hits * self._block_size)
-        if transfer.num_bytes:
+        if transfer.num_bytes and transfer.transport != "nixl":  # which reads several messages at once
             self._metrics.transfer_rate.observe(transfer.num_bytes / max(transfer.busy_s, 1e-6))
 
     def prefilled(self, sequence: DecodeSequence) -> None:

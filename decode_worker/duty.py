@@ -20,8 +20,10 @@ from common.sampling.sampler import Sampler
 from common.sequences.hidden_places import HiddenPlaces, hidden_places
 from common.sequences.parts import EngineParts
 from common.transfer.frames import blocks_per_message
+from common.transfer.incoming import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
-from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
+from common.transfer.receiver import KVReceiver
+from common.transfer.remote_reads import RemoteReads
 from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine, Send
 from decode_worker.drafting.draft_cache import DraftCache
@@ -55,7 +57,7 @@ class DecodeDuty(Duty):
             self.settings.kv_port,
             lambda index: self._blocks.view(index),
             self._on_transfer,
-            share=self.settings.kv_transport != "tcp",
+            share=self.settings.maps_memory,
             commit=lambda blocks: self._blocks.commit(blocks),
             curve=self.parts.curve,
         )
@@ -73,6 +75,8 @@ class DecodeDuty(Duty):
         self._blocks = blocks = incoming_blocks(loaded.kv, in_message)
         if isinstance(blocks, StagedIncoming):
             receiver.reach_with(lambda memory: ReachedPlaces(blocks, memory))
+        if self.nixl is not None:
+            receiver.read_with(RemoteReads(self.nixl, loaded.kv.wire_bytes))
         if loaded.kv.dtype not in SMALL_DTYPES.values():  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv, in_message))
         pool = self.new_pool(loaded)

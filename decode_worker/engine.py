@@ -14,8 +14,8 @@ from common.latency.step_model import StepShape
 from common.sampling.logprobs import separate
 from common.sequences.engine import RequestEngine
 from common.sequences.parts import NO_PARTS, EngineParts
+from common.transfer.incoming import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
-from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.wire.messages import DecodeRequest, HandOver, Message, ResetPrefixCache
 from common.wire.sampling_params import SampledToken
 from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send

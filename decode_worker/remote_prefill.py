@@ -15,8 +15,7 @@ from functools import partial
 from common.errors import WireError
 from common.latency.link_model import LinkFits
 from common.sequences.awaited_grammars import Fail
-from common.transfer.incoming import IncomingTransfer
-from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
+from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
 from decode_worker.counters import DecodeCounters
 from decode_worker.grants import IncomingTransfers
 from decode_worker.rules import DecodeRules
@@ -164,7 +163,7 @@ class RemotePrefills:
         """Learn from what crossed after `since`, when the sender waited for nothing but the link."""
         seconds = max(0.0, max(transfer.last_block_at, transfer.done_at) - since)
         block_bytes = transfer.num_bytes // max(1, len(transfer.received))
-        is_shared = transfer.memory is not None
+        is_shared = transfer.transport == "shm"
         self.link_fits.observe(transfer.bytes_since(since), seconds, block_bytes, shared=is_shared)
 
     def _begin(self, sequence: DecodeSequence, event: TransferOpened, now: float) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from common.kv.shared_memory import PeerMemory
 from common.kv.window import Window
 from common.sequences.sequence import WorkerSequence
+from common.transfer.incoming import SenderMemory
 from common.wire.messages import DecodeRequest, KVOpen
 from common.wire.sampling_params import SampledToken, TokenLogprobs
 from decode_worker.drafting.draft_tokens import DraftTally, Lookup
@@ -73,7 +73,7 @@ class DecodeSequence(WorkerSequence):
     num_passing_blocks: int = 0
     first_token_at: float = 0.0
     peer: bytes = b""
-    memory: PeerMemory | None = None
+    memory: SenderMemory | None = None
     quantised: bool = False
     opened_at: float = 0.0
     renewed_at: float = 0.0

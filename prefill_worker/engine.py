@@ -266,7 +266,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         metrics.exposed_seconds.observe(event.exposed_s)
         metrics.transfer_bytes.inc(event.num_bytes)
         metrics.skipped_blocks.inc(event.num_skipped)
-        metrics.count_transfer(shared=event.shared)
+        metrics.count_transfer(event.transport)
         metrics.count_finished("transferred")
         self._drop(sequence, "acknowledged")  # even if it was still computing: the decode worker needs nothing more
 

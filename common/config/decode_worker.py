@@ -131,4 +131,4 @@ class DecodeWorkerConfig(WorkerConfig):
 
     @property
     def shares_kv(self) -> bool:
-        return self.kv_transport != "tcp" and self.device == "cpu"
+        return self.maps_memory and self.device == "cpu"

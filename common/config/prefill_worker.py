@@ -48,8 +48,8 @@ class PrefillWorkerConfig(WorkerConfig):
 
     def check(self) -> None:
         super().check()
-        if self.kv_wire_dtype != "native" and self.kv_transport == "shm":
-            allowed = "native with kv_transport shm, which sends no frames"
+        if self.kv_wire_dtype != "native" and self.kv_transport in ("shm", "nixl"):
+            allowed = f"native with kv_transport {self.kv_transport}, which sends no frames"
             raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, allowed)
         if self.kv_wire_dtype != "native" and self.kv_cache_dtype in ("fp8", "int8"):
             allowed = f"native with kv_cache_dtype {self.kv_cache_dtype}, which is as small already"
@@ -65,4 +65,4 @@ class PrefillWorkerConfig(WorkerConfig):
 
     @property
     def shares_kv(self) -> bool:
-        return self.kv_transport != "tcp"
+        return self.maps_memory

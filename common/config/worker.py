@@ -242,9 +242,10 @@ class WorkerConfig(CommonConfig, PodSettings):
     kv_transport: str = setting(
         "auto",
         "how KV blocks travel; auto: through shared memory between workers of one host and user, else over TCP; "
-        "shm: refuse a worker that cannot share",
+        "shm: refuse a worker that cannot share; nixl: decode workers read them with NIXL, by RDMA where the network "
+        "has it, and over TCP where one side has no NIXL (pip install 'diptych[nixl]')",
         group="Transfer",
-        choices=("auto", "tcp", "shm"),
+        choices=("auto", "tcp", "shm", "nixl"),
     )
     io_threads: int = setting(
         1,
@@ -294,6 +295,9 @@ class WorkerConfig(CommonConfig, PodSettings):
         self.check_silence("router_timeout_s")
         if self.kv_cache_dtype == "int8" and self.device != "cpu":
             raise ConfigError("kv_cache_dtype", "int8", f"auto, native or fp8 on {self.device}")
+        if self.kv_transport == "nixl" and self.curve_key:
+            allowed = "auto, tcp or shm with --curve-key: NIXL neither encrypts KV nor asks who reads it"
+            raise ConfigError("kv_transport", "nixl", allowed)
         parse_cores(self.cores)
         self._check_draft_head()
         self._check_tiers()
@@ -378,6 +382,11 @@ class WorkerConfig(CommonConfig, PodSettings):
     def step_tokens(self) -> int:
         """Prompt tokens that a step of it computes at most."""
         return 0
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether KV goes through shared memory where that works."""
+        return self.kv_transport in ("auto", "shm")
 
     @property
     def shares_kv(self) -> bool:

@@ -63,6 +63,11 @@ class BlockRing:
         return self._memory.offer
 
     @property
+    def region(self) -> tuple[int, int]:
+        """Address and bytes of the places."""
+        return self._flat.data_ptr(), self._flat.nbytes
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

@@ -1,4 +1,7 @@
-"""The state of one incoming KV transfer: which blocks are reserved for it and which have arrived. Pure."""
+"""The state of one incoming KV transfer: which blocks are reserved for it and which have arrived. Pure.
+
+And the events that the receiver's thread tells the engine of.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.kv.shared_memory import PeerMemory
-from common.wire.messages import KVDone
+from common.transfer.remote_memory import RemoteMemory
+from common.wire.messages import KVDone, KVOpen
+
+SenderMemory = PeerMemory | RemoteMemory
+"""Memory of a sender that its receiver copies blocks out of: mapped, or read over a network."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +39,7 @@ class IncomingTransfer:
     done_at: float = 0.0
     last_block_at: float = 0.0
     busy_s: float = 0.0
-    memory: PeerMemory | None = None
+    memory: SenderMemory | None = None
     token: int = 0
     quantised: bool = False
     released: bool = False
@@ -42,6 +49,13 @@ class IncomingTransfer:
     @property
     def key(self) -> tuple[str, int]:
         return (self.request_id, self.attempt)
+
+    @property
+    def transport(self) -> str:
+        """How blocks come: tcp, shm or nixl."""
+        if self.memory is None:
+            return "tcp"
+        return "nixl" if isinstance(self.memory, RemoteMemory) else "shm"
 
     @property
     def num_blocks(self) -> int:
@@ -72,3 +86,38 @@ class IncomingTransfer:
         """Whether a frame for block `index` may be written."""
         is_lent = self.first_block <= index < len(self.blocks) and not self.released
         return is_lent and index not in self.received
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOpened:
+    """A prefill worker announced KV. Answers go to `peer`; `received_at` is by this worker's clock.
+
+    `memory` is the prefill worker's, if this worker can read it.
+    """
+
+    peer: bytes
+    message: KVOpen
+    received_at: float
+    memory: SenderMemory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCompleted:
+    """Every block has arrived and is verified, and the prefill worker's hold has ended."""
+
+    transfer: IncomingTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The transfer is over. `by_peer`: `peer` says that it gave up. The transfer may be another peer's.
+
+    `phase` is that in which the peer's request failed for good, or "".
+    """
+
+    request_id: str
+    attempt: int
+    reason: str
+    by_peer: bool
+    peer: bytes = b""
+    phase: str = ""

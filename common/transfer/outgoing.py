@@ -18,7 +18,7 @@ class TransferEnded:
     """The sender tells the engine once per transfer. `reason` is "" when the decode worker acknowledged.
 
     `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds. `num_bytes` were sent,
-    or offered for copying.
+    or offered for copying. `transport` is tcp, shm or nixl.
     """
 
     request_id: str
@@ -29,7 +29,7 @@ class TransferEnded:
     grant_wait_s: float
     transfer_s: float
     exposed_s: float
-    shared: bool = False
+    transport: str = "tcp"
     num_bytes: int = 0
 
 
@@ -72,12 +72,24 @@ class Way(Enum):
     """Frames of 8-bit numbers."""
     SHARED = auto()
     """The receiver copies them out of this worker's memory, given their numbers."""
+    REMOTE = auto()
+    """The same with NIXL, from another host."""
 
     @classmethod
-    def of(cls, grant: KVGrant) -> Way:
+    def of(cls, grant: KVGrant, is_remote: bool = False) -> Way:
+        """`is_remote`: this worker offered its memory for NIXL."""
         if grant.shared:
-            return cls.SHARED
+            return cls.REMOTE if is_remote else cls.SHARED
         return cls.SMALL_FRAMES if grant.quantised else cls.FRAMES
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether blocks travel as numbers."""
+        return self in (Way.SHARED, Way.REMOTE)
+
+    @property
+    def transport(self) -> str:
+        return {Way.SHARED: "shm", Way.REMOTE: "nixl"}.get(self, "tcp")
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +194,7 @@ class OutgoingTransfer:
             granted_at - self.opened_at,
             now - granted_at,
             now - self.done_at if self.done_at else 0.0,
-            self.way is Way.SHARED,
+            self.way.transport,
             self.num_bytes,
         )
 

@@ -1,4 +1,4 @@
-"""The memories of prefill workers on this host, from their first offer until their death."""
+"""The memories of prefill workers that this worker reads, from their first offer until their death."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import zmq
 
 from common.errors import DiptychError
 from common.kv.shared_memory import NotShared, PeerMemory, Reached
-from common.wire.messages import KVMemory, KVOpen
+from common.transfer.incoming import SenderMemory
+from common.transfer.nixl_agent import NixlError
+from common.transfer.remote_memory import RemoteMemory
+from common.transfer.remote_reads import RemoteReads
+from common.wire.messages import KVMemory, KVOpen, KVRemote
 
 log = logging.getLogger(__name__)
 MAX_WORKERS = 256
@@ -22,7 +26,7 @@ MOST_REACHED = 2**30
 RETRY_S = 30.0
 """How long until a refused offer is tried again: its cause (open files, memory, rights) may be gone."""
 
-_Key = tuple[str, int, bytes]  # worker, boot epoch, nonce of its offer
+_Key = tuple[str, int, bytes]  # worker, boot epoch, nonce of its offer or name of its agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +42,32 @@ class PeerMemories:
 
     def __init__(self, share: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._share, self._clock = share, clock
-        self._known: OrderedDict[_Key, PeerMemory | _Refused] = OrderedDict()
+        self._known: OrderedDict[_Key, SenderMemory | _Refused] = OrderedDict()
         self._poller: zmq.Poller | None = None
+        self._reads: RemoteReads | None = None
         self._reach: Callable[[PeerMemory], Reached] | None = None
 
     def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
         """Let this worker's device itself copy out of rings, as far as `reach` can. Call it before the first offer."""
         self._reach = reach
 
+    def read_with(self, reads: RemoteReads) -> None:
+        """Read memories that are offered for NIXL. Call it before the first offer."""
+        self._reads = reads
+
     def watch(self, poller: zmq.Poller) -> None:
         """Let `poller` wake its thread when the owner of a memory dies."""
         self._poller = poller
 
-    def of(self, opened: KVOpen) -> PeerMemory | None:
+    def of(self, opened: KVOpen) -> SenderMemory | None:
         """The memory that a prefill worker offers, if this process can read it."""
-        offer = opened.memory or opened.ring
-        key = (opened.worker_id, opened.epoch, offer.nonce if offer else b"")
+        offer = opened.remote or opened.memory or opened.ring
+        key = (opened.worker_id, opened.epoch, _secret_of(offer))
         known = self._known.get(key)
         if known is None:
             self._drop_former(opened)
+        if isinstance(known, RemoteMemory) and known.failed:
+            known = self._known[key] = self._refuse(opened, known.failed, "")
         if known is None or (isinstance(known, _Refused) and known.until <= self._clock()):
             known = self._known[key] = self._open(opened, offer, known.why if known else "")
             if len(self._known) > MAX_WORKERS:
@@ -74,7 +85,7 @@ class PeerMemories:
                 self._release(memory)
 
     def _drop_former(self, opened: KVOpen) -> None:
-        """Unmap what the worker offered in an earlier duty: its process may live on, and with it the pages."""
+        """Leave what the worker offered in an earlier duty: its process may live on, and with it the pages."""
         for key, memory in list(self._known.items()):
             if key[0] == opened.worker_id and key[1] < opened.epoch:
                 del self._known[key]
@@ -85,10 +96,12 @@ class PeerMemories:
             self._release(memory)
         self._known.clear()
 
-    def _open(self, opened: KVOpen, offer: KVMemory | None, refused_before: str) -> PeerMemory | _Refused:
-        """Map the offered memory; `refused_before` is why that failed the last time, or ""."""
+    def _open(self, opened: KVOpen, offer: KVRemote | KVMemory | None, refused_before: str) -> SenderMemory | _Refused:
+        """Connect to the offered memory, or map it; `refused_before` is why that failed the last time, or ""."""
+        if isinstance(offer, KVRemote):
+            return self._connect(opened, offer, refused_before)
         if offer is None:
-            why = "shared memory is not offered"
+            why = "no memory is offered"
         elif not self._share:
             why = "shared memory is not used here"
         else:
@@ -101,6 +114,19 @@ class PeerMemories:
                 if self._poller is not None:
                     self._poller.register(memory.process, zmq.POLLIN)
                 return memory
+        return self._refuse(opened, why, refused_before)
+
+    def _connect(self, opened: KVOpen, offer: KVRemote, refused_before: str) -> RemoteMemory | _Refused:
+        if self._reads is None:
+            return self._refuse(opened, "NIXL is not used here (kv_transport)", refused_before)
+        try:
+            memory = self._reads.connect(offer)
+        except NixlError as error:
+            return self._refuse(opened, str(error), refused_before)
+        log.info("KV from %s is read with NIXL", opened.worker_id)
+        return memory
+
+    def _refuse(self, opened: KVOpen, why: str, refused_before: str) -> _Refused:
         if why != refused_before:
             log.info("KV from %s comes over TCP: %s", opened.worker_id, why)
         return _Refused(why, self._clock() + RETRY_S)
@@ -119,9 +145,20 @@ class PeerMemories:
             return f" and this worker's own buffers: {error}"
         return ", copied into the cache without a buffer"
 
-    def _release(self, memory: PeerMemory | _Refused) -> None:
+    def _release(self, memory: SenderMemory | _Refused) -> None:
         if isinstance(memory, _Refused):
+            return
+        if isinstance(memory, RemoteMemory):
+            if self._reads is not None:
+                self._reads.disconnect(memory)
             return
         if self._poller is not None:
             self._poller.unregister(memory.process)
         memory.close()
+
+
+def _secret_of(offer: KVRemote | KVMemory | None) -> bytes:
+    """What tells an offer from others of the same worker."""
+    if isinstance(offer, KVRemote):
+        return offer.agent.encode()
+    return offer.nonce if offer is not None else b""

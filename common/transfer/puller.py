@@ -240,7 +240,8 @@ class KVPuller:
         if (offer.worker_id, offer.epoch, offer.fingerprint) != (peer.worker_id, peer.epoch, self._fingerprint):
             self._fail(pull, f"{offer.worker_id} of epoch {offer.epoch} answers in place of {peer.worker_id}")
         elif not pull.num_asked:
-            self._offers[where] = memory = self._memories.of(offer)
+            found = self._memories.of(offer)
+            self._offers[where] = memory = found if isinstance(found, PeerMemory) else None  # pulls are not for NIXL
             self._opened(pull, memory)
 
     def _take(self, socket: zmq.Socket[bytes], header: KVBlocks, pull: Pull | None) -> str:

@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
@@ -22,9 +21,16 @@ import zmq
 from common.errors import BlockError, WireError
 from common.kv.shared_memory import PeerMemory, Reached
 from common.transfer.frames import MAX_FRAME_BYTES, copy_blocks, discard_rest, read_block, receive_blocks
-from common.transfer.incoming import IncomingTransfer
+from common.transfer.incoming import (
+    IncomingTransfer,
+    SenderMemory,
+    TransferCompleted,
+    TransferFailed,
+    TransferOpened,
+)
 from common.transfer.mailbox import Mailbox
 from common.transfer.peer_memories import PeerMemories
+from common.transfer.remote_memory import LandedBlocks, RemoteMemory
 from common.wire.bind import bind
 from common.wire.codec import decode, encode
 from common.wire.curve import Curve
@@ -33,47 +39,15 @@ from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTa
 
 if TYPE_CHECKING:
     from common.kv.staging import IncomingBlocks
+    from common.transfer.remote_reads import RemoteRead, RemoteReads
 
 log = logging.getLogger(__name__)
 RECEIVE_HWM = 64
 """Messages of one sender that ZeroMQ keeps until they are read; the sender queues `SEND_HWM` more at most."""
+POLL_MS = 1000
+"""How often the thread wakes where nothing happens."""
 WRITE_S = 30.0
 """How long a block that has come may take to be written: it is a copy of memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferOpened:
-    """A prefill worker announced KV. Answers go to `peer`; `received_at` is by this worker's clock.
-
-    `memory` is the prefill worker's, if this worker can read it.
-    """
-
-    peer: bytes
-    message: KVOpen
-    received_at: float
-    memory: PeerMemory | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TransferCompleted:
-    """Every block has arrived and is verified, and the prefill worker's hold has ended."""
-
-    transfer: IncomingTransfer
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFailed:
-    """The transfer is over. `by_peer`: `peer` says that it gave up. The transfer may be another peer's.
-
-    `phase` is that in which the peer's request failed for good, or "".
-    """
-
-    request_id: str
-    attempt: int
-    reason: str
-    by_peer: bool
-    peer: bytes = b""
-    phase: str = ""
 
 
 class KVReceiver:
@@ -105,6 +79,7 @@ class KVReceiver:
         self.address = bind(self._socket, host, port, curve)
         self._block_view, self._on_event, self._commit = block_view, on_event, commit
         self._quantised: IncomingBlocks | None = None
+        self._reads: RemoteReads | None = None
         self._transfers: dict[tuple[str, int], IncomingTransfer] = {}
         self._writing: IncomingTransfer | None = None
         self._lock = threading.Condition()  # of `_transfers` and `_writing`
@@ -131,6 +106,11 @@ class KVReceiver:
     def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
         """Let a device copy out of the rings of other workers without a buffer. Call it before `start`."""
         self._memories.reach_with(reach)
+
+    def read_with(self, reads: RemoteReads) -> None:
+        """Read blocks of workers that offer them for NIXL. Call it before `start`; the thread closes `reads`."""
+        self._reads = reads
+        self._memories.read_with(reads)
 
     def start(self) -> None:
         self._thread.start()
@@ -187,20 +167,29 @@ class KVReceiver:
         self._memories.watch(poller)
         try:
             while True:
-                ready = dict(poller.poll(1000))
+                ready = dict(poller.poll(self._poll_ms()))
                 self._memories.drop_dead(ready)
                 if not self._flush():
                     break
                 if self._socket in ready:
                     self._receive()
+                if self._reads is not None:
+                    for read in self._reads.finished():
+                        self._land(read)
                 self._drops.flush(time.monotonic())
         except BaseException as error:
             log.exception("KV receiver died")
             self.failure = error
         finally:
             self._memories.close()
+            if self._reads is not None:
+                self._reads.close()
             self._socket.close()
             self._outbox.close()
+
+    def _poll_ms(self) -> int:
+        soon = self._reads.poll_ms if self._reads is not None else None
+        return POLL_MS if soon is None else soon
 
     def _flush(self) -> bool:
         for item in self._outbox.take():
@@ -244,6 +233,32 @@ class KVReceiver:
 
     def _receive_blocks(self, peer: bytes, header: KVBlocks) -> None:
         with self._lock:
+            transfer = self._transfer_of(header)
+        if transfer is not None and header.sources and isinstance(transfer.memory, RemoteMemory):
+            if problem := self._begin_read(peer, header, transfer.memory):
+                self._fail(transfer, problem)
+        else:
+            self._write(peer, header, transfer.memory if transfer is not None else None)
+
+    def _begin_read(self, peer: bytes, header: KVBlocks, memory: RemoteMemory) -> str:
+        """Let the blocks of a message land here: what is wrong with it, or ""."""
+        if extra := discard_rest(self._socket):
+            return f"{extra} frames behind blocks that are to be read"
+        return "NIXL is not used here" if self._reads is None else self._reads.begin(peer, header, memory)
+
+    def _land(self, read: RemoteRead) -> None:
+        """Take the blocks of a read that has ended, if their transfer still wants them."""
+        if read.landed is not None:
+            self._write(read.peer, read.header, read.landed)
+            return
+        with self._lock:
+            transfer = self._transfer_of(read.header)
+        if transfer is not None:
+            self._fail(transfer, read.problem)
+
+    def _write(self, peer: bytes, header: KVBlocks, memory: SenderMemory | LandedBlocks | None) -> None:
+        """Write the blocks of a message: from its frames, or from `memory`, which it names them in."""
+        with self._lock:
             self._writing = transfer = self._transfer_of(header)
         if transfer is None:
             discard_rest(self._socket)
@@ -252,7 +267,7 @@ class KVReceiver:
             return
         began = time.monotonic()
         try:
-            num_bytes, problem = self._write_blocks(transfer, header)
+            num_bytes, problem = self._write_blocks(transfer, header, memory)
             transfer.last_progress = now = time.monotonic()
             transfer.busy_s += now - began
             if num_bytes:
@@ -274,7 +289,9 @@ class KVReceiver:
         if header.sources:
             self._answer(peer, KVTaken(request_id=header.request_id, attempt=header.attempt, places=header.sources))
 
-    def _write_blocks(self, transfer: IncomingTransfer, header: KVBlocks) -> tuple[int, str]:
+    def _write_blocks(
+        self, transfer: IncomingTransfer, header: KVBlocks, memory: SenderMemory | LandedBlocks | None
+    ) -> tuple[int, str]:
         """Write the blocks of a message into the cache: the bytes of those that are intact, and what was wrong."""
         view, commit = self._places_of(transfer)
 
@@ -283,11 +300,11 @@ class KVReceiver:
 
         if not header.sources:
             received, problem = receive_blocks(self._socket, header, destination)
-        elif extra := discard_rest(self._socket):
+        elif not isinstance(memory, LandedBlocks) and (extra := discard_rest(self._socket)):
             received, problem = [], f"{extra} frames behind blocks that are to be copied"
-        elif (memory := transfer.memory) is None:
+        elif memory is None or isinstance(memory, RemoteMemory):
             received, problem = [], "blocks are to be copied from memory that this worker cannot read"
-        elif (reached := memory.reached) is not None:
+        elif isinstance(memory, PeerMemory) and (reached := memory.reached) is not None:
             received, problem = copy_blocks(
                 header,
                 lambda copies: reached.copy((place, transfer.blocks[index]) for place, index in copies),

@@ -24,7 +24,7 @@ from common.errors import WireError
 from common.transfer.connection import KVConnection
 from common.transfer.frames import blocks_per_message, events, try_send
 from common.transfer.mailbox import Mailbox
-from common.transfer.outgoing import OutgoingTransfer, TransferAdvanced, TransferEnded, Way
+from common.transfer.outgoing import OutgoingTransfer, TransferAdvanced, TransferEnded
 from common.transfer.shipping import Shipping
 from common.wire.codec import decode
 from common.wire.curve import Curve
@@ -268,7 +268,7 @@ class KVSender:
             why = f"decode worker {transfer.target.worker_id} cannot read this worker's memory, and kv_transport is shm"
             self._tell_failed(transfer, why)
             self._end(transfer, why)
-        elif not transfer.grant(grant.first_block, now, Way.of(grant)):
+        elif not transfer.grant(grant.first_block, now, self._shipping.way(grant)):
             self._drop(f"grant from block {grant.first_block} of {transfer.announced} for {transfer.request_id}")
         else:
             transfer.token = grant.token
@@ -384,6 +384,7 @@ class KVSender:
             quantised=self.quantises,
             first_block=transfer.first_kept,
             ring=self._shipping.ring_offer,
+            remote=self._shipping.remote_offer,
         )
 
     def _drop(self, why: str) -> None:

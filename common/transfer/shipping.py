@@ -1,4 +1,7 @@
-"""How the blocks of one message leave a sender: as frames, as numbers of blocks, or as numbers of places in a ring."""
+"""How the blocks of one message leave a sender: as frames, as numbers of blocks, or as numbers of places in a ring.
+
+The receiver copies what is numbered out of mapped memory, or reads it with NIXL.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import zmq
 
 from common.transfer.frames import try_send_blocks
 from common.transfer.outgoing import OutgoingTransfer, Way
-from common.wire.messages import KVGrant, KVMemory
+from common.wire.messages import KVGrant, KVMemory, KVRemote
 
 if TYPE_CHECKING:
     from common.kv.block_ring import BlockRing
+    from common.transfer.remote_memory import OfferedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,8 @@ class Shipping:
     """What a worker offers to its receivers, used by the sender's thread. `view` gives a block for a frame, `views` all
     those of a message where it is faster to read them together.
 
-    `memory` is its cache, or it has a `ring`, if others may map one of them. `quantise` gives the blocks of a message
-    as 8-bit numbers.
+    `memory` is its cache, or it has a `ring`, if others may map one of them. With `remote` they may read either with
+    NIXL instead. `quantise` gives the blocks of a message as 8-bit numbers.
     `require_shared`: nothing leaves in frames.
     """
 
@@ -52,21 +56,31 @@ class Shipping:
     ring: BlockRing | None = None
     require_shared: bool = False
     views: Callable[[Sequence[int]], Sequence[memoryview]] | None = None
+    remote: OfferedMemory | None = None
 
     @property
     def ring_offer(self) -> KVMemory | None:
-        return self.ring.offer if self.ring is not None else None
+        return self.ring.offer if self.ring is not None and self.remote is None else None
+
+    @property
+    def remote_offer(self) -> KVRemote | None:
+        return self.remote.offer if self.remote is not None else None
 
     def refusal(self, grant: KVGrant) -> str:
         """What a grant asks for that was not offered, or ""."""
-        if grant.shared and self.memory is None and self.ring is None:
+        if grant.shared and self.memory is None and self.ring is None and self.remote is None:
             return "shared memory"
         return "8-bit frames" if grant.quantised and (grant.shared or self.quantise is None) else ""
+
+    def way(self, grant: KVGrant) -> Way:
+        return Way.of(grant, self.remote is not None)
 
     def in_words(self, grant: KVGrant) -> str:
         """How blocks are going to travel."""
         if grant.shared:
             ring = self.ring
+            if self.remote is not None:
+                return f"through {ring.num_places} places that are read with NIXL" if ring else "by reads with NIXL"
             return f"through {ring.num_places} places in shared memory" if ring else "through shared memory"
         return "over TCP" + ", in 8 bits" * grant.quantised
 
@@ -76,7 +90,7 @@ class Shipping:
         Where others hold every place, a receiver that could wait for them only gets frames.
         """
         blocks = [transfer.blocks[index] for index in indices]
-        if transfer.way is Way.SHARED and (ring := self.ring) is not None:
+        if transfer.way.is_numbered and (ring := self.ring) is not None:
             receiver = transfer.target.address
             places, checksums = ring.put(transfer.key, receiver, blocks)
             if places:
@@ -86,7 +100,7 @@ class Shipping:
                 return None
         together = self.quantise if transfer.way is Way.SMALL_FRAMES else self.views
         views = together(blocks) if together is not None else [self.view(block) for block in blocks]
-        sources = blocks if transfer.way is Way.SHARED and self.ring is None else ()
+        sources = blocks if transfer.way.is_numbered and self.ring is None else ()
         return Parcel(indices, sum(map(len, views)), views, sources)
 
     def undo(self, transfer: OutgoingTransfer, parcel: Parcel) -> None:
@@ -108,5 +122,7 @@ class Shipping:
 
     def close(self) -> None:
         """Nothing is shipped any more."""
+        if self.remote is not None:
+            self.remote.close()
         if self.ring is not None:
             self.ring.close()

@@ -18,6 +18,8 @@ MAX_BLOCKS_PER_FRAME = 256
 """Bounds the lists that a message may bring: a checksum and a source for each block."""
 NONCE_BYTES = 16
 """Random bytes behind offered blocks: a peer that reads the same there has the memory that was offered."""
+MAX_REMOTE_BYTES = 32 * 1024
+"""Of what NIXL must know to reach an agent: some hundred bytes for each network device of the host."""
 BLOCK_HASH_BYTES = 16
 """128 bits: two prompts with one hash would share KV, so even hostile clients must find no such pair."""
 
@@ -35,6 +37,19 @@ class KVMemory(msgspec.Struct, frozen=True, array_like=True):
     nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
+class KVRemote(msgspec.Struct, frozen=True, array_like=True):
+    """Where D reads P's blocks, or the places that P copies them to (`is_ring`), with NIXL, from any host.
+
+    `metadata` is NIXL's own: how to connect to P's `agent`, and the keys of the `num_bytes` from `address` on.
+    """
+
+    agent: Name
+    metadata: Annotated[bytes, Meta(min_length=1, max_length=MAX_REMOTE_BYTES)]
+    address: Annotated[int, Meta(ge=1, le=2**62)]
+    num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
+    is_ring: bool = False
+
+
 # ---------------------------------------------------------------- P -> D
 
 
@@ -42,9 +57,10 @@ class KVOpen(Message, frozen=True, tag=40):
     """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds.
 
     With `memory` P offers that D copies the blocks itself, which works on the same host only. With `ring` it offers the
-    same for places that P copies blocks into, because its cache cannot be mapped; never both. With `quantised` P
-    offers frames of 8-bit numbers, in the format of `kernels.blocks`. The blocks before `first_block` are out of the
-    model's window: P has given them back, or will, and ships none of them.
+    same for places that P copies blocks into, because its cache cannot be mapped. With `remote` it offers that D reads
+    either with NIXL. P makes one of these offers at most. With `quantised` P offers frames of 8-bit numbers, in the
+    format of `kernels.blocks`. The blocks before `first_block` are out of the model's window: P has given them back, or
+    will, and ships none of them.
     """
 
     request_id: Name
@@ -59,15 +75,17 @@ class KVOpen(Message, frozen=True, tag=40):
     quantised: bool = False
     first_block: Count = 0
     ring: KVMemory | None = None
+    remote: KVRemote | None = None
 
 
 class KVBlocks(Message, frozen=True, tag=41):
     """Header of the raw frames that follow it in the same multipart message, one frame a block.
 
     They are the prompt's blocks from `first_block` on, as many as there are checksums, each xxh3-64 of one frame.
-    P and D go on owning their own copies. With `sources` no frames follow: these are the numbers of P's blocks in
-    shared memory, one for each checksum, and P holds them until `KVAck`. If P offered a ring, they are the numbers of
-    places, which are lent to this transfer until `KVTaken` names them, or the transfer ends. `token` is the grant's.
+    P and D go on owning their own copies. With `sources` no frames follow: these are the numbers of P's blocks in the
+    memory that it offered, one for each checksum, and P holds them until `KVAck`. If P offered a ring, they are the
+    numbers of places, which are lent to this transfer until `KVTaken` names them, or the transfer ends. `token` is the
+    grant's.
     """
 
     request_id: Name

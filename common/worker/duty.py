@@ -36,9 +36,12 @@ from common.worker.vitals import WorkerIdentity
 if TYPE_CHECKING:
     from common.grammar.grammars import Grammars
     from common.kv.block_ring import BlockRing
+    from common.kv.cache import KVCache
     from common.kv.staging import StagedOutgoing
     from common.runner.loaded import LoadedModel
     from common.tiers.block_tiers import BlockTiers, ReadEnded
+    from common.transfer.nixl_agent import NixlAgent
+    from common.transfer.remote_memory import OfferedMemory
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +65,20 @@ class Duty(ABC):
         self.config, self.parts = config, parts
         self.block_log = BlockLog(parts.identity.epoch)
         """What the prefix cache holds; it begins empty, as the pool of each duty does."""
+        self.nixl: NixlAgent | None = None
+        """With `kv_transport` nixl, from `bind` on."""
         self._tiers: BlockTiers | None = None
         self._lender: KVLender | None = None
         self._puller: KVPuller | None = None
 
     def bind(self) -> str:
-        """Bind the sockets for KV, and return the address of `bind_kv`; raises zmq.ZMQError for a taken port."""
+        """Bind the sockets for KV, and return the address of `bind_kv`.
+
+        Raises zmq.ZMQError for a taken port, ConfigError when NIXL is asked for and does not work.
+        """
         config = self.config
+        if config.kv_transport == "nixl":
+            self.nixl = _nixl_agent(self.parts.identity.worker_id)
         address = self.bind_kv()
         try:
             if config.lends:
@@ -146,7 +156,7 @@ class Duty(ABC):
             kv.wire_bytes,
             copied_incoming(kv),
             notify,
-            share=config.kv_transport != "tcp" and config.device == "cpu",
+            share=config.maps_memory and config.device == "cpu",
             require_shared=config.kv_transport == "shm",
             curve=self.parts.curve,
         )
@@ -171,7 +181,7 @@ class Duty(ABC):
         Raises ConfigError where other workers have to read this one's memory, and cannot.
         """
         # Imported here: it imports torch, as the model has by now.
-        from common.kv.staging import GatheredOutgoing, StagedOutgoing, outgoing_blocks
+        from common.kv.staging import BlocksInPlace, GatheredOutgoing, StagedOutgoing, outgoing_blocks
 
         identity, kv, config = self.parts.identity, loaded.kv, self.config
         outgoing = outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes))
@@ -180,19 +190,46 @@ class Duty(ABC):
         ring = None
         if isinstance(outgoing, StagedOutgoing) and config.kv_transport != "tcp":
             ring = _ring(outgoing, kv.num_blocks)
+        remote = self._offered(kv, ring) if ring is not None or isinstance(outgoing, BlocksInPlace) else None
         require_shared = config.kv_transport == "shm"
         if require_shared and memory is None and ring is None:
             raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
         views = outgoing.views if isinstance(outgoing, GatheredOutgoing) else None
         return KVSender(
             self.parts.context,
-            Shipping(outgoing.view, quantise, memory, ring, require_shared, views),
+            Shipping(outgoing.view, quantise, memory, ring, require_shared, views, remote),
             kv.wire_bytes,
             (identity.worker_id, identity.epoch, loaded.fingerprint),
             on_ended,
             curve=self.parts.curve,
             **options,
         )
+
+    def _offered(self, kv: KVCache, ring: BlockRing | None) -> OfferedMemory | None:
+        """What others may read with NIXL: the ring, or a cache in host memory; None without NIXL.
+
+        Raises ConfigError.
+        """
+        if self.nixl is None:
+            return None
+        from common.transfer.nixl_agent import NixlError
+        from common.transfer.remote_memory import OfferedMemory
+
+        region = (kv.tensor.data_ptr(), kv.tensor.nbytes) if ring is None else ring.region
+        try:
+            return OfferedMemory(self.nixl, region, is_ring=ring is not None)
+        except NixlError as error:
+            raise ConfigError("kv_transport", "nixl", f"auto, tcp or shm: {error}") from error
+
+
+def _nixl_agent(worker_id: str) -> NixlAgent:
+    """Made before weights are read, which may take minutes. Raises ConfigError."""
+    from common.transfer.nixl_agent import NixlAgent, NixlError
+
+    try:
+        return NixlAgent(worker_id)
+    except NixlError as error:
+        raise ConfigError("kv_transport", "nixl", f"auto, tcp or shm: {error}") from error
 
 
 def _ring(outgoing: StagedOutgoing, num_blocks: int) -> BlockRing | None:

@@ -136,7 +136,7 @@ class WorkerMetrics:
             "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
         )
         self._transfers = self._labelled(
-            "diptych_kv_transfers", "Prompts whose KV was handed over, by transport: shm or tcp", "transport"
+            "diptych_kv_transfers", "Prompts whose KV was handed over, by transport: shm, tcp or nixl", "transport"
         )
         self.handover_pause_seconds = histogram(
             "diptych_handover_pause_seconds",
@@ -193,8 +193,9 @@ class WorkerMetrics:
     def count_failed(self, phase: str) -> None:
         self._failed.labels(*self._labels.values(), phase).inc()
 
-    def count_transfer(self, *, shared: bool) -> None:
-        self._transfers.labels(*self._labels.values(), "shm" if shared else "tcp").inc()
+    def count_transfer(self, transport: str) -> None:
+        """A prompt's KV crossed: `transport` is tcp, shm or nixl."""
+        self._transfers.labels(*self._labels.values(), transport).inc()
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())

@@ -10,8 +10,8 @@ import zmq
 
 from common.kv.checksum import checksum
 from common.kv.shared_memory import SharedMemory
-from common.transfer.incoming import IncomingTransfer
-from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
+from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.transfer.receiver import KVReceiver
 from common.wire.codec import decode, encode
 from common.wire.messages import (
     AnyMessage,
@@ -20,6 +20,7 @@ from common.wire.messages import (
     KVGrant,
     KVMemory,
     KVOpen,
+    KVRemote,
     Message,
 )
 from common.wire.sampling_params import TokenLogprobs
@@ -84,7 +85,7 @@ class Peer:
 class ReceiverRig:
     """`memory` holds the blocks, `events` what the receiver reported."""
 
-    def __init__(self, *, num_blocks: int = 32, block_bytes: int = 64) -> None:
+    def __init__(self, *, num_blocks: int = 32, block_bytes: int = 64, started: bool = True) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.block_bytes = block_bytes
         self.memory = np.zeros((num_blocks, block_bytes), np.uint8)
@@ -93,7 +94,8 @@ class ReceiverRig:
         self.receiver = KVReceiver(
             self.context, "127.0.0.1", 0, lambda index: memoryview(self.memory[index]), lambda e: self.on_event(e)
         )
-        self.receiver.start()
+        if started:
+            self.receiver.start()
         self.peers: list[Peer] = []
 
     def peer(self) -> Peer:
@@ -102,10 +104,14 @@ class ReceiverRig:
 
     def expect(
         self, peer: Peer, blocks: Sequence[int] = range(4), name: str = "a", *, first: int = 0, attempt: int = 0,
-        in_ring: bool = False,
+        in_ring: bool = False, remote: KVRemote | None = None,
     ) -> IncomingTransfer:  # fmt: skip
-        """Lend `blocks` to a prefill worker that announces itself and gets its grant. `in_ring`: it offers a ring."""
-        peer.open(name, len(blocks), attempt=attempt, **{"ring" if in_ring else "memory": peer.offer})
+        """Lend `blocks` to a prefill worker that announces itself and gets its grant.
+
+        `in_ring`: it offers a ring. `remote`: memory that is read with NIXL.
+        """
+        offer = {"ring" if in_ring else "memory": peer.offer} if remote is None else {"remote": remote}
+        peer.open(name, len(blocks), attempt=attempt, **offer)
         wait(lambda: self.events)
         opened = self.events.pop()
         assert isinstance(opened, TransferOpened)

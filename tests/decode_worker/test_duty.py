@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 from common.grammar.grammars import Grammars
 from common.model.batch import SequenceChunk
 from common.model_files.files import ModelFiles
@@ -142,3 +143,22 @@ def test_a_model_that_embeds_is_loaded_without_its_head() -> None:
     assert (loaded.task.pooling, loaded.task.width, loaded.score) == ("last", 64, None)
     rows = loaded.runner.forward([SequenceChunk((1, 2, 3), 0, (0,), all_logits=True)])
     assert rows.shape == (3, 64) and rows.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [decode_offer(DecodeWorkerConfig(kv_transport="nixl")), prefill_offer(PrefillWorkerConfig(kv_transport="nixl"))],
+    ids=["decode", "prefill"],
+)
+def test_a_worker_without_nixl_refuses_to_use_it(offer: DutyOffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it binds a socket, and long before it reads weights."""
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    identity = WorkerIdentity("w", offer.role, "decode", 1)
+    metrics = WorkerMetrics("m", "w", EngineStatus, role=offer.role)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    duty = offer.begin(WorkerParts(identity, context, None, metrics))
+    with pytest.raises(ConfigError, match=r"pip install 'diptych\[nixl\]'") as refused:
+        duty.bind()
+    assert refused.value.field == "kv_transport" and refused.value.allowed.startswith("auto, tcp or shm")
+    duty.close_kv()
+    context.term()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.sampling.penalties import TokenCounts
-from common.transfer.receiver import TransferFailed
+from common.transfer.incoming import TransferFailed
 from common.wire.messages import AbortRequest, PrefillRequest, ResetPrefixCache, RouterHeartbeat
 from common.wire.sampling_params import SamplingParams
 from common.worker.engine import MAX_FAILED_STEPS, RouterLost

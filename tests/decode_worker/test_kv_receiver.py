@@ -14,7 +14,8 @@ from msgspec import structs
 
 from common.errors import BlockError
 from common.transfer import receiver
-from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
+from common.transfer.incoming import TransferCompleted, TransferFailed, TransferOpened
+from common.transfer.receiver import KVReceiver
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVWait
 
 from ..engine_rig import WAIT_S, wait

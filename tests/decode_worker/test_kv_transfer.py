@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from common.kv.shared_memory import SharedMemory
-from common.transfer.incoming import IncomingTransfer
+from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.transfer.shipping import Shipping
 from common.wire.messages import KVDone, KVGrant, KVTarget
@@ -101,7 +100,9 @@ def make_pair(make_rig: Callable[..., Rig], request: pytest.FixtureRequest) -> I
         pair.sender.stop()
         if pair.ring is not None:
             pair.ring.check_integrity()
-        assert {event.shared for event in pair.ended.values() if not event.reason} <= {request.param != "tcp"}
+        assert {event.transport for event in pair.ended.values() if not event.reason} <= {
+            "tcp" if request.param == "tcp" else "shm"
+        }
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])

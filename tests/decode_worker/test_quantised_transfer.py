@@ -16,9 +16,8 @@ from common.kv.copy_stream import CopyStream
 from common.kv.quantised_staging import QuantisedIncoming, QuantisedOutgoing, quantised_outgoing
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
-from common.transfer.incoming import IncomingTransfer
+from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.sender import KVSender
 from common.transfer.shipping import Shipping
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVTarget

@@ -13,8 +13,8 @@ import zmq
 
 from common.kv.shared_memory import SharedMemory
 from common.transfer import peer_memories
+from common.transfer.incoming import TransferCompleted, TransferFailed
 from common.transfer.peer_memories import PeerMemories
-from common.transfer.receiver import TransferCompleted, TransferFailed
 from common.wire.messages import KVAck, KVFailed, KVOpen, KVTaken
 
 from ..late_stream import LateStream, reach_into

@@ -17,9 +17,9 @@ from common.kv.copy_stream import CopyStream
 from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
-from common.transfer.incoming import IncomingTransfer
+from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import KVReceiver, TransferCompleted, TransferFailed, TransferOpened
+from common.transfer.receiver import KVReceiver
 from common.transfer.sender import KVSender
 from common.transfer.shipping import Shipping
 from common.wire.messages import KVDone, KVGrant, KVTarget

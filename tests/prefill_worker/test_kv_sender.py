@@ -261,7 +261,7 @@ def test_who_shares_memory_gets_names_instead_of_frames(make_rig: Callable[..., 
     assert isinstance(rig.read()[0], KVDone)
     rig.reply(KVAck(request_id="a", attempt=0))
     rig.wait(lambda: rig.ended)
-    assert rig.ended[0].shared and rig.sender.num_bytes == 2 * 64
+    assert rig.ended[0].transport == "shm" and rig.sender.num_bytes == 2 * 64
 
 
 def test_who_cannot_share_gets_frames(make_rig: Callable[..., Rig]) -> None:

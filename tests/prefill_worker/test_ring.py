@@ -82,7 +82,7 @@ def test_places_are_filled_as_they_are_given_back(make: Callable[..., Rig], ring
     assert isinstance(rig.read()[0], KVDone) and ring.num_free == 0
     rig.ack()
     wait(lambda: rig.ended)
-    assert ring.num_free == NUM_PLACES and rig.ended[0].shared and rig.sender.num_bytes == 6 * BLOCK_BYTES
+    assert ring.num_free == NUM_PLACES and rig.ended[0].transport == "shm" and rig.sender.num_bytes == 6 * BLOCK_BYTES
     memory.close()
 
 

@@ -81,7 +81,8 @@ def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> 
         (["--watermark", "nan"], {}, "watermark", "from 0 to 0.5"),
         (["--port", "65536"], {}, "port", "to 65535"),
         (["--device", "tpu"], {}, "device", "cpu, cuda or cuda:N"),
-        (["--kv-transport", "rdma"], {}, "kv_transport", "one of auto, tcp, shm"),
+        (["--kv-transport", "rdma"], {}, "kv_transport", "one of auto, tcp, shm, nixl"),
+        (["--kv-transport", "nixl", "--curve-key", "key"], {}, "kv_transport", "with --curve-key: NIXL neither"),
         (["--cores", "3-1"], {}, "cores", "rising"),
         (["--host", "0.0.0.0"], {}, "host", "--allow-remote"),
         (["--heartbeat-s", "5"], {}, "router_timeout_s", "two heartbeats"),
@@ -100,9 +101,13 @@ def test_a_bad_setting_is_refused(argv: list[str], environ: dict[str, str], fiel
     assert says in error.allowed
 
 
-def test_shared_memory_has_no_frames_to_quantise() -> None:
-    error = refusal(["--kv-transport", "shm", "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
-    assert error.field == "kv_wire_dtype" and "native" in error.allowed
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+def test_memory_that_others_read_has_no_frames_to_quantise(transport: str) -> None:
+    error = refusal(["--kv-transport", transport, "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
+    assert error.field == "kv_wire_dtype" and f"native with kv_transport {transport}" in error.allowed
+
+
+def test_blocks_that_are_small_already_are_not_quantised() -> None:
     assert read(PrefillWorkerConfig, ["--kv-wire-dtype", "fp8"], environ={}).kv_wire_dtype == "fp8"
     error = refusal(["--kv-cache-dtype", "fp8", "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
     assert error.field == "kv_wire_dtype" and "native with kv_cache_dtype fp8" in error.allowed

@@ -1,0 +1,130 @@
+"""KV that decode workers read with the real NIXL: the same answers, whoever dies, sleeps, leaves or has no NIXL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.transfer.remote_reads import READ_S
+
+from .nixl_packages import nixl_env
+from .test_failures import run_with
+from .test_handover import handovers, leave, under_load, wait_for_streams
+from .test_same_answer import LENGTHS, NUM_TOKENS, Case
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ALL_REMOTE = ("--local-prefill-threshold", "0")
+NIXL = ("--kv-transport", "nixl")
+TWO_RANKS = ("--tensor-parallel-size", "2")
+MANY_TOKENS = 400
+
+
+@pytest.mark.parametrize("tls", ["tcp", ""], ids=["tcp", "as UCX picks"])
+def test_answers_are_the_same(system_of: Any, tiny_oracle: Any, random_prompts: Callable[..., Any], tls: str) -> None:
+    system = system_of(router_flags=ALL_REMOTE, worker_flags=NIXL, env=nixl_env(tls))
+    prompts = random_prompts(LENGTHS, vocab_size=256, seed=1)
+    case = Case(prompts, [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts])
+    case.check(system.generate(case.prompts, max_tokens=NUM_TOKENS, at_once=32))
+    assert system.transfers("nixl") >= len(prompts) and not system.transfers("tcp") and not system.transfers("shm")
+    case.check(system.generate(case.prompts, max_tokens=NUM_TOKENS, at_once=32))  # with hits in both caches
+    logs = {worker.role: worker.log.read_text() for worker in system.stack.workers()}
+    assert "is read with NIXL" in logs["decode"] and "by reads with NIXL" in logs["prefill"]
+
+
+def test_a_small_cache_preempts(system_of: Any, tiny_oracle: Any, random_prompts: Callable[..., Any]) -> None:
+    system = system_of(
+        router_flags=ALL_REMOTE,
+        worker_flags=(*NIXL, "--block-size", "16"),
+        decode_flags=("--num-blocks", "48", "--kv-memory-gib", "0"),
+        env=nixl_env("tcp"),
+    )
+    prompts = random_prompts((60, 90, 130, 160) * 3, vocab_size=256, seed=2)
+    case = Case(prompts, [tiny_oracle.greedy(prompt, 120) for prompt in prompts])
+    case.check(system.generate(prompts, max_tokens=120, at_once=12))
+    assert system.metric("vllm:num_preemptions", "decode") and system.transfers("nixl")
+
+
+@pytest.mark.parametrize("ranks", ["prefill", "decode"])
+def test_a_worker_of_two_ranks(
+    system_of: Any, tiny_oracle: Any, random_prompts: Callable[..., Any], ranks: str
+) -> None:
+    """Its blocks pass through a ring."""
+    system = system_of(router_flags=ALL_REMOTE, worker_flags=NIXL, env=nixl_env("tcp"), **{f"{ranks}_flags": TWO_RANKS})
+    prompts = random_prompts((1, 17, 200, 700, 1500), vocab_size=256, seed=3)
+    case = Case(prompts, [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts])
+    case.check(system.generate(prompts, max_tokens=NUM_TOKENS))
+    assert system.transfers("nixl") == len(prompts)
+    if ranks == "prefill":
+        assert "places that are read with NIXL" in system.stack.workers("prefill")[0].log.read_text()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Callable[..., Any], role: str) -> None:
+    system = system_of(
+        2, 2, router_flags=ALL_REMOTE, worker_flags=NIXL, prefill_flags=("--max-num-batched-tokens", "32"),
+        env=nixl_env("tcp"),
+    )  # fmt: skip
+    prompts = random_prompts((30, 200, 700, 1500) * 2, vocab_size=256, seed=4)
+    expected = system.generate(prompts, max_tokens=MANY_TOKENS)
+    victim = system.stack.workers(role)[0]
+    assert run_with(system, prompts, victim, victim.kill, cache_salt=role) == expected
+    system.stack.restart(victim)
+    system.stack.wait_ready(time.monotonic() + 60)
+    before = system.transfers("nixl")
+    assert system.generate(prompts, max_tokens=MANY_TOKENS, cache_salt="again") == expected
+    assert system.transfers("nixl") > before
+
+
+def test_a_frozen_prefill_worker_is_left_and_comes_back(system_of: Any, random_prompts: Callable[..., Any]) -> None:
+    """Reads of its memory are given up; what they still write when it wakes spoils no block."""
+    system = system_of(
+        2, 2, router_flags=ALL_REMOTE, worker_flags=NIXL, prefill_flags=("--max-num-batched-tokens", "32"),
+        env=nixl_env("tcp"),
+    )  # fmt: skip
+    prompts = random_prompts((30, 700, 1500) * 2, vocab_size=256, seed=6)
+    expected = system.generate(prompts, max_tokens=MANY_TOKENS)
+    victim = system.stack.workers("prefill")[1]
+    try:
+        got = run_with(system, prompts, victim, victim.pause, cache_salt="frozen")
+        time.sleep(READ_S)
+    finally:
+        victim.resume()
+    assert got == expected
+    system.wait_for_workers()
+    assert system.generate(prompts, max_tokens=MANY_TOKENS, cache_salt="awake") == expected
+
+
+def test_a_worker_that_leaves_hands_its_streams_over(system_of: Any, random_prompts: Callable[..., Any]) -> None:
+    system = system_of(
+        1, 2,
+        router_flags=(*ALL_REMOTE, "--drain-timeout-s", "60"), worker_flags=(*NIXL, "--drain-timeout-s", "60"),
+        env=nixl_env("tcp"),
+    )  # fmt: skip
+    prompts = random_prompts((30, 100, 200, 350), vocab_size=256, seed=7)
+    victim = system.stack.workers("decode")[0]
+    with under_load(system, prompts) as running:
+        running.wait_for_streams(4)
+        leave(victim)
+    assert handovers(system) > 0
+    system.stack.restart(victim)
+    system.stack.wait_ready(time.monotonic() + 60)
+    assert "is read with NIXL" in system.stack.workers("decode")[1].log.read_text()
+    wait_for_streams(system, 0)
+
+
+@pytest.mark.parametrize("without", ["prefill", "decode"])
+def test_where_one_side_has_no_nixl_blocks_come_as_frames(
+    system_of: Any, tiny_oracle: Any, random_prompts: Callable[..., Any], without: str
+) -> None:
+    system = system_of(
+        router_flags=ALL_REMOTE, worker_flags=NIXL, env=nixl_env("tcp"),
+        **{f"{without}_flags": ("--kv-transport", "tcp")},
+    )  # fmt: skip
+    prompts = random_prompts((17, 200, 700), vocab_size=256, seed=8)
+    case = Case(prompts, [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts])
+    case.check(system.generate(prompts, max_tokens=NUM_TOKENS))
+    assert system.transfers("tcp") == len(prompts) and not system.transfers("nixl")
