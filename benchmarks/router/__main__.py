@@ -22,6 +22,7 @@ latency and idle streams are not measured there, and the engine's process does n
 
 from __future__ import annotations
 
+import os
 import resource
 import statistics
 import tempfile
@@ -103,9 +104,22 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--vllm", type=Path, metavar="PYTHON", help="also vLLM's front end, with the Python that has it"
     )
+    parser.add_argument(
+        "--pin", action="store_true", help="give each process of the server a core, and the others to all else"
+    )
     parser.add_argument("--no-plain", action="store_true", help="without the plain application")
     parser.add_argument("--log-dir", type=Path, help="keep the router's logs here")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.pin and (options.vllm is not None or options.router_processes >= len(os.sched_getaffinity(0))):
+        parser.error("--pin needs a core more than --router-processes, and is not for --vllm")
+    return options
+
+
+def pinned(num_processes: int) -> frozenset[int]:
+    """The last cores, one for each process of the server. This process, and what it starts, keeps to the others."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:-num_processes])
+    return frozenset(cores[-num_processes:])
 
 
 def size_of(options: Namespace, console: Console) -> Size:
@@ -130,6 +144,7 @@ def size_of(options: Namespace, console: Console) -> Size:
 def arms_of(options: Namespace, log_dir: Path, size: Size, token_id: int) -> list[Callable[[], Arm]]:
     """What makes each server."""
     workers, flags = (options.prefill, options.decode), options.router_flags.split()
+    Arm.cores = pinned(options.router_processes) if options.pin else frozenset()
 
     def router(name: str, tree: Path | None) -> Callable[[], Arm]:
         num = options.router_processes

@@ -6,8 +6,8 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -94,6 +94,8 @@ class Arm(ABC):
 
     num_serving = 1
     """Processes of the server that answer requests."""
+    cores: frozenset[int] = frozenset()
+    """Those that the server has for itself; none: it shares all with the load."""
 
     def __init__(self, name: str, num_clients: int) -> None:
         self.name, self.tally, self.port, self.pid = name, Tally(num_clients), 0, 0
@@ -169,7 +171,8 @@ class RouterArm(Arm):
             command += [f"--{role}", ",".join(addresses)] if addresses else []
         if self.num_serving > 1:
             command += ["--router-processes", str(self.num_serving)]
-        self._process.launch([*command, *self._flags], self._env(), cwd=self._tree)
+        with on_cores(self.cores):
+            self._process.launch([*command, *self._flags], self._env(), cwd=self._tree)
         self._stack.callback(self._end)
         self.pid = self._process.pid
         for _ in range(1 if self.num_serving == 1 else ASKED_EACH * self.num_serving):  # each on a new connection
@@ -191,9 +194,21 @@ class PlainArm(Arm):
         self._backlog = backlog
 
     def start(self) -> None:
-        self.source = source = Remote(plain.serve, self.tally, load.TOKEN.decode(), self._backlog)
+        with on_cores(self.cores):
+            self.source = source = Remote(plain.serve, self.tally, load.TOKEN.decode(), self._backlog)
         self._stack.callback(source.end)
         self.port, self.pid = source.greeting, source.process.pid or 0
+
+
+@contextmanager
+def on_cores(cores: frozenset[int]) -> Iterator[None]:
+    """Processes that are started meanwhile run on these cores alone, if there are any; this one goes back."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or mine)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)
 
 
 def wait_ready(process: ChildProcess, url: str, timeout_s: float) -> None:
