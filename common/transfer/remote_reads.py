@@ -33,7 +33,7 @@ READ_S = 10.0
 """How long a read may take: 2 MiB at 0.2 MB/s."""
 LATE_S = 60.0
 """How long the slot of a read that was given up is put aside."""
-POLL_MS = 1
+LOOK_MS = 1
 """How often reads under way are looked at: NIXL has no descriptor to wait for."""
 
 
@@ -80,7 +80,7 @@ class RemoteReads:
     @property
     def poll_ms(self) -> int | None:
         """When to call `finished` again, or None: when something else happens."""
-        return POLL_MS if self._under_way or self._waiting else None
+        return LOOK_MS if self._under_way or self._waiting else None
 
     def begin(self, peer: bytes, header: KVBlocks, memory: RemoteMemory) -> str:
         """Read the blocks that a message names, as soon as a slot is free. What is wrong with them, or ""."""
