@@ -24,7 +24,7 @@ from common.transfer.incoming import TransferCompleted, TransferFailed, Transfer
 from common.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.transfer.receiver import KVReceiver
 from common.transfer.remote_reads import RemoteReads
-from common.worker.duty import Duty, DutyOffer, WorkerParts
+from common.worker.duty import Duty, DutyOffer, WorkerParts, nixl_works
 from common.worker.engine import Engine, Send
 from decode_worker.drafting.draft_cache import DraftCache
 from decode_worker.drafting.drafter import Drafter
@@ -76,7 +76,8 @@ class DecodeDuty(Duty):
         if isinstance(blocks, StagedIncoming):
             receiver.reach_with(lambda memory: ReachedPlaces(blocks, memory))
         if self.nixl is not None:
-            receiver.read_with(RemoteReads(self.nixl, loaded.kv.wire_bytes))
+            with nixl_works():
+                receiver.read_with(RemoteReads(self.nixl, loaded.kv.wire_bytes))
         if loaded.kv.dtype not in SMALL_DTYPES.values():  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv, in_message))
         pool = self.new_pool(loaded)

@@ -32,16 +32,16 @@ class ReadState(Enum):
 
 
 class NixlAgent:
-    """Any thread may call it, one at a time; NIXL's own thread moves the bytes."""
+    """Any thread may call it; NIXL's own thread moves the bytes."""
 
     def __init__(self, worker_id: str) -> None:
         """Raises NixlError."""
         self._bindings = bindings = load_bindings()
-        self.name = f"{worker_id}-{secrets.token_hex(16)}"  # nobody else can pretend to be this agent
+        self.name = f"{worker_id}-{secrets.token_hex(16)}"  # a secret: no other process can take the name
         config = bindings.nixlAgentConfig()
         config.useProgThread, config.useListenThread = True, False
         config.pthrDelay = PROGRESS_US
-        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+        config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT  # sender and receiver of a decode worker share it
         try:
             self._agent = bindings.nixlAgent(self.name, config)
             self._backend = self._agent.createBackend("UCX", {})

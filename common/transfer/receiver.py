@@ -23,7 +23,6 @@ from common.kv.shared_memory import PeerMemory, Reached
 from common.transfer.frames import MAX_FRAME_BYTES, copy_blocks, discard_rest, read_block, receive_blocks
 from common.transfer.incoming import (
     IncomingTransfer,
-    SenderMemory,
     TransferCompleted,
     TransferFailed,
     TransferOpened,
@@ -232,19 +231,22 @@ class KVReceiver:
                 self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
 
     def _receive_blocks(self, peer: bytes, header: KVBlocks) -> None:
+        if self._reads is None or not header.sources or not self._begin_read(self._reads, peer, header):
+            self._write(peer, header)
+
+    def _begin_read(self, reads: RemoteReads, peer: bytes, header: KVBlocks) -> bool:
+        """Let the blocks of a message land here, if they are to be read with NIXL. False: they are not."""
         with self._lock:
             transfer = self._transfer_of(header)
-        if transfer is not None and header.sources and isinstance(transfer.memory, RemoteMemory):
-            if problem := self._begin_read(peer, header, transfer.memory):
-                self._fail(transfer, problem)
-        else:
-            self._write(peer, header, transfer.memory if transfer is not None else None)
-
-    def _begin_read(self, peer: bytes, header: KVBlocks, memory: RemoteMemory) -> str:
-        """Let the blocks of a message land here: what is wrong with it, or ""."""
+        if transfer is None or not isinstance(transfer.memory, RemoteMemory):
+            return False
         if extra := discard_rest(self._socket):
-            return f"{extra} frames behind blocks that are to be read"
-        return "NIXL is not used here" if self._reads is None else self._reads.begin(peer, header, memory)
+            problem = f"{extra} frames behind blocks that are to be read"
+        else:
+            problem = reads.begin(peer, header, transfer.memory)
+        if problem:
+            self._fail(transfer, problem)
+        return True
 
     def _land(self, read: RemoteRead) -> None:
         """Take the blocks of a read that has ended, if their transfer still wants them."""
@@ -256,8 +258,8 @@ class KVReceiver:
         if transfer is not None:
             self._fail(transfer, read.problem)
 
-    def _write(self, peer: bytes, header: KVBlocks, memory: SenderMemory | LandedBlocks | None) -> None:
-        """Write the blocks of a message: from its frames, or from `memory`, which it names them in."""
+    def _write(self, peer: bytes, header: KVBlocks, landed: LandedBlocks | None = None) -> None:
+        """Write the blocks of a message: its frames, those that it names in a memory, or those that `landed`."""
         with self._lock:
             self._writing = transfer = self._transfer_of(header)
         if transfer is None:
@@ -267,7 +269,7 @@ class KVReceiver:
             return
         began = time.monotonic()
         try:
-            num_bytes, problem = self._write_blocks(transfer, header, memory)
+            num_bytes, problem = self._write_blocks(transfer, header, landed)
             transfer.last_progress = now = time.monotonic()
             transfer.busy_s += now - began
             if num_bytes:
@@ -290,17 +292,18 @@ class KVReceiver:
             self._answer(peer, KVTaken(request_id=header.request_id, attempt=header.attempt, places=header.sources))
 
     def _write_blocks(
-        self, transfer: IncomingTransfer, header: KVBlocks, memory: SenderMemory | LandedBlocks | None
+        self, transfer: IncomingTransfer, header: KVBlocks, landed: LandedBlocks | None
     ) -> tuple[int, str]:
         """Write the blocks of a message into the cache: the bytes of those that are intact, and what was wrong."""
         view, commit = self._places_of(transfer)
+        memory = landed or transfer.memory
 
         def destination(index: int) -> memoryview | None:
             return view(transfer.blocks[index]) if transfer.wants(index) else None
 
         if not header.sources:
             received, problem = receive_blocks(self._socket, header, destination)
-        elif not isinstance(memory, LandedBlocks) and (extra := discard_rest(self._socket)):
+        elif landed is None and (extra := discard_rest(self._socket)):
             received, problem = [], f"{extra} frames behind blocks that are to be copied"
         elif memory is None or isinstance(memory, RemoteMemory):
             received, problem = [], "blocks are to be copied from memory that this worker cannot read"

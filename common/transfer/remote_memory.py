@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.transfer.nixl_agent import NixlAgent, NixlError, Region
 from common.wire.kv_messages import MAX_REMOTE_BYTES
@@ -52,7 +52,7 @@ class RemoteMemory:
 class LandedBlocks:
     """The blocks of one message, read into memory of this worker that is not the cache."""
 
-    blocks: dict[int, memoryview] = field(default_factory=dict)
+    blocks: dict[int, memoryview]
     """By their numbers in the sender's memory."""
 
     def read(self, source: int, target: memoryview) -> bool:

@@ -31,8 +31,9 @@ MAX_WAITING = 16_384
 """Messages that may wait for a slot: more than the blocks of any prompt make."""
 READ_S = 10.0
 """How long a read may take: 2 MiB at 0.2 MB/s."""
-LATE_S = 60.0
-"""How long the slot of a read that was given up is put aside."""
+LATE_S = 20.0
+"""How long the slot of a read that was given up is put aside: less than until its memory is tried again (`RETRY_S`), so
+that one memory that fails again and again never takes the other half of the slots."""
 LOOK_MS = 1
 """How often reads under way are looked at: NIXL has no descriptor to wait for."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,9 +23,11 @@ from common.model_files.files import ModelFiles
 from common.transfer.frames import blocks_in_queues
 from common.transfer.lendable import Lendable
 from common.transfer.lender import KVLender, LenderIdentity
+from common.transfer.nixl_agent import NixlAgent, NixlError
 from common.transfer.outgoing import TransferEnded
 from common.transfer.peer_caches import PeerCaches
 from common.transfer.puller import KVPuller
+from common.transfer.remote_memory import OfferedMemory
 from common.transfer.sender import KVSender
 from common.transfer.shipping import Shipping
 from common.wire.curve import Curve
@@ -40,8 +43,6 @@ if TYPE_CHECKING:
     from common.kv.staging import StagedOutgoing
     from common.runner.loaded import LoadedModel
     from common.tiers.block_tiers import BlockTiers, ReadEnded
-    from common.transfer.nixl_agent import NixlAgent
-    from common.transfer.remote_memory import OfferedMemory
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ class Duty(ABC):
         """
         config = self.config
         if config.kv_transport == "nixl":
-            self.nixl = _nixl_agent(self.parts.identity.worker_id)
+            with nixl_works():  # before weights are read, which may take minutes
+                self.nixl = NixlAgent(self.parts.identity.worker_id)
         address = self.bind_kv()
         try:
             if config.lends:
@@ -212,22 +214,16 @@ class Duty(ABC):
         """
         if self.nixl is None:
             return None
-        from common.transfer.nixl_agent import NixlError
-        from common.transfer.remote_memory import OfferedMemory
-
         region = (kv.tensor.data_ptr(), kv.tensor.nbytes) if ring is None else ring.region
-        try:
+        with nixl_works():
             return OfferedMemory(self.nixl, region, is_ring=ring is not None)
-        except NixlError as error:
-            raise ConfigError("kv_transport", "nixl", f"auto, tcp or shm: {error}") from error
 
 
-def _nixl_agent(worker_id: str) -> NixlAgent:
-    """Made before weights are read, which may take minutes. Raises ConfigError."""
-    from common.transfer.nixl_agent import NixlAgent, NixlError
-
+@contextmanager
+def nixl_works() -> Iterator[None]:
+    """Raises ConfigError when NIXL, which was asked for, is missing or refuses."""
     try:
-        return NixlAgent(worker_id)
+        yield
     except NixlError as error:
         raise ConfigError("kv_transport", "nixl", f"auto, tcp or shm: {error}") from error
 

@@ -298,3 +298,23 @@ def _rest(side: RemoteSide) -> tuple[Any, ...]:
 
 def _fields(offer: Any) -> tuple[Any, ...]:
     return offer.metadata, offer.address, offer.num_bytes, offer.is_ring
+
+
+def test_a_memory_that_fails_again_and_again_leaves_half_of_the_slots() -> None:
+    nixl, clock = PretendedNixl(is_prompt=False), Clock()
+    reads = RemoteReads(nixl, BLOCK_BYTES, clock)  # type: ignore[arg-type]
+    source = np.zeros((4, BLOCK_BYTES), np.uint8)
+    offer = OfferedMemory(nixl, (source.ctypes.data, source.nbytes), is_ring=True).offer  # type: ignore[arg-type]
+    lively = reads.connect(offer.__class__("l", *_fields(offer)))
+    for attempt in range(1, 4):  # each time as soon as it may be tried again
+        silent = reads.connect(offer.__class__("s", *_fields(offer)))
+        for _ in range(NUM_SLOTS):
+            reads.begin(b"s", header(), silent)
+        clock.now += remote_reads.READ_S + 1
+        assert all(read.problem for read in reads.finished())
+        reads.begin(b"l", header(), lively)
+        assert sum(read.peer == "l" for read in nixl.reads) == attempt
+        nixl.deliver(nixl.reads[-1])
+        assert [read.peer for read in reads.finished()] == [b"l"]
+        clock.now += peer_memories.RETRY_S
+        list(reads.finished())

@@ -1,4 +1,4 @@
-"""KV that decode workers read with the real NIXL: the same answers, whoever dies, sleeps, leaves or has no NIXL."""
+"""KV that decode workers read with the real NIXL: workers that die, freeze, leave or lack NIXL change no answer."""
 
 from __future__ import annotations
 
