@@ -72,7 +72,7 @@ def _load(folder: Path) -> ctypes.CDLL:
     with _turn(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
         if (library := _built(target)) is not None:
             return library
-        log.info("compiling CPU kernels for this machine, about 20 s, once")
+        log.info("compiling CPU kernels for this machine, 20 s to a minute, once")
         compile_here(compiler, (_kind(),), Path(scratch)).replace(target)
         return ctypes.CDLL(str(target))
 
