@@ -95,13 +95,19 @@ def lines_of(file: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines()
 
 
+@functools.cache
+def import_statements(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Those inside functions included."""
+    return [node for node in ast.walk(parsed(file)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports_of(file: Path, relative: bool = False) -> list[tuple[int, str]]:
-    """(line, module) for every import in a file, those inside functions included; relative ones only if allowed."""
+    """(line, module) for every import in a file; relative ones only if allowed."""
     found = []
-    for node in ast.walk(parsed(file)):
+    for node in import_statements(file):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert relative or node.level == 0, f"{file}:{node.lineno}: relative import"
             found.append((node.lineno, node.module or ""))
     return found
@@ -144,15 +150,13 @@ def edges_of(repository: Path, folders: Sequence[str], *, of_types: bool = False
         tree = parsed(repository / name)
         for_types = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
         skipped = {id(node) for block in for_types for node in ast.walk(block)}
-        for node in ast.walk(tree):
+        for node in import_statements(repository / name):
             if id(node) in skipped and not of_types:
                 continue
             if isinstance(node, ast.ImportFrom):
                 wanted = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module or ""]
-            elif isinstance(node, ast.Import):
-                wanted = [alias.name for alias in node.names]
             else:
-                continue
+                wanted = [alias.name for alias in node.names]
             paths = [f"{module.replace('.', '/')}{end}" for module in wanted for end in (".py", "/__init__.py")]
             edges.setdefault(name, set()).update(path for path in paths if path in files and path != name)
     return edges

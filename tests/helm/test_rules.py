@@ -151,20 +151,21 @@ def input_series(series: dict[str, str]) -> list[dict[str, str]]:
     return [{"series": name, "values": values} for name, values in series.items()]
 
 
-def promtool_tests() -> dict[str, Any]:
-    """promtool's own test file: each case alone, so that nothing of one leaks into another."""
-    tests: list[dict[str, Any]] = []
+def promtool_tests() -> dict[str, list[dict[str, Any]]]:
+    """promtool's own tests of each alert and record: each case alone, so that nothing of one leaks into another."""
+    tests: dict[str, list[dict[str, Any]]] = {}
     for name, case in CASES.items():
         fired = [{"exp_labels": case.labels | {"severity": case.severity}}]
+        tests[name] = []
         for series, expected in ((case.fires, fired), (case.quiet, [])):
             check = {"eval_time": f"{case.at}m", "alertname": name, "exp_alerts": expected}
-            tests.append({"interval": "1m", "input_series": input_series(series), "alert_rule_test": [check]})
+            tests[name].append({"interval": "1m", "input_series": input_series(series), "alert_rule_test": [check]})
     for name, (series, value, labels) in RECORDS.items():
         shown = ", ".join(f'{key}="{labels[key]}"' for key in sorted(labels))
         sample = {"labels": f"{{{shown}}}", "value": value}
         expected = {"expr": f"round({name}, 0.001)", "eval_time": "20m", "exp_samples": [sample]}
-        tests.append({"interval": "1m", "input_series": input_series(series), "promql_expr_test": [expected]})
-    return {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+        tests[name] = [{"interval": "1m", "input_series": input_series(series), "promql_expr_test": [expected]}]
+    return tests
 
 
 def run(*command: str) -> str:
@@ -182,13 +183,19 @@ def test_promtool_finds_nothing_wrong(promtool: str, helm4: Path, tmp_path: Path
 def test_every_alert_fires_and_keeps_quiet_and_every_record_is_right(
     promtool: str, helm4: Path, tmp_path: Path
 ) -> None:
-    groups = groups_of(helm4)
-    for group in groups:
-        for rule in group["rules"]:
-            rule.pop("annotations", None)  # promtool would want their text repeated here
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(promtool_tests()), encoding="utf-8")
-    run(promtool, "test", "rules", str(tmp_path / "tests.yaml"))
+    """Each with the records alone: promtool computes every rule of a file at every minute."""
+    rules = rules_of(helm4)
+    for rule in rules:
+        rule.pop("annotations", None)  # promtool would want their text repeated here
+    names = []
+    for name, tests in promtool_tests().items():
+        group = {"name": "a", "rules": [rule for rule in rules if name == rule.get("alert") or "record" in rule]}
+        file = {"rule_files": [f"{name}.rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+        (tmp_path / f"{name}.rules.yaml").write_text(yaml.safe_dump({"groups": [group]}), encoding="utf-8")
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(file), encoding="utf-8")
+        names.append(str(tmp_path / f"{name}.yaml"))
+    assert {Path(name).stem for name in names} == {rule.get("alert") or rule["record"] for rule in rules}
+    run(promtool, "test", "rules", *names)
 
 
 READY = 'diptych_pool_workers{namespace="llm",diptych_release="demo",diptych_role="router",diptych_model="qwen3-8b"'
