@@ -26,6 +26,7 @@ LEAVE_S = 0.5
 """From a worker being listed as leaving to SIGTERM: the router has read it by then."""
 REPORT_EVERY_S = 10.0
 """How often the log names what a slow start waits for."""
+ONCE = " (the first workers on a machine compile their kernels: up to a minute, once)"
 
 
 class Supervisor(Keeper):
@@ -123,7 +124,7 @@ class Supervisor(Keeper):
         now = time.monotonic()
         if now >= self._next_report:
             names = await loading(self.workers, PROBE_TIMEOUT_S)
-            more = f"; {', '.join(names)} still load the model" if names else ""
+            more = f"; {', '.join(names)} still load the model{ONCE}" if names else ""
             log.info("still starting", extra={"reason": f"{self._awaited}{more}"})
             self._next_report = time.monotonic() + REPORT_EVERY_S
         await asyncio.sleep(POLL_S)
