@@ -49,16 +49,16 @@ class Load:
 
 
 @contextmanager
-def under_load(system: Any, prompts: list[list[int]]) -> Iterator[Load]:
+def under_load(system: Any, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> Iterator[Load]:
     """Ask again and again meanwhile; every answer must be that of an undisturbed run."""
-    expected, stop, wrong = ask(system, prompts), threading.Event(), list[Any]()
+    expected, stop, wrong = ask(system, prompts, num_tokens), threading.Event(), list[Any]()
     running = Load(system)
 
     def load() -> None:
         try:
             while not stop.is_set() and not wrong:
                 running.num_rounds += 1
-                got = ask(system, prompts)
+                got = ask(system, prompts, num_tokens)
                 wrong.extend(pair for pair in zip(got, expected, strict=True) if pair[0] != pair[1])
         except BaseException as error:
             wrong.append(error)

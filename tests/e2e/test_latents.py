@@ -14,7 +14,7 @@ from ..common.model.generation import load, random_checkpoint, transformers_mode
 from ..families import CASES
 from .conftest import Oracle
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, random_order, run_with
-from .test_handover import come_back, flags, handovers, leave, under_load
+from .test_handover import LONG, come_back, flags, handovers, leave, under_load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 LENGTHS = (5, 16, 33, 100, 250)
@@ -72,7 +72,8 @@ def test_a_killed_worker_costs_no_token(
 def test_streams_are_handed_over(system_of: Any, random_prompts: Any, folder: Path, transport: str) -> None:
     system = system_of(2, 2, model=str(folder), **flags(transport))
     victim = system.stack.workers("decode")[0]
-    with under_load(system, random_prompts((30, 100, 200, 350), vocab_size=256, seed=43)) as load_of:
+    prompts = random_prompts((30, 100, 200, 350), vocab_size=256, seed=43)
+    with under_load(system, prompts, LONG) as load_of:  # on a busy machine short ones end before they can move
         load_of.wait_for_streams(6)
         leave(victim)
     assert handovers(system) > 0

@@ -12,7 +12,7 @@ from common.transfer.remote_reads import READ_S
 
 from .nixl_packages import nixl_env
 from .test_failures import run_with
-from .test_handover import handovers, leave, under_load, wait_for_streams
+from .test_handover import LONG, handovers, leave, under_load, wait_for_streams
 from .test_same_answer import LENGTHS, NUM_TOKENS, Case
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -106,7 +106,7 @@ def test_a_worker_that_leaves_hands_its_streams_over(system_of: Any, random_prom
     )  # fmt: skip
     prompts = random_prompts((30, 100, 200, 350), vocab_size=256, seed=7)
     victim = system.stack.workers("decode")[0]
-    with under_load(system, prompts) as running:
+    with under_load(system, prompts, LONG) as running:
         running.wait_for_streams(4)
         leave(victim)
     assert handovers(system) > 0

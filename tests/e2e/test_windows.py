@@ -15,7 +15,7 @@ from ..common.model.generation import random_checkpoint, transformers_model
 from .asking import wait_until
 from .conftest import Oracle, samples
 from .test_failures import ALL_REMOTE, run_with
-from .test_handover import come_back, handovers, leave, under_load
+from .test_handover import LONG, come_back, handovers, leave, under_load
 from .test_tiers import hits, used
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -98,7 +98,7 @@ def test_a_decode_worker_that_ends_hands_its_streams_over(system_of: Any, random
     flags = ("--drain-timeout-s", "60", "--kv-transport", "tcp")
     system = system_of(1, 2, model=str(folder), router_flags=ALL_REMOTE, worker_flags=flags, prefill_flags=IN_CHUNKS)
     victim = system.stack.workers("decode")[0]
-    with under_load(system, random_prompts((30, 100, 350), vocab_size=256, seed=36)) as load:
+    with under_load(system, random_prompts((30, 100, 350), vocab_size=256, seed=36), LONG) as load:
         load.wait_for_streams(4)
         leave(victim)
     assert handovers(system) > 0
