@@ -210,6 +210,8 @@ class RouterConfig(
         self.check_silence("worker_timeout_s")
         request_classes(self.request_class, self.slo_ttft_ms, self.slo_tpot_ms)
         self._check_models()
+        if self.planner == "kubernetes" and not (self.decode_deployment or self.models_file):
+            raise ConfigError("decode_deployment", "", "the name of a Deployment with --planner kubernetes")
 
     def _check_models(self) -> None:
         if not self.models_file and not self.more_models:

@@ -30,7 +30,7 @@ class PlannerSettings(Config):
         "plan how many workers each pool should have from the offered load, the workers' own models of their steps and "
         "the goals; off: no plan; advice: log the plan when it changes, and export it for autoscalers as "
         "diptych_pool_wanted_workers; kubernetes: also set the replicas of --prefill-deployment and "
-        "--decode-deployment",
+        "--decode-deployment, or of those that --models-file names",
         group="Scaling",
         choices=("off", "advice", "kubernetes"),
     )
@@ -77,7 +77,7 @@ class PlannerSettings(Config):
         1.0, "what a decode worker costs, in units of --max-cost", group="Scaling", ge=0.001, le=1e9
     )
     max_cost: float = setting(
-        0.0, "what all planned workers may cost together; 0: no limit", group="Scaling", ge=0, le=1e12
+        0.0, "what all planned workers, of all models, may cost together; 0: no limit", group="Scaling", ge=0, le=1e12
     )
     scale_to_zero_s: float = setting(
         300.0,
@@ -101,7 +101,8 @@ class PlannerSettings(Config):
     )
     planner_lease: str = setting(
         "diptych-planner",
-        "with --planner kubernetes: the Lease that is held by the one router that scales the Deployments",
+        "with --planner kubernetes: the Lease that is held by the one router that scales the Deployments; of several "
+        "models each has one, with a hyphen and its place in --models-file behind this name, unless it names its own",
         group="Scaling",
         **_NAME,
     )
@@ -132,7 +133,5 @@ class PlannerSettings(Config):
                 raise ConfigError(f"{role}_deployment", name, "empty without --planner kubernetes")
             if name and not getattr(self, f"max_{role}"):
                 raise ConfigError(f"max_{role}", 0, "at least 1 with --planner kubernetes")
-        if scales and not self.decode_deployment:
-            raise ConfigError("decode_deployment", "", "the name of a Deployment with --planner kubernetes")
         if scales and not self.planner_lease:
             raise ConfigError("planner_lease", "", "the name of a Lease with --planner kubernetes")

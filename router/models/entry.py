@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.auth.keys import Limits
 
@@ -15,7 +15,7 @@ class ModelEntry:
     Requests for it go to the next of its `fallbacks` while it has no ready worker, or no room. Without `holds` they get
     503 at once while it has no ready worker, instead of waiting for one. Without `has_prefill` no prefill worker is
     missed. All keys together have its `limits`. `tool_parser`, `reasoning` and goals of the class `default` are those
-    of the router unless they are given.
+    of the router unless they are given, as are settings of the planner; those that it has of its own are in `planned`.
     """
 
     model: str
@@ -29,6 +29,7 @@ class ModelEntry:
     reasoning: str = ""
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
+    planned: Mapping[str, int | float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ tool_parser = "hermes"         # of this model, if not that of --tool-parser
 reasoning = "none"             # likewise
 slo_ttft_ms = 500              # likewise: goals of its requests, in milliseconds
 slo_tpot_ms = 40
+min_decode = 1                 # likewise, as min_prefill: bounds of its pools, with --planner
+max_decode = 8                 # and max_prefill
+price_decode = 4.0             # and price_prefill: what one of its workers costs of --max-cost, which is for all models
+decode_deployment = "small-d"  # and prefill_deployment, planner_lease: with --planner kubernetes
 
 [[split]]
 name = "chat"
@@ -28,7 +32,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from common.config import RouterConfig
-from common.config.field import GOAL_MS
+from common.config.field import GOAL_MS, fields_of
 from common.errors import ConfigError
 from router.auth import toml_file
 from router.auth.key_file import LIMITS, MAX_LIMIT
@@ -46,7 +50,14 @@ MAX_NAMES = 64
 """Aliases, fallbacks or weights of one entry."""
 NAME = re.compile(r"[!-~]{1,256}")
 GOALS = ("slo_ttft_ms", "slo_tpot_ms")
-MODEL_FIELDS = ("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "tool_parser", "reasoning", *GOALS)
+PLANNED = tuple(f"{what}_{role}" for what in ("min", "max", "price") for role in ("prefill", "decode"))
+DEPLOYED = ("prefill_deployment", "decode_deployment", "planner_lease")
+SETTINGS = {field.name: field for field in fields_of(RouterConfig) if field.name in (*PLANNED, *DEPLOYED)}
+"""Settings of the planner that a model may have of its own."""
+MODEL_FIELDS = (
+    *("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "tool_parser", "reasoning"),
+    *(*GOALS, *SETTINGS),
+)
 SPLIT_FIELDS = ("name", "weights")
 
 
@@ -120,6 +131,17 @@ class _Table:
             self.refuse(field, f"milliseconds, at most {GOAL_MS['le']:,} (0: the goal of the router)")
         return float(value)
 
+    def planned(self) -> dict[str, int | float | str]:
+        """The settings of the planner that the table has."""
+        found: dict[str, int | float | str] = {}
+        for name in (name for name in SETTINGS if name in self._values):
+            try:
+                found[name] = SETTINGS[name].coerce(self._values[name])
+                SETTINGS[name].check(found[name])
+            except ConfigError as error:
+                self.refuse(name, error.allowed)
+        return found
+
     def weights(self, field: str) -> dict[str, float]:
         value = self._values.get(field)
         if not isinstance(value, dict) or not 0 < len(value) <= MAX_NAMES:
@@ -161,6 +183,7 @@ def _model(table: _Table) -> ModelEntry:
         reasoning=table.text("reasoning"),
         slo_ttft_ms=table.goal("slo_ttft_ms"),
         slo_tpot_ms=table.goal("slo_tpot_ms"),
+        planned=table.planned(),
     )
 
 

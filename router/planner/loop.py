@@ -24,6 +24,7 @@ from router.planner.load.window import LoadWindow
 from router.planner.planner import ASSUMED_START_S, Plan, Planner
 from router.planner.pool_observer import PoolObserver
 from router.planner.scaler import Scaler
+from router.planner.sizing.budget import Budget
 from router.planner.sizing.pool import Bounds, Fleet, Goals
 from router.planner.start_times import StartTimes
 
@@ -45,13 +46,18 @@ def goals_of(config: RouterConfig) -> Goals:
     return Goals(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3, config.slo_quantile)
 
 
-def planner_of(config: RouterConfig) -> Planner:
-    """The planner that a router's settings describe."""
+def budget_of(config: RouterConfig) -> Budget:
+    """The budget of all models of a router."""
+    return Budget(config.max_cost or math.inf)
+
+
+def planner_of(config: RouterConfig, budget: Budget, model: str) -> Planner:
+    """The planner of one model, whose settings these are."""
     bounds: dict[Role, Bounds] = {
         "prefill": Bounds(config.min_prefill, config.most("prefill"), config.price_prefill),
         "decode": Bounds(config.min_decode, config.most("decode"), config.price_decode),
     }
-    return Planner(goals_of(config), bounds, budget=config.max_cost, idle_s=config.scale_to_zero_s)
+    return Planner(goals_of(config), bounds, budget=budget, model=model, idle_s=config.scale_to_zero_s)
 
 
 def scaler_of(config: RouterConfig) -> Scaler | None:
@@ -67,7 +73,7 @@ def scaler_of(config: RouterConfig) -> Scaler | None:
 class PlanLoop:
     """Owned by the router's event loop. `outlook` is the latest look; None before the first.
 
-    `held` says how many requests find no worker of each role.
+    `held` says how many requests find no worker of each role. `budget` is that of all models, of which this is `model`.
     """
 
     def __init__(
@@ -78,14 +84,17 @@ class PlanLoop:
         held: Callable[[], Mapping[str, int]],
         scaler: Scaler | None = None,
         *,
+        budget: Budget | None = None,
+        model: str = "",
         has_prefill: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         roles: tuple[Role, ...] = ("prefill", "decode") if has_prefill else ("decode",)
         self._config, self._window, self._workers, self._held = config, window, workers, held
+        budget = budget or budget_of(config)
         self._scaler, self._clock, self._roles = scaler, clock, roles
-        self._planner, self._observer = planner_of(config), PoolObserver(roles)
-        self._starts = StartTimes(ASSUMED_START_S)
+        self._planner, self._observer = planner_of(config, budget, model), PoolObserver(roles)
+        self._starts, self._model = StartTimes(ASSUMED_START_S), model
         self._unmet, self._unmet_at = "", 0.0
         self.outlook: Outlook | None = None
         self._task = OwnedTask("the planner")
@@ -140,7 +149,8 @@ class PlanLoop:
         for role, pool in plan.pools.items():
             if before is not None and before.wanted(role) == pool.wanted:
                 continue
-            fields: dict[str, object] = {"role": role, "workers": pool.wanted, "present": pool.present}
+            fields: dict[str, object] = {"model": self._model} if self._model else {}
+            fields |= {"role": role, "workers": pool.wanted, "present": pool.present}
             fields |= {"reason": pool.reason, "requests_per_s": now.load.rate_ahead}
             for name, seconds in (("ttft_ms", plan.predicted.ttft_s), ("tpot_ms", plan.predicted.tpot_s)):
                 if 0.0 < seconds < math.inf:

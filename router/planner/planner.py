@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 from common.wire.message_fields import Role
 from router.planner.load.load import OfferedLoad
+from router.planner.sizing.budget import Ask, Budget
 from router.planner.sizing.pool import Bounds, Fleet, Goals, PoolState
-from router.planner.sizing.sizing import Need, Prediction, fit, parts, predict, size
+from router.planner.sizing.sizing import Need, Prediction, parts, predict, size
 
 KEEP_MARGIN = 1.1
 """A pool shrinks only to what holds this many times the load."""
@@ -78,12 +79,22 @@ class _Pool:
 
 
 class Planner:
-    """`idle_s`: a pool whose bounds allow none goes to zero when nothing was asked of it for so long."""
+    """`idle_s`: a pool whose bounds allow none goes to zero when nothing was asked of it for so long.
+
+    The `budget` may be that of several models, of which this planner's is `model`.
+    """
 
     def __init__(
-        self, goals: Goals, bounds: Mapping[Role, Bounds], *, budget: float = 0.0, idle_s: float = 300.0
+        self,
+        goals: Goals,
+        bounds: Mapping[Role, Bounds],
+        *,
+        budget: Budget | None = None,
+        model: str = "",
+        idle_s: float = 300.0,
     ) -> None:
-        self.goals, self.bounds, self.budget, self.idle_s = goals, bounds, budget, idle_s
+        self.goals, self.bounds, self.idle_s = goals, bounds, idle_s
+        self._budget, self._model = budget or Budget(), model
         self._pools: dict[Role, _Pool] = {}
         self._sum: _Pool | None = None  # of both pools, while their workers change roles
 
@@ -102,7 +113,7 @@ class Planner:
             self._sum = None
             target = {role: self._target(role, needs[role].num, keeps[role].num, fleet, now) for role in fleet.pools}
         paid = {role: pool.num_usable for role, pool in fleet.pools.items() if pool.num_unschedulable}
-        found = fit(target, self.bounds, self.budget, paid)
+        found = self._budget.fit(self._model, Ask(target, self.bounds, paid))
         pools = {}
         for role, pool in fleet.pools.items():
             before, wanted = self._pools[role].wanted, found.allowed[role]

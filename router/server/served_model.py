@@ -17,6 +17,7 @@ from router.observe.pool_metrics import PoolCollector
 from router.observe.slo import SLOWindow
 from router.planner.load.window import LoadWindow
 from router.planner.loop import Outlook, PlanLoop, scaler_of
+from router.planner.sizing.budget import Budget
 from router.planner.sizing_forecaster import SizingForecaster
 from router.policy.routing import RoutingPolicy
 from router.text.text_pipeline import TextPipeline
@@ -35,10 +36,11 @@ class ServedModel:
         policy: RoutingPolicy | None = None,
         front: RouterMetrics | None = None,
         models: Collection[str] = (),
+        budget: Budget | None = None,
     ) -> None:
         """`config` names this model alone. `front`: the metrics of a router of several models, whose census sends it
-        the workers that serve one of these `models`. Raises ModelError, and ConfigError for a file of a setting or
-        where there are no workers of the role that the model's task needs.
+        the workers that serve one of these `models`, and whose plans share a `budget`. Raises ModelError, and
+        ConfigError for a file of a setting or where there are no workers of the role that the model's task needs.
         """
         needed = served_task(files, config.task).needed
         config.check_workers(needed)
@@ -65,6 +67,8 @@ class ServedModel:
             lambda: self.dispatcher.fleet.registry.workers.values(),
             lambda: self.dispatcher.demand(window.tpot_s).held,
             scaler_of(config),
+            budget=budget,
+            model=self.name,
             has_prefill=self.dispatcher.core.has_prefill,
         )
         self.metrics.registry.register(PlanCollector(lambda: self.planning.outlook, labels))

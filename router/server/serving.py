@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from fastapi import FastAPI
@@ -26,11 +25,11 @@ from router.generation.service import Service, ServingClient
 from router.models.adapters_file import FIELD as LORA_FIELD
 from router.models.adapters_source import AdaptersSource
 from router.models.catalog import FIELD, Catalog
-from router.models.entry import ModelEntry
+from router.models.model_settings import check_planned, same_model, settings_of
 from router.models.models_source import ModelsSource
 from router.observe.metrics import ENGINE, RouterMetrics
 from router.observe.pool_metrics import DiscoveryCollector
-from router.planner.loop import Outlook
+from router.planner.loop import Outlook, budget_of
 from router.policy.routing import RoutingPolicy
 from router.server.adapter_follower import AdapterFollower
 from router.server.app import build_app
@@ -56,9 +55,6 @@ class Serving:
         """
         self._source = ModelsSource(config, part)
         table = self._source.table
-        if len(table.models) > 1 and config.planner == "kubernetes":
-            allowed = "off or advice with several models; to scale their Deployments, a router for each model"
-            raise ConfigError("planner", config.planner, allowed)
         self._config, self._table = config, table
         files = [resolve_model(entry.model, progress=False, weights=False) for entry in table.models]
         self.catalog = Catalog(table, [one.model_id for one in files])
@@ -66,15 +62,16 @@ class Serving:
         self.tracing = Tracing.of(config)
         self.census: ModelCensus | None = None
         entries = self.catalog.entries.items()
-        configs = [of_model(config, name, entry) for name, entry in entries]
+        configs = settings_of(config, self.catalog.entries)
+        check_planned(config, configs)
         if len(files) == 1:
             self.models: tuple[ServedModel, ...] = (ServedModel(configs[0], files[0], threads, policy=policy),)
             self.app = app_of_one(self.catalog, self.models[0], lambda: self.failure, self.tracing, part)
         else:
-            front = RouterMetrics(NO_MODEL, None)
+            front, budget = RouterMetrics(NO_MODEL, None), budget_of(config)
             names = [frozenset((own.model_id, entry.model)) for own, (_, entry) in zip(files, entries, strict=True)]
             self.models = tuple(
-                ServedModel(one, own, threads, policy=policy, front=front, models=known)
+                ServedModel(one, own, threads, policy=policy, front=front, models=known, budget=budget)
                 for one, own, known in zip(configs, files, names, strict=True)
             )
             self.census = self._census(config, names, front)
@@ -232,26 +229,3 @@ def _behind(front: Service, model: Member) -> Service:
     )
     service.outlook, service.adapters = lambda: model.outlook, model.adapters
     return service
-
-
-def same_model(entry: ModelEntry) -> tuple[str, ...]:
-    """What of an entry cannot change while the router runs."""
-    numbers = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill)
-    return entry.model, entry.name, entry.tool_parser, entry.reasoning, *map(str, numbers)
-
-
-def of_model(config: RouterConfig, name: str, entry: ModelEntry) -> RouterConfig:
-    """The settings of a router as they are for one of its models."""
-    return replace(
-        config,
-        model=entry.model,
-        served_model_name=name if entry.name else "",
-        more_models=(),
-        models_file="",
-        tool_parser=entry.tool_parser or config.tool_parser,
-        reasoning=entry.reasoning or config.reasoning,
-        prefill=config.prefill if entry.has_prefill else (),
-        prefill_services=config.prefill_services if entry.has_prefill else (),
-        slo_ttft_ms=entry.slo_ttft_ms or config.slo_ttft_ms,
-        slo_tpot_ms=entry.slo_tpot_ms or config.slo_tpot_ms,
-    )

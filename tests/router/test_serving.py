@@ -16,8 +16,11 @@ from common.model_files.tiny import make_tiny_model
 from router.auth.errors import RateLimited
 from router.auth.keys import ANONYMOUS, Limits
 from router.auth.visit import Visit
+from router.models.model_settings import check_planned
 from router.server.serving import Serving
 from router.siblings.part import LOCK, RouterPart
+
+from ..kubernetes_api import KubernetesAPI
 
 FILE = """
 [[model]]
@@ -103,6 +106,7 @@ async def test_a_changed_file_changes_names_splits_and_limits(serving: Any, tmp_
         *[('"tiny-random"', '"tiny-gemma3"'), ('name = "small"', 'name = "tiny"'), ('"none"', '"hermes"')],
         ("slo_tpot_ms = 40", "slo_tpot_ms = 50"),
         ("prefill = false", ""),
+        ("prefill = false", "prefill = false\nmax_decode = 4"),
     ],
 )
 async def test_other_models_need_a_restart(serving: Any, tmp_path: Path, old: str, new: str) -> None:
@@ -113,12 +117,64 @@ async def test_other_models_need_a_restart(serving: Any, tmp_path: Path, old: st
     assert found.app.state.service.models.one("old").model_name == "small"
 
 
-def test_one_router_cannot_scale_the_deployments_of_several_models() -> None:
+PLANNED = FILE.replace('aliases = ["old"]', 'decode_deployment = "small-decode"\nmax_decode = 4\nprice_decode = 2.5')
+
+
+async def test_models_are_planned_by_settings_of_their_own_within_one_budget(
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One names the Deployment that its router scales, the other is scaled by others."""
+    api = KubernetesAPI(tmp_path / "serviceaccount").start()
+    cluster = {"kubernetes_api": api.url, "kubernetes_credentials": str(api.folder)}
+    found, _ = serving(PLANNED, planner="kubernetes", max_cost=9.0, **cluster)
+    api.stop()
+    small, large = (model.config for model in found.models)
+    assert (small.planner, small.decode_deployment, small.planner_lease) == (
+        "kubernetes",
+        "small-decode",
+        "diptych-planner-1",
+    )
+    assert (small.most("decode"), small.price_decode) == (4, 2.5)
+    assert (large.planner, large.most("decode"), large.price_decode) == ("advice", 64, 1.0)
+    planners = [model.planning._planner for model in found.models]
+    assert planners[0]._budget is planners[1]._budget
+    assert [planner._model for planner in planners] == ["small", "large"]
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "why"),
+    [
+        (
+            PLANNED,
+            {"decode_deployment": "d", "max_decode": 4},
+            "decode_deployment='d' is refused: left out with several",
+        ),
+        (FILE, {}, "a decode_deployment for a model, with --planner kubernetes"),
+        (
+            PLANNED.replace("max_decode = 4", "max_decode = 0"),
+            {},
+            "small, max_decode: at least 1 with --planner kubernetes",
+        ),
+        (
+            PLANNED,
+            {"max_cost": 3.0},
+            "max_cost=3.0 is refused: at least 3.5, the cost of the fewest workers of all models",
+        ),
+    ],
+)
+def test_plans_of_several_models_that_do_not_fit_together_are_refused(
+    serving: Any, text: str, settings: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        serving(text, planner="kubernetes", **settings)
+
+
+def test_models_without_a_file_have_no_deployments_to_scale() -> None:
     config = RouterConfig(
         model="tiny-random", more_models=("other",), planner="kubernetes", decode_deployment="decode", max_decode=4
     )
-    with pytest.raises(ConfigError, match="a router for each model"):
-        Serving(config)
+    with pytest.raises(ConfigError, match="--models-file names those of each"):
+        check_planned(config, [config, config])
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from common.wire.message_fields import Role
 from common.worker.scaling import UNLOADED_SLACK
 from router.planner.load.load import OfferedLoad
 from router.planner.sizing.forecast import MOST_USED, DecodeForecast, PromptForecast, of_decode, of_prompts
-from router.planner.sizing.pool import Bounds, Fleet, Goals, WorkerKind
+from router.planner.sizing.pool import Fleet, Goals, WorkerKind
 
 MOST_TRIED = 4096
 """The search ends here: more is no plan."""
@@ -35,14 +35,6 @@ class Prediction:
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Sizing:
-    """The workers that the bounds and the budget allow; `shortfall` says how many of those needed are missing."""
-
-    allowed: Mapping[Role, int]
-    shortfall: str
 
 
 Breaks = Callable[[OfferedLoad, int], str]
@@ -171,34 +163,6 @@ def predict(load: OfferedLoad, fleet: Fleet, nums: Mapping[Role, int], goals: Go
     decode = of_decode(load, local, fleet.pools["decode"].kind, nums.get("decode", 0), goals.quantile)
     ttft_s = max(first.ttft_s(goals.quantile), decode.prompts.ttft_s(goals.quantile))
     return Prediction(ttft_s, decode.tpot_s)
-
-
-def fit(
-    needed: Mapping[Role, int], bounds: Mapping[Role, Bounds], budget: float, most_paid: Mapping[Role, int]
-) -> Sizing:
-    """The numbers that bounds and budget allow. A `budget` of 0 is none.
-
-    Where the budget does not suffice, both pools get about the same share of what they need: goodput is that of the
-    pool that is shortest. Of a role no more than `most_paid` workers cost anything: others find no machine.
-    """
-    nums = {role: bounds[role].clamp(num) for role, num in needed.items()}
-    short = [
-        f"{num} {role} workers are needed, {bounds[role].most} allowed"
-        for role, num in needed.items()
-        if num > bounds[role].most
-    ]
-
-    def cost() -> float:
-        return sum(min(num, most_paid.get(role, num)) * bounds[role].price for role, num in nums.items())
-
-    if 0.0 < budget < (asked := cost()):
-        short.append(f"the workers needed cost {asked:g}, the budget is {budget:g}")
-        while cost() > budget:
-            spare = [role for role in nums if nums[role] > max(bounds[role].least, 1 if needed[role] else 0)]
-            if not spare:
-                break
-            nums[max(spare, key=lambda role: (nums[role] - 1) / max(1, needed[role]))] -= 1
-    return Sizing(nums, "; ".join(short))
 
 
 def _reachable(name: str, goal_s: float, best_s: float, what: str, quantile: float) -> tuple[float, str]:

@@ -16,8 +16,9 @@ from common.model_files.files import ModelFiles
 from router.generation.adapters import NO_ADAPTERS
 from router.models.catalog import Catalog
 from router.models.entry import ModelEntry, ModelTable, Split
+from router.models.model_settings import settings_of
 from router.observe.metrics import RouterMetrics
-from router.server.serving import app_of_several, of_model
+from router.server.serving import app_of_several
 from router.text.text_pipeline import TextPipeline
 
 
@@ -80,10 +81,10 @@ def several(start: Any, tools: Any, files: ModelFiles, text: TextPipeline) -> St
                     engine,
                     text,
                     msgspec.structs.replace(files, model_id=f"org/{name}"),
-                    of_model(config, name, catalog.entries[name]),
+                    own,
                     RouterMetrics(name, engine.load, front=front),
                 )
-                for name, engine in engines.items()
+                for (name, engine), own in zip(engines.items(), settings_of(config, catalog.entries), strict=True)
             ]
             return app_of_several(config, catalog, members, front)
 

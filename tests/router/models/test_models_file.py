@@ -59,12 +59,27 @@ def test_a_file_of_models(tmp_path: Path) -> None:
         ("[[model]]\nmodel='a'\n[[split]]\nname='s'\nweights={a=inf}", "split 1, weights.a: a number from 0"),
         ("[[model]]\nmodel='a'\nslo_ttft_ms='1 s'", "model 1, slo_ttft_ms: milliseconds, at most"),
         ("[[model]]\nmodel='a'\nslo_tpot_ms=nan", "model 1, slo_tpot_ms: milliseconds"),
+        ("[[model]]\nmodel='a'\nmin_decode=1.5", "model 1, min_decode: a whole number from 0 to 1024"),
+        ("[[model]]\nmodel='a'\nprice_prefill=0", "model 1, price_prefill: a number from 0.001"),
+        ("[[model]]\nmodel='a'\ndecode_deployment='Not/A/Name'", "model 1, decode_deployment: a name as Kubernetes"),
+        ("[[model]]\nmodel='a'\nmax_cost=3", "model 1, max_cost: only model, name"),
         ("[[model]\n", "a valid TOML file"),
     ],
 )
 def test_a_file_with_an_error_names_the_place(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         read_models(write(tmp_path, text))
+
+
+def test_settings_of_the_planner_are_those_of_a_model(tmp_path: Path) -> None:
+    text = "[[model]]\nmodel='a'\nmin_prefill=0\nmax_decode=8\nprice_decode=4\ndecode_deployment='leaderworkersets/a-d'"
+    (entry,) = read_models(write(tmp_path, text)).models
+    assert entry.planned == {
+        "min_prefill": 0,
+        "max_decode": 8,
+        "price_decode": 4.0,
+        "decode_deployment": "leaderworkersets/a-d",
+    }
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from common.wire.message_fields import Role
 from router.planner.load.load import OfferedLoad, SampledRequest
 from router.planner.planner import Plan, Planner
+from router.planner.sizing.budget import Budget
 from router.planner.sizing.pool import Bounds, Fleet, Goals, WorkerKind
 
 GOALS = Goals(0.5, 0.025, 0.95)
@@ -20,7 +24,7 @@ def load(rate: float) -> OfferedLoad:
     return OfferedLoad(rate, rate, 1.0, CHAT, 0.0 if rate else 1e9)
 
 
-def planner(least: int = 1, most: int = 40, **more: float) -> Planner:
+def planner(least: int = 1, most: int = 40, **more: Any) -> Planner:
     return Planner(GOALS, {"prefill": Bounds(least, most), "decode": Bounds(least, most)}, **more)
 
 
@@ -108,7 +112,7 @@ def test_prompts_behind_a_full_decode_pool_grow_decode_alone(fleet: Pools) -> No
 
 
 def test_workers_that_find_no_machine_are_not_counted_on_and_do_not_freeze_the_plan(fleet: Pools) -> None:
-    plan = planner(budget=14.0)
+    plan = planner(budget=Budget(14.0))
     stuck = fleet(3, 2, prefill={"num_ready": 3, "num_starting": 5, "num_unschedulable": 5})
     first = plan.plan(load(150.0), stuck, 0.0)
     again = plan.plan(load(300.0), stuck, 5.0)
@@ -185,3 +189,30 @@ def test_the_sum_shrinks_when_it_was_too_large_for_long(fleet: Pools) -> None:
     assert last.wanted("prefill") + last.wanted("decode") < 6
     pinned = replace(pools, homes={})
     assert plan.plan(load(20.0), pinned, 205.0).wanted("decode") == last.wanted("decode"), "not to nothing at once"
+
+
+def test_a_budget_moves_with_the_load_from_one_model_to_another(fleet: Pools) -> None:
+    """The model whose load falls gives workers up when its needs were low for long; then the other one grows."""
+    budget, most = Budget(12.0), 40
+    bounds: dict[Role, Bounds] = {"prefill": Bounds(0, most), "decode": Bounds(1, most)}
+    planners = {model: Planner(GOALS, bounds, budget=budget, model=model) for model in ("a", "b")}
+    present: dict[str, dict[str, int]] = {model: {"prefill": 1, "decode": 1} for model in planners}
+    history = []
+    for now in range(0, 1200, 5):
+        rates = {"a": 200.0, "b": 20.0} if now < 400 else {"a": 20.0, "b": 200.0}
+        for model, planner in planners.items():
+            nums = present[model]
+            plan = planner.plan(load(rates[model]), fleet(nums["prefill"], nums["decode"]), float(now))
+            present[model] = {role: pool.wanted for role, pool in plan.pools.items()}
+        history.append({model: sum(nums.values()) for model, nums in present.items()})
+        assert sum(history[-1].values()) <= 12 or not now, (
+            "b, which is heard last, has its part in the first look already"
+        )
+    assert history[75]["a"] > 2 * history[75]["b"] and history[-1]["b"] > 2 * history[-1]["a"]
+    for model in planners:
+        changes = [later[model] - before[model] for before, later in zip(history[1:], history[2:], strict=False)]
+        directions = [change > 0 for change in changes if change]
+        assert sum(one is not other for one, other in itertools.pairwise(directions)) <= 1, (
+            "it grows once, or shrinks once"
+        )
+    assert "the budget is 12" in plan.unmet

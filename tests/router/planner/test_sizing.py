@@ -9,8 +9,8 @@ import pytest
 
 from common.latency.step_model import StepModel
 from router.planner.load.load import OfferedLoad, SampledRequest
-from router.planner.sizing.pool import Bounds, Fleet, Goals, PoolState, WorkerKind
-from router.planner.sizing.sizing import fit, predict, size
+from router.planner.sizing.pool import Fleet, Goals, PoolState, WorkerKind
+from router.planner.sizing.sizing import predict, size
 
 GOALS = Goals(0.5, 0.025, 0.95)
 CHAT = tuple(SampledRequest(200 * (i % 8 + 1), 0, 40 * (i % 6 + 1)) for i in range(24))
@@ -90,20 +90,3 @@ def test_a_model_that_errs_is_planned_with_room(fleet: Pools) -> None:
     )
     pools["prefill"] = replace(pools["prefill"], kind=replace(pools["prefill"].kind, model=unsure))
     assert size(load(80.0), Fleet(pools), GOALS)["prefill"].num > size(load(80.0), fleet(), GOALS)["prefill"].num
-
-
-def test_bounds_and_budget_share_what_there_is() -> None:
-    bounds = {"prefill": Bounds(1, 8, price=1.0), "decode": Bounds(1, 10, price=2.0)}
-    found = fit({"prefill": 6, "decode": 12}, bounds, 0.0, {})
-    assert dict(found.allowed) == {"prefill": 6, "decode": 10}
-    assert found.shortfall == "12 decode workers are needed, 10 allowed"
-    found = fit({"prefill": 6, "decode": 9}, bounds, 12.0, {})
-    assert found.allowed["prefill"] + 2 * found.allowed["decode"] <= 12.0
-    assert found.allowed["prefill"] / 6 == pytest.approx(found.allowed["decode"] / 9, abs=0.2)
-    assert "the budget is 12" in found.shortfall
-
-
-def test_workers_without_a_machine_cost_nothing() -> None:
-    bounds = {"prefill": Bounds(0, 8), "decode": Bounds(1, 8)}
-    found = fit({"prefill": 6, "decode": 6}, bounds, 8.0, {"prefill": 2})
-    assert dict(found.allowed) == {"prefill": 6, "decode": 6}

@@ -12,6 +12,7 @@ from benchmarks.planner.loads import BOUNDS, GOALS, KINDS, conversation, sine
 from benchmarks.planner.rules import Clairvoyant, Planned, Seeing, Utilisation
 from benchmarks.planner.world import Controller, Result, World, poisson
 from router.planner.planner import Planner
+from router.planner.sizing.budget import Budget
 from router.planner.sizing.pool import Bounds, Fleet, PoolState
 
 Rate = Callable[[float], float]
@@ -78,7 +79,7 @@ def test_lost_data_in_the_middle_of_a_load_shrinks_nothing() -> None:
 
 @pytest.mark.parametrize("stuck", ["prefill", "decode"])
 def test_workers_that_never_come_leave_the_other_pool_alone(stuck: str) -> None:
-    planned = Planned(Planner(GOALS, BOUNDS, budget=12.0))
+    planned = Planned(Planner(GOALS, BOUNDS, budget=Budget(12.0)))
     found = served(lambda at: 44.0, 150.0, planned, most={stuck: 1})
     assert (found.history[-1]["decode"] >= 2) if stuck == "prefill" else (found.history[-1]["prefill"] >= 3)
     assert planned.plans[-1].unmet

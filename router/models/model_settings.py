@@ -1,0 +1,61 @@
+"""The settings of a router as they are for each of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from common.config import RouterConfig
+from common.errors import ConfigError
+from router.models.catalog import FIELD
+from router.models.entry import ModelEntry
+
+
+def settings_of(config: RouterConfig, entries: Mapping[str, ModelEntry]) -> list[RouterConfig]:
+    """The settings for each model, by its name. Raises ConfigError for what does not fit together."""
+    return [_of_model(config, name, entry, number) for number, (name, entry) in enumerate(entries.items(), 1)]
+
+
+def same_model(entry: ModelEntry) -> tuple[str, ...]:
+    """What of an entry cannot change while the router runs."""
+    others = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill, *sorted(entry.planned.items()))
+    return entry.model, entry.name, entry.tool_parser, entry.reasoning, *map(str, others)
+
+
+def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
+    """Whether the planner of a router can plan all of its models, whose own settings these are. Raises ConfigError."""
+    if len(models) == 1:
+        return
+    for field in ("prefill_deployment", "decode_deployment"):
+        if named := getattr(config, field):
+            raise ConfigError(field, named, "left out with several models: --models-file names those of each")
+    if config.planner == "kubernetes" and all(one.planner != "kubernetes" for one in models):
+        raise ConfigError(FIELD, config.models_file, "a decode_deployment for a model, with --planner kubernetes")
+    cheapest = sum(one.min_prefill * one.price_prefill + one.min_decode * one.price_decode for one in models)
+    if 0.0 < config.max_cost < cheapest:
+        allowed = f"at least {cheapest:g}, the cost of the fewest workers of all models, or 0"
+        raise ConfigError("max_cost", config.max_cost, allowed)
+
+
+def _of_model(config: RouterConfig, name: str, entry: ModelEntry, number: int) -> RouterConfig:
+    own = {"planner_lease": f"{config.planner_lease}-{number}"} if config.planner == "kubernetes" else {}
+    planned = own | dict(entry.planned)
+    if config.planner == "kubernetes" and not (config.decode_deployment or "decode_deployment" in planned):
+        planned["planner"] = "advice"  # its Deployments are scaled by others
+    try:
+        return replace(
+            config,
+            model=entry.model,
+            served_model_name=name if entry.name else "",
+            more_models=(),
+            models_file="",
+            tool_parser=entry.tool_parser or config.tool_parser,
+            reasoning=entry.reasoning or config.reasoning,
+            prefill=config.prefill if entry.has_prefill else (),
+            prefill_services=config.prefill_services if entry.has_prefill else (),
+            slo_ttft_ms=entry.slo_ttft_ms or config.slo_ttft_ms,
+            slo_tpot_ms=entry.slo_tpot_ms or config.slo_tpot_ms,
+            **planned,  # type: ignore[arg-type]  # checked as they were read
+        )
+    except ConfigError as error:
+        raise ConfigError(FIELD, config.models_file, f"{name}, {error.field}: {error.allowed}") from error
