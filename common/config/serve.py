@@ -25,9 +25,9 @@ class ServeConfig(Config):
     decode: int = setting(1, "decode workers to start for each model", group="Workers", ge=1, le=64)
     autoscale: bool = setting(
         False,
-        "start and drain workers by the router's plan: --prefill and --decode are the numbers at the start, "
-        "--min-prefill, --max-prefill, --min-decode and --max-decode the bounds, --slo-ttft-ms and --slo-tpot-ms the "
-        "goals",
+        "start and drain workers of each model by the router's plan: --prefill and --decode are the numbers at the "
+        "start, --min-prefill, --max-prefill, --min-decode and --max-decode the bounds, of each model; --slo-ttft-ms "
+        "and --slo-tpot-ms are the goals",
         group="Workers",
     )
     start_timeout_s: float = setting(

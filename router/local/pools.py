@@ -1,5 +1,6 @@
 """The workers of `diptych serve`, by role, and the file in which the router finds them.
 
+One file lists the workers of all models: each says by its hello which one it serves.
 With `--autoscale` they come and go by the router's plan, which is read from the gauges that other autoscalers read:
 
     wanted > present: start a worker ── its address is known ──> listed
@@ -29,9 +30,12 @@ WANTED, REQUESTS = "diptych_pool_wanted_workers", "diptych_worker_requests"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gauges:
-    """What the router's page of metrics says: workers wanted by role, requests by worker."""
+    """What the router's page of metrics says: workers wanted by model and role, requests by worker.
 
-    wanted: Mapping[str, int]
+    A model has the name by which clients call it.
+    """
+
+    wanted: Mapping[tuple[str, str], int]
     requests: Mapping[str, float]
 
     @classmethod
@@ -39,18 +43,19 @@ class Gauges:
         whole = page.rpartition("\n")[0]  # of a router that died meanwhile the last line may be a part
         lines = "\n".join(line for line in whole.splitlines() if line.startswith((WANTED, REQUESTS)))
         samples = [sample for family in text_string_to_metric_families(lines + "\n") for sample in family.samples]
-        wanted: Counter[str] = Counter()
+        wanted: Counter[tuple[str, str]] = Counter()
         requests: Counter[str] = Counter()
         for one in samples:  # each process of the router plans for the whole load, and has requests of its own
             if one.name == WANTED:
-                wanted[one.labels["role"]] = max(wanted[one.labels["role"]], int(one.value))
+                pool = one.labels["model_name"], one.labels["role"]
+                wanted[pool] = max(wanted[pool], int(one.value))
             elif one.name == REQUESTS:
                 requests[one.labels["worker"]] += int(one.value)
         return cls(wanted, requests)
 
 
 class LocalPools:
-    """`workers` by role, those that leave included. `kinds`: the settings of a new one."""
+    """`workers` of all models by role, those that leave included. `kinds`: the settings of a new one, but its model."""
 
     def __init__(self, kinds: Mapping[Role, WorkerConfig], runtime: Path) -> None:
         self._kinds, self._runtime = kinds, runtime
@@ -59,12 +64,15 @@ class LocalPools:
         self.leaving: set[WorkerChild] = set()
         self._listed = ""
 
-    def add(self, role: Role, config: WorkerConfig | None = None) -> WorkerChild:
-        """A new worker, not started yet; without `config` one of the role's kind under the first free name."""
+    def add(self, role: Role, config: WorkerConfig | None = None, model: str = "") -> WorkerChild:
+        """A new worker, not started yet; without `config` one of the role's kind that serves `model`.
+
+        Its name is the first that no worker of any model has: files and the router's metrics tell workers apart by it.
+        """
         if config is None:
             names = {worker.name for worker in self.workers[role]}
             number = next(number for number in range(len(names) + 1) if f"{role}-{number}" not in names)
-            config = dataclasses.replace(self._kinds[role], worker_id=f"{role}-{number}")
+            config = dataclasses.replace(self._kinds[role], worker_id=f"{role}-{number}", model=model)
         if not config.cores:  # workers that are not pinned to cores take turns with all of them
             config = dataclasses.replace(config, core_share=str(self._runtime / "cores"))
         other = next((kind for name, kind in self._kinds.items() if name != role), None)
@@ -86,13 +94,14 @@ class LocalPools:
     def __iter__(self) -> Iterator[WorkerChild]:
         return iter([worker for pool in self.workers.values() for worker in pool])
 
-    def staying(self, role: Role) -> list[WorkerChild]:
-        """Workers that are not about to leave."""
-        return [worker for worker in self.workers[role] if worker not in self.leaving]
+    def staying(self, role: Role, model: str) -> list[WorkerChild]:
+        """A model's workers that are not about to leave."""
+        of_model = (worker for worker in self.workers[role] if worker.config.model == model)
+        return [worker for worker in of_model if worker not in self.leaving]
 
-    def least_busy(self, role: Role, requests: Mapping[str, float]) -> WorkerChild:
-        """The worker to end first: that with the fewest requests, the youngest of several."""
-        return min(self.staying(role), key=lambda worker: (requests.get(worker.name, 0.0), -worker.started_at))
+    def least_busy(self, role: Role, model: str, requests: Mapping[str, float]) -> WorkerChild:
+        """A model's worker to end first: that with the fewest requests, the youngest of several."""
+        return min(self.staying(role, model), key=lambda worker: (requests.get(worker.name, 0.0), -worker.started_at))
 
     def publish(self) -> None:
         """Write the file anew if it would change: workers that have said where they are."""

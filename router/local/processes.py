@@ -53,7 +53,7 @@ class ServePlan:
     """The settings of every process to start. Worker i of a pool is named `prefill-i` or `decode-i`.
 
     Each of the `models` has the workers of one model, in the order of the models; their numbers run on.
-    With `autoscale` workers come and go: `kinds` are the settings of any worker of a role, without its name.
+    With `autoscale` workers come and go: `kinds` are the settings of any worker of a role, but its name and its model.
     """
 
     router: RouterConfig
@@ -127,9 +127,6 @@ def read_plan(
     if len(models) > 1 and (named := prefill.lora or decode.lora):
         allowed = "left out with several models: load each adapter at run time, with --max-loras"
         raise ConfigError("lora", named[0], allowed)
-    if serve.autoscale and len(models) > 1:
-        allowed = "left out with several models; else a `diptych serve` for each, on a port of its own"
-        raise ConfigError("autoscale", True, allowed)
 
     if serve.autoscale:  # workers come and go, so those of one name share one GPU
         same = prefill.device == decode.device
@@ -163,17 +160,21 @@ def _divided(config: W, num_workers: int) -> W:
 
 
 def _planning(router: RouterConfig, serve: ServeConfig, num_cores: int) -> RouterConfig:
-    """The router plans the pools. Its plan allows what it starts with, and half of the cores for each pool.
+    """The router plans the pools of each model, within the same bounds. Raises ConfigError for a start outside of them.
 
-    Raises ConfigError for a start outside of the bounds.
+    A bound that is not given allows what a model starts with, and half of the cores for each pool of it.
     """
-    most = {"prefill": router.max_prefill, "decode": router.max_decode}
-    for role, num in (("prefill", serve.prefill), ("decode", serve.decode)):
-        least = getattr(router, f"min_{role}")
-        if num < least or 0 < most[role] < num:
-            raise ConfigError(role, num, f"a number from --min-{role} ({least}) to --max-{role} ({most[role]})")
-        most[role] = most[role] or max(num, least, num_cores // 2)
-    return dataclasses.replace(router, planner="advice", max_prefill=most["prefill"], max_decode=most["decode"])
+    most_prefill = _most(router, "prefill", serve.prefill, num_cores // 2)
+    most_decode = _most(router, "decode", serve.decode, num_cores // 2)
+    return dataclasses.replace(router, planner="advice", max_prefill=most_prefill, max_decode=most_decode)
+
+
+def _most(bounds: RouterConfig, role: Role, num: int, usual: int) -> int:
+    """The most workers of a role that a model may have, which starts with `num`. Raises ConfigError."""
+    least, most = getattr(bounds, f"min_{role}"), int(getattr(bounds, f"max_{role}"))
+    if num < least or 0 < most < num:
+        raise ConfigError(role, num, f"a number from --min-{role} ({least}) to --max-{role} ({most})")
+    return most or max(num, least, usual)
 
 
 def _worker(config: W, name: str, threads: int, drain_s: float) -> W:

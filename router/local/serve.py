@@ -79,7 +79,7 @@ def summary(plan: ServePlan, names: Sequence[str], took_s: float, task: ServedTa
 
 async def supervise(plan: ServePlan, names: Sequence[str], runtime: Path, task: ServedTask = GENERATES) -> int:
     """Run the service until a signal stops it. Returns the exit status."""
-    supervisor = Supervisor(plan, runtime)
+    supervisor = Supervisor(plan, names, runtime)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(signum, supervisor.stop)

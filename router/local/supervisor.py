@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ ONCE = " (the first workers on a machine compile their kernels: up to a minute, 
 class Supervisor(Keeper):
     """Owns every process of the service."""
 
-    def __init__(self, plan: ServePlan, runtime: Path) -> None:
+    def __init__(self, plan: ServePlan, names: Sequence[str], runtime: Path) -> None:
+        """`names`: how clients call the plan's models, in their order."""
         period_s = plan.liveness_s / WORKER_ROUNDS
         super().__init__(period_s=period_s, start_s=plan.start_timeout_s, grace_s=STOP_GRACE_S)
-        self.plan = plan
+        self.plan, self._names = plan, tuple(names)
         self.pools = LocalPools(plan.kinds, runtime)
         self.prefill = [self.pools.add("prefill", config) for config in plan.prefill]
         self.decode = [self.pools.add("decode", config) for config in plan.decode]
@@ -55,7 +57,8 @@ class Supervisor(Keeper):
 
     def begin(self) -> None:
         if self.plan.autoscale:
-            self.own(None, autoscale(self, self.pools, self.router), "autoscale")
+            models = dict(zip(self._names, self.plan.models, strict=True))
+            self.own(None, autoscale(self, self.pools, self.router, models), "autoscale")
 
     async def start(self) -> float:
         """Start every process and return the seconds until the service was ready. Raises StartFailed."""
@@ -73,9 +76,9 @@ class Supervisor(Keeper):
 
     # ------------------------------------------------------------ workers that come and go
 
-    def start_worker(self, role: Role) -> None:
-        """Start one more worker, which is kept and watched like the first ones."""
-        worker = self.pools.add(role)
+    def start_worker(self, role: Role, model: str) -> None:
+        """Start one more worker of a model, which is kept and watched like the first ones."""
+        worker = self.pools.add(role, model=model)
         try:
             worker.start()
         except OSError as error:

@@ -122,6 +122,29 @@ def test_a_pool_at_zero_is_started_for_those_who_ask(served: list[Served], tmp_p
     assert served[0].end(signal.SIGTERM, whole_group=False) == set()
 
 
+def test_of_two_models_the_one_that_is_asked_for_grows(served: list[Served], tmp_path: Path) -> None:
+    folder = str(make_tiny_model(tmp_path / "another", seed=7))
+    goals = ("--slo-ttft-ms", "10000", "--slo-tpot-ms", "1000", "--planner-interval-s", "0.3")
+    flags = ("--model", folder, "--threads", "1", "--prefill", "0", "--max-prefill", "1", "--max-decode", "1", *goals)
+    served.append(Served(tmp_path / "a.log", "--autoscale", *flags))
+
+    def workers() -> list[tuple[str, str]]:
+        reply = httpx.get(f"{served[0].url}/load", timeout=60, trust_env=False).json()
+        return sorted((one["worker_id"], one["model"]) for one in reply["workers"] if one["state"] == "ready")
+
+    at_first = [("decode-0", "tiny-random"), ("decode-1", "another")]
+    wait_until(lambda: workers() == at_first, "one decode worker of each", PATIENCE_S)
+
+    def asked_and_started() -> bool:
+        ask(served[0].url, "another")
+        return workers() == [*at_first, ("prefill-0", "another")]
+
+    wait_until(asked_and_started, "a prefill worker of that model", PATIENCE_S)
+    assert served[0].said("workers are started", f"model={folder}", "role=prefill", "workers=1")
+    assert not served[0].said("workers are started", "model=tiny-random")
+    assert served[0].end(signal.SIGTERM, whole_group=False) == set()
+
+
 def test_two_services_side_by_side_end_by_control_c_and_by_sigterm(served: list[Served], tmp_path: Path) -> None:
     served += [Served(tmp_path / "a.log"), Served(tmp_path / "b.log", "--prefill", "0")]
     first, second = served

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from router.local.autoscale import LocalScaler
-from router.local.child import WorkerChild
+from common.wire.message_fields import Role
+from router.local.autoscale import LocalScaler, autoscale
+from router.local.child import RouterChild, WorkerChild
 from router.local.pools import Gauges, LocalPools
 from router.local.processes import read_plan
 from router.local.supervisor import Supervisor
@@ -19,18 +20,26 @@ from .test_serve import pretended, records, until  # noqa: F401 (records is a fi
 
 PAGE = """# HELP diptych_pool_wanted_workers Workers that the plan wants
 # TYPE diptych_pool_wanted_workers gauge
-diptych_pool_wanted_workers{engine="router",role="prefill"} 0.0
-diptych_pool_wanted_workers{engine="router",role="decode"} 3.0
+diptych_pool_wanted_workers{engine="router",model_name="a",role="prefill"} 0.0
+diptych_pool_wanted_workers{engine="router",model_name="a",role="decode"} 3.0
+diptych_pool_wanted_workers{engine="router",model_name="org/b",role="decode"} 2.0
 diptych_worker_requests{engine="router",worker="decode-0",role="decode"} 7.0
 other{role="decode"} 9.0
 """
 
 
 def test_the_plan_is_read_from_the_gauges() -> None:
-    assert Gauges.of(PAGE) == Gauges({"prefill": 0, "decode": 3}, {"decode-0": 7.0})
+    wanted = {("a", "prefill"): 0, ("a", "decode"): 3, ("org/b", "decode"): 2}
+    assert Gauges.of(PAGE) == Gauges(wanted, {"decode-0": 7.0})
     assert Gauges.of("") == Gauges({}, {})
     for end in range(len(PAGE)):
-        assert Gauges.of(PAGE[:end]).wanted.get("decode", 3) == 3, "half a page"
+        assert Gauges.of(PAGE[:end]).wanted.items() <= wanted.items(), "half a page"
+
+
+def test_of_several_processes_of_a_router_the_largest_plan_counts() -> None:
+    sample = 'diptych_pool_wanted_workers{{model_name="{}",process="{}",role="decode"}} {}\n'
+    page = "".join(sample.format(*one) for one in (("a", 0, 1), ("a", 1, 4), ("b", 0, 3), ("b", 1, 2)))
+    assert Gauges.of(page).wanted == {("a", "decode"): 4, ("b", "decode"): 3}
 
 
 def test_autoscale_has_bounds() -> None:
@@ -41,6 +50,22 @@ def test_autoscale_has_bounds() -> None:
     given = read_plan(["--autoscale", "--decode=6", "--max-prefill=2"], {}, num_cores=8)
     assert (given.router.max_prefill, given.router.max_decode) == (2, 6)
     assert read_plan([], {}, num_cores=8).router.planner == "off"
+
+
+def test_of_several_models_each_has_the_same_bounds() -> None:
+    models = ("--model", "a", "--model", "b")
+    plan = read_plan(["--autoscale", *models, "--prefill=2", "--max-decode=3"], {}, num_cores=8)
+    assert (plan.autoscale, plan.router.planner, plan.models) == (True, "advice", ("a", "b"))
+    assert (plan.router.max_prefill, plan.router.max_decode) == (4, 3)
+    assert [(one.worker_id, one.model) for one in plan.prefill] == [
+        ("prefill-0", "a"), ("prefill-1", "a"), ("prefill-2", "b"), ("prefill-3", "b"),
+    ]  # fmt: skip
+    assert [(one.worker_id, one.model) for one in plan.decode] == [("decode-0", "a"), ("decode-1", "b")]
+    on_gpu = read_plan(["--autoscale", *models, "--device=cuda", "--gpu-memory-utilization=0.8"], {}, num_gpus=1)
+    found = [*on_gpu.prefill, *on_gpu.decode, *on_gpu.kinds.values()]
+    assert [one.gpu_memory_utilization for one in found] == pytest.approx([0.2] * 6), "all share one GPU"
+    with pytest.raises(ConfigError, match="decode"):
+        read_plan(["--autoscale", *models, "--decode=4", "--max-decode=3"], {}, num_cores=8)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +82,8 @@ class Staff:
     def __init__(self, pools: LocalPools) -> None:
         self.pools, self.ended = pools, list[str]()
 
-    def start_worker(self, role: str) -> None:
-        self.pools.add(role)  # type: ignore[arg-type]
+    def start_worker(self, role: Role, model: str) -> None:
+        self.pools.add(role, model=model)
 
     def end_worker(self, worker: WorkerChild) -> None:
         self.pools.leaving.add(worker)
@@ -68,24 +93,74 @@ class Staff:
 async def test_the_least_busy_leave_and_names_are_used_again(tmp_path: Path) -> None:
     pools = LocalPools(read_plan(["--autoscale"], {}, num_cores=4).kinds, tmp_path)
     staff = Staff(pools)
-    scaler = LocalScaler(staff, pools)
+    scaler = LocalScaler(staff, pools, "tiny-random")
     await scaler.scale({"decode": 3, "prefill": 1})
     assert [worker.name for worker in pools] == ["prefill-0", "decode-0", "decode-1", "decode-2"]
     scaler.requests = {"decode-0": 5.0, "decode-1": 0.0, "decode-2": 2.0}
     await scaler.scale({"decode": 1, "prefill": 1})
     assert staff.ended == ["decode-1", "decode-2"]
     await scaler.scale({"decode": 2})
-    assert [worker.name for worker in pools.staying("decode")] == ["decode-0", "decode-3"], "two still leave"
+    assert names(pools, "decode", "tiny-random") == ["decode-0", "decode-3"], "two still leave"
     for worker in list(pools.leaving):
         pools.remove(worker)
     await scaler.scale({"decode": 3})
-    assert "decode-1" in [worker.name for worker in pools.staying("decode")]
+    assert "decode-1" in names(pools, "decode", "tiny-random")
+
+
+def names(pools: LocalPools, role: Role, model: str) -> list[str]:
+    return [worker.name for worker in pools.staying(role, model)]
+
+
+async def test_models_scale_apart_and_their_workers_share_no_name(tmp_path: Path) -> None:
+    plan = read_plan(["--autoscale", "--model", "a", "--model", "org/b", "--block-size", "64"], {}, num_cores=4)
+    pools = LocalPools(plan.kinds, tmp_path)
+    staff = Staff(pools)
+    first, second = (LocalScaler(staff, pools, model) for model in plan.models)
+    await first.scale({"prefill": 1, "decode": 2})
+    await second.scale({"prefill": 1, "decode": 2})
+    await first.scale({"decode": 3})
+    assert names(pools, "prefill", "a") == ["prefill-0"] and names(pools, "prefill", "org/b") == ["prefill-1"]
+    assert names(pools, "decode", "a") == ["decode-0", "decode-1", "decode-4"]
+    assert names(pools, "decode", "org/b") == ["decode-2", "decode-3"]
+    assert {worker.config.block_size for worker in pools} == {64} and len({worker.name for worker in pools}) == 7
+    second.requests = {"decode-0": 0.0, "decode-1": 0.0, "decode-2": 3.0, "decode-3": 5.0, "decode-4": 0.0}
+    await second.scale({"prefill": 0, "decode": 1})
+    assert staff.ended == ["prefill-1", "decode-2"], "workers of the other model do less"
+    assert names(pools, "decode", "a") == ["decode-0", "decode-1", "decode-4"]
+    for worker in list(pools.leaving):
+        pools.remove(worker)
+    await first.scale({"decode": 4})
+    assert names(pools, "decode", "a") == ["decode-0", "decode-1", "decode-4", "decode-2"], "the name was free"
+
+
+async def test_the_plan_of_each_model_is_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where clients call a model by another name than its setting; without a plan a model stays as it is."""
+    monkeypatch.setattr("router.local.autoscale.LOOK_S", 0.0)
+    looks = [PAGE, "", PAGE.replace("3.0", "1.0")]
+
+    async def page(host: str, port: int, *, tls: bool = False) -> str:
+        if not looks:
+            raise asyncio.CancelledError
+        return looks.pop(0)
+
+    monkeypatch.setattr("router.local.autoscale.metrics_page", page)
+    models = {"a": "folder/of-a", "org/b": "org/b", "c": "org/c"}
+    plan = read_plan(["--autoscale", *(f"--model={model}" for model in models.values())], {}, num_cores=4)
+    pools = LocalPools(plan.kinds, tmp_path)
+    staff = Staff(pools)
+    unplanned = pools.add("decode", model="org/c")
+    with pytest.raises(asyncio.CancelledError):
+        await autoscale(staff, pools, RouterChild(plan.router), models)
+    assert names(pools, "decode", "org/b") == ["decode-4", "decode-5"]
+    assert names(pools, "decode", "org/c") == [unplanned.name]
+    assert staff.ended == ["decode-1", "decode-2"] and names(pools, "decode", "folder/of-a") == ["decode-3"]
+    assert pools.workers["prefill"] == []
 
 
 async def test_workers_are_started_listed_and_ended(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr("router.local.supervisor.LEAVE_S", 0.0)
     monkeypatch.setattr("router.local.autoscale.LOOK_S", 0.05)
-    supervisor: Supervisor = pretended(records, "--autoscale")
+    supervisor: Supervisor = pretended(records, "--autoscale", "--model", "tiny-random", "--model", "another")
     monkeypatch.setattr("router.local.pools.MODULES", {"prefill": "pretended_worker", "decode": "pretended_worker"})
     await supervisor.start()
     assert "--discovery=file" in (records / "router").read_text()
@@ -95,14 +170,15 @@ async def test_workers_are_started_listed_and_ended(records: Path, monkeypatch: 
         found: dict[str, list[str]] = json.loads((records / "workers.json").read_text())
         return found
 
-    assert (len(listed()["prefill"]), len(listed()["decode"])) == (1, 1)
+    assert (len(listed()["prefill"]), len(listed()["decode"])) == (2, 2)
     await asyncio.sleep(0)
-    supervisor.start_worker("decode")
-    await until(lambda: len(listed()["decode"]) == 2)
+    supervisor.start_worker("decode", "another")
+    await until(lambda: len(listed()["decode"]) == 3)
+    assert names(supervisor.pools, "decode", "another") == ["decode-1", "decode-2"]
     first = supervisor.pools.workers["decode"][0]
     supervisor.end_worker(first)
     assert len(listed()["leaving"]) == 1
-    await until(lambda: len(listed()["decode"]) == 1 and not listed()["leaving"])
+    await until(lambda: len(listed()["decode"]) == 2 and not listed()["leaving"])
     assert not first.alive and (records / "decode-0").read_text().count("\n") == 1, "it was not started again"
     supervisor.stop()
     await running

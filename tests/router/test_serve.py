@@ -96,11 +96,6 @@ def test_a_file_of_models_is_a_plan(tmp_path: Path) -> None:
     assert f"--models-file={file}" in to_argv(plan.router)
 
 
-def test_several_models_do_not_scale_by_themselves() -> None:
-    with pytest.raises(ConfigError, match="a `diptych serve` for each"):
-        plan_of("--model", "a", "--model", "b", "--autoscale")
-
-
 def test_one_pool_cannot_have_a_list_of_models() -> None:
     with pytest.raises(ConfigError, match="given once here"):
         plan_of("--model", "a", "--decode-model", "b", "--decode-model", "c")
@@ -131,7 +126,7 @@ def test_workers_that_may_change_their_role_know_the_settings_of_the_other(tmp_p
     flags = ("--prefill-max-num-seqs", "5", "--decode-max-num-seqs", "7")
 
     def environments(*more: str) -> list[dict[str, str]]:
-        supervisor = Supervisor(plan_of(*flags, *more), tmp_path)
+        supervisor = Supervisor(plan_of(*flags, *more), ["tiny-random"], tmp_path)
         known = (worker.environment() for worker in supervisor.workers)
         return [{name: text for name, text in each.items() if name.startswith("DIPTYCH_")} for each in known]
 
@@ -214,7 +209,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def pretended(tmp_path: Path, *argv: str) -> Supervisor:
     plan = plan_of("--port", str(free_port()), *argv)  # none that an outgoing connection may take meanwhile
-    supervisor = Supervisor(plan, tmp_path)
+    supervisor = Supervisor(plan, plan.models, tmp_path)
     for worker in (*supervisor.prefill, *supervisor.decode):
         worker.module = "pretended_worker"
     supervisor.router.module = "pretended_router"

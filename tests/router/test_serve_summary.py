@@ -46,3 +46,10 @@ def test_of_several_models_only_those_that_generate_text_have_decode_workers() -
     plan = plan_of("--model", "a", "--model", "b")
     served = pools_for(plan, [ServedTask("embed", "last", 4), GENERATES])
     assert [one.model for one in served.prefill] == ["a", "b"] and [one.model for one in served.decode] == ["b"]
+
+
+def test_several_models_scale_by_themselves_if_all_of_them_generate_text() -> None:
+    plan = plan_of("--model", "a", "--model", "b", "--autoscale")
+    assert pools_for(plan, [GENERATES, GENERATES]) == plan
+    with pytest.raises(ConfigError, match="a model that is served to score has no pools to balance"):
+        pools_for(plan, [GENERATES, ServedTask("score", "last", 4)])
