@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.config.field import Field
+from common.config import RouterConfig
+from common.config.field import Field, fields_of
 from router.models.models_file import NAME as SERVED_NAME
 
 Schema = dict[str, Any]
@@ -74,3 +75,9 @@ def of_field(field: Field) -> Schema:
     if rule.le is not None:
         schema["maximum"] = rule.le
     return schema
+
+
+def of_price() -> Schema:
+    """What a pod costs: as the router's own settings take it, which is the same for both roles."""
+    (field,) = (field for field in fields_of(RouterConfig) if field.name == "price_decode")
+    return of_field(field) | {"description": "what a pod costs, in units of the router's max_cost"}

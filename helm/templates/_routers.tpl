@@ -95,6 +95,10 @@ slo_ttft_ms = {{ include "diptych.tomlValue" . }}
 slo_tpot_ms = {{ include "diptych.tomlValue" . }}
 {{- end }}
 {{- end }}
+{{- $plan := include "diptych.planSettings" (dict "root" $root "model" $model.name) | fromYaml }}
+{{- range $name := keys $plan | sortAlpha }}
+{{ $name }} = {{ include "diptych.tomlValue" (get $plan $name) }}
+{{- end }}
 {{- end }}
 {{- range $split := .root.Values.sharedRouter.splits }}
 [[split]]
@@ -134,7 +138,10 @@ revision = {{ toJson . }}
 {{- $fixed := list }}
 {{- range (include "diptych.models" (dict "root" .root) | fromYaml).models }}
 {{- $view := include "diptych.routerView" (dict "model" .) | fromYaml }}
-{{- $fixed = append $fixed (list (include "diptych.modelSetting" (dict "root" $.root "model" $view)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo (len (include "diptych.pools" (dict "root" $.root "role" "prefill" "model" .name) | fromYaml).pools | eq 0)) }}
+{{- $parts := list (include "diptych.modelSetting" (dict "root" $.root "model" $view)) (include "diptych.servedName" (dict "model" .)) .toolParser .reasoning .slo (len (include "diptych.pools" (dict "root" $.root "role" "prefill" "model" .name) | fromYaml).pools | eq 0) }}
+{{- /* Only where there is one: routers that plan nothing need not restart for a chart that knows of plans. */}}
+{{- with include "diptych.planSettings" (dict "root" $.root "model" .name) | fromYaml }}{{ $parts = append $parts . }}{{ end }}
+{{- $fixed = append $fixed $parts }}
 {{- end }}
 {{- toJson $fixed }}
 {{- end }}
@@ -175,9 +182,6 @@ revision = {{ toJson . }}
 {{- $sum := 0.0 }}
 {{- range $_, $weight := $split.weights }}{{ $sum = addf $sum $weight }}{{ end }}
 {{- if not (gt $sum 0.0) }}{{ fail (printf "split %s: at least one of weights must be above 0" $split.name) }}{{ end }}
-{{- end }}
-{{- if and (gt (len (include "diptych.models" (dict "root" .root) | fromYaml).models) 1) (contains "true" (include "diptych.plans" .)) }}
-{{- fail "sharedRouter.enabled: a router of several models plans no pools; take autoscaling.type keda or hpa" }}
 {{- end }}
 {{- else }}
 {{- range $model := (include "diptych.models" (dict "root" .root) | fromYaml).models }}

@@ -150,15 +150,17 @@ allow_remote: true
 {{- $_ := set $settings (printf "%s_services" $role) $services }}
 {{- end }}
 {{- range $name := .router.models }}
-{{- $planned := include "diptych.planned" (dict "root" $root "model" $name) | fromYaml }}
-{{- if $planned.pools }}
+{{- $plan := include "diptych.planSettings" (dict "root" $root "model" $name) | fromYaml }}
+{{- if $plan }}
 {{- $_ := set $settings "planner" "kubernetes" }}
-{{- $_ := set $settings "planner_lease" (include "diptych.objectName" (dict "root" $root "role" "planner" "name" $name)) }}
-{{- range $role, $pool := $planned.pools }}
-{{- $_ := set $settings (printf "%s_deployment" $role) $pool.deployment }}
-{{- $_ := set $settings (printf "min_%s" $role) (int $pool.least) }}
-{{- $_ := set $settings (printf "max_%s" $role) (int $pool.most) }}
+{{- range $role := list "prefill" "decode" }}
+{{- $price := printf "price_%s" $role }}
+{{- if and (hasKey $plan $price) (hasKey $settings $price) }}
+{{- fail (printf "%s: settings.%s and autoscaling.price of the %s pool both say what a pod of model %s costs: take the latter" $.router.for $price $role $name) }}
 {{- end }}
+{{- end }}
+{{- /* A router of several models reads these in its file of models, for each its own. */}}
+{{- if $.router.model }}{{ $settings = mustMergeOverwrite $settings $plan }}{{ end }}
 {{- end }}
 {{- end }}
 {{- with .root.Values.apiKeys }}
@@ -171,7 +173,7 @@ allow_remote: true
 {{- toYaml (mustMergeOverwrite $settings (include "diptych.curveSettings" (dict "root" .root "role" "router") | fromYaml)) }}
 {{- end }}
 
-{{/* The pools of a model whose replicas its router sets, as YAML {pools: {role: {deployment, least, most}}}: (root, model). */}}
+{{/* The pools of a model whose replicas its router sets, as YAML {pools: {role: {deployment, least, most, price}}}: (root, model). */}}
 {{- define "diptych.planned" -}}
 {{- $pools := dict }}
 {{- range $role := list "prefill" "decode" }}
@@ -182,7 +184,7 @@ allow_remote: true
 {{- fail (printf "%s pool %s: model %s has several %s pools, and its router plans them as one; take autoscaling.type keda" $role $pool.name $.model $role) }}
 {{- end }}
 {{- $deployment := printf "%s%s" (ternary "leaderworkersets/" "" (gt (int $pool.rankHosts) 1)) (include "diptych.objectName" (dict "root" $.root "role" $role "name" $pool.name)) }}
-{{- $_ := set $pools $role (dict "deployment" $deployment "least" (int $pool.autoscaling.minReplicas) "most" (int $pool.autoscaling.maxReplicas)) }}
+{{- $_ := set $pools $role (dict "deployment" $deployment "least" (int $pool.autoscaling.minReplicas) "most" (int $pool.autoscaling.maxReplicas) "price" ($pool.autoscaling.price | default 1)) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -190,6 +192,23 @@ allow_remote: true
 {{- fail (printf "model %s: a prefill pool with autoscaling.type planner needs a decode pool with the same" $.model) }}
 {{- end }}
 {{- toYaml (dict "pools" $pools) }}
+{{- end }}
+
+{{/* What a router is told in order to set the replicas of a model's pools, as YAML; empty where it sets none: (root, model). */}}
+{{- define "diptych.planSettings" -}}
+{{- $settings := dict }}
+{{- $pools := (include "diptych.planned" . | fromYaml).pools }}
+{{- if $pools }}
+{{- $_ := set $settings "planner_lease" (include "diptych.objectName" (dict "root" .root "role" "planner" "name" .model)) }}
+{{- end }}
+{{- range $role, $pool := $pools }}
+{{- $_ := set $settings (printf "%s_deployment" $role) $pool.deployment }}
+{{- $_ := set $settings (printf "min_%s" $role) (int $pool.least) }}
+{{- $_ := set $settings (printf "max_%s" $role) (int $pool.most) }}
+{{- /* 1 is what routers take anyway; left out, a price in router.settings still counts. */}}
+{{- if ne (float64 $pool.price) 1.0 }}{{ $_ := set $settings (printf "price_%s" $role) $pool.price }}{{ end }}
+{{- end }}
+{{- toYaml $settings }}
 {{- end }}
 
 {{/* "true" when a router of the release sets replicas: (root). */}}

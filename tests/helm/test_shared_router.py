@@ -187,12 +187,8 @@ PLANNED = {"autoscaling": {"type": "planner"}}
             "model b: another one is called snapshot, too, by its id or folder",
         ),
         (
-            values(
-                model("a"),
-                model("b"),
-                decode={"defaults": PLANNED, "pools": values(model("a"), model("b"))["decode"]["pools"]},
-            ),
-            "a router of several models plans no pools",
+            values(model("a"), model("b"), prefill={"pools": {"default": None, "a": PLANNED}}),
+            "model a: a prefill pool with autoscaling.type planner needs a decode pool with the same",
         ),
         (
             values(model("a"), router={"replicas": 2, "responseStore": {"type": "memory"}}),

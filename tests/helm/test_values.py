@@ -89,6 +89,8 @@ def test_a_misspelt_key_is_caught_at_every_depth() -> None:
         ({"models": {"m": {**MODEL, "limits": {"requestsPerHour": 1}}}}, "requestsPerHour"),
         ({"models": {"m": {**MODEL, "toolParser": "lama3"}}}, "toolParser"),
         ({"router": {"settings": {"models_file": "/x"}}}, "models_file"),
+        ({"workers": {"autoscaling": {"price": 0}}}, r"autoscaling[./]price"),
+        ({"decode": {"pools": {"default": {"autoscaling": {"price": -1}}}}}, r"autoscaling[./]price"),
     ),
 )
 def test_bad_values_are_refused_by_both_helms(either_helm: Path, over: dict[str, Any], message: str) -> None:
