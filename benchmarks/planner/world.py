@@ -138,21 +138,27 @@ class World:
         self.ready: list[dict[Role, int]] = []
         self._looked = (0, 0, 0)
         self._chance = random.Random(seed)
-        self._noise, self._serial = noise, 0
+        self._noise, self._serial, self._num_arrived = noise, 0, 0
 
     def run(self, seconds: float) -> Result:
-        """Serve until `seconds`; requests that are not done then count by what they got."""
-        num_arrived = 0
+        """Serve until `seconds`."""
         for tick in range(int(seconds / TICK_S)):
-            now = (tick + 1) * TICK_S
-            while self.coming and self.coming[0].arrived_at <= now:
-                num_arrived += 1
-                self._admit(self.coming.popleft())
-            self._prefill(now)
-            self._decode(now)
-            self._leave(now)
-            if now % CONTROL_S == 0:
-                self._control(now, num_arrived)
+            self.step((tick + 1) * TICK_S)
+        return self.result(seconds)
+
+    def step(self, now: float) -> None:
+        """Serve for one tick, which ends `now`."""
+        while self.coming and self.coming[0].arrived_at <= now:
+            self._num_arrived += 1
+            self._admit(self.coming.popleft())
+        self._prefill(now)
+        self._decode(now)
+        self._leave(now)
+        if now % CONTROL_S == 0:
+            self._control(now)
+
+    def result(self, seconds: float) -> Result:
+        """What became of the requests after so long; those that are not done count by what they got."""
         judged = [one for one in self.all if one.arrived_at < seconds - 60.0]
         met = sum(self.meets(one) for one in judged) / max(1, len(judged))
         return Result(met, len(self.refused) / max(1, len(self.all)), self.worker_s, self.history, self.ready)
@@ -260,19 +266,19 @@ class World:
             running = sum(each.ready_at < math.inf for each in self.machines[role])
             self.worker_s[role] += TICK_S * running
 
-    def _control(self, now: float, num_arrived: int) -> None:
+    def _control(self, now: float) -> None:
         seen_arrived, seen_done, seen_refused = self._looked
         seen = Seen(
             now,
             self._fleet(now),
-            num_arrived - seen_arrived,
+            self._num_arrived - seen_arrived,
             self.done[seen_done:],
             self.refused[seen_refused:],
             {role: self.busy_s[role] / CONTROL_S for role in ROLES},
             {role: sum(not each.leaving for each in self.machines[role]) for role in ROLES},
             {role: self._kv_used(role, now) for role in ROLES},
         )
-        self._looked = (num_arrived, len(self.done), len(self.refused))
+        self._looked = (self._num_arrived, len(self.done), len(self.refused))
         self.busy_s = dict.fromkeys(ROLES, 0.0)
         wanted = self.controller(seen)
         self.history.append(dict(wanted))
