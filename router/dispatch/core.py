@@ -74,16 +74,16 @@ class DispatchCore:
         actions: Actions,
         policy: RoutingPolicy | None = None,
         splits: SplitForecaster | None = None,
+        has_prefill: bool = True,
     ) -> None:
-        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles."""
+        """Without a `policy`, the usual one routes. `splits` and `has_prefill`: see `Dispatcher`."""
         self._config, self._registry, self._index, self._actions = config, registry, index, actions
         self.states: dict[str, RequestState] = {}
-        self.waiting = WaitingRequests()
-        self.counters = DispatchCounters()
+        self.waiting, self.counters = WaitingRequests(), DispatchCounters()
         self._deadlines: dict[str, Cancel] = {}
         policy = policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
         self._placement = Placement(registry, policy, self._index, actions.send, actions.abort)
-        self.has_prefill = bool(config.prefill or config.prefill_services or config.discovery_file)
+        self.has_prefill = has_prefill and bool(config.prefill or config.prefill_services or config.discovery_file)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
         self._recovery = Recovery(config.max_retries, self._placement, self.waiting, self.counters)
         self._growth = Growth(registry, self._placement.lengths)

@@ -41,10 +41,12 @@ class Dispatcher:
         splits: SplitForecaster | None = None,
         needed: Role = "decode",
         models: Collection[str] = (),
+        has_prefill: bool = True,
     ) -> None:
         """Without a `policy`, the usual one routes. `splits` predicts for changes of roles. `models`: see the fleet.
 
         Nothing is served without a worker of the role that is `needed`: prefill for a model that generates no text.
+        Without `has_prefill` the model has no prefill workers, and none is missed, whatever discovery could find.
         """
         self._clock = time.monotonic
         self._wakes: dict[str, asyncio.Future[TokenEvent | None]] = {}
@@ -56,7 +58,7 @@ class Dispatcher:
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock, models=models)
         self.adapters = AdapterOrders(self.fleet)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy, splits)
+        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy, splits, has_prefill)
 
     # ------------------------------------------------------------ for the front
 

@@ -52,7 +52,8 @@ A flag wins over the environment, the environment over the file. docs/configurat
 class ServePlan:
     """The settings of every process to start. Worker i of a pool is named `prefill-i` or `decode-i`.
 
-    Each of the `models` has the workers of one model, in the order of the models; their numbers run on.
+    Each of the `models` has the workers of one model, in the order of the models; their numbers run on. A model whose
+    file says that it has no prefill pool has no prefill workers.
     With `autoscale` workers come and go: `kinds` are the settings of any worker of a role, but its name and its model.
     """
 
@@ -123,7 +124,8 @@ def read_plan(
     router = _hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S)
     if decode.on_gpu and THRESHOLD not in flags and THRESHOLD not in sources.values(RouterConfig, skip=ROUTER_OWN):
         router = dataclasses.replace(router, local_prefill_threshold=0)
-    models = tuple(entry.model for entry in table_of(router).models)
+    entries = table_of(router).models
+    models = tuple(entry.model for entry in entries)
     if len(models) > 1 and (named := prefill.lora or decode.lora):
         allowed = "left out with several models: load each adapter at run time, with --max-loras"
         raise ConfigError("lora", named[0], allowed)
@@ -134,7 +136,8 @@ def read_plan(
         decode = _divided(decode, len(models) * (serve.decode + serve.prefill * same))
 
     def workers(config: W, role: Role, num: int) -> tuple[W, ...]:
-        ours = [dataclasses.replace(config, model=model) for model in models for _ in range(num)]
+        served = [entry.model for entry in entries if role == "decode" or entry.has_prefill]
+        ours = [dataclasses.replace(config, model=model) for model in served for _ in range(num)]
         return tuple(_worker(own, f"{role}-{i}", cores, drain_s) for i, own in enumerate(ours))
 
     every: list[WorkerConfig] = [*workers(prefill, "prefill", serve.prefill), *workers(decode, "decode", serve.decode)]

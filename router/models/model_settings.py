@@ -13,7 +13,10 @@ from router.models.entry import ModelEntry
 
 def settings_of(config: RouterConfig, entries: Mapping[str, ModelEntry]) -> list[RouterConfig]:
     """The settings for each model, by its name. Raises ConfigError for what does not fit together."""
-    return [_of_model(config, name, entry, number) for number, (name, entry) in enumerate(entries.items(), 1)]
+    leases = [config.planner_lease]
+    if len(entries) > 1:
+        leases = [f"{config.planner_lease}-{number}" for number in range(1, len(entries) + 1)]
+    return [_of_model(config, name, entry, lease) for (name, entry), lease in zip(entries.items(), leases, strict=True)]
 
 
 def same_model(entry: ModelEntry) -> tuple[str, ...]:
@@ -24,10 +27,8 @@ def same_model(entry: ModelEntry) -> tuple[str, ...]:
 
 def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
     """Whether the planner of a router can plan all of its models, whose own settings these are. Raises ConfigError."""
-    if len(models) == 1:
-        return
     for field in ("prefill_deployment", "decode_deployment"):
-        if named := getattr(config, field):
+        if len(models) > 1 and (named := getattr(config, field)):
             raise ConfigError(field, named, "left out with several models: --models-file names those of each")
     if config.planner == "kubernetes" and all(one.planner != "kubernetes" for one in models):
         raise ConfigError(FIELD, config.models_file, "a decode_deployment for a model, with --planner kubernetes")
@@ -37,9 +38,8 @@ def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
         raise ConfigError("max_cost", config.max_cost, allowed)
 
 
-def _of_model(config: RouterConfig, name: str, entry: ModelEntry, number: int) -> RouterConfig:
-    own = {"planner_lease": f"{config.planner_lease}-{number}"} if config.planner == "kubernetes" else {}
-    planned = own | dict(entry.planned)
+def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) -> RouterConfig:
+    planned = {"planner_lease": lease, **entry.planned}
     if config.planner == "kubernetes" and not (config.decode_deployment or "decode_deployment" in planned):
         planned["planner"] = "advice"  # its Deployments are scaled by others
     try:

@@ -50,13 +50,14 @@ MAX_NAMES = 64
 """Aliases, fallbacks or weights of one entry."""
 NAME = re.compile(r"[!-~]{1,256}")
 GOALS = ("slo_ttft_ms", "slo_tpot_ms")
-PLANNED = tuple(f"{what}_{role}" for what in ("min", "max", "price") for role in ("prefill", "decode"))
-DEPLOYED = ("prefill_deployment", "decode_deployment", "planner_lease")
-SETTINGS = {field.name: field for field in fields_of(RouterConfig) if field.name in (*PLANNED, *DEPLOYED)}
+PLANNED = (
+    *("min_prefill", "max_prefill", "min_decode", "max_decode", "price_prefill", "price_decode"),
+    *("prefill_deployment", "decode_deployment", "planner_lease"),
+)
 """Settings of the planner that a model may have of its own."""
 MODEL_FIELDS = (
     *("model", "name", "aliases", "fallbacks", "hold", "prefill", *LIMITS, "tool_parser", "reasoning"),
-    *(*GOALS, *SETTINGS),
+    *(*GOALS, *PLANNED),
 )
 SPLIT_FIELDS = ("name", "weights")
 
@@ -134,12 +135,14 @@ class _Table:
     def planned(self) -> dict[str, int | float | str]:
         """The settings of the planner that the table has."""
         found: dict[str, int | float | str] = {}
-        for name in (name for name in SETTINGS if name in self._values):
+        for field in fields_of(RouterConfig):
+            if field.name not in PLANNED or field.name not in self._values:
+                continue
+            found[field.name] = field.coerce(self._values[field.name])
             try:
-                found[name] = SETTINGS[name].coerce(self._values[name])
-                SETTINGS[name].check(found[name])
+                field.check(found[field.name])
             except ConfigError as error:
-                self.refuse(name, error.allowed)
+                self.refuse(field.name, error.allowed)
         return found
 
     def weights(self, field: str) -> dict[str, float]:

@@ -37,10 +37,12 @@ class ServedModel:
         front: RouterMetrics | None = None,
         models: Collection[str] = (),
         budget: Budget | None = None,
+        has_prefill: bool = True,
     ) -> None:
         """`config` names this model alone. `front`: the metrics of a router of several models, whose census sends it
-        the workers that serve one of these `models`, and whose plans share a `budget`. Raises ModelError, and
-        ConfigError for a file of a setting or where there are no workers of the role that the model's task needs.
+        the workers that serve one of these `models`, and whose plans share a `budget`. `has_prefill`: see `Dispatcher`.
+        Raises ModelError, and ConfigError for a file of a setting or where there are no workers of the role that the
+        model's task needs.
         """
         needed = served_task(files, config.task).needed
         config.check_workers(needed)
@@ -50,7 +52,9 @@ class ServedModel:
         if self.text.grammars is not None and files.eos_token_ids:
             self.text.grammars.start()
         splits = SizingForecaster.of(config)
-        self.dispatcher = Dispatcher(config, policy=policy, splits=splits, needed=needed, models=models)
+        self.dispatcher = Dispatcher(
+            config, policy=policy, splits=splits, needed=needed, models=models, has_prefill=has_prefill
+        )
         self.metrics = RouterMetrics(self.name, self.dispatcher.load, front=front)
         window = SLOWindow.of(config.classes)
         labels = {"model_name": self.name, "engine": ENGINE}

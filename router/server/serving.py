@@ -65,14 +65,24 @@ class Serving:
         configs = settings_of(config, self.catalog.entries)
         check_planned(config, configs)
         if len(files) == 1:
-            self.models: tuple[ServedModel, ...] = (ServedModel(configs[0], files[0], threads, policy=policy),)
+            alone = ServedModel(configs[0], files[0], threads, policy=policy, has_prefill=table.models[0].has_prefill)
+            self.models: tuple[ServedModel, ...] = (alone,)
             self.app = app_of_one(self.catalog, self.models[0], lambda: self.failure, self.tracing, part)
         else:
             front, budget = RouterMetrics(NO_MODEL, None), budget_of(config)
             names = [frozenset((own.model_id, entry.model)) for own, (_, entry) in zip(files, entries, strict=True)]
             self.models = tuple(
-                ServedModel(one, own, threads, policy=policy, front=front, models=known, budget=budget)
-                for one, own, known in zip(configs, files, names, strict=True)
+                ServedModel(
+                    one,
+                    own,
+                    threads,
+                    policy=policy,
+                    front=front,
+                    models=known,
+                    budget=budget,
+                    has_prefill=entry.has_prefill,
+                )
+                for one, own, known, entry in zip(configs, files, names, table.models, strict=True)
             )
             self.census = self._census(config, names, front)
             self.app = app_of_several(

@@ -31,7 +31,7 @@ def scaled(**more: Any) -> dict[str, Any]:
 
 
 def two_models(*, prefill: Any = None, decode: Any = None, other: Any = None, **over: Any) -> dict[str, Any]:
-    """`a` with both of its pools planned, and `b` with a decode pool that nobody scales; one router serves both."""
+    """`a` with both of its pools planned, and `b` with a decode pool of a fixed size; one router serves both."""
     pools = {"default": None, "a": scaled() if decode is None else decode, "b": other or {}}
     first = {"default": None, "a": scaled() if prefill is None else prefill}
     return values(model("a"), model("b"), prefill={"pools": first}, decode={"pools": pools}, **over)

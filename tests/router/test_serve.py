@@ -101,6 +101,14 @@ def test_one_pool_cannot_have_a_list_of_models() -> None:
         plan_of("--model", "a", "--decode-model", "b", "--decode-model", "c")
 
 
+def test_a_model_without_a_prefill_pool_gets_no_prefill_workers(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[[model]]\nmodel = "a"\nprefill = false\n[[model]]\nmodel = "b"\n')
+    plan = plan_of("--models-file", str(file), "--prefill", "2")
+    assert [(worker.worker_id, worker.model) for worker in plan.prefill] == [("prefill-0", "b"), ("prefill-1", "b")]
+    assert [worker.model for worker in plan.decode] == ["a", "b"]
+
+
 @pytest.mark.parametrize("argv", ["--decode=0", "--prefil=1", "--kv-port=1", "--decode-block-size=5"])
 def test_a_bad_plan_is_refused(argv: str) -> None:
     with pytest.raises(ConfigError):

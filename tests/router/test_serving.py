@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from common.model_files.tiny import make_tiny_model
 from router.auth.errors import RateLimited
 from router.auth.keys import ANONYMOUS, Limits
 from router.auth.visit import Visit
-from router.models.model_settings import check_planned
+from router.models.entry import ModelEntry
+from router.models.model_settings import check_planned, settings_of
 from router.server.serving import Serving
 from router.siblings.part import LOCK, RouterPart
 
@@ -167,6 +169,37 @@ def test_plans_of_several_models_that_do_not_fit_together_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=why):
         serving(text, planner="kubernetes", **settings)
+
+
+@pytest.mark.parametrize("more", ["", "decode_deployment = 'd'\nmax_decode = 4\nplanner_lease = 'mine'"])
+def test_one_model_has_the_lease_that_is_named(more: str) -> None:
+    """Its right to use a Lease is for that name."""
+    config = RouterConfig(
+        planner="kubernetes",
+        decode_deployment="" if more else "d",
+        max_decode=4,
+        models_file="m",
+        planner_lease="given",
+    )
+    planned = dict(tomllib.loads(more))
+    (own,) = settings_of(config, {"m": ModelEntry("m", planned=planned)})
+    assert (own.planner, own.planner_lease) == ("kubernetes", "mine" if more else "given")
+
+
+def test_a_file_of_one_model_must_name_its_deployment_too() -> None:
+    config = RouterConfig(planner="kubernetes", models_file="m")
+    with pytest.raises(ConfigError, match="a decode_deployment for a model"):
+        check_planned(config, settings_of(config, {"m": ModelEntry("m")}))
+
+
+async def test_no_prefill_pool_is_planned_for_a_model_that_has_none(serving: Any, tmp_path: Path) -> None:
+    """Discovery may find prefill workers, of other models."""
+    (tmp_path / "workers.json").write_text("{}")
+    found, _ = serving(
+        planner="advice", prefill=(), decode=(), discovery="file", discovery_file=str(tmp_path / "workers.json")
+    )
+    assert [one.dispatcher.core.has_prefill for one in found.models] == [True, False]
+    assert [one.planning._roles for one in found.models] == [("prefill", "decode"), ("decode",)]
 
 
 def test_models_without_a_file_have_no_deployments_to_scale() -> None:
