@@ -108,7 +108,7 @@ docs: $(VENV)/.dev
 	@for page in schema readme dashboards; do $(BIN)/python helm/write_$$page.py; done
 
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q --hypothesis-profile quick -m "not slow" $(PURE) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --hypothesis-profile quick -m "not slow" $(PURE) $(ARGS)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 --budget-s 300 --hypothesis-profile quick -m "not slow and not gpu and not chaos" $(ARGS)
