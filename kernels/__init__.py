@@ -8,6 +8,7 @@
     paged_attention                         softmax(scale * q.k) v over the blocks of the cache
     sample                                  from logits to tokens, without leaving the device
     gather_blocks, scatter_blocks           KV blocks to and from a transfer buffer, in 8 bits if wanted
+    block_sums                              checksums of KV blocks by their device
     rms_norm, add_rms_norm, gated           the element-wise steps between the matrix products
     Linear, GatedLinear, QuantisedWeight    matrix products with fixed weights, dense or of 8 to 4 bits
     LoraSite, LoraRows, LoraChange          what the adapters of rows add to such products
@@ -31,7 +32,7 @@ A backend for another device implements `backends.Backend` and is named in `back
 from __future__ import annotations
 
 from kernels.backends import Backend, backend, has_device_kernels, has_own_kernels, prepare
-from kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
+from kernels.blocks import block_sums, gather_blocks, scatter_blocks, wire_bytes
 from kernels.cpu.backend import share_cores
 from kernels.cpu.native_plan import NativePlan
 from kernels.cpu.program import Program
@@ -96,6 +97,7 @@ __all__ = [
     "add_gated",
     "add_rms_norm",
     "backend",
+    "block_sums",
     "fill_rows",
     "gated",
     "gather_blocks",

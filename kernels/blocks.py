@@ -8,6 +8,11 @@ A block in a buffer is one row of bytes. As it is, those are the block's own. Qu
 
 and a number is its e4m3 times its scale. A scale is the largest magnitude that it serves / 448, and at least 2^-100.
 All backends write the same bytes. Every number of a block must be finite, those in unused slots included.
+
+A block's sum is that of its words of 8 bytes, each with its place mixed into all 64 bits (degski's mixing of 64 bits:
+two rounds of x ^= x >> 32, x *= 0xD6E8FEB86659FD93, and one more shift; the word at place i begins as
+w + (i + 1) * 0x9E3779B97F4A7C15). Additions may come in any order, so a GPU takes it in parallel, to the same number as
+a processor. It finds bytes that chance or another request wrote; it is no defence against someone who looks for others.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from torch import Tensor
 
 from kernels.backends import backend
 from kernels.interface.host_copies import ALIGN_BYTES
+
+WORD_BYTES = 8
+"""Of the words that a block's sum adds up."""
 
 
 def wire_bytes(kv: Tensor, *, quantised: bool = False) -> int:
@@ -50,6 +58,19 @@ def scatter_blocks(buffer: Tensor, kv: Tensor, block_ids: Tensor, *, quantised: 
     """
     _check(buffer, kv, block_ids, quantised)
     backend(kv.device.type).scatter_blocks(buffer, kv, block_ids, quantised)
+
+
+def block_sums(kv: Tensor, block_ids: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The sums of blocks block_ids (int64 [n], on kv's device), int64 [n]: `out` if it is given.
+
+    ValueError if a block is no whole number of words. On a GPU nothing waits for them.
+    """
+    if wire_bytes(kv) % WORD_BYTES:
+        raise ValueError(f"a block of {wire_bytes(kv)} bytes is no whole number of words of {WORD_BYTES}")
+    if out is None:
+        out = torch.empty_like(block_ids)
+    backend(kv.device.type).block_sums(kv, block_ids, out)
+    return out
 
 
 def _check(buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> None:

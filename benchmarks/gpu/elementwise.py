@@ -19,6 +19,7 @@ from kernels.agreement.seats import random_seats, seats_check, unwritten_rows
 from kernels.blocks import wire_bytes
 from kernels.interface.seats import POSITION, SeatLayout
 from kernels.plain import reference
+from kernels.plain.blocks import block_sums as sums_by_torch
 from kernels.plain.blocks import gather_blocks as gather_by_torch
 from kernels.plain.blocks import scatter_blocks as scatter_by_torch
 from kernels.plain.sampling import sample_by_sorting
@@ -39,6 +40,7 @@ def elementwise_cases(backend: Any, shape: GPUShape, device: torch.device) -> It
     for quantised in (False, True):
         for gathers in (True, False):
             yield partial(block_case, backend, shape, device, quantised=quantised, gathers=gathers)
+    yield partial(sums_case, backend, shape, device)
 
 
 def rotate_case(backend: Any, shape: GPUShape, tokens: int, device: torch.device) -> KernelCase:
@@ -148,6 +150,22 @@ def seats_case(backend: Any, shape: GPUShape, device: torch.device) -> KernelCas
 
     num_bytes = 12 * count * (shape.decode_context // size)
     return KernelCase("rows from seats", f"{count} of {shape.decode_context:,}", num_bytes, 0, [call], check)
+
+
+def sums_case(backend: Any, shape: GPUShape, device: torch.device) -> KernelCase:
+    """The sums that tell a receiver's GPU whether it copied what the sender's read."""
+    count = shape.moved_blocks
+    kv = _random(shape, device, count, shape.num_layers, shape.num_kv_heads, shape.block_size, 2, shape.head_dim)
+    ids = torch.randperm(count, device=device)
+    sums, expected = torch.zeros_like(ids), torch.zeros_like(ids)
+
+    def check() -> str:
+        backend.block_sums(kv, ids, sums)
+        sums_by_torch(kv, ids, expected)
+        return "" if torch.equal(sums, expected) else "the sums differ from torch's"
+
+    call: Call = lambda: backend.block_sums(kv, ids, sums)  # noqa: E731
+    return KernelCase("sums of blocks", f"{count} blocks of {kv[0].nbytes:,} bytes", kv.nbytes, 0, [call], check)
 
 
 def block_case(backend: Any, shape: GPUShape, device: torch.device, *, quantised: bool, gathers: bool) -> KernelCase:

@@ -16,7 +16,7 @@ from kernels.agreement.poisoned_cache import PoisonedCache
 from kernels.agreement.seats import seats_check
 from kernels.agreement.shape import CheckedShape
 from kernels.backends import backend
-from kernels.blocks import gather_blocks, scatter_blocks, wire_bytes
+from kernels.blocks import block_sums, gather_blocks, scatter_blocks, wire_bytes
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.kernels import HeadNorms, LatentNorm
 from kernels.interface.kv_region import LARGEST_FP8
@@ -44,6 +44,7 @@ def elementwise_checks(shape: CheckedShape, cache: PoisonedCache) -> Iterator[Ch
         yield partial(seats_check, kernels.fill_rows, layout.block_size, shape.longest, device, cache.random)
         for quantised in (False, True) if shape.quantised_wire else (False,):
             yield partial(copies, cache, quantised)
+        yield partial(sums, cache)
 
 
 def rotary(shape: CheckedShape, cache: PoisonedCache) -> Finding:
@@ -207,3 +208,14 @@ def _weight(width: int, cache: PoisonedCache) -> Tensor:
 def _random(shape: CheckedShape, cache: PoisonedCache, rows: int, width: int) -> Tensor:
     made = torch.randn(rows, width, generator=cache.random)
     return made.to(device=cache.kv.device, dtype=shape.dtype)
+
+
+def sums(cache: PoisonedCache) -> Finding:
+    """The sums of blocks that hold anything, NaN included."""
+    kv, device = cache.kv, cache.kv.device
+    ids = torch.arange(kv.shape[0], device=device).flip(0)
+    expected = torch.empty_like(ids)
+    plain_blocks.block_sums(kv, ids, expected)
+    off = int((block_sums(kv, ids) != expected).sum())
+    words = f"{len(ids)} blocks of {kv[0].numel() * kv.element_size()} bytes"
+    return Finding("sums of blocks", words, float(off), 0.0, f"{off} of {len(ids)} differ" if off else "")

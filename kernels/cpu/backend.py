@@ -75,6 +75,7 @@ class NativeBackend:
     fill_rows = staticmethod(plain.fill_rows)
     gather_blocks = staticmethod(plain.gather_blocks)
     scatter_blocks = staticmethod(plain.scatter_blocks)
+    block_sums = staticmethod(plain.block_sums)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layouts(library)

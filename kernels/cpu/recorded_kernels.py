@@ -166,5 +166,8 @@ class RecordedKernels:
     def scatter_blocks(self, buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: bool) -> NoReturn:
         raise NotRecordable("blocks are no part of a step")
 
+    def block_sums(self, kv: Tensor, block_ids: Tensor, out: Tensor) -> NoReturn:
+        raise NotRecordable("blocks are no part of a step")
+
     def gated(self, gate_up: Tensor, activation: str) -> NoReturn:
         raise NotRecordable("gate and up are one product here: see GatedLinear")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.gpu import held_products
 from kernels.gpu.attention import paged_attention, plan_attention, step_plan
-from kernels.gpu.blocks import gather_blocks, scatter_blocks
+from kernels.gpu.blocks import block_sums, gather_blocks, scatter_blocks
 from kernels.gpu.latents import write_latents
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rotary import rotate_and_write
@@ -20,6 +20,7 @@ products: HeldProducts = held_products
 __all__ = [
     "add_gated",
     "add_rms_norm",
+    "block_sums",
     "combine",
     "fill_rows",
     "gated",

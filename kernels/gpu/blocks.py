@@ -1,4 +1,4 @@
-"""KV blocks into and out of a transfer buffer, in the formats of `kernels.blocks`, to the byte."""
+"""KV blocks into and out of a transfer buffer, in the formats of `kernels.blocks`, to the byte, and their sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.gpu.tiles.key_tile import dequantised
 from kernels.gpu.tiles.rounding import e4m3_bits, rounded
 from kernels.interface.kv_region import LARGEST_FP8, LEAST_SCALE
 
-WORDS = 2048  # of 4 bytes, that a program copies
+WORDS = 2048  # that a program copies, of 4 bytes, or adds up, of 8
 TILE = 4096  # numbers that a program holds while it quantises
 
 
@@ -80,6 +80,32 @@ def dequantise_heads(
         b_x = tl.load(p_from + start * (KINDS * HEAD_DIM) + o, mask=m, other=0)
         b_x = dequantised(b_x, tl.float32, True) * scale
         tl.store(p_to + start * (KINDS * HEAD_DIM) + o, rounded(b_x, kv.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize_on_alignment=["block_ids"])
+def mix_words(kv, sums, block_ids, num_words, BLOCK: tl.constexpr):
+    """Program (i, j) writes the sum of the j-th piece of block block_ids[i]; int64 words."""
+    i_row, i_piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_block = tl.load(block_ids + i_row).to(tl.int64)
+    o = i_piece * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(kv + i_block * num_words + o, mask=o < num_words, other=0).to(tl.uint64, bitcast=True)
+    x += (o + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93
+    x = (x ^ (x >> 32)) * 0xD6E8FEB86659FD93
+    x ^= x >> 32
+    total = tl.sum(tl.where(o < num_words, x, 0).to(tl.int64, bitcast=True))
+    tl.store(sums + i_row * tl.num_programs(1) + i_piece, total)
+
+
+def block_sums(kv: Tensor, block_ids: Tensor, out: Tensor) -> None:
+    """As `kernels.block_sums`, into `out`."""
+    if not (count := block_ids.shape[0]):
+        return
+    words = kv.view(kv.shape[0], -1).view(torch.int64)
+    pieces = triton.cdiv(words.shape[1], WORDS)
+    sums = torch.empty(count, pieces, dtype=torch.int64, device=kv.device)
+    mix_words[(count, pieces)](words, sums, block_ids, words.shape[1], BLOCK=WORDS, num_warps=4)
+    torch.sum(sums, 1, out=out)
 
 
 def gather_blocks(kv: Tensor, block_ids: Tensor, buffer: Tensor, quantised: bool) -> None:

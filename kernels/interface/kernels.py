@@ -175,6 +175,10 @@ class Kernels(Protocol):
         """Copies rows of `buffer` to blocks: see `kernels.scatter_blocks`."""
         ...
 
+    def block_sums(self, kv: Tensor, block_ids: Tensor, out: Tensor) -> None:
+        """Sums of blocks to `out`, int64 [n]: see `kernels.block_sums`."""
+        ...
+
 
 class HeldProducts(Protocol):
     """Products of a device with weights as they are held: quantised ones, stacks of them, and those of adapters."""

@@ -1,4 +1,4 @@
-"""KV blocks into and out of a transfer buffer in plain torch, in the format of `kernels.blocks`."""
+"""KV blocks into and out of a transfer buffer, and their sums, in plain torch, as `kernels.blocks` says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kernels.interface.kv_region import LARGEST_FP8, LEAST_SCALE
 
+ODD, MIX = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64
+"""As signed numbers, because torch multiplies those: the product's bits are the same."""
 PIECE = 32_767
 """Numbers at a time, one less than torch would divide among threads: those are for the steps that run meanwhile."""
 
@@ -48,6 +50,22 @@ def scatter_blocks(buffer: Tensor, kv: Tensor, block_ids: Tensor, quantised: boo
         scales = (row[numbers:end].clone().view(torch.float32).view(-1, block.shape[2]) * 256.0)[:, None, :, None]
         for piece in pieces:
             block[piece] = _widened(small[piece]) * scales[piece[0]]
+
+
+def block_sums(kv: Tensor, block_ids: Tensor, out: Tensor) -> None:
+    """As `Kernels.block_sums`, on any device."""
+    words = kv.view(kv.shape[0], -1).view(torch.int64)
+    places = torch.arange(1, words.shape[1] + 1, device=kv.device) * ODD
+    for row, index in enumerate(block_ids.tolist()):
+        mixed = words[index] + places
+        for _ in range(2):
+            mixed = (mixed ^ _upper(mixed)) * MIX
+        out[row] = (mixed ^ _upper(mixed)).sum()
+
+
+def _upper(words: Tensor) -> Tensor:
+    """The upper 32 of 64 bits, without a sign."""
+    return (words >> 32) & 0xFFFFFFFF
 
 
 def _by_heads(kv: Tensor) -> tuple[Tensor, int, int]:

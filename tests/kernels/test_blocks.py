@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 import torch
 
-from kernels import gather_blocks, scatter_blocks, wire_bytes
+from kernels import block_sums, gather_blocks, scatter_blocks, wire_bytes
 from kernels.plain.blocks import _pieces
 
 SHAPE = (7, 2, 3, 16, 2, 80)
@@ -81,3 +82,41 @@ def test_heads_larger_than_torch_handles_in_one_thread() -> None:
         block = torch.zeros(1, shape[1] * shape[2], *shape[3:])
         pieces = [block[0][piece].numel() for piece in _pieces(block)]
         assert max(pieces) < 32_768 and sum(pieces) == block.numel()
+
+
+def mixed(block: bytes) -> int:
+    """The sum of a block, number by number."""
+    total = 0
+    for place, (word,) in enumerate(struct.iter_unpack("<Q", block), 1):
+        x = (word + place * 0x9E3779B97F4A7C15) % 2**64
+        for _ in range(2):
+            x = (x ^ x >> 32) * 0xD6E8FEB86659FD93 % 2**64
+        total += x ^ x >> 32
+    return total % 2**64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_sums_are_of_every_word_and_its_place(dtype: torch.dtype) -> None:
+    kv = torch.randn(7, 2, 1, 16, 2, 24).to(dtype)
+    kv[3] = 0.0
+    found = [value % 2**64 for value in block_sums(kv, torch.tensor([5, 3, 5])).tolist()]
+    assert found == [mixed(bytes(kv[index].flatten().view(torch.uint8).tolist())) for index in (5, 3, 5)]
+
+
+def test_any_bit_changes_a_sum() -> None:
+    kv = torch.randn(1, 1, 2, 4, 2, 8)
+    only, words = torch.tensor([0]), kv.view(torch.int64).view(-1)
+    sums = {int(block_sums(kv, only))}
+    for word in range(len(words)):
+        for bit in (0, 31, 32, 63):
+            words[word] ^= -(2**63) if bit == 63 else 1 << bit
+            sums.add(int(block_sums(kv, only)))
+            words[word] ^= -(2**63) if bit == 63 else 1 << bit
+    assert len(sums) == 1 + 4 * len(words)
+    words[[0, 1]] = words[[1, 0]]
+    assert int(block_sums(kv, only)) not in sums
+
+
+def test_a_block_of_no_whole_number_of_words() -> None:
+    with pytest.raises(ValueError, match="4 bytes is no whole number of words of 8"):
+        block_sums(torch.zeros(2, 1, 1, 1, 1, 1), torch.tensor([0]))

@@ -253,6 +253,18 @@ def test_a_copy_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.startswith("gather blocks") and "bytes differ" in found
 
 
+def test_a_sum_that_leaves_out_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = blocks.block_sums
+
+    def wrong(kv: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+        right(kv, ids, out)
+        out[-1] += 1
+
+    monkeypatch.setattr(triton_backend, "block_sums", wrong)
+    (found,) = problems(shape_of(vocab_size=0), cache())
+    assert found.startswith("sums of blocks") and "1 of" in found
+
+
 def test_a_kernel_that_fails_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> torch.Tensor:
         raise RuntimeError("an illegal memory access was encountered\nmore words")
@@ -296,14 +308,14 @@ def test_a_worker_says_how_many_agree(loaded: tuple[Any, KVCache], caplog: pytes
     """Gemma: a window and none, norms of heads, gelu."""
     with caplog.at_level(logging.INFO):
         check_model_kernels(*loaded)
-    assert "11 kernels agree, " in caplog.text
+    assert "12 kernels agree, " in caplog.text
     assert not cast(Any, loaded[1].tensor).any()
 
 
 def test_a_worker_refuses_to_start(loaded: tuple[Any, KVCache], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "attend_tile", sees_one_more)
     with pytest.raises(
-        ModelError, match="2 of 11 kernels on cpu do not compute .* decode attention .* window 32"
+        ModelError, match="2 of 12 kernels on cpu do not compute .* decode attention .* window 32"
     ) as error:
         check_model_kernels(*loaded)
     assert "--no-kernel-check" in str(error.value)

@@ -55,3 +55,14 @@ def test_nothing(device: torch.device) -> None:
     blocks.gather_blocks(kv, ids, buffer, False)
     blocks.scatter_blocks(buffer, kv, ids, False)
     assert (kv == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 2, 32, 2, 128)])
+def test_sums(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    kv, ids = cache(shape, dtype), torch.tensor([5, 0, 3, 5])
+    found, expected = torch.empty(4, dtype=torch.int64, device=device), torch.empty(4, dtype=torch.int64)
+    blocks.block_sums(kv.to(device), ids.to(device), found)
+    plain.block_sums(kv, ids, expected)
+    assert torch.equal(found.cpu(), expected) and len(set(expected.tolist())) == 3
+    blocks.block_sums(kv.to(device), ids[:0].to(device), found[:0])

@@ -52,6 +52,11 @@ def copy_job(to_buffer: bool) -> Job:
     return Job("kernels.gpu.blocks:copy_words", signature, constants, aligned=("num_words",))
 
 
+def sums_job() -> Job:
+    signature = {"kv": "*i64", "sums": "*i64", "block_ids": "*i64", "num_words": "i32"}
+    return Job("kernels.gpu.blocks:mix_words", signature, {"BLOCK": blocks.WORDS}, aligned=("num_words",))
+
+
 def quantised_job(name: str, block_size: int = 64) -> Job:
     slots, width = blocks.quantised_tile(block_size, 128)
     signature = {"kv": "*bf16", "buffer": "*u8", "scales": "*fp32", "block_ids": "*i64", "row_bytes": "i32"}
@@ -90,6 +95,7 @@ JOBS: dict[str, tuple[Job, int, int, int]] = {
     "clamped swiglu": (gated_job(2), 4, 4, 64),
     "blocks out": (copy_job(True), 4, 4, 64),
     "blocks in": (copy_job(False), 4, 4, 64),
+    "sums of blocks": (sums_job(), 4, 1, 96),
     "rows from seats": (seats_job(), 2, 1, 64),
     "sampling": (sampling_job(False), 4, 0, 96),
     "sampling, top_k and top_p": (sampling_job(True), 4, 0, 128),
