@@ -34,6 +34,7 @@ from common.wire.messages import KVDone, KVGrant, KVMemory, KVTarget
 
 if TYPE_CHECKING:
     from common.kv.block_ring import BlockRing
+    from common.kv.device_copies import OfferedDevice
 
 TIMEOUT_S = 60.0
 RECEIVE_CORE = 1
@@ -115,7 +116,7 @@ def grant_all(pipe: Connection, receiver: KVReceiver, events: Events, *, quantis
         match events.get():
             case TransferOpened(peer, opened, now, memory):
                 name, attempt, blocks = opened.request_id, opened.attempt, range(opened.num_blocks)
-                if (opened.memory or opened.ring or opened.remote) is not None and memory is None:
+                if (opened.memory or opened.ring or opened.remote or opened.device) is not None and memory is None:
                     raise RuntimeError("the sender's memory cannot be read here")
                 receiver.expect(
                     IncomingTransfer(name, attempt, peer, blocks, 0, now, now, memory=memory, quantised=quantised)
@@ -128,8 +129,8 @@ def grant_all(pipe: Connection, receiver: KVReceiver, events: Events, *, quantis
 
 
 class BlockPath:
-    """A KVSender that ships the blocks of `view` to a receiving process, which reads `memory`, the `ring` or `remote`
-    instead.
+    """A KVSender that ships the blocks of `view` to a receiving process, which reads `memory`, the `ring`, `remote` or
+    `device` instead.
 
     `run` moves all blocks once.
     """
@@ -147,6 +148,7 @@ class BlockPath:
         quantise: Callable[[Sequence[int]], Sequence[memoryview]] | None = None,
         ring: BlockRing | None = None,
         remote: OfferedMemory | None = None,
+        device: OfferedDevice | None = None,
     ) -> None:
         self._shape, self._checksum, self._count = shape, checksum, 0
         self._target = KVTarget("receiver", 1, address)
@@ -154,7 +156,7 @@ class BlockPath:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shape.io_threads)
         self._sender = KVSender(
             self._context,
-            Shipping(view, quantise, memory, ring, remote=remote),
+            Shipping(view, quantise, memory, ring, remote=remote, device=device),
             shape.block_bytes,
             ("sender", 1, "fingerprint"),
             self._ended.put,

@@ -7,6 +7,7 @@ import logging
 from common.config import DecodeWorkerConfig
 from common.grammar.grammars import Grammars
 from common.kv.cache import SMALL_DTYPES
+from common.kv.device_copies import DeviceReads
 from common.kv.quantised_staging import quantised_incoming
 from common.kv.staging import IncomingBlocks, ReachedPlaces, StagedIncoming, incoming_blocks
 from common.model_files.files import ModelFiles
@@ -78,6 +79,8 @@ class DecodeDuty(Duty):
         if self.nixl is not None:
             with nixl_works():
                 receiver.read_with(RemoteReads(self.nixl, loaded.kv.wire_bytes))
+        if settings.exports_kv:
+            receiver.import_with(DeviceReads(loaded.kv))
         if loaded.kv.dtype not in SMALL_DTYPES.values():  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv, in_message))
         pool = self.new_pool(loaded)

@@ -73,8 +73,8 @@ ROOMS = {
     "kernels": ("interface", "plain", "cpu", "gpu", "agreement"),
     "common": (
         "observe", "latency", "wire", "cluster", "config", "machine", "gguf_format", "model_config", "model_files",
-        "kv", "tiers", "transfer", "grammar", "weight_formats", "model", "draft_heads", "adapters", "sampling",
-        "runner", "ranks", "worker", "sequences",
+        "device_memory", "kv", "tiers", "transfer", "grammar", "weight_formats", "model", "draft_heads", "adapters",
+        "sampling", "runner", "ranks", "worker", "sequences",
     ),
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.config.cluster import PodSettings
 from common.config.common import CommonConfig
+from common.config.cores import CORES, parse_cores
 from common.config.field import DURATION, FILE, HOST, PORT, setting
 from common.errors import ConfigError
 
@@ -15,7 +16,6 @@ CPU_BLOCK, GPU_BLOCK = 16, 64
 """Tokens: on a GPU a tile of keys is a block of 64, so attention reads one entry of the block table a tile."""
 CPU_KV_GIB = 1.0
 """On a CPU, whose memory others need too: over 40,000 tokens of SmolLM2-135M in bfloat16."""
-_CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
 ADAPTER_NAME = r"[!-+\-.-<>-~]{1,256}"
 _IDENTITY = r"[A-Za-z0-9_.:-]{0,128}"
 
@@ -28,17 +28,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def parse_cores(text: str) -> tuple[int, ...]:
-    """CPU numbers of a list such as "0-3,8"; empty for "". Raises ConfigError for a range that runs backwards."""
-    cores: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise ConfigError("cores", text, "CPU numbers and rising ranges, such as 0-3,8")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return tuple(dict.fromkeys(cores))
 
 
 @dataclass(frozen=True)
@@ -174,7 +163,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         "",
         "CPU cores to stay on, such as 0-3,8; empty: all",
         group="Device",
-        pattern=_CORES,
+        pattern=CORES,
         expects="CPU numbers and ranges, such as 0-3,8",
         metavar="LIST",
     )
@@ -243,9 +232,10 @@ class WorkerConfig(CommonConfig, PodSettings):
         "auto",
         "how KV blocks travel; auto: through shared memory between workers of one host and user, else over TCP; "
         "shm: refuse a worker that cannot share; nixl: decode workers read them with NIXL, by RDMA where the network "
-        "has it, and over TCP where one side has no NIXL (pip install 'diptych[nixl]')",
+        "has it, and over TCP where one side has no NIXL (pip install 'diptych[nixl]'); cuda-ipc: GPUs copy them "
+        "from another GPU of the host, and over TCP where they cannot reach it",
         group="Transfer",
-        choices=("auto", "tcp", "shm", "nixl"),
+        choices=("auto", "tcp", "shm", "nixl", "cuda-ipc"),
     )
     io_threads: int = setting(
         1,
@@ -298,6 +288,9 @@ class WorkerConfig(CommonConfig, PodSettings):
         if self.kv_transport == "nixl" and self.curve_key:
             allowed = "auto, tcp or shm with --curve-key: NIXL neither encrypts KV nor asks who reads it"
             raise ConfigError("kv_transport", "nixl", allowed)
+        if self.exports_kv and (not self.on_gpu or self.tensor_parallel_size > 1):
+            allowed = "auto, tcp, shm or nixl on CPUs and with several ranks: a GPU copies out of another's whole cache"
+            raise ConfigError("kv_transport", "cuda-ipc", allowed)
         parse_cores(self.cores)
         self._check_draft_head()
         self._check_tiers()
@@ -387,6 +380,11 @@ class WorkerConfig(CommonConfig, PodSettings):
     def maps_memory(self) -> bool:
         """Whether KV goes through shared memory where that works."""
         return self.kv_transport in ("auto", "shm")
+
+    @property
+    def exports_kv(self) -> bool:
+        """Whether this worker's KV cache is in memory of a GPU that other GPUs of the host may read."""
+        return self.kv_transport == "cuda-ipc"
 
     @property
     def shares_kv(self) -> bool:

@@ -8,9 +8,13 @@ import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from common.device_memory.descriptor import NotGiven
+from common.device_memory.driver import DriverError
+from common.device_memory.memory import ExportedMemory
 from common.errors import BlockError, ModelError
 from common.kv.shared_memory import NotShared, SharedMemory
 from kernels.cpu.large_pages import prefer_large_pages
@@ -60,7 +64,8 @@ class KVCache:
     Its width is head_dim; in int8 there is room for scales besides: see `kernels.interface.kv_region`.
 
     The system maps host memory as it is touched: blocks that were never written cost nothing. `.shared` is the memory
-    that other processes may read, None unless `share` asks for it and the system has it.
+    that other processes may read, None unless `share` asks for it and the system has it. `.exported` is a GPU's
+    memory that other GPUs of the host may read, None unless `export` asks for it.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         share: bool = False,
+        export: bool = False,
         scales: Sequence[KVScales] = (),
     ) -> None:
         """`scales`: of each layer, for a cache of fp8 alone; none: all are 1."""
@@ -96,12 +102,15 @@ class KVCache:
         shape = (num_blocks, config.num_layers, config.num_kv_heads, block_size, kv_parts(config), width)
         self._host: memoryview | None = None
         self.shared: SharedMemory | None = None
+        self.exported: ExportedMemory | None = None
         try:
-            if self.device.type == "cpu":
+            if export:
+                self.tensor = self._in_exported_memory(shape)
+            elif self.device.type == "cpu":
                 self.tensor = self._in_host_memory(shape, share)
             else:
                 self.tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        except (OSError, RuntimeError, OverflowError) as error:
+        except (OSError, RuntimeError, OverflowError, DriverError, NotGiven) as error:
             raise ModelError(
                 f"no memory for a KV cache of {num_blocks} blocks ({num_blocks * self.block_bytes / 2**30:.2f} GiB) "
                 f"on {device}: lower kv_memory_gib or num_blocks ({error})"
@@ -116,6 +125,11 @@ class KVCache:
     def wire_bytes(self) -> int:
         """Bytes of a block as it is shipped."""
         return self.block_bytes
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether a processor reads and writes blocks where they are."""
+        return self._host is not None
 
     @property
     def is_scaled(self) -> bool:
@@ -140,6 +154,17 @@ class KVCache:
         prefer_large_pages(pages)
         self._host = memoryview(pages)[:num_bytes]
         return torch.frombuffer(self._host, dtype=self.dtype).view(shape)
+
+    def _in_exported_memory(self, shape: tuple[int, ...]) -> Tensor:
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        self.exported = exported = ExportedMemory(num_bytes, self.device.index or 0)
+        if self.device.type == "cpu":  # where the driver is one for tests
+            flat = torch.from_numpy(np.asarray(exported.map))
+        else:
+            flat = torch.as_tensor(exported.map, device=self.device)
+        if flat.data_ptr() != exported.map.address:
+            raise DriverError(f"torch takes memory of {self.device} for another device's, and copied it")
+        return flat[:num_bytes].view(self.dtype).view(shape).zero_()
 
     def block(self, index: int) -> memoryview:
         """Writable bytes of one whole block in host memory, no copy. BlockError out of range or off the host."""

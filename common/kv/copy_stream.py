@@ -33,6 +33,11 @@ class CopyStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
+    def handle(self) -> int:
+        """The stream in the driver's calls; 0 on a CPU."""
+        return self._stream.cuda_stream if self._stream is not None else 0
+
+    @property
     def pins(self) -> bool:
         """Whether the device reaches host memory directly only where that is pinned."""
         return self._stream is not None

@@ -11,11 +11,10 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import numpy as np
 
+from common.device_memory.reached import Reached
 from common.errors import DiptychError
 from common.wire.messages import NONCE_BYTES, KVMemory
 
@@ -58,19 +57,6 @@ class SharedMemory:
     def __del__(self) -> None:
         if hasattr(self, "offer"):
             os.close(self._fd)
-
-
-class Reached(Protocol):
-    """Memory of another worker that this worker's device copies out of itself."""
-
-    block_bytes: int
-
-    def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
-        """Copy places into blocks, (place, index) pairs, at the latest when the result of one is asked for: the
-        checksum of what was copied, None where there is no such place."""
-
-    def close(self) -> None:
-        """End the device's access, before the memory is unmapped."""
 
 
 class PeerMemory:

@@ -225,14 +225,14 @@ def outgoing_blocks(kv: KVCache, at_once: int = 1) -> OutgoingBlocks:
     """For a worker that usually sends up to `at_once` blocks while others wait in its sockets."""
     if isinstance(kv, ShardedCache):
         return GatheredOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
-    return BlocksInPlace(kv) if kv.device.type == "cpu" else StagedOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
+    return BlocksInPlace(kv) if kv.in_host_memory else StagedOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
 
 
 def incoming_blocks(kv: KVCache, at_once: int = 1) -> IncomingBlocks:
     """For messages of up to `at_once` blocks."""
     if isinstance(kv, ShardedCache):
         return ScatteredIncoming(kv, CopyStream(kv.device)).reserve(at_once)
-    return BlocksInPlace(kv) if kv.device.type == "cpu" else StagedIncoming(kv, CopyStream(kv.device)).reserve(at_once)
+    return BlocksInPlace(kv) if kv.in_host_memory else StagedIncoming(kv, CopyStream(kv.device)).reserve(at_once)
 
 
 def block_bytes_of(kv: KVCache, index: int) -> Tensor:

@@ -217,7 +217,7 @@ class LoadedModel:
         check_wire(config, kv_dtype)
         if kv_dtype == "fp8":
             log.info("KV is in %s", form.in_words)
-        block_size = config.block_tokens
+        block_size, share, export = config.block_tokens, config.shares_kv, config.exports_kv
         if makers.num_blocks is None:
             num_blocks = num_kv_blocks(model, config, kv_dtype, draft, samples=task.generates)
         else:
@@ -227,7 +227,7 @@ class LoadedModel:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
         make_cache = makers.cache or (
             lambda count: KVCache(
-                shape, count, block_size, kv_dtype, config.device, share=config.shares_kv, scales=scales
+                shape, count, block_size, kv_dtype, config.device, share=share, export=export, scales=scales
             )
         )
         kv = make_cache(num_blocks)

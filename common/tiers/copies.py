@@ -49,11 +49,11 @@ def copied_outgoing(kv: KVCache) -> OutgoingBlocks:
     """For one block at a time."""
     if isinstance(kv, ShardedCache):
         return outgoing_blocks(kv)  # copies already
-    return CopiedOutgoing(kv) if kv.device.type == "cpu" else StagedOutgoing(kv, CopyStream(kv.device)).reserve(1)
+    return CopiedOutgoing(kv) if kv.in_host_memory else StagedOutgoing(kv, CopyStream(kv.device)).reserve(1)
 
 
 def copied_incoming(kv: KVCache) -> IncomingBlocks:
     """For one block at a time."""
     if isinstance(kv, ShardedCache):
         return incoming_blocks(kv)
-    return CopiedIncoming(kv) if kv.device.type == "cpu" else StagedIncoming(kv, CopyStream(kv.device)).reserve(1)
+    return CopiedIncoming(kv) if kv.in_host_memory else StagedIncoming(kv, CopyStream(kv.device)).reserve(1)

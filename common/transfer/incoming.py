@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from common.device_memory.memory import ImportedMemory
 from common.kv.shared_memory import PeerMemory
 from common.transfer.remote_memory import RemoteMemory
 from common.wire.messages import KVDone, KVOpen
 
-SenderMemory = PeerMemory | RemoteMemory
-"""Memory of a sender that its receiver copies blocks out of: mapped, or read over a network."""
+SenderMemory = PeerMemory | ImportedMemory | RemoteMemory
+"""Memory of a sender that its receiver copies blocks out of: mapped by it or its GPU, or read over a network."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,10 +53,16 @@ class IncomingTransfer:
 
     @property
     def transport(self) -> str:
-        """How blocks come: tcp, shm or nixl."""
-        if self.memory is None:
-            return "tcp"
-        return "nixl" if isinstance(self.memory, RemoteMemory) else "shm"
+        """How blocks come: tcp, shm, nixl or cuda-ipc."""
+        match self.memory:
+            case None:
+                return "tcp"
+            case PeerMemory():
+                return "shm"
+            case ImportedMemory():
+                return "cuda-ipc"
+            case RemoteMemory():
+                return "nixl"
 
     @property
     def num_blocks(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from common.wire.messages import KVDone, KVGrant, KVTarget
+from common.wire.messages import KVDone, KVTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class TransferEnded:
     """The sender tells the engine once per transfer. `reason` is "" when the decode worker acknowledged.
 
     `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds. `num_bytes` were sent,
-    or offered for copying. `transport` is tcp, shm or nixl.
+    or offered for copying. `transport` is tcp, shm, nixl or cuda-ipc.
     """
 
     request_id: str
@@ -74,22 +74,17 @@ class Way(Enum):
     """The receiver copies them out of this worker's memory, given their numbers."""
     REMOTE = auto()
     """The same with NIXL, from another host."""
-
-    @classmethod
-    def of(cls, grant: KVGrant, is_remote: bool = False) -> Way:
-        """`is_remote`: this worker offered its memory for NIXL."""
-        if grant.shared:
-            return cls.REMOTE if is_remote else cls.SHARED
-        return cls.SMALL_FRAMES if grant.quantised else cls.FRAMES
+    DEVICE = auto()
+    """The receiver's GPU copies them out of this worker's."""
 
     @property
     def is_numbered(self) -> bool:
         """Whether blocks travel as numbers."""
-        return self in (Way.SHARED, Way.REMOTE)
+        return self in (Way.SHARED, Way.REMOTE, Way.DEVICE)
 
     @property
     def transport(self) -> str:
-        return {Way.SHARED: "shm", Way.REMOTE: "nixl"}.get(self, "tcp")
+        return {Way.SHARED: "shm", Way.REMOTE: "nixl", Way.DEVICE: "cuda-ipc"}.get(self, "tcp")
 
 
 @dataclass(slots=True, eq=False)

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import zmq
 
+from common.device_memory.memory import ImportedMemory
+from common.device_memory.reached import Reached
 from common.errors import DiptychError
-from common.kv.shared_memory import NotShared, PeerMemory, Reached
+from common.kv.shared_memory import NotShared, PeerMemory
 from common.transfer.incoming import SenderMemory
 from common.transfer.nixl_agent import NixlError
 from common.transfer.remote_memory import RemoteMemory
 from common.transfer.remote_reads import RemoteReads
-from common.wire.messages import KVMemory, KVOpen, KVRemote
+from common.wire.messages import KVDevice, KVMemory, KVOpen, KVRemote
 
 log = logging.getLogger(__name__)
 MAX_WORKERS = 256
@@ -26,7 +28,8 @@ MOST_REACHED = 2**30
 RETRY_S = 30.0
 """How long until a refused offer is tried again: its cause (open files, memory, rights) may be gone."""
 
-_Key = tuple[str, int, bytes]  # worker, boot epoch, nonce of its offer or name of its agent
+_Offer = KVDevice | KVRemote | KVMemory
+_Key = tuple[str, int, bytes]  # worker, boot epoch, nonce of its offer, its secret or the name of its agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,15 @@ class PeerMemories:
         self._poller: zmq.Poller | None = None
         self._reads: RemoteReads | None = None
         self._reach: Callable[[PeerMemory], Reached] | None = None
+        self._import: Callable[[KVDevice], ImportedMemory] | None = None
 
     def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
         """Let this worker's device itself copy out of rings, as far as `reach` can. Call it before the first offer."""
         self._reach = reach
+
+    def import_with(self, open_device: Callable[[KVDevice], ImportedMemory]) -> None:
+        """Let this worker's GPU copy out of others'. Call it before the first offer."""
+        self._import = open_device
 
     def read_with(self, reads: RemoteReads) -> None:
         """Read memories that are offered for NIXL. Call it before the first offer."""
@@ -61,7 +69,7 @@ class PeerMemories:
 
     def of(self, opened: KVOpen) -> SenderMemory | None:
         """The memory that a prefill worker offers, if this process can read it."""
-        offer = opened.remote or opened.memory or opened.ring
+        offer = opened.device or opened.remote or opened.memory or opened.ring
         key = (opened.worker_id, opened.epoch, _secret_of(offer))
         known = self._known.get(key)
         if known is None:
@@ -79,7 +87,7 @@ class PeerMemories:
     def drop_dead(self, ready: Container[object]) -> None:
         """Unmap the memories whose owner died, as its descriptor in `ready` says: the last map keeps their pages."""
         for key, memory in list(self._known.items()):
-            if isinstance(memory, PeerMemory) and memory.process in ready:
+            if isinstance(memory, PeerMemory | ImportedMemory) and memory.process in ready:
                 log.info("%s is gone: its memory is unmapped", key[0])
                 del self._known[key]
                 self._release(memory)
@@ -96,10 +104,12 @@ class PeerMemories:
             self._release(memory)
         self._known.clear()
 
-    def _open(self, opened: KVOpen, offer: KVRemote | KVMemory | None, refused_before: str) -> SenderMemory | _Refused:
+    def _open(self, opened: KVOpen, offer: _Offer | None, refused_before: str) -> SenderMemory | _Refused:
         """Connect to the offered memory, or map it; `refused_before` is why that failed the last time, or ""."""
         if isinstance(offer, KVRemote):
             return self._connect(opened, offer, refused_before)
+        if isinstance(offer, KVDevice):
+            return self._imported(opened, offer, refused_before)
         if offer is None:
             why = "no memory is offered"
         elif not self._share:
@@ -111,8 +121,7 @@ class PeerMemories:
                 why = str(error)
             else:
                 log.info("KV from %s comes through shared memory%s", opened.worker_id, self._reached(memory))
-                if self._poller is not None:
-                    self._poller.register(memory.process, zmq.POLLIN)
+                self._watch(memory)
                 return memory
         return self._refuse(opened, why, refused_before)
 
@@ -125,6 +134,22 @@ class PeerMemories:
             return self._refuse(opened, str(error), refused_before)
         log.info("KV from %s is read with NIXL", opened.worker_id)
         return memory
+
+    def _imported(self, opened: KVOpen, offer: KVDevice, refused_before: str) -> ImportedMemory | _Refused:
+        if self._import is None:
+            return self._refuse(opened, "memory of GPUs is not read here (kv_transport)", refused_before)
+        try:
+            memory = self._import(offer)
+        except DiptychError as error:
+            return self._refuse(opened, str(error), refused_before)
+        log.info("KV from %s is copied from GPU to GPU", opened.worker_id)
+        self._watch(memory)
+        return memory
+
+    def _watch(self, memory: PeerMemory | ImportedMemory) -> None:
+        """Its owner's death wakes the thread from now on."""
+        if self._poller is not None:
+            self._poller.register(memory.process, zmq.POLLIN)
 
     def _refuse(self, opened: KVOpen, why: str, refused_before: str) -> _Refused:
         if why != refused_before:
@@ -157,8 +182,10 @@ class PeerMemories:
         memory.close()
 
 
-def _secret_of(offer: KVRemote | KVMemory | None) -> bytes:
+def _secret_of(offer: _Offer | None) -> bytes:
     """What tells an offer from others of the same worker."""
+    if isinstance(offer, KVDevice):
+        return offer.name.encode()
     if isinstance(offer, KVRemote):
         return offer.agent.encode()
     return offer.nonce if offer is not None else b""

@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from common.device_memory.driver import DriverError
+from common.device_memory.memory import ImportedMemory
+from common.device_memory.reached import Reached
 from common.errors import BlockError, WireError
-from common.kv.shared_memory import PeerMemory, Reached
+from common.kv.shared_memory import PeerMemory
 from common.transfer.frames import MAX_FRAME_BYTES, copy_blocks, discard_rest, read_block, receive_blocks
 from common.transfer.incoming import (
     IncomingTransfer,
@@ -37,6 +40,7 @@ from common.wire.drop_log import DropLog
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTaken, Message
 
 if TYPE_CHECKING:
+    from common.kv.device_copies import DeviceReads
     from common.kv.staging import IncomingBlocks
     from common.transfer.remote_reads import RemoteRead, RemoteReads
 
@@ -105,6 +109,10 @@ class KVReceiver:
     def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
         """Let a device copy out of the rings of other workers without a buffer. Call it before `start`."""
         self._memories.reach_with(reach)
+
+    def import_with(self, reads: DeviceReads) -> None:
+        """Let this worker's GPU copy out of those that offer it. Call it before `start`."""
+        self._memories.import_with(reads.open)
 
     def read_with(self, reads: RemoteReads) -> None:
         """Read blocks of workers that offer them for NIXL. Call it before `start`; the thread closes `reads`."""
@@ -307,14 +315,18 @@ class KVReceiver:
             received, problem = [], f"{extra} frames behind blocks that are to be copied"
         elif memory is None or isinstance(memory, RemoteMemory):
             received, problem = [], "blocks are to be copied from memory that this worker cannot read"
-        elif isinstance(memory, PeerMemory) and (reached := memory.reached) is not None:
-            received, problem = copy_blocks(
-                header,
-                lambda copies: reached.copy((place, transfer.blocks[index]) for place, index in copies),
-                transfer.wants,
-            )
+        elif not isinstance(memory, LandedBlocks) and (reached := memory.reached) is not None:
+            try:
+                received, problem = copy_blocks(
+                    header,
+                    lambda copies: reached.copy((place, transfer.blocks[index]) for place, index in copies),
+                    transfer.wants,
+                )
+            except DriverError as error:
+                received, problem = [], f"the GPU does not copy: {error}"
             return self._count(transfer, received, len(received) * reached.block_bytes), problem
         else:
+            assert not isinstance(memory, ImportedMemory)  # that has a GPU which reaches it
             received, problem = copy_blocks(
                 header,
                 lambda copies: (read_block(memory.read, place, view(transfer.blocks[i])) for place, i in copies),

@@ -385,6 +385,7 @@ class KVSender:
             first_block=transfer.first_kept,
             ring=self._shipping.ring_offer,
             remote=self._shipping.remote_offer,
+            device=self._shipping.device_offer,
         )
 
     def _drop(self, why: str) -> None:

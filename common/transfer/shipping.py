@@ -13,10 +13,11 @@ import zmq
 
 from common.transfer.frames import try_send_blocks
 from common.transfer.outgoing import OutgoingTransfer, Way
-from common.wire.messages import KVGrant, KVMemory, KVRemote
+from common.wire.messages import KVDevice, KVGrant, KVMemory, KVRemote
 
 if TYPE_CHECKING:
     from common.kv.block_ring import BlockRing
+    from common.kv.device_copies import OfferedDevice
     from common.transfer.remote_memory import OfferedMemory
 
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 class Parcel:
     """The blocks `indices` of a transfer, ready to be sent.
 
-    `sources` are their numbers in shared memory. Those in places of a ring have `checksums` and no `views`.
+    `sources` are their numbers in shared memory. Those in places of a ring, or on a GPU, have `checksums` and no
+    `views`.
     """
 
     indices: range
@@ -46,7 +48,7 @@ class Shipping:
     those of a message where it is faster to read them together.
 
     `memory` is its cache, or it has a `ring`, if others may map one of them. With `remote` they may read either with
-    NIXL instead. `quantise` gives the blocks of a message as 8-bit numbers.
+    NIXL instead, with `device` a GPU may read the cache. `quantise` gives the blocks of a message as 8-bit numbers.
     `require_shared`: nothing leaves in frames.
     """
 
@@ -57,6 +59,7 @@ class Shipping:
     require_shared: bool = False
     views: Callable[[Sequence[int]], Sequence[memoryview]] | None = None
     remote: OfferedMemory | None = None
+    device: OfferedDevice | None = None
 
     @property
     def ring_offer(self) -> KVMemory | None:
@@ -66,19 +69,27 @@ class Shipping:
     def remote_offer(self) -> KVRemote | None:
         return self.remote.offer if self.remote is not None else None
 
+    @property
+    def device_offer(self) -> KVDevice | None:
+        return self.device.offer if self.device is not None else None
+
     def refusal(self, grant: KVGrant) -> str:
         """What a grant asks for that was not offered, or ""."""
-        if grant.shared and self.memory is None and self.ring is None and self.remote is None:
+        if grant.shared and not any((self.memory, self.ring, self.remote, self.device)):
             return "shared memory"
         return "8-bit frames" if grant.quantised and (grant.shared or self.quantise is None) else ""
 
     def way(self, grant: KVGrant) -> Way:
-        return Way.of(grant, self.remote is not None)
+        if grant.shared:
+            return Way.REMOTE if self.remote is not None else Way.DEVICE if self.device is not None else Way.SHARED
+        return Way.SMALL_FRAMES if grant.quantised else Way.FRAMES
 
     def in_words(self, grant: KVGrant) -> str:
         """How blocks are going to travel."""
         if grant.shared:
             ring = self.ring
+            if self.device is not None:
+                return "from GPU to GPU"
             if self.remote is not None:
                 return f"through {ring.num_places} places that are read with NIXL" if ring else "by reads with NIXL"
             return f"through {ring.num_places} places in shared memory" if ring else "through shared memory"
@@ -98,6 +109,8 @@ class Shipping:
                 return Parcel(indices[: len(places)], num_bytes, (), places, checksums)
             if self.require_shared or ring.waits_for(receiver):
                 return None
+        if transfer.way is Way.DEVICE and (device := self.device) is not None:
+            return Parcel(indices, len(blocks) * device.block_bytes, (), blocks, device.sums(blocks))
         together = self.quantise if transfer.way is Way.SMALL_FRAMES else self.views
         views = together(blocks) if together is not None else [self.view(block) for block in blocks]
         sources = blocks if transfer.way.is_numbered and self.ring is None else ()

@@ -50,6 +50,18 @@ class KVRemote(msgspec.Struct, frozen=True, array_like=True):
     is_ring: bool = False
 
 
+class KVDevice(msgspec.Struct, frozen=True, array_like=True):
+    """Where a GPU of the same host reads P's blocks: process `pid` gives a descriptor of its GPU's memory, `num_bytes`
+    in all, to processes of its user that ask for `name`, a secret.
+
+    Checksums of these blocks are `kernels.block_sums`, because their bytes are in no host memory.
+    """
+
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
+    name: Name
+    num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
+
+
 # ---------------------------------------------------------------- P -> D
 
 
@@ -58,9 +70,9 @@ class KVOpen(Message, frozen=True, tag=40):
 
     With `memory` P offers that D copies the blocks itself, which works on the same host only. With `ring` it offers the
     same for places that P copies blocks into, because its cache cannot be mapped. With `remote` it offers that D reads
-    either with NIXL. P makes one of these offers at most. With `quantised` P offers frames of 8-bit numbers, in the
-    format of `kernels.blocks`. The blocks before `first_block` are out of the model's window: P has given them back, or
-    will, and ships none of them.
+    either with NIXL, with `device` that D's GPU copies out of P's. P makes one of these offers at most. With
+    `quantised` P offers frames of 8-bit numbers, in the format of `kernels.blocks`. The blocks before `first_block` are
+    out of the model's window: P has given them back, or will, and ships none of them.
     """
 
     request_id: Name
@@ -76,12 +88,14 @@ class KVOpen(Message, frozen=True, tag=40):
     first_block: Count = 0
     ring: KVMemory | None = None
     remote: KVRemote | None = None
+    device: KVDevice | None = None
 
 
 class KVBlocks(Message, frozen=True, tag=41):
     """Header of the raw frames that follow it in the same multipart message, one frame a block.
 
-    They are the prompt's blocks from `first_block` on, as many as there are checksums, each xxh3-64 of one frame.
+    They are the prompt's blocks from `first_block` on, as many as there are checksums, each xxh3-64 of one frame, or of
+    one block or place; of a GPU's blocks their `kernels.block_sums`.
     P and D go on owning their own copies. With `sources` no frames follow: these are the numbers of P's blocks in the
     memory that it offered, one for each checksum, and P holds them until `KVAck`. If P offered a ring, they are the
     numbers of places, which are lent to this transfer until `KVTaken` names them, or the transfer ends. `token` is the

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import zmq
 
 from common.config import WorkerConfig
+from common.device_memory.driver import DriverError, driver
 from common.errors import ConfigError
 from common.kv.block_log import BlockLog
 from common.kv.block_pool import BlockPool
@@ -75,12 +76,14 @@ class Duty(ABC):
     def bind(self) -> str:
         """Bind the sockets for KV, and return the address of `bind_kv`.
 
-        Raises zmq.ZMQError for a taken port, ConfigError when NIXL is asked for and does not work.
+        Raises zmq.ZMQError for a taken port, ConfigError when NIXL or CUDA's driver is asked for and does not work.
         """
         config = self.config
         if config.kv_transport == "nixl":
             with nixl_works():  # before weights are read, which may take minutes
                 self.nixl = NixlAgent(self.parts.identity.worker_id)
+        if config.exports_kv:
+            check_driver(config.device)
         address = self.bind_kv()
         try:
             if config.lends:
@@ -183,6 +186,7 @@ class Duty(ABC):
         Raises ConfigError where other workers have to read this one's memory, and cannot.
         """
         # Imported here: it imports torch, as the model has by now.
+        from common.kv.device_copies import OfferedDevice
         from common.kv.staging import BlocksInPlace, GatheredOutgoing, StagedOutgoing, outgoing_blocks
 
         identity, kv, config = self.parts.identity, loaded.kv, self.config
@@ -190,7 +194,8 @@ class Duty(ABC):
         memory = kv.shared.offer if kv.shared is not None else None
         # A cache that others cannot map, a GPU's or that of several ranks, is copied through places that they can.
         ring = None
-        if isinstance(outgoing, StagedOutgoing) and config.kv_transport != "tcp":
+        device = OfferedDevice(kv) if kv.exported is not None else None
+        if isinstance(outgoing, StagedOutgoing) and config.kv_transport != "tcp" and device is None:
             ring = _ring(outgoing, kv.num_blocks)
         remote = self._offered(kv, ring) if ring is not None or isinstance(outgoing, BlocksInPlace) else None
         require_shared = config.kv_transport == "shm"
@@ -199,7 +204,7 @@ class Duty(ABC):
         views = outgoing.views if isinstance(outgoing, GatheredOutgoing) else None
         return KVSender(
             self.parts.context,
-            Shipping(outgoing.view, quantise, memory, ring, require_shared, views, remote),
+            Shipping(outgoing.view, quantise, memory, ring, require_shared, views, remote, device),
             kv.wire_bytes,
             (identity.worker_id, identity.epoch, loaded.fingerprint),
             on_ended,
@@ -226,6 +231,14 @@ def nixl_works() -> Iterator[None]:
         yield
     except NixlError as error:
         raise ConfigError("kv_transport", "nixl", f"auto, tcp or shm: {error}") from error
+
+
+def check_driver(device: str) -> None:
+    """Raises ConfigError unless the driver can export this GPU's memory."""
+    try:
+        driver().check(int(device.partition(":")[2] or 0))
+    except DriverError as error:
+        raise ConfigError("kv_transport", "cuda-ipc", f"auto, tcp or shm: {error}") from error
 
 
 def _ring(outgoing: StagedOutgoing, num_blocks: int) -> BlockRing | None:

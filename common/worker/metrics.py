@@ -136,7 +136,9 @@ class WorkerMetrics:
             "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
         )
         self._transfers = self._labelled(
-            "diptych_kv_transfers", "Prompts whose KV was handed over, by transport: shm, tcp or nixl", "transport"
+            "diptych_kv_transfers",
+            "Prompts whose KV was handed over, by transport: shm, tcp, nixl or cuda-ipc",
+            "transport",
         )
         self.handover_pause_seconds = histogram(
             "diptych_handover_pause_seconds",

@@ -51,7 +51,7 @@ def test_a_dry_run_tells_the_most_important_first(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines].count("FAIL") == 0
     parts = [one["part"] for one in found["verdicts"]]
     assert list(dict.fromkeys(parts)) == list(QUICK) and [one["line"] for one in found["verdicts"]] == lines
-    assert found["agreement"][0]["kernels"] == 11 and not found["agreement"][0]["problems"]
+    assert found["agreement"][0]["kernels"] == 12 and not found["agreement"][0]["problems"]
     assert [row["bucket"] for row in found["graphs"]] == [1, 2]
     assert (tmp_path / "out" / "gpu.png").stat().st_size > 10_000
     assert all(line in done.stdout for line in lines)
@@ -123,6 +123,12 @@ def test_steps_transfers_and_the_service_are_judged() -> None:
     ring = {"path": "KV through a ring", "gb_per_s": 11.0, "direct": True}
     rings = [ring, ring | {"gb_per_s": 9.0}, ring | {"direct": False}]
     assert [one.ok for one in verdict.of_transfer(rings)] == [True, False, False]
+    ipc = {"path": "KV by CUDA IPC", "gb_per_s": 20.0, "ipc": True}
+    killed = {"path": "a killed owner", "rounds": 9, "wrong": 0, "problem": "", "survived": True}
+    dead = killed | {"wrong": 2, "problem": "RuntimeError: unspecified launch failure", "survived": False}
+    judged = [verdict.of_ipc(row) for row in (ipc, ipc | {"gb_per_s": 19.0}, killed, dead)]
+    assert [one.ok for one in judged] == [True, False, True, False]
+    assert judged[-1].found == "9 rounds, 2 other blocks RuntimeError: unspecified launch failure"
     hidden = list(verdict.of_hiding([*paths, ring], 1e10))
     assert [str(one) for one in hidden] == [
         "PASS  transfer: hidden behind prefill, KV through a ring: 110% of 10.00 GB/s of KV that prefill makes"

@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.device_memory.driver import driver
 from common.errors import ConfigError, ModelError
 from common.grammar.grammars import Grammars
 from common.model.batch import SequenceChunk
@@ -145,19 +146,30 @@ def test_a_model_that_embeds_is_loaded_without_its_head() -> None:
     assert rows.shape == (3, 64) and rows.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "offer",
-    [decode_offer(DecodeWorkerConfig(kv_transport="nixl")), prefill_offer(PrefillWorkerConfig(kv_transport="nixl"))],
-    ids=["decode", "prefill"],
-)
-def test_a_worker_without_nixl_refuses_to_use_it(offer: DutyOffer, monkeypatch: pytest.MonkeyPatch) -> None:
+TRANSPORTS = [
+    (config(kv_transport=transport, device=device), says)
+    for transport, device, says in (
+        ("nixl", "cpu", r"pip install 'diptych\[nixl\]'"),
+        ("cuda-ipc", "cuda", "CUDA's driver cannot be used"),
+    )
+    for config in (DecodeWorkerConfig, PrefillWorkerConfig)
+]
+
+
+@pytest.mark.parametrize(("config", "says"), TRANSPORTS)
+def test_a_worker_refuses_a_transport_that_it_lacks(
+    config: DecodeWorkerConfig | PrefillWorkerConfig, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before it binds a socket, and long before it reads weights."""
     monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setattr("common.device_memory.driver.LIBRARY", "libcuda-of-nobody.so")
+    driver.cache_clear()
+    offer = decode_offer(config) if isinstance(config, DecodeWorkerConfig) else prefill_offer(config)
     identity = WorkerIdentity("w", offer.role, "decode", 1)
     metrics = WorkerMetrics("m", "w", EngineStatus, role=offer.role)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     duty = offer.begin(WorkerParts(identity, context, None, metrics))
-    with pytest.raises(ConfigError, match=r"pip install 'diptych\[nixl\]'") as refused:
+    with pytest.raises(ConfigError, match=says) as refused:
         duty.bind()
     assert refused.value.field == "kv_transport" and refused.value.allowed.startswith("auto, tcp or shm")
     duty.close_kv()

@@ -2,6 +2,6 @@
 
 PARTS = (
     "chip", "agreement", "graphs", "invariance", "landing", "checks", "kernels", "boxes", "launches", "engine",
-    "serving", "transfer", "families", "ranks",
+    "serving", "transfer", "ipc", "families", "ranks",
 )  # fmt: skip
 """In the order in which they are run."""

@@ -15,10 +15,11 @@ from benchmarks.gpu.node.boxes import box_rows, of_boxes
 from benchmarks.gpu.node.families import DRY, FAMILIES, family_of, family_row, family_rows, of_family
 from benchmarks.gpu.node.graphs import bucket_rows, of_bucket
 from benchmarks.gpu.node.invariance import invariance_rows, of_invariance
+from benchmarks.gpu.node.ipc import ipc_rows
 from benchmarks.gpu.node.landing import measure_landing, of_landing
 from benchmarks.gpu.node.launches import launch_rows, of_launches
 from benchmarks.gpu.node.ranks import RANKS, of_ranks, ranks_row, too_few
-from benchmarks.gpu.node.verdict import Verdict
+from benchmarks.gpu.node.verdict import Verdict, of_ipc
 from benchmarks.gpu.suite import CHECKED_LAYERS, Suite
 from common.config.decode_worker import MOST_SEQS
 
@@ -52,6 +53,7 @@ class NodeRun(Suite):
             "engine": self.measure_engine,
             "serving": self.measure_serving,
             "transfer": self.measure_transfer,
+            "ipc": self.check_ipc,
             "families": self.check_families,
             "ranks": self.check_ranks,
         }
@@ -76,6 +78,12 @@ class NodeRun(Suite):
     def check_landing(self) -> None:
         row = measure_landing(self._few_layers, self.device, self.options.landing_s)
         self.judge_rows("landing", [row], of_landing)
+
+    def check_ipc(self) -> None:
+        if self.device.type == "cuda":
+            self.judge_rows("ipc", ipc_rows(self.shape, self.device), of_ipc)
+        else:
+            self.tell(Verdict("ipc", "memory that GPUs share", True, "not tried", "", "no GPU"))
 
     def check_boxes(self) -> None:
         self.judge_rows("boxes", box_rows(self.shape, self.timer, short=self.options.dry_run), of_boxes)

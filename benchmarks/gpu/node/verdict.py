@@ -25,6 +25,8 @@ LEAST_PINNED, LEAST_OF_RAW = 10.0, 0.5
 """GB/s of copies to and from pinned memory; share of raw TCP that a transfer from device to device reaches."""
 LEAST_RING = 10.0
 """GB/s from device to device through a ring, whose copies are pinned: what one thread takes checksums at, at least."""
+LEAST_IPC = 20.0
+"""GB/s from one GPU's memory to another's, which no thread and no byte of the host has a part in."""
 MOST_TPOT = 2.0
 """Times the engine's own step at as many requests."""
 SHEETS = {
@@ -111,6 +113,14 @@ def of_transfer(rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
             wanted = f"at least {LEAST_RING:g}, by the device"
             ok = row["direct"] and rate >= LEAST_RING
             yield Verdict("transfer", row["path"], ok, f"{rate:,.1f} GB/s, {how}", wanted)
+
+
+def of_ipc(row: Mapping[str, Any]) -> Verdict:
+    if "survived" in row:
+        found = f"{row['rounds']} rounds, {row['wrong']} other blocks {row['problem']}".rstrip()
+        return Verdict("ipc", row["path"], row["survived"], found, "they go on, with the same bytes")
+    rate = row["gb_per_s"]
+    return Verdict("ipc", row["path"], rate >= LEAST_IPC, f"{rate:,.1f} GB/s", f"at least {LEAST_IPC:g}")
 
 
 def of_hiding(rows: Sequence[Mapping[str, Any]], prefill_rate: float) -> Iterator[Verdict]:

@@ -81,7 +81,14 @@ def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> 
         (["--watermark", "nan"], {}, "watermark", "from 0 to 0.5"),
         (["--port", "65536"], {}, "port", "to 65535"),
         (["--device", "tpu"], {}, "device", "cpu, cuda or cuda:N"),
-        (["--kv-transport", "rdma"], {}, "kv_transport", "one of auto, tcp, shm, nixl"),
+        (["--kv-transport", "rdma"], {}, "kv_transport", "one of auto, tcp, shm, nixl, cuda-ipc"),
+        (["--kv-transport", "cuda-ipc"], {}, "kv_transport", "nixl on CPUs and with several ranks"),
+        (
+            ["--kv-transport", "cuda-ipc", "--device", "cuda", "--tensor-parallel-size", "2"],
+            {},
+            "kv_transport",
+            "a GPU copies out of another's whole cache",
+        ),
         (["--kv-transport", "nixl", "--curve-key", "key"], {}, "kv_transport", "with --curve-key: NIXL neither"),
         (["--cores", "3-1"], {}, "cores", "rising"),
         (["--host", "0.0.0.0"], {}, "host", "--allow-remote"),
@@ -101,9 +108,10 @@ def test_a_bad_setting_is_refused(argv: list[str], environ: dict[str, str], fiel
     assert says in error.allowed
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
-def test_memory_that_others_read_has_no_frames_to_quantise(transport: str) -> None:
-    error = refusal(["--kv-transport", transport, "--kv-wire-dtype", "fp8"], PrefillWorkerConfig)
+@pytest.mark.parametrize(("transport", "device"), [("shm", "cpu"), ("nixl", "cpu"), ("cuda-ipc", "cuda")])
+def test_memory_that_others_read_has_no_frames_to_quantise(transport: str, device: str) -> None:
+    flags = ["--kv-transport", transport, "--kv-wire-dtype", "fp8", "--device", device]
+    error = refusal(flags, PrefillWorkerConfig)
     assert error.field == "kv_wire_dtype" and f"native with kv_transport {transport}" in error.allowed
 
 

@@ -1,0 +1,99 @@
+"""A file descriptor that goes from one process of a user to another, over a socket without a name in any file system.
+
+Opening it through /proc, as memory files are, would open the driver's device and not the memory; and the system call
+that copies descriptors out of another process (pidfd_getfd) asks for the rights of a debugger, which containers lack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+
+from common.errors import DiptychError
+
+log = logging.getLogger(__name__)
+WAIT_S = 1.0
+"""How long either side waits for the other: the giver does nothing else, so it answers at once."""
+BACKLOG = 64
+"""Processes that may ask at once: more than a host has workers."""
+_WHO = struct.Struct("3i")  # of a peer: process, user, group
+
+
+class NotGiven(DiptychError):
+    """A descriptor does not come from, or cannot go to, another process. The message says why."""
+
+
+class GivenDescriptor:
+    """Gives `descriptor` to each process of this user that asks, from a thread of its own, until `close`."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Owns the descriptor from now on, also when it raises OSError."""
+        self._descriptor = descriptor
+        self.name = f"diptych-kv-{secrets.token_hex(16)}"
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.bind(_address(self.name))
+            self._socket.listen(BACKLOG)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._thread = threading.Thread(target=self._main, name="kv-descriptor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the thread has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes it
+        self._thread.join(2 * WAIT_S)
+        self._socket.close()
+        os.close(self._descriptor)
+
+    def _main(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with peer:
+                try:
+                    self._give(peer)
+                except OSError as error:
+                    log.warning("a worker of this host got no access to this one's GPU memory: %s", error)
+
+    def _give(self, peer: socket.socket) -> None:
+        peer.settimeout(WAIT_S)
+        process, user = _who(peer)
+        if user != os.geteuid():
+            raise PermissionError(f"process {process} is user {user}'s, not {os.geteuid()}'s")
+        socket.send_fds(peer, [b"\0"], [self._descriptor])
+
+
+def take_descriptor(name: str, process: int) -> int:
+    """The descriptor that `process` gives under this name, the caller's to close. Raises NotGiven."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.settimeout(WAIT_S)
+            asking.connect(_address(name))
+            if (giver := _who(asking)) != (process, os.geteuid()):
+                raise NotGiven(f"process {giver[0]} of user {giver[1]} answers for process {process}")
+            _, descriptors, _, _ = socket.recv_fds(asking, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise NotGiven(f"process {process} gives no descriptor of its memory: {error}") from error
+    if not descriptors:
+        raise NotGiven(f"process {process} gives no descriptor of its memory to this user")
+    return descriptors[0]
+
+
+def _address(name: str) -> bytes:
+    """In the abstract namespace, which is the host's, or the pod's where that has a network of its own."""
+    return b"\0" + name.encode()
+
+
+def _who(peer: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end."""
+    process, user, _ = _WHO.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _WHO.size))
+    return process, user

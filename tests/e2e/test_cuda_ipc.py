@@ -1,0 +1,110 @@
+"""KV that goes from GPU to GPU over a pretended driver: real workers, whose deaths and moves change no answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from .. import pretended_cuda
+from .other_program import run_instead
+from .test_failures import run_with
+from .test_handover import LONG, handovers, leave, under_load, wait_for_streams
+from .test_same_answer import LENGTHS, NUM_TOKENS, Case
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ALL_REMOTE = ("--local-prefill-threshold", "0")
+MANY_TOKENS = 400
+
+
+@pytest.fixture
+def gpus_of(system_of: Any) -> Iterator[Callable[..., Any]]:
+    """A system whose workers have pretended GPUs, but for those of the role `without`."""
+    pretended_cuda.build()  # before workers need it at the same time
+
+    def start(prefill: int = 1, decode: int = 1, *, without: str = "", **options: Any) -> Any:
+        system = system_of(prefill, decode, router_flags=(*ALL_REMOTE, *options.pop("router_flags", ())), **options)
+        for worker in system.stack.workers():
+            if worker.role != without and "cuda-ipc" not in worker.command:
+                worker.kill()
+                run_instead(worker, "pretended_gpu_worker.py", worker.role, "--kv-transport", "cuda-ipc")
+                system.stack.restart(worker)
+        system.wait_for_workers()
+        return system
+
+    yield start
+
+
+def test_answers_are_the_same(gpus_of: Any, tiny_oracle: Any, random_prompts: Callable[..., Any]) -> None:
+    system = gpus_of()
+    prompts = random_prompts(LENGTHS, vocab_size=256, seed=1)
+    case = Case(prompts, [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts])
+    case.check(system.generate(case.prompts, max_tokens=NUM_TOKENS, at_once=32))
+    assert system.transfers("cuda-ipc") >= len(prompts) and not system.transfers("tcp") and not system.transfers("shm")
+    case.check(system.generate(case.prompts, max_tokens=NUM_TOKENS, at_once=32))  # with hits in both caches
+    logs = {worker.role: worker.log.read_text() for worker in system.stack.workers()}
+    assert "is copied from GPU to GPU" in logs["decode"] and "goes from GPU to GPU" in logs["prefill"]
+
+
+def test_a_small_cache_preempts(gpus_of: Any, tiny_oracle: Any, random_prompts: Callable[..., Any]) -> None:
+    system = gpus_of(worker_flags=("--block-size", "16"), decode_flags=("--num-blocks", "48", "--kv-memory-gib", "0"))
+    prompts = random_prompts((60, 90, 130, 160) * 3, vocab_size=256, seed=2)
+    case = Case(prompts, [tiny_oracle.greedy(prompt, 120) for prompt in prompts])
+    case.check(system.generate(prompts, max_tokens=120, at_once=12))
+    assert system.metric("vllm:num_preemptions", "decode") and system.transfers("cuda-ipc")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_costs_no_token(gpus_of: Any, random_prompts: Callable[..., Any], role: str) -> None:
+    system = gpus_of(2, 2, prefill_flags=("--max-num-batched-tokens", "32"))
+    prompts = random_prompts((30, 200, 700, 1500) * 2, vocab_size=256, seed=4)
+    expected = system.generate(prompts, max_tokens=MANY_TOKENS)
+    victim = system.stack.workers(role)[0]
+    assert run_with(system, prompts, victim, victim.kill, cache_salt=role) == expected
+    system.stack.restart(victim)
+    system.stack.wait_ready(time.monotonic() + 60)
+    before = system.transfers("cuda-ipc")
+    assert system.generate(prompts, max_tokens=MANY_TOKENS, cache_salt="again") == expected
+    assert system.transfers("cuda-ipc") > before
+
+
+def test_a_frozen_prefill_worker_is_left_and_comes_back(gpus_of: Any, random_prompts: Callable[..., Any]) -> None:
+    system = gpus_of(2, 2, prefill_flags=("--max-num-batched-tokens", "32"))
+    prompts = random_prompts((30, 700, 1500) * 2, vocab_size=256, seed=6)
+    expected = system.generate(prompts, max_tokens=MANY_TOKENS)
+    victim = system.stack.workers("prefill")[1]
+    try:
+        got = run_with(system, prompts, victim, victim.pause, cache_salt="frozen")
+    finally:
+        victim.resume()
+    assert got == expected
+    system.wait_for_workers()
+    assert system.generate(prompts, max_tokens=MANY_TOKENS, cache_salt="awake") == expected
+
+
+def test_a_worker_that_leaves_hands_its_streams_over(gpus_of: Any, random_prompts: Callable[..., Any]) -> None:
+    system = gpus_of(1, 2, router_flags=("--drain-timeout-s", "60"), worker_flags=("--drain-timeout-s", "60"))
+    prompts = random_prompts((30, 100, 200, 350), vocab_size=256, seed=7)
+    victim = system.stack.workers("decode")[0]
+    with under_load(system, prompts, LONG) as running:
+        running.wait_for_streams(4)
+        leave(victim)
+    assert handovers(system) > 0
+    system.stack.restart(victim)
+    system.stack.wait_ready(time.monotonic() + 60)
+    assert f"KV from {victim.name} is copied from GPU to GPU" in system.stack.workers("decode")[1].log.read_text()
+    wait_for_streams(system, 0)
+
+
+@pytest.mark.parametrize("without", ["prefill", "decode"])
+def test_where_one_side_has_no_such_gpu_blocks_come_otherwise(
+    gpus_of: Any, tiny_oracle: Any, random_prompts: Callable[..., Any], without: str
+) -> None:
+    system = gpus_of(without=without, env={"WITHOUT": without})  # a system of its own
+    prompts = random_prompts((17, 200, 700), vocab_size=256, seed=8)
+    case = Case(prompts, [tiny_oracle.greedy(prompt, NUM_TOKENS) for prompt in prompts])
+    case.check(system.generate(prompts, max_tokens=NUM_TOKENS))
+    assert system.transfers("tcp") == len(prompts) and not system.transfers("cuda-ipc")
