@@ -80,7 +80,7 @@ class DecodeDuty(Duty):
             with nixl_works():
                 receiver.read_with(RemoteReads(self.nixl, loaded.kv.wire_bytes))
         if settings.exports_kv:
-            receiver.import_with(DeviceReads(loaded.kv))
+            receiver.import_with(DeviceReads(loaded.kv).open)
         if loaded.kv.dtype not in SMALL_DTYPES.values():  # else blocks are of 8 bits already
             receiver.take_quantised(quantised_incoming(loaded.kv, in_message))
         pool = self.new_pool(loaded)

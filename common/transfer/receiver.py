@@ -37,10 +37,9 @@ from common.wire.bind import bind
 from common.wire.codec import decode, encode
 from common.wire.curve import Curve
 from common.wire.drop_log import DropLog
-from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTaken, Message
+from common.wire.messages import KVAck, KVBlocks, KVDevice, KVDone, KVFailed, KVOpen, KVTaken, Message
 
 if TYPE_CHECKING:
-    from common.kv.device_copies import DeviceReads
     from common.kv.staging import IncomingBlocks
     from common.transfer.remote_reads import RemoteRead, RemoteReads
 
@@ -110,9 +109,9 @@ class KVReceiver:
         """Let a device copy out of the rings of other workers without a buffer. Call it before `start`."""
         self._memories.reach_with(reach)
 
-    def import_with(self, reads: DeviceReads) -> None:
+    def import_with(self, open_device: Callable[[KVDevice], ImportedMemory]) -> None:
         """Let this worker's GPU copy out of those that offer it. Call it before `start`."""
-        self._memories.import_with(reads.open)
+        self._memories.import_with(open_device)
 
     def read_with(self, reads: RemoteReads) -> None:
         """Read blocks of workers that offer them for NIXL. Call it before `start`; the thread closes `reads`."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.node.ipc import ipc_rows
+from benchmarks.gpu.node.landing import measure_landing, of_landing
 from benchmarks.gpu.node.verdict import of_ipc
 from benchmarks.gpu.shape import SHAPES
 from common.device_memory.driver import driver
@@ -33,6 +34,13 @@ def test_the_rate_and_a_killed_owner() -> None:
     rate, killed = ipc_rows(SHAPE, torch.device("cpu"), pretended_cuda.use)
     assert rate["gb_per_s"] > 0 and not of_ipc(rate).skipped
     assert killed["survived"] and killed["rounds"] > 1 and not killed["wrong"] and of_ipc(killed).ok
+
+
+@pytest.mark.usefixtures("pretended")
+def test_transfers_from_gpu_to_gpu_land_during_replays() -> None:
+    row = measure_landing(SHAPE, torch.device("cpu"), 0.1)
+    assert row["paths"] == 3 and row["transfers"] >= 3 and not row["failure"]
+    assert of_landing(row).ok and not row["other_bytes"]
 
 
 @pytest.mark.gpu

@@ -63,7 +63,7 @@ class Pair:
         incoming = StagedIncoming(self.target, CopyStream(CPU))
         self.receiver = KVReceiver(self.context, "127.0.0.1", 0, incoming.view, self.events.put, commit=incoming.commit)
         if imports:
-            self.receiver.import_with(DeviceReads(self.target))
+            self.receiver.import_with(DeviceReads(self.target).open)
         self.device = OfferedDevice(self.source)
         outgoing = StagedOutgoing(self.source, CopyStream(CPU))
         self.sender = KVSender(

@@ -74,7 +74,7 @@ def _receive(pipe: Connection, shape: GPUShape, device: str, prepare: Prepare) -
     events: Events = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     receiver = KVReceiver(context, "127.0.0.1", 0, blocks.view, events.put, commit=blocks.commit)
-    receiver.import_with(DeviceReads(kv))
+    receiver.import_with(DeviceReads(kv).open)
     grant_all(pipe, receiver, events)
 
 

@@ -1,7 +1,8 @@
 """KV transfers that land in a cache while recorded steps over other blocks of it are replayed: nothing may change.
 
-They come in frames and through a ring in shared memory, in turns. The tokens of many short generations are compared
-with those of the same ones without transfers, and each block that landed with what was sent, to the byte.
+They come in frames, through a ring in shared memory and, where the driver exports memory, from GPU to GPU, in turns.
+The tokens of many short generations are compared with those of the same ones without transfers, and each block that
+landed with what was sent, to the byte.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from benchmarks.gpu.engine import recorded
 from benchmarks.gpu.model import random_model
 from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.shape import GPUShape
+from common.device_memory.driver import DriverError, driver
+from common.device_memory.memory import ImportedMemory
+from common.device_memory.reached import Reached
 from common.kv.block_ring import ring_for
 from common.kv.cache import KVCache
 from common.kv.copy_stream import CopyStream
-from common.kv.shared_memory import PeerMemory
+from common.kv.device_copies import DeviceReads, OfferedDevice
 from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
 from common.model.batch import SequenceChunk
 from common.runner.graph_runner import GraphRunner
@@ -33,6 +37,7 @@ from common.runner.step_launcher import GraphStep, StepLauncher
 from common.sampling.sampler import Sampler
 from common.transfer.frames import blocks_in_queues, blocks_per_message
 from common.transfer.receiver import KVReceiver
+from common.wire.messages import KVDevice
 
 END_S = 90.0
 """For the last transfer."""
@@ -43,7 +48,8 @@ class LandingBlocks:
 
     def __init__(self, shape: GPUShape, kv: KVCache, first: int, count: int) -> None:
         self._kv, self._first, self._count = kv, first, count
-        self._source = KVCache(shape.config, count, shape.block_size, shape.dtype, kv.device)
+        exports = self._exports(kv.device)
+        self._source = KVCache(shape.config, count, shape.block_size, shape.dtype, kv.device, export=exports)
         incoming = StagedIncoming(kv, CopyStream(kv.device)).reserve(blocks_per_message(kv.block_bytes))
         events = Events()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -51,23 +57,42 @@ class LandingBlocks:
             self._context, "127.0.0.1", 0, lambda index: incoming.view(first + index), events.put,
             commit=lambda indices: incoming.commit([first + index for index in indices]),
         )  # fmt: skip
-        self._receiver.reach_with(lambda memory: _Shifted(incoming, memory, first))
+        self._receiver.reach_with(lambda memory: _Shifted(ReachedPlaces(incoming, memory), first))
+        if exports:
+            self._reads = DeviceReads(kv)
+            self._receiver.import_with(self._open)
         address: SimpleQueue[str] = SimpleQueue()
         granting = threading.Thread(target=grant_all, args=(_Mailbox(address), self._receiver, events), daemon=True)
         granting.start()
         whereto = address.get(timeout=END_S)
-        self._paths = [self._path(whereto, in_ring=in_ring) for in_ring in (False, True)]
+        self._paths = [self._path(whereto), self._path(whereto, in_ring=True)]
+        if exports:
+            self._paths.append(self._path(whereto, device=OfferedDevice(self._source)))
+        self.num_paths = len(self._paths)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="landing")
         self.num_transfers = self.num_wrong = 0
         self.failure = ""
 
-    def _path(self, address: str, *, in_ring: bool) -> BlockPath:
+    @staticmethod
+    def _exports(device: torch.device) -> bool:
+        try:
+            driver().check(device.index or 0)
+        except DriverError:
+            return False
+        return True
+
+    def _open(self, offer: KVDevice) -> ImportedMemory:
+        memory = self._reads.open(offer)
+        memory.reached = _Shifted(memory.reached, self._first)
+        return memory
+
+    def _path(self, address: str, *, in_ring: bool = False, device: OfferedDevice | None = None) -> BlockPath:
         outgoing = StagedOutgoing(self._source, CopyStream(self._kv.device)).reserve(
             blocks_in_queues(self._kv.block_bytes)
         )
         ring = ring_for(outgoing, self._count) if in_ring else None
-        return BlockPath(address, Shape(self._kv.block_bytes, self._count), outgoing.view, ring=ring)
+        return BlockPath(address, Shape(self._kv.block_bytes, self._count), outgoing.view, ring=ring, device=device)
 
     def start(self) -> None:
         self._thread.start()
@@ -79,6 +104,8 @@ class LandingBlocks:
             path.close()
         self._receiver.stop()
         self._context.destroy(linger=0)
+        if self._source.exported is not None:
+            self._source.exported.close()
 
     def _run(self) -> None:
         random = torch.Generator(self._kv.device).manual_seed(1)
@@ -88,22 +115,24 @@ class LandingBlocks:
                 self._source.tensor.normal_(generator=random)
                 if self._kv.device.type == "cuda":
                     torch.cuda.synchronize(self._kv.device)  # copies run on streams of their own
-                self._paths[self.num_transfers % 2].run()
+                self._paths[self.num_transfers % len(self._paths)].run()
                 self.num_transfers += 1
                 self.num_wrong += int((landed != self._source.tensor.view(torch.uint8)).sum())
         except Exception as error:  # told with the verdict
             self.failure = f"{type(error).__name__}: {error}"
 
 
-class _Shifted(ReachedPlaces):
-    """Copies into the blocks from `first` on."""
+class _Shifted:
+    """Implements `Reached`: copies into the blocks from `first` on."""
 
-    def __init__(self, blocks: StagedIncoming, memory: PeerMemory, first: int) -> None:
-        super().__init__(blocks, memory)
-        self._first = first
+    def __init__(self, reached: Reached, first: int) -> None:
+        self._reached, self._first, self.block_bytes = reached, first, reached.block_bytes
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
-        return super().copy((place, self._first + index) for place, index in copies)
+        return self._reached.copy((place, self._first + index) for place, index in copies)
+
+    def close(self) -> None:
+        self._reached.close()
 
 
 class _Mailbox:
@@ -127,7 +156,7 @@ def measure_landing(shape: GPUShape, device: torch.device, seconds: float) -> di
     began = time.monotonic()
     landing.start()
     try:
-        while time.monotonic() - began < seconds or not (landing.num_transfers > 1 or landing.failure):
+        while time.monotonic() - began < seconds or not (landing.num_transfers >= landing.num_paths or landing.failure):
             found = generate.run()
             rounds += 1
             different += sum(one != other for one, other in zip(found, expected, strict=True))
@@ -138,6 +167,7 @@ def measure_landing(shape: GPUShape, device: torch.device, seconds: float) -> di
         "seconds": round(took, 1),
         "replays": rounds * generate.num_steps,
         "transfers": landing.num_transfers,
+        "paths": landing.num_paths,
         "gb_per_s": round(landing.num_transfers * shape.moved_blocks * kv.block_bytes / took / 1e9, 3),
         "tokens": rounds * len(expected),
         "other_tokens": different,
@@ -178,5 +208,5 @@ def of_landing(row: dict[str, Any]) -> Verdict:
         f"{row['seconds']:g} s, {row['replays']:,} replays, {row['transfers']:,} transfers, {row['other_tokens']} of "
         f"{row['tokens']:,} tokens and {row['other_bytes']} bytes are others {row['failure']}".rstrip()
     )
-    ok = not (row["other_tokens"] or row["other_bytes"] or row["failure"]) and row["transfers"] > 1
+    ok = not (row["other_tokens"] or row["other_bytes"] or row["failure"]) and row["transfers"] >= row["paths"]
     return Verdict("landing", "transfers during replays", ok, found, "none may be")
