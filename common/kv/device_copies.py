@@ -93,12 +93,16 @@ class ReachedDevice:
         self._cuda, self.block_bytes = driver(), kv.block_bytes
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
-        """Raises DriverError, when nothing writes to the blocks any more."""
+        """Nothing is read once the memory is closed, as it is when its owner was seen to be dead.
+
+        Raises DriverError, when nothing writes to the blocks any more.
+        """
         known, stream = list(copies), self._sums.stream
-        most = self._memory.offer.num_bytes // self.block_bytes
+        most = 0 if self._memory.closed else self._memory.offer.num_bytes // self.block_bytes
         found = [(source, index) for source, index in known if source < most]
         try:
-            stream.wait_for(lambda: self._launch(found))
+            if found:
+                stream.wait_for(lambda: self._launch(found))
         except DriverError:
             stream.wait_for(lambda: None)  # for the copies before the one that was refused
             raise

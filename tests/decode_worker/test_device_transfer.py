@@ -218,6 +218,19 @@ def test_a_block_that_the_memory_does_not_have(new_pair: Callable[..., Pair]) ->
     assert wrong is None and right == pair.device.sums([6])[0]
 
 
+def test_memory_that_was_closed_is_not_read() -> None:
+    """As it is when its owner was seen to be dead; what that sent before may be read from the socket afterwards."""
+    source, target = cache(export=True), cache()
+    memory = DeviceReads(target).open(OfferedDevice(source).offer)
+    (found,) = memory.reached.copy([(1, 1)])
+    assert found == DeviceSums(source, CopyStream(CPU)).of([1])[0]
+    before = target.tensor.clone()
+    memory.close()
+    assert list(memory.reached.copy([(2, 2), (3, 3)])) == [None, None] and torch.equal(target.tensor, before)
+    assert source.exported is not None
+    source.exported.close()
+
+
 def test_sums_are_those_of_the_kernel_without_a_sign() -> None:
     kv = cache()
     found = DeviceSums(kv, CopyStream(CPU)).of([7, 0, 7])
