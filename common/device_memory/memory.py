@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
 
 from common.device_memory.descriptor import GivenDescriptor, NotGiven, take_descriptor
-from common.device_memory.driver import CudaDriver, driver
+from common.device_memory.driver import CudaDriver, DriverError, driver
 from common.device_memory.reached import Reached
 from common.errors import DiptychError
 from common.wire.messages import KVDevice
@@ -33,7 +34,8 @@ class DeviceMap:
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
-            self._cuda.unmap(self.address, self.num_bytes)
+            with contextlib.suppress(DriverError):  # as a process ends, the driver may have ended before
+                self._cuda.unmap(self.address, self.num_bytes)
 
 
 class ExportedMemory:
