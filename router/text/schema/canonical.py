@@ -24,6 +24,7 @@ from router.text.schema.keywords import (
     draft_of,
     escaped,
 )
+from router.text.schema.patterns import portable
 from router.text.schema.resources import Place, Resources
 
 MAX_DEPTH = 64
@@ -106,7 +107,10 @@ class _Writer:
         elif key in ("$defs", "definitions"):
             pass  # what is referred to is written once, at the end
         elif key in MAPS and isinstance(value, Mapping):
-            found[key] = {n: self._child(place, f"/{key}/{escaped(n)}", each, depth) for n, each in value.items()}
+            child = {n: self._child(place, f"/{key}/{escaped(n)}", each, depth) for n, each in value.items()}
+            found[key] = {portable(n): each for n, each in child.items()} if key == "patternProperties" else child
+        elif key == "pattern" and isinstance(value, str):
+            found[key] = portable(value)
         elif key == "items" and isinstance(value, list):
             found["prefixItems"] = self._children(place, key, value, depth)
         elif key in LISTS and isinstance(value, list):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from router.text.schema.formats import PATTERNS
+
 Schema = Any
 """An object, true or false; a client may send anything else in its place."""
 CLOSED: Final = "x-closed"
@@ -25,9 +27,9 @@ PLAIN: Final = (
     "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
 )  # fmt: skip
 FORMATS: Final = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", *PATTERNS)
 )
-"""Those that llguidance enforces. JSON Schema makes annotations of all others: they assert nothing."""
+"""Those that are enforced, by llguidance or as patterns. JSON Schema makes annotations of all others."""
 DRAFTS: Final = {
     "http://json-schema.org/draft-04/schema": 4,
     "http://json-schema.org/draft-06/schema": 6,

@@ -9,6 +9,7 @@ from typing import Any
 
 from router.text.schema.canonical import Document
 from router.text.schema.finite import listed, mapping, names, number, rejects
+from router.text.schema.formats import pattern_of
 from router.text.schema.keywords import CLOSED, Schema, Unenforceable
 from router.text.schema.negation import MAX_REFERENCES, all_of, any_of
 
@@ -102,6 +103,8 @@ def _named(document: Document, wanted: Schema, place: str) -> Schema:
         return all_of(_named(document, each, place) for each in wanted["allOf"])
     if said == ["pattern"] and isinstance(wanted["pattern"], str):
         pattern = wanted["pattern"]
+    elif said == ["format"] and (known := pattern_of(wanted["format"])):
+        pattern = known
     elif not set(said) - {"minLength", "maxLength"}:
         least, most = int(number(wanted, "minLength") or 0), number(wanted, "maxLength")
         pattern = rf"^[\s\S]{{{least},{'' if most is None else int(most)}}}$"

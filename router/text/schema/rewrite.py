@@ -14,6 +14,7 @@ from router.text.schema import arrays, objects
 from router.text.schema.canonical import MAX_SCHEMAS, Document
 from router.text.schema.disjoint import Proofs
 from router.text.schema.finite import mapping, names, sequence
+from router.text.schema.formats import pattern_of
 from router.text.schema.keywords import CLOSED, EXTRA, LISTS, SINGLES, Schema, Unenforceable, escaped
 from router.text.schema.negation import Negation, all_of, any_of
 from router.text.schema.one_of import alone, exclusive
@@ -63,9 +64,12 @@ class _Rewriting:
                 step = f"{place}/{key}"
                 found[key] = {n: self.schema(child, f"{step}/{escaped(n)}", depth + 1) for n, child in value.items()}
             elif key in LISTS and isinstance(value, list):
-                found[key] = [self.schema(child, f"{place}/{key}/{i}", depth + 1) for i, child in enumerate(value)]
+                written = [self.schema(child, f"{place}/{key}/{i}", depth + 1) for i, child in enumerate(value)]
+                found[key] = [*found.get(key, ()), *written]
             elif key in SINGLES:
                 found[key] = self.schema(value, f"{place}/{key}", depth + 1)
+            elif key == "format" and (pattern := pattern_of(value)):
+                found["allOf"] = [*found.get("allOf", ()), {"pattern": pattern}]
             else:
                 found[key] = value
         if CLOSED in schema:

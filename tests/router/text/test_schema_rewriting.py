@@ -28,6 +28,8 @@ DRAFT4, DRAFT7 = ({"$schema": f"http://json-schema.org/draft-0{number}/schema#"}
 
 CASES: list[tuple[str, dict[str, Any], list[Any], list[Any]]] = [
     ("unknown format", {"type": "string", "format": "path"}, ["", "/x"], [1]),
+    ("names of a format", {**OPEN, "propertyNames": {"format": "json-pointer"}}, [{"/a": 1}, {}], [{"a": 1}]),
+    ("names of no known format", {**OPEN, "propertyNames": {"format": "path"}}, [{"a": 1}], [1]),
     ("not type", {"not": {"type": ["object", "array", "string"]}}, [1, None, 1.5], ["", {}, []]),
     ("not integer", {"not": WHOLE}, ["1", None], [1, 2]),
     ("not const text", {"type": "string", "not": {"const": "ab"}}, ["", "a", "abc", "b"], ["ab"]),

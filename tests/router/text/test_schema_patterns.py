@@ -1,0 +1,113 @@
+"""Patterns of JSON Schema in the library's form: the same texts match, whatever stands within brackets."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.text.answer.grammar import json_grammar
+from router.text.schema.patterns import portable
+
+from ..answers import checked, is_answer
+
+TEXT = {"type": "string"}
+MEMBERS = st.sampled_from(["[", "-", "&", "~", "^", "a", "b", "*", r"\]", r"\[", r"\-", r"\d", "0", "a-b", "+-"])
+CLASSES = st.builds("[{}{}]".format, st.sampled_from(["", "^"]), st.lists(MEMBERS, min_size=1, max_size=6).map("".join))
+TEXTS = st.text("[]-&~^ab*+,0", max_size=2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("^[[a-z]*[-]?[a-z]*]*$", r"^[\[a-z]*[\-]?[a-z]*]*$"),
+        ("[a&&b]", r"[a\&\&b]"),
+        ("[+--]", r"[+-\-]"),
+        ("[--a]", r"[\--a]"),
+        ("[a-]", r"[a\-]"),
+        (r"[\w-.]", r"[\w\-.]"),
+        (r"[a-\d]", r"[a\-\d]"),
+        (r"[\p{L}-x]", r"[\p{L}\-x]"),
+        (r"[\u0041-\u0043]", r"[\u0041-\u0043]"),
+        ("[^]a]", r"[^\]a]"),
+        ("[[:alpha:]]", r"[\[:alpha:]]"),
+        (r"[\b]", r"[\x08]"),
+        (r"\<a\>\b", r"<a>\b"),
+        (r"a.b\.c[.]", r"a[^\n\r]b\.c[.]"),
+        (r"\[a.", r"\[a[^\n\r]"),
+        ("(?s).[[]", "(?s).[[]"),
+        ("[a", "[a"),
+        ("^[a-z0-9_]+$", "^[a-z0-9_]+$"),
+        ("a\\", "a\\"),
+    ],
+)
+def test_what_is_written(pattern: str, expected: str) -> None:
+    assert portable(pattern) == expected
+    assert portable(expected) == expected  # once is enough
+
+
+@settings(max_examples=60, deadline=None)
+@given(CLASSES, st.lists(TEXTS, min_size=1, max_size=6))
+def test_a_class_matches_what_python_says(inside: str, texts: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that sets in sets may come
+        try:
+            expected = re.compile(f"^{inside}{{1,2}}$", re.ASCII)
+        except re.error:  # a range that runs backwards
+            return
+    grammar = json_grammar({"type": "string", "pattern": f"^{inside}{{1,2}}$"})
+    for text in texts:
+        assert is_answer(grammar, json.dumps(text)) is bool(expected.fullmatch(text)), (inside, text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "others"),
+    [
+        ("^[[a-z]*[-]?[a-z]*]*$", ["", "[a-b]", "]]"], ["a*", "*", "a-b-c"]),
+        (r"^[\w-.]$", ["a", "-", "."], ["/"]),
+        ("^.$", ["x", '"'], ["\n", "\r", ""]),
+    ],
+)
+def test_texts_of_a_pattern(pattern: str, matching: list[str], others: list[str]) -> None:
+    grammar = json_grammar({**TEXT, "pattern": pattern})
+    assert all(is_answer(grammar, json.dumps(text)) for text in matching)
+    assert not any(is_answer(grammar, json.dumps(text)) for text in others)
+
+
+def test_names_of_members() -> None:
+    grammar = json_grammar({"type": "object", "patternProperties": {"^[&&--0]$": TEXT}, "additionalProperties": False})
+    assert all(is_answer(grammar, json.dumps({name: ""})) for name in "&+,-0")
+    assert not any(is_answer(grammar, json.dumps({name: ""})) for name in "1a./")
+
+
+@pytest.mark.parametrize(
+    ("name", "matching", "others"),
+    [
+        (
+            "uri-reference",
+            ["", "a/b", "//h:80/x", "?q", "#f", "a%20b", "x:y@z", "http://[::1]/a?b#c"],
+            ["://", "a b", "%zz", "1:x", "a<b", "[::1]", "\u00e9"],
+        ),
+        ("iri", ["http://\u00e9.fr/\u00fc?q#f", "a:", "urn:x:y"], ["not-an-iri", "", "a b:", "x:%1", "//a"]),
+        ("iri-reference", ["\u00e9", "//\u00e9/", ""], ["<", "\u00e9 "]),
+        ("uri-template", ["", "http://e.com/{a}{?b,c*}{/d:3}", "{x.y}", "\u00e9"], ["x/{", "{}", "{a", "a b", "{a:0}"]),
+        ("json-pointer", ["", "/", "/a/~0~1", "//"], ["a", "/~2", "/~"]),
+        ("relative-json-pointer", ["0", "1/a", "0#", "2+1/b"], ["01", "-1", "/a", "0#/a"]),
+    ],
+)
+def test_texts_of_a_format(name: str, matching: list[str], others: list[str]) -> None:
+    grammar = json_grammar({"format": name})
+    assert all(is_answer(grammar, json.dumps(text, ensure_ascii=False)) for text in matching)
+    assert not any(is_answer(grammar, json.dumps(text, ensure_ascii=False)) for text in others)
+    assert is_answer(grammar, "5")  # which is no text
+
+
+def test_a_format_beside_other_keywords() -> None:
+    grammar = json_grammar({**TEXT, "format": "iri", "pattern": "x$", "allOf": [{"minLength": 4}]})
+    assert is_answer(grammar, '"a:yx"') and not any(is_answer(grammar, f'"{text}"') for text in ("a:x", "a:yy", "abyx"))
+    with pytest.raises(ValueError, match="format"):
+        checked(json_grammar({**TEXT, "format": ["iri"]}))
