@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 
 from common.errors import DiptychError
 
@@ -33,7 +34,7 @@ class GivenDescriptor:
 
     def __init__(self, descriptor: int) -> None:
         """Owns the descriptor from now on, also when it raises OSError."""
-        self._descriptor = descriptor
+        self._descriptor, self._closed = descriptor, False
         self.name = f"diptych-kv-{secrets.token_hex(16)}"
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -46,6 +47,7 @@ class GivenDescriptor:
         self._thread.start()
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):  # the thread has ended already
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes it
         self._thread.join(2 * WAIT_S)
@@ -53,11 +55,14 @@ class GivenDescriptor:
         os.close(self._descriptor)
 
     def _main(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if not self._closed:  # as without a free descriptor: later there may be one
+                    log.warning("no worker of this host gets access to this one's GPU memory now: %s", error)
+                    time.sleep(WAIT_S)
+                continue
             with peer:
                 try:
                     self._give(peer)

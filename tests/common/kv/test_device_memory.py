@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,6 +150,31 @@ def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     given.close()
     assert "got no access" in caplog.text and f"user {mine}'s" in caplog.text
     os.close(write)
+
+
+def test_a_giver_without_a_free_descriptor_gives_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("common.device_memory.descriptor.WAIT_S", 0.05)
+    read, write = os.pipe()
+    given = GivenDescriptor(read)
+    left, accept = [OSError(24, "Too many open files")] * 2, socket.socket.accept
+
+    def full(self: socket.socket) -> object:
+        if left:
+            raise left.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", full)
+    deadline = time.monotonic() + 30
+    while left:  # one more is accepted before the first failure
+        with contextlib.suppress(NotGiven):
+            os.close(take_descriptor(given.name, os.getpid()))
+        assert time.monotonic() < deadline
+    os.close(take_descriptor(given.name, os.getpid()))
+    given.close()
+    os.close(write)
+    assert caplog.text.count("gets access to this one's GPU memory now: [Errno 24]") == 2
 
 
 def test_what_was_given_is_a_descriptor_of_its_own_and_ends_with_close() -> None:
