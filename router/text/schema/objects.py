@@ -103,8 +103,8 @@ def _named(document: Document, wanted: Schema, place: str) -> Schema:
         return all_of(_named(document, each, place) for each in wanted["allOf"])
     if said == ["pattern"] and isinstance(wanted["pattern"], str):
         pattern = wanted["pattern"]
-    elif said == ["format"] and (known := pattern_of(wanted["format"])):
-        pattern = known
+    elif said == ["format"] and (defined := pattern_of(wanted["format"])):
+        pattern = defined
     elif not set(said) - {"minLength", "maxLength"}:
         least, most = int(number(wanted, "minLength") or 0), number(wanted, "maxLength")
         pattern = rf"^[\s\S]{{{least},{'' if most is None else int(most)}}}$"
