@@ -182,7 +182,7 @@ def test_inputs_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
 @pytest.mark.e2e
 def test_two_formats_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "cache_folder", lambda: tmp_path / "cache")  # the workers' kernels stay where they are
-    flags = "--model=tiny-random --formats=w8a8,fp8-block --peers= --tokens=4 --prompt=16 --streams=2 --repeats=1 "
+    flags = "--model=tiny-random --formats=w8a8,fp8-block --peers= --tokens=32 --prompt=16 --streams=2 --repeats=1 "
     output, picture = tmp_path / "f.json", tmp_path / "f.png"
     status = formats.main([*flags.split(), "--diptych-args=--threads 1", f"--output={output}", f"--plot={picture}"])
     found = json.loads(output.read_text())

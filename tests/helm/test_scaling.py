@@ -42,7 +42,7 @@ def values() -> dict[str, Any]:
     base["prefill"]["defaults"]["autoscaling"] = {"target": 0.1}
     # A pool that fills quickly: pressure is that of the KV cache.
     base["decode"] = {"defaults": {"settings": {"num_blocks": 128}, "autoscaling": {"target": 0.9}}}
-    base["router"]["settings"] = {"queue_timeout_s": 240, "request_timeout_s": 300}
+    base["router"]["settings"] = {"queue_timeout_s": 240, "max_wait_s": 240, "request_timeout_s": 300}
     return base
 
 
