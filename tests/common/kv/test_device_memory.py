@@ -28,6 +28,7 @@ from common.wire.messages import KVDevice
 from common.worker.duty import check_driver
 
 from ... import pretended_cuda
+from ...engine_rig import wait
 
 PAGE = 65536
 OTHERS: set[str] = set()
@@ -127,6 +128,7 @@ def test_a_frozen_owner_is_waited_for_only_briefly(
     process, offer = owner
     monkeypatch.setattr("common.device_memory.descriptor.WAIT_S", 0.1)
     process.send_signal(signal.SIGSTOP)
+    wait(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())
     files = num_files()
     with pytest.raises(NotGiven, match="gives no descriptor"):
         ImportedMemory(offer, 0)
@@ -171,12 +173,12 @@ def test_a_giver_without_a_free_descriptor_gives_later(
         return accept(self)
 
     monkeypatch.setattr(socket.socket, "accept", full)
-    deadline = time.monotonic() + 30
-    while left:  # one more is accepted before the first failure
+    deadline, taken = time.monotonic() + 30, -1
+    while left or taken < 0:  # one more is accepted before the first failure
         with contextlib.suppress(NotGiven):
-            os.close(take_descriptor(given.name, os.getpid()))
+            taken = take_descriptor(given.name, os.getpid())
+            os.close(taken)
         assert time.monotonic() < deadline
-    os.close(take_descriptor(given.name, os.getpid()))
     given.close()
     os.close(write)
     assert caplog.text.count("gets access to this one's GPU memory now: [Errno 24]") == 2
