@@ -5,13 +5,18 @@ The device of a cache in it is the CPU, whose addresses are the pretended GPU's.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from common.device_memory import driver as drivers
 
@@ -39,4 +44,14 @@ def build() -> str:
 def use() -> None:
     """This process has the pretended driver from now on."""
     drivers.LIBRARY = build()  # type: ignore[misc]
+    drivers.driver.cache_clear()
+
+
+@contextmanager
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process has the pretended driver within; what was mapped by it is unmapped by it."""
+    monkeypatch.setattr(drivers, "LIBRARY", build())
+    drivers.driver.cache_clear()
+    yield
+    gc.collect()
     drivers.driver.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from benchmarks.gpu.node.ipc import ipc_rows
 from benchmarks.gpu.node.landing import measure_landing, of_landing
 from benchmarks.gpu.node.verdict import of_ipc
 from benchmarks.gpu.shape import SHAPES
-from common.device_memory.driver import driver
 
 from .. import pretended_cuda
 
@@ -22,11 +20,8 @@ SHAPE = replace(SHAPES["dry"], moved_blocks=4)
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("common.device_memory.driver.LIBRARY", pretended_cuda.build())
-    driver.cache_clear()
-    yield
-    gc.collect()
-    driver.cache_clear()
+    with pretended_cuda.pretended(monkeypatch):
+        yield
 
 
 @pytest.mark.usefixtures("pretended")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,11 +37,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("common.device_memory.driver.LIBRARY", pretended_cuda.build())
-    driver.cache_clear()
-    yield
-    gc.collect()
-    driver.cache_clear()
+    with pretended_cuda.pretended(monkeypatch):
+        yield
 
 
 def cache(*, export: bool = False) -> KVCache:

@@ -46,13 +46,10 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("common.device_memory.driver.LIBRARY", pretended_cuda.build())
-    driver.cache_clear()
-    OTHERS.clear()
-    OTHERS.update(maps())
-    yield
-    gc.collect()  # what a failed call left is unmapped by the driver that mapped it
-    driver.cache_clear()
+    with pretended_cuda.pretended(monkeypatch):
+        OTHERS.clear()
+        OTHERS.update(maps())
+        yield
 
 
 @pytest.fixture
