@@ -107,8 +107,8 @@ class _Writer:
         elif key in ("$defs", "definitions"):
             pass  # what is referred to is written once, at the end
         elif key in MAPS and isinstance(value, Mapping):
-            child = {n: self._child(place, f"/{key}/{escaped(n)}", each, depth) for n, each in value.items()}
-            found[key] = {portable(n): each for n, each in child.items()} if key == "patternProperties" else child
+            children = {n: self._child(place, f"/{key}/{escaped(n)}", each, depth) for n, each in value.items()}
+            found[key] = _portable_names(children) if key == "patternProperties" else children
         elif key == "pattern" and isinstance(value, str):
             found[key] = portable(value)
         elif key == "items" and isinstance(value, list):
@@ -162,3 +162,12 @@ class _Writer:
             self.places[name] = target.pointer
             self.left.append((name, target))
         return REFERENCE + name
+
+
+def _portable_names(children: Mapping[str, Schema]) -> dict[str, Schema]:
+    """Schemas by patterns. Two ways to write one pattern, such as `[a-]` and `[a\\-]`, become one with both schemas."""
+    found: dict[str, Schema] = {}
+    for name, child in children.items():
+        written = portable(name)
+        found[written] = {"allOf": [found[written], child]} if written in found else child
+    return found

@@ -84,6 +84,13 @@ def test_names_of_members() -> None:
     assert not any(is_answer(grammar, json.dumps({name: ""})) for name in "1a./")
 
 
+def test_two_ways_to_write_one_pattern_keep_both_schemas() -> None:
+    wanted = {"^[a-]$": {"minimum": 2}, r"^[a\-]$": {"maximum": 3}}
+    grammar = json_grammar({"type": "object", "patternProperties": wanted, "additionalProperties": False})
+    assert is_answer(grammar, '{"a":2}') and is_answer(grammar, '{"-":3}')
+    assert not is_answer(grammar, '{"a":1}') and not is_answer(grammar, '{"a":4}')
+
+
 @pytest.mark.parametrize(
     ("name", "matching", "others"),
     [
