@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,14 +9,20 @@ import pytest
 
 from .. import pretended_cuda
 from .other_program import run_instead
-from .test_failures import run_with
-from .test_handover import LONG, handovers, leave, under_load, wait_for_streams
 from .test_same_answer import LENGTHS, NUM_TOKENS, Case
+from .transports import (
+    FEW_BLOCKS,
+    SMALL_BLOCKS,
+    SMALL_STEPS,
+    a_frozen_prefill_worker_is_left,
+    a_killed_worker_costs_no_token,
+    a_leaving_worker_hands_over,
+    a_small_cache_preempts,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ALL_REMOTE = ("--local-prefill-threshold", "0")
-MANY_TOKENS = 400
 
 
 @pytest.fixture
@@ -50,53 +55,26 @@ def test_answers_are_the_same(gpus_of: Any, tiny_oracle: Any, random_prompts: Ca
 
 
 def test_a_small_cache_preempts(gpus_of: Any, tiny_oracle: Any, random_prompts: Callable[..., Any]) -> None:
-    system = gpus_of(worker_flags=("--block-size", "16"), decode_flags=("--num-blocks", "48", "--kv-memory-gib", "0"))
+    system = gpus_of(worker_flags=SMALL_BLOCKS, decode_flags=FEW_BLOCKS)
     prompts = random_prompts((60, 90, 130, 160) * 3, vocab_size=256, seed=2)
-    case = Case(prompts, [tiny_oracle.greedy(prompt, 120) for prompt in prompts])
-    case.check(system.generate(prompts, max_tokens=120, at_once=12))
-    assert system.metric("vllm:num_preemptions", "decode") and system.transfers("cuda-ipc")
+    a_small_cache_preempts(system, tiny_oracle, prompts, "cuda-ipc")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_costs_no_token(gpus_of: Any, random_prompts: Callable[..., Any], role: str) -> None:
-    system = gpus_of(2, 2, prefill_flags=("--max-num-batched-tokens", "32"))
     prompts = random_prompts((30, 200, 700, 1500) * 2, vocab_size=256, seed=4)
-    expected = system.generate(prompts, max_tokens=MANY_TOKENS)
-    victim = system.stack.workers(role)[0]
-    assert run_with(system, prompts, victim, victim.kill, cache_salt=role) == expected
-    system.stack.restart(victim)
-    system.stack.wait_ready(time.monotonic() + 60)
-    before = system.transfers("cuda-ipc")
-    assert system.generate(prompts, max_tokens=MANY_TOKENS, cache_salt="again") == expected
-    assert system.transfers("cuda-ipc") > before
+    a_killed_worker_costs_no_token(gpus_of(2, 2, prefill_flags=SMALL_STEPS), prompts, role, "cuda-ipc")
 
 
 def test_a_frozen_prefill_worker_is_left_and_comes_back(gpus_of: Any, random_prompts: Callable[..., Any]) -> None:
-    system = gpus_of(2, 2, prefill_flags=("--max-num-batched-tokens", "32"))
     prompts = random_prompts((30, 700, 1500) * 2, vocab_size=256, seed=6)
-    expected = system.generate(prompts, max_tokens=MANY_TOKENS)
-    victim = system.stack.workers("prefill")[1]
-    try:
-        got = run_with(system, prompts, victim, victim.pause, cache_salt="frozen")
-    finally:
-        victim.resume()
-    assert got == expected
-    system.wait_for_workers()
-    assert system.generate(prompts, max_tokens=MANY_TOKENS, cache_salt="awake") == expected
+    a_frozen_prefill_worker_is_left(gpus_of(2, 2, prefill_flags=SMALL_STEPS), prompts)
 
 
 def test_a_worker_that_leaves_hands_its_streams_over(gpus_of: Any, random_prompts: Callable[..., Any]) -> None:
     system = gpus_of(1, 2, router_flags=("--drain-timeout-s", "60"), worker_flags=("--drain-timeout-s", "60"))
     prompts = random_prompts((30, 100, 200, 350), vocab_size=256, seed=7)
-    victim = system.stack.workers("decode")[0]
-    with under_load(system, prompts, LONG) as running:
-        running.wait_for_streams(4)
-        leave(victim)
-    assert handovers(system) > 0
-    system.stack.restart(victim)
-    system.stack.wait_ready(time.monotonic() + 60)
-    assert f"KV from {victim.name} is copied from GPU to GPU" in system.stack.workers("decode")[1].log.read_text()
-    wait_for_streams(system, 0)
+    a_leaving_worker_hands_over(system, prompts, "is copied from GPU to GPU")
 
 
 @pytest.mark.parametrize("without", ["prefill", "decode"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +10,22 @@ import pytest
 from common.transfer.remote_reads import READ_S
 
 from .nixl_packages import nixl_env
-from .test_failures import run_with
-from .test_handover import LONG, handovers, leave, under_load, wait_for_streams
 from .test_same_answer import LENGTHS, NUM_TOKENS, Case
+from .transports import (
+    FEW_BLOCKS,
+    SMALL_BLOCKS,
+    SMALL_STEPS,
+    a_frozen_prefill_worker_is_left,
+    a_killed_worker_costs_no_token,
+    a_leaving_worker_hands_over,
+    a_small_cache_preempts,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ALL_REMOTE = ("--local-prefill-threshold", "0")
 NIXL = ("--kv-transport", "nixl")
 TWO_RANKS = ("--tensor-parallel-size", "2")
-MANY_TOKENS = 400
 
 
 @pytest.mark.parametrize("tls", ["tcp", ""], ids=["tcp", "as UCX picks"])
@@ -36,16 +41,10 @@ def test_answers_are_the_same(system_of: Any, tiny_oracle: Any, random_prompts: 
 
 
 def test_a_small_cache_preempts(system_of: Any, tiny_oracle: Any, random_prompts: Callable[..., Any]) -> None:
-    system = system_of(
-        router_flags=ALL_REMOTE,
-        worker_flags=(*NIXL, "--block-size", "16"),
-        decode_flags=("--num-blocks", "48", "--kv-memory-gib", "0"),
-        env=nixl_env("tcp"),
-    )
+    flags = {"worker_flags": (*NIXL, *SMALL_BLOCKS), "decode_flags": FEW_BLOCKS}
+    system = system_of(router_flags=ALL_REMOTE, env=nixl_env("tcp"), **flags)
     prompts = random_prompts((60, 90, 130, 160) * 3, vocab_size=256, seed=2)
-    case = Case(prompts, [tiny_oracle.greedy(prompt, 120) for prompt in prompts])
-    case.check(system.generate(prompts, max_tokens=120, at_once=12))
-    assert system.metric("vllm:num_preemptions", "decode") and system.transfers("nixl")
+    a_small_cache_preempts(system, tiny_oracle, prompts, "nixl")
 
 
 @pytest.mark.parametrize("ranks", ["prefill", "decode"])
@@ -64,38 +63,15 @@ def test_a_worker_of_two_ranks(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Callable[..., Any], role: str) -> None:
-    system = system_of(
-        2, 2, router_flags=ALL_REMOTE, worker_flags=NIXL, prefill_flags=("--max-num-batched-tokens", "32"),
-        env=nixl_env("tcp"),
-    )  # fmt: skip
+    system = system_of(2, 2, router_flags=ALL_REMOTE, worker_flags=NIXL, prefill_flags=SMALL_STEPS, env=nixl_env("tcp"))
     prompts = random_prompts((30, 200, 700, 1500) * 2, vocab_size=256, seed=4)
-    expected = system.generate(prompts, max_tokens=MANY_TOKENS)
-    victim = system.stack.workers(role)[0]
-    assert run_with(system, prompts, victim, victim.kill, cache_salt=role) == expected
-    system.stack.restart(victim)
-    system.stack.wait_ready(time.monotonic() + 60)
-    before = system.transfers("nixl")
-    assert system.generate(prompts, max_tokens=MANY_TOKENS, cache_salt="again") == expected
-    assert system.transfers("nixl") > before
+    a_killed_worker_costs_no_token(system, prompts, role, "nixl")
 
 
 def test_a_frozen_prefill_worker_is_left_and_comes_back(system_of: Any, random_prompts: Callable[..., Any]) -> None:
     """Reads of its memory are given up; what they still write when it wakes spoils no block."""
-    system = system_of(
-        2, 2, router_flags=ALL_REMOTE, worker_flags=NIXL, prefill_flags=("--max-num-batched-tokens", "32"),
-        env=nixl_env("tcp"),
-    )  # fmt: skip
-    prompts = random_prompts((30, 700, 1500) * 2, vocab_size=256, seed=6)
-    expected = system.generate(prompts, max_tokens=MANY_TOKENS)
-    victim = system.stack.workers("prefill")[1]
-    try:
-        got = run_with(system, prompts, victim, victim.pause, cache_salt="frozen")
-        time.sleep(READ_S)
-    finally:
-        victim.resume()
-    assert got == expected
-    system.wait_for_workers()
-    assert system.generate(prompts, max_tokens=MANY_TOKENS, cache_salt="awake") == expected
+    system = system_of(2, 2, router_flags=ALL_REMOTE, worker_flags=NIXL, prefill_flags=SMALL_STEPS, env=nixl_env("tcp"))
+    a_frozen_prefill_worker_is_left(system, random_prompts((30, 700, 1500) * 2, vocab_size=256, seed=6), READ_S)
 
 
 def test_a_worker_that_leaves_hands_its_streams_over(system_of: Any, random_prompts: Callable[..., Any]) -> None:
@@ -105,15 +81,7 @@ def test_a_worker_that_leaves_hands_its_streams_over(system_of: Any, random_prom
         env=nixl_env("tcp"),
     )  # fmt: skip
     prompts = random_prompts((30, 100, 200, 350), vocab_size=256, seed=7)
-    victim = system.stack.workers("decode")[0]
-    with under_load(system, prompts, LONG) as running:
-        running.wait_for_streams(4)
-        leave(victim)
-    assert handovers(system) > 0
-    system.stack.restart(victim)
-    system.stack.wait_ready(time.monotonic() + 60)
-    assert "is read with NIXL" in system.stack.workers("decode")[1].log.read_text()
-    wait_for_streams(system, 0)
+    a_leaving_worker_hands_over(system, prompts, "is read with NIXL")
 
 
 @pytest.mark.parametrize("without", ["prefill", "decode"])
