@@ -352,6 +352,11 @@ class WorkerConfig(CommonConfig, PodSettings):
         return self.device != "cpu"
 
     @property
+    def device_index(self) -> int:
+        """Which GPU of its host it is on."""
+        return int(self.device.partition(":")[2] or 0)
+
+    @property
     def block_tokens(self) -> int:
         """Tokens in a KV block."""
         return self.block_size or (GPU_BLOCK if self.on_gpu else CPU_BLOCK)

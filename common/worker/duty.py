@@ -83,7 +83,7 @@ class Duty(ABC):
             with nixl_works():  # before weights are read, which may take minutes
                 self.nixl = NixlAgent(self.parts.identity.worker_id)
         if config.exports_kv:
-            check_driver(config.device)
+            check_driver(config.device_index)
         address = self.bind_kv()
         try:
             if config.lends:
@@ -233,10 +233,10 @@ def nixl_works() -> Iterator[None]:
         raise ConfigError("kv_transport", "nixl", f"auto, tcp or shm: {error}") from error
 
 
-def check_driver(device: str) -> None:
+def check_driver(device_index: int) -> None:
     """Raises ConfigError unless the driver can export this GPU's memory."""
     try:
-        driver().check(int(device.partition(":")[2] or 0))
+        driver().check(device_index)
     except DriverError as error:
         raise ConfigError("kv_transport", "cuda-ipc", f"auto, tcp or shm: {error}") from error
 

@@ -51,7 +51,7 @@ def gpus_of(worker: WorkerConfig) -> range:
     """The GPUs of a worker: neighbours from the one that `device` names; the first without a number."""
     if not worker.on_gpu:
         return range(0)
-    first = int(worker.device.partition(":")[2] or 0)
+    first = worker.device_index
     return range(first, first + worker.ranks_per_host)
 
 

@@ -272,14 +272,14 @@ def test_a_cache_that_does_not_fit(new_cache: Callable[[int], KVCache]) -> None:
 
 
 def test_a_worker_is_refused_where_the_driver_exports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_driver("cuda")
+    check_driver(0)
     monkeypatch.setenv("PRETENDED_CUDA_FAILS", "NO_EXPORT")
     with pytest.raises(ConfigError, match="kv_transport.*exports no memory of cuda:0"):
-        check_driver("cuda:0")
+        check_driver(0)
     monkeypatch.setattr("common.device_memory.driver.LIBRARY", "libcuda-of-nobody.so")
     driver.cache_clear()
     with pytest.raises(ConfigError, match="CUDA's driver cannot be used"):
-        check_driver("cuda")
+        check_driver(0)
 
 
 def test_the_driver_is_loaded_once() -> None:
