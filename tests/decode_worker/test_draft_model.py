@@ -115,7 +115,10 @@ def test_an_aborted_request_gives_its_draft_blocks_back(drafting: Callable[..., 
 def test_it_catches_up_while_the_prompt_is_on_its_way(drafting: Callable[..., Rig]) -> None:
     rig, tokens = drafting(), prompt(70, 3)
     rig.ask(tokens, remote=True, max_tokens=40)
-    rig.until(lambda: rig.drafter.cache.pool.counts.owned == 5 and not rig.engine.has_work)
+    rig.until(lambda: list(rig.engine.scheduler))
+    (sequence,) = rig.engine.scheduler
+    rig.until(lambda: rig.drafter.is_ready(sequence) and not rig.engine.has_work)
+    assert rig.drafter.cache.pool.counts.owned in (4, 5)  # slow steps are short, and leave at most MOST_BEHIND tokens
     rig.ship(tokens, rig.granted(tokens))
     rig.until(lambda: rig.is_clean)
     assert rig.tokens() == truth(rig, tokens)
