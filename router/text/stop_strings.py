@@ -43,8 +43,12 @@ class StopScanner:
         """The stop string that was found."""
         return self._stop
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string ended it; after the end the text is ""."""
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
+        """The text that may be shown now, and whether a stop string ended it; after the end the text is "".
+
+        With `may_end` false, a stop string that is complete within `text` is ignored. One that only begins there
+        still counts.
+        """
         if self._stop is not None:
             return "", True
         if self._node is self._root and self._root.children.keys().isdisjoint(text):
@@ -52,8 +56,10 @@ class StopScanner:
         known = self._held + text
         for index, char in enumerate(text, start=len(self._held) + 1):
             self._node = _step(self._node, char)
-            if self._node.match:
+            if self._node.match and may_end:
                 return self._cut(known[:index], self._node.match)
+            while not self._node.children and self._node.fallback is not None:  # an ignored stop string is text
+                self._node = self._node.fallback
         safe = len(known) - self._node.depth
         self._held = known[safe:]
         return known[:safe], False

@@ -47,7 +47,7 @@ class AnswerChoice:
     """Choice `index` of an answer.
 
     `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. A stop string
-    may not end inside the first `params.min_tokens` tokens, nor at `marks` or in what they hide. A `silent` choice
+    that ends within the first `params.min_tokens` tokens does not count, nor does one at `marks` or in what they hide. A `silent` choice
     shows no generated token: its client asked about the prompt alone. `prompt_logprobs`, there with the first piece,
     begin at the prompt's second token. `pooled` is the vector of a prompt that is pooled.
     """
@@ -177,9 +177,9 @@ class AnswerChoice:
         return before + text, False
 
     def _scan(self, text: str, num_tokens: int) -> tuple[str, bool]:
-        if self._scanner is None or num_tokens <= self.request.params.min_tokens:
+        if self._scanner is None:
             return text, False
-        return self._scanner.push(text)
+        return self._scanner.push(text, may_end=num_tokens > self.request.params.min_tokens)
 
     def _flush(self, piece: Piece) -> bool:
         """Release an unfinished character, and text held back as the beginning of a stop string."""

@@ -65,3 +65,30 @@ def test_logprobs_are_those_of_the_text(text: Any, ids: list[int], sizes: list[i
     assert all(start <= end and start <= len(out["text"]) for start, end in out["spans"])
     if out["reason"] == "length":
         assert len(out["tokens"]) == len(ids)
+
+
+def first_stop(text: str, stops: list[str], least: int) -> int | None:
+    """The end of the first stop string that is complete after more than `least` characters, each of them a token."""
+    ends = range(least + 1, len(text) + 1)
+    return next((end for end in ends if any(text[:end].endswith(stop) for stop in stops)), None)
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    answer=st.text("ab ", min_size=1, max_size=12),
+    sizes=cuts,
+    stops=st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=3),
+    least=st.integers(0, 8),
+)
+def test_a_stop_string_counts_if_it_ends_after_min_tokens(
+    text: Any, answer: str, sizes: list[int], stops: list[str], least: int
+) -> None:
+    """It may begin within the first `min_tokens` tokens."""
+    end = first_stop(answer, stops, least)
+    out = run(text, list(answer.encode()), sizes, stops, False, min_tokens=least, include_stop=True)
+    assert (out["text"], out["reason"]) == ((answer, "length") if end is None else (answer[:end], "stop"))
+
+
+def test_a_stop_string_that_begins_within_min_tokens_is_cut_out(text: Any) -> None:
+    out = run(text, list(b"The quick fox"), [1], ["quick"], False, min_tokens=6)
+    assert (out["text"], out["reason"], out["count"]) == ("The ", "stop", 9)
