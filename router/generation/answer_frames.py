@@ -131,12 +131,15 @@ class OpenAIFrames:
 
     def _usage(self) -> Object:
         num_prompt_tokens, num_output_tokens = self._plan.num_prompt_tokens, self._log.num_output_tokens
-        return {
+        usage: Object = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._log.num_cached_tokens},
         }
+        if (num_reasoning := self._shape.num_reasoning_tokens) is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+        return usage
 
 
 def event(data: object, kind: str = "") -> bytes:

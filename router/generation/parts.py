@@ -11,8 +11,9 @@ from router.generation.service import Service
 from router.generation.structure import ToolCalling, is_held, tool_calling
 from router.request.fields import ChatRequest, SamplingFields
 from router.text.answer.part import Part, TextPart, ThoughtPart, joined
+from router.text.calls.harmony_scanner import ChannelTokens
 from router.text.calls.scanner import CallScanner
-from router.text.thinking import TAIL_TOKENS, ThinkingScanner, begins_inside
+from router.text.thinking import TAIL_TOKENS, ThinkingScanner, ThoughtTokens, begins_inside, open_thought
 
 
 @dataclass(slots=True)
@@ -20,8 +21,14 @@ class _Scanners:
     """The scanners of one choice, and how many characters they have read. `calls` begins with the first text."""
 
     thinking: ThinkingScanner | None
+    thought_tokens: ThoughtTokens | ChannelTokens | None
     calls: CallScanner | None = None
     num_chars: int = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        thinks = self.thinking is None or self.thinking.is_thought
+        return self.thought_tokens.count if self.thought_tokens is not None and thinks else 0
 
 
 def is_scanned(service: Service, calling: ToolCalling | None) -> bool:
@@ -45,6 +52,7 @@ class AnswerParts:
         self._has_thoughts = service.shows_thoughts
         self._only_calls = is_held(fields, calling)  # or only JSON of a schema
         self._thinks = service.thinks and not self._only_calls and not self._form.has_channels
+        self._continues_thought = bool((open_thought(fields.continued_text) or "").strip())
         self._scanners: dict[int, _Scanners] = {}
         self._id = secrets.token_hex(16)
 
@@ -53,10 +61,17 @@ class AnswerParts:
         """Whether an answer is nothing but text, so that it need not be taken apart."""
         return not (self._is_scanned or self._thinks)
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The tokens of all thoughts so far, with their marks."""
+        return sum(scanners.num_reasoning_tokens for scanners in self._scanners.values())
+
     def taken_apart(self, choice: AnswerChoice, piece: Piece) -> list[Part]:
         """The parts that a piece adds, in the order of the text; neighbours differ in kind, or in their call."""
         scanners = self._scanners_of(choice)
         scanners.num_chars += len(piece.text)
+        if scanners.thought_tokens is not None:
+            scanners.thought_tokens.push(piece.token_ids)
         thought, text = _without_thought(scanners.thinking, piece)
         parts: list[Part] = [ThoughtPart(thought)] if thought and self._shows_thought else []
         start = scanners.num_chars - len(text)  # the text ends where the answer ends so far
@@ -95,14 +110,21 @@ class AnswerParts:
     def _scanners_of(self, choice: AnswerChoice) -> _Scanners:
         scanners = self._scanners.get(choice.index)
         if scanners is None:
-            scanners = self._scanners[choice.index] = _Scanners(self._thinking_of(choice))
+            scanners = self._scanners[choice.index] = _Scanners(self._thinking_of(choice), self._thought_tokens())
         return scanners
+
+    def _thought_tokens(self) -> ThoughtTokens | ChannelTokens | None:
+        if self._thinks:
+            return ThoughtTokens(self._text.token_bytes)
+        if self._is_scanned and self._form.has_channels and self._has_thoughts:
+            return ChannelTokens(self._text.token_bytes)
+        return None
 
     def _thinking_of(self, choice: AnswerChoice) -> ThinkingScanner | None:
         if not self._thinks:
             return None
         tail = self._text.tokenizer.decode(choice.request.prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
-        return ThinkingScanner(inside=begins_inside(tail))
+        return ThinkingScanner(inside=begins_inside(tail), continued=self._continues_thought)
 
 
 def _without_thought(scanner: ThinkingScanner | None, piece: Piece) -> tuple[str, str]:

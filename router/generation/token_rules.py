@@ -8,7 +8,7 @@ from common.errors import InvalidRequest
 from common.wire.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, ThinkingBudget
 from router.generation.service import Service
 from router.request.fields import SamplingFields
-from router.text.thinking import CLOSE, OPEN, TAIL_TOKENS, begins_inside
+from router.text.thinking import CLOSE, OPEN, TAIL_TOKENS, begins_inside, open_thought
 
 
 def truncated(token_ids: list[int], fields: SamplingFields, max_model_len: int, max_tokens: int) -> list[int]:
@@ -42,7 +42,10 @@ async def bad_words(service: Service, fields: SamplingFields) -> tuple[tuple[int
 
 
 def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
-    """The tokens that end a thought that is too long. Raises InvalidRequest for a model that marks no thoughts."""
+    """The tokens that end a thought that is too long. Tokens of a thought that the prompt leaves open count.
+
+    Raises InvalidRequest for a model that marks no thoughts.
+    """
     budget = fields.thinking_token_budget
     if budget is None or budget < 0:
         return None
@@ -58,4 +61,13 @@ def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[i
     tail = service.text.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
     if begins_inside(tail):
         return ThinkingBudget(budget, tuple(end))
+    if open_thought(fields.continued_text) is not None:
+        return ThinkingBudget(max(0, budget - _num_after(start, prompt)), tuple(end))
     return ThinkingBudget(budget + len(start), tuple(end), tuple(start))
+
+
+def _num_after(mark: Sequence[int], prompt: Sequence[int]) -> int:
+    """The number of tokens after the last `mark`; all of them if a truncated prompt does not contain it."""
+    ends = range(len(prompt), len(mark) - 1, -1)
+    found = next((end for end in ends if prompt[end - len(mark) : end] == mark), 0)
+    return len(prompt) - found

@@ -100,6 +100,11 @@ class SamplingFields(Extensions):
         """Alternatives to each generated token, -1 for the whole vocabulary; None without log-probabilities."""
 
     @property
+    def continued_text(self) -> str:
+        """The text of the last message, if the answer continues it; else ""."""
+        return ""
+
+    @property
     def num_sampled(self) -> int:
         """Sequences that are generated for each prompt."""
         return self.n or 1
@@ -276,6 +281,13 @@ class ChatRequest(SamplingFields):
         if isinstance(last.content, list):
             return "\n".join([part.text or "" for part in last.content])
         return last.content or ""
+
+    @property
+    def continued_text(self) -> str:
+        last = self.messages[-1]
+        if not self.continue_final_message or last.content is None:
+            return ""
+        return last.content if isinstance(last.content, str) else "".join([part.text or "" for part in last.content])
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -199,6 +199,10 @@ class TextPipeline:
         """The text and the raw bytes of one token, for log-probabilities."""
         return self._table.text(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; those of a control token are its name."""
+        return self._table.raw(token_id)
+
     def spell(self, mark: str) -> str:
         """A mark in a grammar: as its token if that is a special one, which is never part of text, else as text."""
         token_id = self._special_id(mark)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 from router.text.answer.marks import overlap
@@ -28,16 +29,46 @@ def begins_inside(prompt_end: str) -> bool:
     return prompt_end.rstrip().endswith(OPEN)
 
 
-class ThinkingScanner:
-    """Splits an answer into a thought and the text behind it as it arrives, without white space around the thought.
+def open_thought(text: str) -> str | None:
+    """The unfinished thought at the end of `text`, without its mark; None if no thought is open there."""
+    _, mark, thought = text.rpartition(OPEN)
+    return thought if mark and CLOSE not in thought else None
 
-    `inside`: the prompt opened the thought. An answer that begins with no thought passes unchanged.
+
+class ThoughtTokens:
+    """Counts the tokens of a thought at the beginning of an answer, up to and including its closing mark.
+
+    `raw` gives the bytes of a token. The mark may consist of several tokens, or share a token with other text.
     """
 
-    def __init__(self, *, inside: bool) -> None:
-        self._place = _Place.THOUGHT if inside else _Place.BEGIN
+    def __init__(self, raw: Callable[[int], bytes]) -> None:
+        self._raw, self._end, self._tail, self._ended = raw, CLOSE.encode(), b"", False
+        self.count = 0
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """Count the next tokens of the answer."""
+        for token_id in token_ids:
+            if self._ended:
+                return
+            self.count += 1
+            seen = self._tail + self._raw(token_id)
+            self._ended = self._end in seen
+            self._tail = seen[1 - len(self._end) :]
+
+
+class ThinkingScanner:
+    """Splits an answer into a thought and the text after it as it arrives, without white space around the thought.
+
+    `inside`: the prompt opened the thought. `continued`: the prompt ends within its text, so white space at the
+    beginning of the answer belongs to the thought. An answer that begins with no thought passes unchanged.
+    """
+
+    def __init__(self, *, inside: bool, continued: bool = False) -> None:
+        self._place = _Place.THOUGHT if inside or continued else _Place.BEGIN
         self._held = ""
-        self._thought = False
+        self._thought = continued
+        self.is_thought = self._place is _Place.THOUGHT
+        """Whether the answer begins with a thought, as far as is known."""
 
     def push(self, text: str) -> tuple[str, str]:
         """The text that this adds to the thought, and to the answer behind it."""
@@ -64,7 +95,7 @@ class ThinkingScanner:
     def _look_for_begin(self) -> None:
         begun = self._held.lstrip()
         if begun.startswith(OPEN):
-            self._place, self._held = _Place.THOUGHT, begun.removeprefix(OPEN)
+            self._place, self._held, self.is_thought = _Place.THOUGHT, begun.removeprefix(OPEN), True
         elif not OPEN.startswith(begun):
             self._place = _Place.ANSWER
 

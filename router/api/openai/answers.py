@@ -25,11 +25,19 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class ChatUsage(Usage):
+    completion_tokens_details: CompletionTokensDetails
 
 
 class AlternativeToken(BaseModel):
@@ -94,7 +102,7 @@ class ChatCompletion(BaseModel):
     model: str
     system_fingerprint: str | None
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ChatUsage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 

@@ -18,6 +18,7 @@ from router.request.fields import ChatRequest, TokenizeRequest
 from router.text.answer.marks import NO_MARKS
 from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
 from router.text.calls.function import Function
+from router.text.thinking import OPEN, open_thought
 
 
 async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl-") -> AnswerPlan:
@@ -89,12 +90,17 @@ class ChatShape(ChoiceShape):
 
     def __init__(self, service: Service, fields: ChatRequest) -> None:
         super().__init__(service, fields)
-        self._echo = fields.echo_text
+        self._echo, self._echoed_thought = _split_echo(fields)
         self._parts = AnswerParts(service, fields)
         self.only_text = self._parts.only_text and self._logprobs is None and not self._token_ids
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        return self._parts.num_reasoning_tokens
+
     def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
-        return _chunk(choice, {"role": "assistant", "content": self._echo})
+        delta: Object = {"role": "assistant", "content": self._echo}
+        return _chunk(choice, delta | (_thought(self._echoed_thought) if self._echoed_thought else {}))
 
     def chunks(self, choice: AnswerChoice, piece: Piece, *, at_least_one: bool) -> list[Object]:
         """One for each part, in the order of the text; log-probabilities and token ids are in the first of them."""
@@ -121,7 +127,7 @@ class ChatShape(ChoiceShape):
         parts = self._parts.whole(choice, pieces)
         content = self._echo + "".join([part.text for part in parts if isinstance(part, TextPart)])
         message: Object = {"role": "assistant", "content": content, "refusal": None}
-        if thought := "".join([part.text for part in parts if isinstance(part, ThoughtPart)]):
+        if thought := self._echoed_thought + "".join([part.text for part in parts if isinstance(part, ThoughtPart)]):
             message |= _thought(thought)
         if calls := [self._call(choice, part) for part in parts if isinstance(part, CallPart)]:
             message |= {"content": content or None, "tool_calls": calls}
@@ -150,6 +156,15 @@ class ChatShape(ChoiceShape):
         if self._streams:
             return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
         return {"prompt_token_ids": prompt_token_ids, **self._of_prompt(first)}
+
+
+def _split_echo(fields: ChatRequest) -> tuple[str, str]:
+    """The text that an echo shows before the answer, and the part of it that is a thought the answer continues."""
+    echo = fields.echo_text
+    thought = open_thought(echo) if fields.continued_text else None
+    if thought is None:
+        return echo, ""
+    return echo[: len(echo) - len(OPEN) - len(thought)], thought.lstrip()
 
 
 def _thought(text: str) -> Object:

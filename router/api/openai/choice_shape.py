@@ -14,6 +14,10 @@ from router.request.fields import SamplingFields
 class ChoiceShape:
     """The settings of a request that both shapes follow."""
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        return None
+
     def __init__(self, service: Service, fields: SamplingFields) -> None:
         as_ids, wanted, of_prompt = fields.return_tokens_as_token_ids, fields.num_alternatives, fields.prompt_logprobs
         self._logprobs = self._prompt_logprobs = None

@@ -18,7 +18,6 @@ from router.generation.plan import AnswerPlan
 from router.generation.service import Service
 from router.store.record import IN_PROGRESS, QUEUED
 from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
-from router.text.thinking import CLOSE
 
 ID_PREFIX = "resp_"
 FULL = ("completed", "incomplete")
@@ -53,8 +52,6 @@ class ResponsesFrames:
         self._waiting: list[TokenWithLogprobs] = []  # until the text part comes that they belong to
         self._open = ""  # the type of the last item until it is closed
         self._num_events = 0
-        self._thought_end = service.text.tokenizer.token_to_id(CLOSE)
-        self._num_reasoning_tokens, self._thought_ended = 0, self._thought_end is None
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
@@ -75,7 +72,6 @@ class ResponsesFrames:
     def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
         if self._logprobs is not None:
             self._waiting += piece.with_logprobs
-        self._count_reasoning(piece.token_ids)
         events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
         if piece.finish_reason:
             cut = piece.finish_reason == "length" and not (self._in_call and self._parts.calls_are_whole(choice))
@@ -248,24 +244,13 @@ class ResponsesFrames:
     def _in_call(self) -> bool:
         return self._open == "function_call"
 
-    def _count_reasoning(self, token_ids: Sequence[int]) -> None:
-        """Count tokens up to the end of the thought, where the tokenizer has one token for it."""
-        if self._thought_ended:
-            return
-        for token_id in token_ids:
-            self._num_reasoning_tokens += 1
-            if token_id == self._thought_end:
-                self._thought_ended = True
-                return
-
     def _usage(self) -> Object:
         num_input, num_output = self._plan.num_prompt_tokens, self._log.num_output_tokens
-        thought = any(item["type"] == "reasoning" for item in self._items)
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": self._log.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens if thought else 0},
+            "output_tokens_details": {"reasoning_tokens": self._parts.num_reasoning_tokens},
             "total_tokens": num_input + num_output,
         }
 

@@ -46,10 +46,10 @@ class Piece:
 class AnswerChoice:
     """Choice `index` of an answer.
 
-    `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. A stop string
-    that ends within the first `params.min_tokens` tokens does not count, nor does one at `marks` or in what they hide. A `silent` choice
-    shows no generated token: its client asked about the prompt alone. `prompt_logprobs`, there with the first piece,
-    begin at the prompt's second token. `pooled` is the vector of a prompt that is pooled.
+    `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. Stop strings
+    that end within the first `params.min_tokens` tokens do not count, nor do those at `marks` or in what they hide. A
+    `silent` choice shows no generated token: its client asked about the prompt alone. `prompt_logprobs`, there with the
+    first piece, begin at the prompt's second token. `pooled` is the vector of a prompt that is pooled.
     """
 
     def __init__(

@@ -18,6 +18,11 @@ class Shape(Protocol):
     only_text: bool
     """Whether pieces in the middle of a stream differ in nothing but the text of their only chunk."""
 
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of thoughts so far; None for an API whose usage does not count them."""
+        ...
+
     def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
         """The choice in a stream's first chunk; None for an endpoint without such."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 from router.text.answer.marks import first_mark
 from router.text.answer.part import CallPart, Part, ThoughtPart
@@ -128,3 +128,40 @@ class HarmonyScanner(CallScanner):
             return self._held in (START, CHANNEL) and self._move_to(self._head)
         begins = self._held.startswith((START, CHANNEL))
         return self._move_to(self._head if begins else self._text)
+
+
+class ChannelTokens:
+    """Counts the tokens of messages in the `analysis` channel, with their marks, which are special tokens.
+
+    `raw` gives the bytes of a token.
+    """
+
+    def __init__(self, raw: Callable[[int], bytes]) -> None:
+        self._raw = raw
+        self._head: list[bytes] | None = None  # of the message that begins; None within a message
+        self._in_thought = False
+        self.count = 0
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """Count the next tokens of the answer."""
+        for token in map(self._raw, token_ids):
+            if self._head is not None:
+                self._extend_head(self._head, token)
+            elif token == CHANNEL.encode():
+                self._head, self._in_thought = [token], False
+            elif self._in_thought:
+                self.count += token != START.encode()
+                self._in_thought = token not in _ENDS
+
+    def _extend_head(self, head: list[bytes], token: bytes) -> None:
+        head.append(token)
+        if token != MESSAGE.encode():
+            return
+        text = b"".join(head).decode(errors="replace")
+        channel = CHANNEL_NAME.match(text)
+        self._in_thought = channel is not None and channel[1] == "analysis" and not RECIPIENT.search(text)
+        self.count += len(head) if self._in_thought else 0
+        self._head = None
+
+
+_ENDS = frozenset(mark.encode() for mark in (END, CALL, RETURN, START))

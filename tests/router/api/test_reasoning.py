@@ -219,18 +219,88 @@ async def test_a_thought_alone_is_a_response(start: Any, tools: Any, num_tokens:
             assert (response.status, statuses) == ("completed", [("reasoning", "completed"), ("message", "completed")])
 
 
+THOUGHT_TOKENS = ANSWER.index("</think>") + len("</think>")  # the tiny tokenizer has a token for each byte
+
+
 @pytest.mark.parametrize("per_event", [1, 7, 1000])
-async def test_tokens_of_a_thought_are_counted_where_its_end_is_one(
-    start: Any, tools: Any, monkeypatch: Any, per_event: int
+@pytest.mark.parametrize(
+    ("answer", "limit", "counted"),
+    [
+        (ANSWER, 900, THOUGHT_TOKENS),
+        (ANSWER, THOUGHT_TOKENS, THOUGHT_TOKENS),
+        (ANSWER, 12, 12),
+        ("<think></think>x", 900, len("<think></think>")),
+        ("Hello.", 900, 0),
+        ("Hello </think>.", 900, 0),
+    ],
+)
+async def test_usage_counts_the_tokens_of_a_thought(
+    start: Any, tools: Any, per_event: int, answer: str, limit: int, counted: int
 ) -> None:
-    running = await answering(start, tools, ANSWER, per_event)
-    for mark, counted in (("</think>", 0), (".", ANSWER.index(".") + 1)):  # the tiny tokenizer has no such token
-        monkeypatch.setattr("router.api.responses.answers.CLOSE", mark)
-        usage = (await running.http.post("/v1/responses", json={"input": "hi"})).json()["usage"]
-        assert usage["output_tokens_details"] == {"reasoning_tokens": counted}
-    plain = await answering(start, tools, "Hello.", per_event)
-    usage = (await plain.http.post("/v1/responses", json={"input": "hi"})).json()["usage"]
-    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
+    running = await answering(start, tools, answer, per_event)
+    asked: Any = {"model": "tiny-random", "messages": HI, "max_tokens": limit, "n": 2}
+    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as sdk:
+        whole = await sdk.chat.completions.create(**asked)
+        stream = await sdk.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        streamed = [chunk async for chunk in stream][-1]  # type: ignore[union-attr]
+        response = await sdk.responses.create(model="tiny-random", input="hi", max_output_tokens=limit)
+    for usage in (whole.usage, streamed.usage):
+        assert usage.completion_tokens_details.reasoning_tokens == 2 * counted  # type: ignore[union-attr]
+    assert response.usage.output_tokens_details.reasoning_tokens == counted
+
+
+async def test_thoughts_that_stay_in_the_text_are_not_counted(start: Any, tools: Any) -> None:
+    plain = await answering(start, tools, ANSWER, reasoning="none")
+    usage = (await plain.chat(max_tokens=900)).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def continued(text: str) -> dict[str, Any]:
+    return {"messages": [*HI, {"role": "assistant", "content": text}], "continue_final_message": True}
+
+
+@pytest.mark.parametrize("per_event", [1, 1000])
+async def test_a_thought_that_a_message_leaves_open_is_continued(start: Any, tools: Any, per_event: int) -> None:
+    """White space at the beginning of the answer belongs to the thought."""
+    running = await answering(start, tools, " greets.</think>Hello!", per_event)
+    fields = continued("<think>The user says hi, or perhaps the user") | {"max_tokens": 900}
+    body = (await running.chat(**fields)).json()
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (" greets.", "Hello!")
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(" greets.</think>")
+    deltas = [event["choices"][0]["delta"] for event in (await running.events("chat", **fields))[:-1]]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == " greets."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Hello!"
+    reply = await running.http.post("/v1/messages", json={"max_tokens": 900, "thinking": {"type": "adaptive"}} | fields)
+    blocks = [(block["type"], block.get("thinking") or block.get("text")) for block in reply.json()["content"]]
+    assert blocks == [("thinking", " greets."), ("text", "Hello!")]
+
+
+@pytest.mark.parametrize(
+    ("message", "answer", "expected"),
+    [
+        ("<think>a</think>So", " it is.", ("", " it is.")),
+        ("So", " it is.", ("", " it is.")),
+        ("So", "<think>a</think>it is.", ("a", "it is.")),
+        ("Of <think>", "\na</think>b", ("a", "b")),
+    ],
+)
+async def test_a_continued_message_without_an_open_thought(
+    start: Any, tools: Any, message: str, answer: str, expected: tuple[str, str]
+) -> None:
+    running = await answering(start, tools, answer)
+    got = (await running.chat(**continued(message), max_tokens=900)).json()["choices"][0]["message"]
+    assert (got.get("reasoning_content", ""), got["content"]) == expected
+
+
+async def test_an_echo_shows_the_continued_thought_as_a_thought(start: Any, tools: Any) -> None:
+    running = await answering(start, tools, " greets.</think>Hello!")
+    fields = continued("Well. <think>The user") | {"max_tokens": 900, "echo": True}
+    message = (await running.chat(**fields)).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("The user greets.", "Well. Hello!")
+    deltas = [event["choices"][0]["delta"] for event in (await running.events("chat", **fields))[:-1]]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "The user greets."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Well. Hello!"
 
 
 @pytest.mark.parametrize("per_event", [1, 7, 1000])
@@ -270,3 +340,17 @@ async def test_a_budget_of_the_thought_reaches_the_workers(thinking: Any) -> Non
     assert thinking.engine.requests[-1].params.thinking == ThinkingBudget(20, mark)
     assert (await thinking.chat(max_tokens=5, thinking_token_budget=-1)).status_code == 200
     assert thinking.engine.requests[-1].params.thinking is None
+
+
+@pytest.mark.parametrize(
+    ("message", "left"), [("<think>The user", 12), ("a</think><think>The user", 12), ("<think>" + "x" * 40, 0)]
+)
+async def test_the_budget_counts_what_the_prompt_has_of_the_thought(thinking: Any, message: str, left: int) -> None:
+    assert (await thinking.chat(**continued(message), max_tokens=5, thinking_token_budget=20)).status_code == 200
+    assert thinking.engine.requests[-1].params.thinking == ThinkingBudget(left, (*b"</think>",))
+
+
+async def test_the_budget_of_a_continued_answer_without_an_open_thought(thinking: Any) -> None:
+    fields = continued("<think>a</think>So")
+    assert (await thinking.chat(**fields, max_tokens=5, thinking_token_budget=20)).status_code == 200
+    assert thinking.engine.requests[-1].params.thinking == ThinkingBudget(27, (*b"</think>",), (*b"<think>",))

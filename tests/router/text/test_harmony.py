@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart, joined
 from router.text.calls.function import Function
 from router.text.calls.harmony import HarmonyForm
+from router.text.calls.harmony_scanner import ChannelTokens
 
 from ...examples import examples
 
@@ -149,3 +151,26 @@ def test_each_call_of_a_message_is_one_of_its_own_before_its_result() -> None:
     ]
     answer = {"role": "assistant", "content": "Hi", "reasoning_content": "Hm."}
     assert FORM.messages([answer]) == [{"role": "assistant", "content": "Hi", "thinking": "Hm."}]
+
+
+@pytest.mark.parametrize(
+    ("text", "counted"),
+    [
+        (f"{THOUGHT}{NEXT}{FINAL}", THOUGHT),
+        (f"{THOUGHT}{NEXT}{THOUGHT}{NEXT}{CALL}", THOUGHT * 2),
+        (f"{THOUGHT.removesuffix('<|end|>')}{NEXT}{FINAL}", THOUGHT.removesuffix("<|end|>")),
+        (f"{FINAL}<|return|>", ""),
+        ("<|channel|>commentary<|message|>First.<|end|>" + NEXT + FINAL, ""),
+        ("<|channel|>analysis to=functions.now<|message|>{}<|call|>", ""),
+        ("<|channel|>analysis<|message|>cut", "<|channel|>analysis<|message|>cut"),
+        ("<|channel|>analysis", ""),
+        ("Hello!", ""),
+    ],
+)
+def test_tokens_of_the_analysis_channel_are_counted(text: str, counted: str) -> None:
+    """Each mark and each character is one token here."""
+    tokens = re.findall(r"<\|\w+\|>|.", text)
+    counter = ChannelTokens(lambda i: tokens[i].encode())
+    for i in range(len(tokens)):
+        counter.push([i])
+    assert counter.count == len(re.findall(r"<\|\w+\|>|.", counted))
