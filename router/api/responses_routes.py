@@ -75,6 +75,7 @@ async def respond(request: Request) -> Response:
         )
 
     async def answer(service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog) -> Response:
+        log.visit.left_out = fields.left_out
         if fields.background:
             return await _in_background(kept, service, fields, plan, log)
         stores, owner = kept.stores(fields), log.visit.key.name

@@ -35,6 +35,8 @@ class Visit:
     status: int = 0
     error: str = ""
     record: RequestRecord | None = None
+    left_out: tuple[str, ...] = ()
+    """Types of tools that the request declares and the answer cannot use."""
 
     def answered(self, record: RequestRecord) -> None:
         """A generation request has ended."""

@@ -43,6 +43,8 @@ class Front:
                 visit.status = message["status"]
                 added = MutableHeaders(scope=message)
                 added["x-request-id"] = request_id
+                if visit.left_out:
+                    added["x-diptych-tools-left-out"] = ", ".join(visit.left_out)
                 for name, value in gate.headers(visit).items():
                     added[name] = value
             await send(message)

@@ -120,7 +120,7 @@ class ResponsesFrames:
             "temperature": 1.0 if fields.temperature is None else fields.temperature,
             "text": {"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
             "tool_choice": _shown_choice(fields),
-            "tools": [tool.model_dump() for tool in fields.tools or ()],
+            "tools": [tool.model_dump() for tool in fields.tools or () if tool.type not in fields.left_out],
             "top_p": 1.0 if fields.top_p is None else fields.top_p,
             "truncation": "disabled",
             "usage": self._usage() if is_full else None,
@@ -161,8 +161,9 @@ class ResponsesFrames:
         begun = b""
         if part.name:
             call_id = self._parts.id_of(choice, part.index)
-            call = {"type": "function_call", "id": self._id("fc"), "call_id": call_id, "name": part.name}
-            begun = self._begin({**call, "arguments": ""})
+            namespace, name = self._fields.functions.place(part.name)
+            call: Object = {"type": "function_call", "id": self._id("fc"), "call_id": call_id, "name": name}
+            begun = self._begin(call | ({"namespace": namespace} if namespace else {}) | {"arguments": ""})
             self._arguments = []
         if not part.arguments:
             return begun

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -21,6 +24,10 @@ MAX_ID_CHARS = 256
 WITH_LOGPROBS = "message.output_text.logprobs"
 SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user", "stop")
 """Fields that mean the same in a chat request, beside the extensions."""
+HOSTED_TOOL = re.compile(
+    r"(web_search|web_search_preview|file_search|code_interpreter|image_generation|mcp|tool_search)(_\d{4}_\d\d_\d\d)?"
+)
+"""Types of tools that OpenAI's servers run. Agents declare them in every request, so they are left out."""
 NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -53,14 +60,17 @@ class Item(Fields):
     output: Content | None = Field(None, description='with type "function_call_output"')
     id: Any = Field(None, description="kept with the item, if it is a plain text")
     summary: Any = Field(None, description='with type "reasoning": kept with the item')
-    namespace: Refused = None
+    namespace: Annotated[str, Field(max_length=64)] | None = Field(None, description="of the function that is called")
     is_async: Refused = Field(None, alias="async")
     caller: Annotated[Any, Only(({"type": "direct"},))] = None
 
 
 class ResponseTool(Fields):
-    type: Annotated[str, Field(max_length=64)] = Field(description='"function"')
+    type: Annotated[str, Field(max_length=64)] = Field(description='"function" or "namespace"')
     name: Annotated[str, Field(pattern=ours.FUNCTION_NAME)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description='with type "namespace": its functions', exclude_if=lambda tools: tools is None
+    )
     description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -169,6 +179,16 @@ class ResponsesRequest(Extensions):
     def wants_logprobs(self) -> bool:
         return self.top_logprobs is not None or WITH_LOGPROBS in (self.include or ())
 
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        """The types of tools that OpenAI's servers run, which this server leaves out."""
+        return tuple(dict.fromkeys(tool.type for tool in self.tools or () if HOSTED_TOOL.fullmatch(tool.type)))
+
+    @cached_property
+    def functions(self) -> FunctionNames:
+        """The functions that the answer may call. Raises InvalidRequest for a tool that is none."""
+        return FunctionNames(self.tools or ())
+
     def as_chat(self, past: Sequence[Item] = ()) -> ChatRequest:
         """The chat request that means the same, behind the items of the conversation so far. Raises InvalidRequest."""
         members: dict[str, Any] = {name: getattr(self, name) for name in (*SAME, *EXTENSIONS)}
@@ -179,7 +199,7 @@ class ResponsesRequest(Extensions):
             "chat_template_kwargs": self.chat_template_kwargs,
             "logprobs": self.wants_logprobs or None,
             "response_format": _response_format(self.text),
-            "tools": [_tool(tool, i) for i, tool in enumerate(self.tools)] if self.tools else None,
+            "tools": self.functions.tools or None,
             "tool_choice": _tool_choice(self.tool_choice),
         }
         return ChatRequest(**members)
@@ -192,7 +212,7 @@ class ResponsesRequest(Extensions):
         for i, item in enumerate((*past, *self.items), start=-len(past)):
             where = f"input[{i}]"
             if item.type == "function_call":
-                calls.append(_call(item, where))
+                calls.append(_call(item, where, self.functions))
                 continue
             message = _message(item, where)
             if message is None:
@@ -206,6 +226,61 @@ class ResponsesRequest(Extensions):
                 yield message
         if said is not None or calls:
             yield _answer(said, calls)
+
+
+class FunctionNames:
+    """The functions of a request by the names that the model sees.
+
+    A function of a namespace has its own name, or `namespace__name` where another function has the same one.
+    """
+
+    def __init__(self, tools: Sequence[ResponseTool]) -> None:
+        found = list(_functions(tools))
+        counts = Counter(tool.name for _, tool, _ in found)
+        self.tools: list[ours.Tool] = []
+        self._seen: dict[tuple[str | None, str | None], str] = {}
+        self._places: dict[str, tuple[str | None, str]] = {}
+        for namespace, tool, where in found:
+            assert tool.name is not None
+            is_shared = namespace is not None and counts[tool.name] > 1
+            name = f"{namespace}__{tool.name}" if is_shared else tool.name
+            if not re.fullmatch(ours.FUNCTION_NAME, name):
+                what = f"{where}.name: {name!r} has {len(name)} characters with its namespace, at most 64 are possible"
+                raise InvalidRequest(what, param="tools")
+            self._seen[namespace, tool.name] = name
+            self._places[name] = (namespace, tool.name)
+            self.tools.append(function_tool(name, tool.description, tool.parameters))
+
+    def seen(self, namespace: str | None, name: str) -> str:
+        """The name by which the model knows a function; its own name if it is not declared."""
+        return self._seen.get((namespace or None, name), name)
+
+    def place(self, seen: str) -> tuple[str | None, str]:
+        """The namespace, None for none, and the name of a function that the model calls."""
+        return self._places.get(seen, (None, seen))
+
+
+def _functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str | None, ResponseTool, str]]:
+    """Each function with its namespace and its place in the request; tools that OpenAI's servers run are left out."""
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if HOSTED_TOOL.fullmatch(tool.type):
+            continue
+        if tool.type == "namespace":
+            if tool.name is None:
+                raise InvalidRequest(f"{where}.name: is required", param="tools")
+            for j, inner in enumerate(tool.tools or ()):
+                yield tool.name, _function(inner, f"{where}.tools[{j}]"), f"{where}.tools[{j}]"
+        else:
+            yield None, _function(tool, where), where
+
+
+def _function(tool: ResponseTool, where: str) -> ResponseTool:
+    if tool.type != "function":
+        raise unsupported(f"{where}.type", f"{tool.type!r}")
+    if tool.name is None:
+        raise InvalidRequest(f"{where}.name: is required", param="tools")
+    return tool
 
 
 def _answer(text: str | None, calls: Sequence[ours.ToolCall]) -> ours.Message:
@@ -233,19 +308,12 @@ def _text(content: Content, where: str) -> str:
     return content if isinstance(content, str) else joined_text(content, TEXT_PARTS, where)
 
 
-def _call(item: Item, where: str) -> ours.ToolCall:
+def _call(item: Item, where: str, functions: FunctionNames) -> ours.ToolCall:
     if item.call_id is None or item.name is None:
         raise InvalidRequest(f"{where}: a call has a call_id and a name", param="input")
-    function = ours.FunctionCall(name=item.name, arguments=item.arguments or "{}")
+    name = functions.seen(item.namespace, item.name)
+    function = ours.FunctionCall(name=name, arguments=item.arguments or "{}")
     return ours.ToolCall(id=item.call_id, function=function)
-
-
-def _tool(tool: ResponseTool, index: int) -> ours.Tool:
-    if tool.type != "function":
-        raise unsupported(f"tools[{index}].type", f"{tool.type!r}, a tool of the server's,")
-    if tool.name is None:
-        raise InvalidRequest(f"tools[{index}].name: is required", param="tools")
-    return function_tool(tool.name, tool.description, tool.parameters)
 
 
 def _tool_choice(choice: str | ChosenTool | None) -> str | ours.NamedTool | None:

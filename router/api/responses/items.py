@@ -34,6 +34,7 @@ def _listed(item: Item, name: str) -> Object:
             shown |= {"role": item.role, "content": _parts(item.content or "", item.role)}
         case "function_call":
             shown |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments or "{}"}
+            shown |= {"namespace": item.namespace} if item.namespace else {}
         case "function_call_output":
             output = item.output or ""
             shown |= {"call_id": item.call_id, "output": output if isinstance(output, str) else _parts(output, "user")}

@@ -57,7 +57,8 @@ class RequestLog:
         record = self._record()
         self.metrics.observe_request(record)
         self.visit.answered(record)
-        log.info("request", extra=_fields(record))
+        left_out = {"tools_left_out": ",".join(self.visit.left_out)} if self.visit.left_out else {}
+        log.info("request", extra=_fields(record) | left_out)
         if self.trace is not None:
             self.trace.end(record)
 

@@ -141,6 +141,63 @@ async def test_only_what_was_cut_off_is_incomplete(start: Any, tools: Any) -> No
         assert [item["status"] for item in response["output"]] == ["completed", "completed", "incomplete"]
 
 
+def group(name: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "namespace", "name": name, "description": "a group", "tools": [*tools]}
+
+
+async def test_a_namespace_is_a_group_of_functions(start: Any, tools: Any) -> None:
+    """A call names the namespace of its function, and comes back with it."""
+    running = await start(tools.Engine(text=OTHER, eos_after=len(OTHER)))
+    asked: Any = {"model": "tiny-random", "input": "hi", "tools": [group("clock", TOOLS[1]), TOOLS[0]]}
+    async with client_of(running) as sdk:
+        whole = await sdk.responses.create(**asked)
+        async with sdk.responses.stream(**asked) as stream:
+            streamed = await stream.get_final_response()
+        for response in (whole, streamed):
+            (call,) = response.output
+            assert call.type == "function_call" and (call.namespace, call.name, call.arguments) == (
+                "clock",
+                "now",
+                "{}",
+            )
+        assert [(tool.type, tool.name) for tool in whole.tools] == [("namespace", "clock"), ("function", "get_weather")]  # type: ignore[union-attr]
+        came: Any = [{"type": "function_call_output", "call_id": whole.output[0].call_id, "output": "noon"}]  # type: ignore[union-attr]
+        told = await sdk.responses.create(**asked | {"input": came, "previous_response_id": whole.id})
+        items = [item async for item in sdk.responses.input_items.list(told.id, order="asc")]
+        assert items[1].namespace == "clock"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("called", "namespace"), [("left__now", "left"), ("right__now", "right"), ("only", "right")])
+async def test_functions_of_one_name_in_two_namespaces(start: Any, tools: Any, called: str, namespace: str) -> None:
+    text = f'<tool_call>\n{{"name": "{called}", "arguments": {{}}}}\n</tool_call>'
+    running = await start(tools.Engine(text=text, eos_after=len(text)))
+    groups = [group("left", TOOLS[1]), group("right", TOOLS[1], TOOLS[1] | {"name": "only"})]
+    (call,) = (await post(running, tools=groups, max_output_tokens=900)).json()["output"]
+    assert (call["namespace"], call["name"]) == (namespace, called.removeprefix(f"{namespace}__"))
+    request = ResponsesRequest.model_validate({"input": [call], "tools": groups})
+    assert request.as_chat().messages[0].as_dict()["tool_calls"][0]["function"]["name"] == called
+
+
+async def test_a_name_that_is_too_long_with_its_namespace_is_refused(running: Any) -> None:
+    groups = [group("a" * 40, TOOLS[1] | {"name": "b" * 40}), TOOLS[1] | {"name": "b" * 40}]
+    reply = await post(running, tools=groups)
+    assert reply.status_code == 400 and "82 characters" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_that_openai_runs_are_left_out_and_named(running: Any, caplog: Any, stream: bool) -> None:
+    caplog.set_level("INFO", logger="router.generation.choices.request_log")
+    hosted = [{"type": "web_search", "external_web_access": False}, {"type": "mcp", "server_label": "x"}]
+    reply = await post(running, tools=[*hosted, *TOOLS], stream=stream)
+    assert reply.headers["x-diptych-tools-left-out"] == "web_search, mcp"
+    assert caplog.records[-1].tools_left_out == "web_search,mcp"
+    shown = json.loads(reply.text.split("data: ")[-1])["response"] if stream else reply.json()
+    assert [tool["name"] for tool in shown["tools"]] == ["get_weather", "now"]
+    plain = await post(running, tools=TOOLS)
+    assert "x-diptych-tools-left-out" not in plain.headers
+    assert running.engine.requests[0].prompt_token_ids == running.engine.requests[1].prompt_token_ids
+
+
 async def test_log_probabilities(running: Any) -> None:
     for fields in ({"include": ["message.output_text.logprobs"], "top_logprobs": 1}, {"top_logprobs": 1}):
         whole = (await post(running, max_output_tokens=2, **fields)).json()["output"][0]["content"][0]["logprobs"]
@@ -255,7 +312,13 @@ async def test_the_form_comes_back(running: Any) -> None:
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},
             "response_format|text",
         ),
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, r"tools\[0\].type"),
+        ({"tools": [{"type": "namespace", "tools": TOOLS}]}, r"tools\[0\].name"),
+        (
+            {"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "namespace"}]}]},
+            r"tools\[0\].tools\[0\].type",
+        ),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "none of the tools"),
         ({"tool_choice": "required"}, "there are no tools"),

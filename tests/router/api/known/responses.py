@@ -14,6 +14,7 @@ TEXT = {"type": "input_text", "text": "a"}
 CACHED = TEXT | {"prompt_cache_breakpoint": {"mode": "explicit"}}
 SAID = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
 TOOL = {"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": True, "description": "time"}
+GROUP = {"type": "namespace", "name": "clock", "description": "times", "tools": [TOOL]}
 CALLED = {"type": "function_call", "call_id": "c1", "name": "now", "arguments": "{}", "id": "i", "status": "completed"}
 CAME = {"type": "function_call_output", "call_id": "c1", "output": "noon", "id": "i", "status": "completed"}
 DIRECT, PROGRAM = {"type": "direct"}, {"type": "program", "caller_id": "p"}
@@ -33,6 +34,10 @@ def came(**members: Any) -> dict[str, Any]:
 
 def tool(**members: Any) -> dict[str, Any]:
     return {"tools": [TOOL | members]}
+
+
+def grouped(**members: Any) -> dict[str, Any]:
+    return {"tools": [GROUP | {"tools": [TOOL | members]}]}
 
 
 def form(**members: Any) -> dict[str, Any]:
@@ -64,7 +69,7 @@ INPUT: Table = {
     "input[function_call].status": no_effect(**called()),
     "input[function_call].async": refused(**called(**{"async": True})),
     "input[function_call].caller": refused(**called(caller=PROGRAM)),
-    "input[function_call].namespace": refused(**called(namespace="x")),
+    "input[function_call].namespace": served(**called(namespace="x")),
     "input[function_call_output]": served(**came()),
     "input[function_call_output].call_id": served(**came()),
     "input[function_call_output].output": served(**came(output=[TEXT])),
@@ -77,7 +82,7 @@ INPUT: Table = {
     "input[function_call_output].status": no_effect(**came()),
     "input[function_call_output].name": no_effect(**came(name="now")),
     "input[function_call_output].caller": refused(**came(caller=PROGRAM)),
-    "input[function_call_output].namespace": refused(**came(namespace="x")),
+    "input[function_call_output].namespace": no_effect(**came(namespace="x")),  # the call has it
     "input[reasoning]": no_effect(input=[HI, {"type": "reasoning", "id": "r", "summary": []}]),  # not shown again
     **each(
         (
@@ -106,13 +111,34 @@ TOOLS: Table = {
     "tools[function].output_schema": no_effect(**tool(output_schema={"type": "string"})),  # for programmatic callers
     **each(
         (
-            *("file_search", "computer", "computer_use_preview", "web_search", "web_search_2025_08_26", "mcp"),
-            *("code_interpreter", "programmatic_tool_calling", "image_generation", "local_shell", "shell", "custom"),
-            *("namespace", "tool_search", "web_search_preview", "web_search_preview_2025_03_11", "apply_patch"),
+            *("file_search", "web_search", "web_search_2025_08_26", "mcp", "code_interpreter", "image_generation"),
+            *("tool_search", "web_search_preview", "web_search_preview_2025_03_11"),
+        ),
+        "tools[{}]",
+        lambda kind: no_effect(tools=[{"type": kind, "name": "x"}]),  # left out, and the answer says so
+    ),
+    **each(
+        (
+            *("computer", "computer_use_preview", "programmatic_tool_calling", "local_shell", "shell", "custom"),
+            "apply_patch",
         ),
         "tools[{}]",
         lambda kind: refused(tools=[{"type": kind, "name": "x"}]),
     ),
+    "tools[namespace]": served(tools=[GROUP]),
+    "tools[namespace].name": served(tools=[GROUP]),
+    "tools[namespace].tools": served(tools=[GROUP]),
+    "tools[namespace].description": no_effect(tools=[GROUP | {"description": "x"}]),
+    "tools[namespace].tools[function]": served(tools=[GROUP]),
+    "tools[namespace].tools[function].name": served(**grouped(name="then")),
+    "tools[namespace].tools[function].parameters": served(**grouped(parameters=SCHEMA)),
+    "tools[namespace].tools[function].description": served(**grouped(description="x")),
+    "tools[namespace].tools[function].strict": no_effect(**grouped(strict=False)),
+    "tools[namespace].tools[function].async": refused(**grouped(**{"async": True})),
+    "tools[namespace].tools[function].defer_loading": refused(**grouped(defer_loading=True)),
+    "tools[namespace].tools[function].allowed_callers": refused(**grouped(allowed_callers=["programmatic"])),
+    "tools[namespace].tools[function].output_schema": no_effect(**grouped(output_schema={"type": "string"})),
+    "tools[namespace].tools[custom]": refused(tools=[GROUP | {"tools": [{"type": "custom", "name": "x"}]}]),
     "tool_choice": served(tools=[TOOL], tool_choice="auto"),
     **each(("none", "auto", "required"), "tool_choice={}", lambda choice: served(tools=[TOOL], tool_choice=choice)),
     "tool_choice[function]": served(tools=[TOOL], tool_choice={"type": "function", "name": "now"}),
