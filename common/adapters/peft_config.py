@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.adapters.module_patterns import ModulePatterns
 from common.errors import ModelError
+from common.machine.regular_file import read_regular_file
 
 V = TypeVar("V")
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -43,23 +45,26 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """Ranks and scales of an adapter's modules. Patterns are regular expressions of the ends of modules' names."""
+    """Ranks and scales of an adapter's modules."""
 
     path: Path
     rank: int
     alpha: float
     rank_stabilised: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: ModulePatterns[int] = field(default_factory=lambda: ModulePatterns({}))
+    alpha_pattern: ModulePatterns[float] = field(default_factory=lambda: ModulePatterns({}))
 
-    def rank_of(self, module: str) -> int:
-        """The rank of a module, such as "model.layers.0.self_attn.q_proj"."""
-        return _matching(self.rank_pattern, module, self.rank)
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """The rank of a module, such as "model.layers.0.self_attn.q_proj", and what B A is multiplied by.
 
-    def scale_of(self, module: str) -> float:
-        """What B A is multiplied by: alpha / r, or alpha / sqrt(r) for a rank-stabilised one (Kalajdzievski 2023)."""
-        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+        That is alpha / r, or alpha / sqrt(r) for a rank-stabilised adapter (Kalajdzievski 2023). Raises ModelError.
+        """
+        try:
+            rank = self.rank_pattern.value(module, self.rank)
+            alpha = self.alpha_pattern.value(module, self.alpha)
+        except ValueError as error:
+            raise ModelError(f"{self.path}: rank_pattern or alpha_pattern: {error}") from error
+        return rank, alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
 def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
@@ -76,8 +81,8 @@ def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
         _rank(path, "r", fields.get("r"), max_rank),
         _alpha(path, "lora_alpha", fields.get("lora_alpha", fields.get("r"))),
         fields.get("use_rslora") is True,
-        {name: _rank(path, "rank_pattern", rank, max_rank) for name, rank in _patterns(path, fields, "rank_pattern")},
-        {name: _alpha(path, "alpha_pattern", alpha) for name, alpha in _patterns(path, fields, "alpha_pattern")},
+        _patterns(path, fields, "rank_pattern", lambda value: _rank(path, "rank_pattern", value, max_rank)),
+        _patterns(path, fields, "alpha_pattern", lambda value: _alpha(path, "alpha_pattern", value)),
     )
     targets = fields.get("target_modules")
     for target in targets if isinstance(targets, list) else ():
@@ -88,50 +93,38 @@ def read_peft_config(folder: Path, max_rank: int) -> PeftConfig:
 
 def _fields(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
-        fields = json.loads(data) if len(data) <= MAX_CONFIG_BYTES else None
+        fields = json.loads(read_regular_file(path, MAX_CONFIG_BYTES))
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}): give a folder in PEFT's layout") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ModelError(f"{path} is no JSON object of at most {MAX_CONFIG_BYTES:,} bytes")
+        raise ModelError(f"{path} is no JSON object")
     return fields
 
 
-def _patterns(path: Path, fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+def _patterns(path: Path, fields: Mapping[str, Any], name: str, checked: Callable[[Any], V]) -> ModulePatterns[V]:
     patterns = fields.get(name) or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
         raise ModelError(f"{path}: {name} must be an object of at most {MAX_PATTERNS:,} names")
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ModelError(
-                f"{path}: {name} has {_shown(pattern)}, which is no regular expression: {error}"
-            ) from error
-    return list(patterns.items())
+    try:
+        return ModulePatterns({pattern: checked(value) for pattern, value in patterns.items()})
+    except ValueError as error:
+        raise ModelError(f"{path}: {name}: {error}") from error
 
 
 def _rank(path: Path, name: str, value: object, max_rank: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"{path}: {name} has {_shown(value)}, a rank is a whole number from 1")
     if value > max_rank:
-        raise ModelError(f"{path}: {name} has {value}, the worker takes ranks up to {max_rank} (--max-lora-rank)")
+        raise ModelError(f"{path}: {name} has {_shown(value)}, the worker takes ranks up to {max_rank} (--max-lora-rank)")
     return value
 
 
 def _alpha(path: Path, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ModelError(f"{path}: {name} has {_shown(value)}, which is no number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise ModelError(f"{path}: {name} has {_shown(value)}, which is no finite number")
     return float(value)
-
-
-def _matching(patterns: Mapping[str, V], module: str, default: V) -> V:
-    """The value of the first pattern that matches the end of a module's name, from the beginning or behind a dot."""
-    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
-    return next(found, default)
 
 
 def _shown(value: object) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.adapters.peft_config import SUPPORTED, WEIGHTS_NAME, PeftConfig, read_peft_config
 from common.errors import ModelError
+from common.machine.regular_file import read_regular_file
 from common.model.rope import rotation_order
 from common.model_files.config import ModelConfig
 from kernels import LoraPart
@@ -25,9 +27,15 @@ NAME = re.compile(
     r"base_model\.model\.(?P<module>(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<part>(?:self_attn|mlp)\.\w+))"
     r"\.lora_(?P<which>[AB])(?:\.\w+)?\.weight"
 )
-FLOATS = ("F32", "F16", "BF16")
-DIGEST_BYTES, READ_BYTES = 16, 1 << 20
-"""Of the digest that tells adapters apart, as of block hashes; what is read at a time to make it."""
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LARGEST_FLOAT = 4
+"""Bytes."""
+DIGEST_BYTES = 16
+"""Size of the digest that tells adapters apart, as of block hashes."""
+MAX_NAME = 512
+"""Characters of a tensor's name."""
+LENGTH_BYTES, MAX_HEADER_BYTES = 8, 8 << 20
+"""A safetensors file begins with the length of its header, which takes about 150 bytes for each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +53,15 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module of the adapter: the names of its tensors, and where they go."""
+    """A module of the adapter: its two tensors, and where they go."""
 
     name: str
     layer: int
     place: _Place
-    a: str
-    b: str
+    rank: int
+    scale: float
+    a: Tensor
+    b: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +74,26 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> AdapterWeights:
-    """Reads the adapter in `folder`, in PEFT's layout. ModelError, with the reason, for one that cannot be served."""
+    """Reads the adapter in `folder`, in PEFT's layout. ModelError, with the reason, for one that cannot be served.
+
+    The file may be anyone's. It is read once and as a whole, because a mapped file that is cut meanwhile kills the
+    process, and only if it is no larger than an adapter of this model can be.
+    """
     peft, path = read_peft_config(folder, max_rank), folder / WEIGHTS_NAME
+    places = [places_of(config, layer) for layer in range(config.num_layers)]
     try:
-        with safe_open(str(path), framework="pt") as file:
-            modules = sorted(_checked(file, path, peft, config), key=lambda module: (module.layer, module.name))
-            digest = _digest(path, peft, modules)
-            layers: dict[int, dict[Site, tuple[LoraPart, ...]]] = {}
-            for module in modules:
-                sites = layers.setdefault(module.layer, {})
-                more = tuple(_parts(file, module, peft, config))
-                sites[module.place.site] = sites.get(module.place.site, ()) + more
-    except (OSError, SafetensorError) as error:
+        data = read_regular_file(path, _max_bytes(places, max_rank))
+        tensors = _tensors(data)
+    except OSError as error:
+        raise ModelError(f"{path} is missing, truncated or damaged: {error.strerror}") from error
+    except ValueError as error:
         raise ModelError(f"{path} is missing, truncated or damaged: {error}") from error
-    return AdapterWeights(digest, max(peft.rank_of(module.name) for module in modules), layers)
+    modules = sorted(_checked(tensors, path, peft, places), key=lambda module: (module.layer, module.name))
+    layers: dict[int, dict[Site, tuple[LoraPart, ...]]] = {}
+    for module in modules:
+        sites = layers.setdefault(module.layer, {})
+        sites[module.place.site] = sites.get(module.place.site, ()) + tuple(_parts(module, config))
+    return AdapterWeights(_digest(data, modules), max(module.rank for module in modules), layers)
 
 
 def places_of(config: ModelConfig, layer: int) -> dict[str, _Place]:
@@ -103,40 +119,100 @@ def places_of(config: ModelConfig, layer: int) -> dict[str, _Place]:
     return places
 
 
-def _checked(file: Any, path: Path, peft: PeftConfig, config: ModelConfig) -> Iterator[_Module]:
+def _max_bytes(places: list[dict[str, _Place]], max_rank: int) -> int:
+    """The size of the largest file that fits the base model."""
+    numbers = sum(place.columns + place.rows for of_layer in places for place in of_layer.values())
+    return LENGTH_BYTES + MAX_HEADER_BYTES + LARGEST_FLOAT * max_rank * numbers
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of the file as its header describes it, with its part of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def tensor(self) -> Tensor:
+        """The numbers, copied only if they are not aligned. The type must be one of FLOATS."""
+        dtype = FLOATS[self.dtype]
+        numbers = torch.frombuffer(self.data, dtype=dtype)
+        if numbers.data_ptr() % dtype.itemsize:
+            numbers = torch.frombuffer(bytearray(self.data), dtype=dtype)
+        return numbers.reshape(self.shape)
+
+
+def _tensors(data: bytearray) -> dict[str, _Stored]:
+    """The tensors of a safetensors file by name. Raises ValueError for a damaged file."""
+    size = int.from_bytes(data[:LENGTH_BYTES], "little")
+    if size > min(len(data) - LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise ValueError(f"a header of {size:,} bytes in a file of {len(data):,}; at most {MAX_HEADER_BYTES:,} are read")
+    first = LENGTH_BYTES + size
+    try:
+        header = json.loads(data[LENGTH_BYTES:first])
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    header.pop("__metadata__", None)
+    view = memoryview(data)[first:]
+    return {name: _stored(name, about, view) for name, about in header.items()}
+
+
+def _stored(name: str, about: Any, view: memoryview) -> _Stored:
+    match about:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
+            type(count) is int and count >= 0 for count in shape
+        ):
+            if not 0 <= begin <= end <= len(view):
+                raise ValueError(f"tensor {name[:MAX_NAME]} lies at {begin:,} to {end:,} of {len(view):,} bytes")
+            if dtype in FLOATS and prod(shape) * FLOATS[dtype].itemsize != end - begin:
+                raise ValueError(f"tensor {name[:MAX_NAME]} of {shape} {dtype} has {end - begin:,} bytes")
+            return _Stored(dtype, tuple(shape), view[begin:end])
+        case _:
+            raise ValueError(f"the header describes tensor {name[:MAX_NAME]} wrongly")
+
+
+def _checked(
+    tensors: Mapping[str, _Stored], path: Path, peft: PeftConfig, places: list[dict[str, _Place]]
+) -> Iterator[_Module]:
     """The modules of the file, whose names, shapes and types fit."""
-    found: dict[tuple[str, int, str], dict[str, str]] = {}
-    for name in list(file.keys()):
-        match = NAME.fullmatch(name)
+    found: dict[tuple[int, str], dict[str, str]] = {}
+    modules: dict[tuple[int, str], str] = {}
+    for name in tensors:
+        match = NAME.fullmatch(name) if len(name) <= MAX_NAME else None
         if match is None:
             raise ModelError(f"{path}: tensor {name[:200]} is not supported: only LoRA weights of {SUPPORTED}")
-        found.setdefault((match["module"], int(match["layer"]), match["part"]), {})[match["which"]] = name
+        module, where = match["module"], (int(match["layer"]), match["part"])
+        first = found.setdefault(where, {}).setdefault(match["which"], name)
+        if modules.setdefault(where, module) != module or first != name:
+            raise ModelError(f"{path}: tensor {name} belongs to the same module as {modules[where]}, or is there twice")
     if not found:
         raise ModelError(f"{path} has no tensors")
-    for (module, layer, part), names in found.items():
-        if layer >= config.num_layers:
-            raise ModelError(f"{path}: {module} is in layer {layer}, the base model has {config.num_layers}")
-        place = places_of(config, layer).get(part)
+    for (layer, part), names in found.items():
+        module = modules[layer, part]
+        if layer >= len(places):
+            raise ModelError(f"{path}: {module} is in layer {layer}, the base model has {len(places)}")
+        place = places[layer].get(part)
         if place is None:
             raise ModelError(f"{path}: {module} is not supported in this base model: only {SUPPORTED}, not of experts")
         if len(names) < 2:
             raise ModelError(f"{path}: {module} lacks its lora_A or its lora_B")
-        rank = peft.rank_of(module)
+        rank, scale = peft.rank_and_scale(module)
         for which, shape in (("A", (rank, place.columns)), ("B", (place.rows, rank))):
-            view = file.get_slice(names[which])
-            if tuple(view.get_shape()) != shape:
+            stored = tensors[names[which]]
+            if stored.shape != shape:
                 raise ModelError(
-                    f"{path}: tensor {names[which]} is {list(view.get_shape())}, base model and rank want {list(shape)}"
+                    f"{path}: tensor {names[which]} is {list(stored.shape)}, base model and rank want {list(shape)}"
                 )
-            if view.get_dtype() not in FLOATS:
-                raise ModelError(
-                    f"{path}: tensor {names[which]} has dtype {view.get_dtype()}: only {', '.join(FLOATS)}"
-                )
-        yield _Module(module, layer, place, names["A"], names["B"])
+            if stored.dtype not in FLOATS:
+                raise ModelError(f"{path}: tensor {names[which]} has dtype {stored.dtype}: only {', '.join(FLOATS)}")
+        a, b = tensors[names["A"]].tensor(), tensors[names["B"]].tensor()
+        yield _Module(module, layer, place, rank, scale, a, b)
 
 
-def _parts(file: Any, module: _Module, peft: PeftConfig, config: ModelConfig) -> Iterator[LoraPart]:
-    a, b = file.get_tensor(module.a).float(), file.get_tensor(module.b).float() * peft.scale_of(module.name)
+def _parts(module: _Module, config: ModelConfig) -> Iterator[LoraPart]:
+    a, b = module.a.float(), module.b.float() * module.scale
     if not (a.isfinite().all() and b.isfinite().all()):
         raise ModelError(f"{module.name} of the adapter holds numbers that are not finite")
     order, at = rotation_order(config.layer_ropes[module.layer], config.head_dim), 0
@@ -149,12 +225,10 @@ def _parts(file: Any, module: _Module, peft: PeftConfig, config: ModelConfig) ->
         at += count
 
 
-def _digest(path: Path, peft: PeftConfig, modules: list[_Module]) -> str:
+def _digest(data: bytearray, modules: list[_Module]) -> str:
     """Of all that the adapter's change depends on."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for module in modules:
-        digest.update(f"{module.name} {peft.scale_of(module.name)!r}\n".encode())
-    with path.open("rb") as file:
-        while data := file.read(READ_BYTES):
-            digest.update(data)
+        digest.update(f"{module.name} {module.scale!r}\n".encode())
+    digest.update(data)
     return digest.hexdigest()

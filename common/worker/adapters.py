@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -17,11 +20,13 @@ from common.errors import ModelError
 from common.wire.messages import FLAG_VERSION, MAX_ADAPTERS, AdapterState, SetAdapter
 
 if TYPE_CHECKING:  # torch
-    from common.adapters.bank import AdapterBank
+    from common.adapters.bank import AdapterBank, HeldAdapter
 
 log = logging.getLogger(__name__)
 MAX_SHOWN_REASON = 500
 """Characters of why an adapter could not be loaded."""
+CLOSE_S = 2.0
+"""Longest time that `close` waits for a load in progress."""
 
 
 class WorkerAdapters:
@@ -81,9 +86,11 @@ class WorkerAdapters:
             await asyncio.wait({self._loading})
 
     async def close(self) -> None:
-        """Load nothing more; an adapter that is being read is read to its end."""
+        """Load nothing more. A load in progress may complete within `CLOSE_S`, and is abandoned then."""
         self._waiting.clear()
-        await self.loaded()
+        if self._loading is not None:
+            await asyncio.wait({self._loading}, timeout=CLOSE_S)
+            self._loading.cancel()
 
     async def _load_waiting(self, bank: AdapterBank) -> None:
         """Load what was ordered, one after the other."""
@@ -103,7 +110,7 @@ class WorkerAdapters:
             self._on_change()
 
     async def _load(self, bank: AdapterBank, state: AdapterState) -> None:
-        held = await asyncio.to_thread(bank.load, state.name, state.path)
+        held = await asyncio.wrap_future(_begin_load(bank, state))
         if self._states.get(state.name) is state:
             self._states[state.name] = replace(
                 state, status="loaded", digest=held.digest, rank=held.rank, num_bytes=held.num_bytes
@@ -121,3 +128,18 @@ class WorkerAdapters:
         gone = [state for state in self._states.values() if state.status in ("unloaded", "failed")]
         for state in sorted(gone, key=lambda one: one.version)[: max(0, len(self._states) - MAX_ADAPTERS)]:
             del self._states[state.name]
+
+
+def _begin_load(bank: AdapterBank, state: AdapterState) -> Future[HeldAdapter]:
+    """Load on a daemon thread: the end of the process waits for those of `asyncio.to_thread`, which may hang."""
+    result: Future[HeldAdapter] = Future()
+
+    def load() -> None:
+        with suppress(InvalidStateError):  # nobody waits any more
+            try:
+                result.set_result(bank.load(state.name, state.path))
+            except Exception as error:
+                result.set_exception(error)
+
+    threading.Thread(target=load, name="load-adapter", daemon=True).start()
+    return result

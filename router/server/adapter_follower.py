@@ -17,8 +17,9 @@ from router.models.adapters_file import AdapterEntry
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Between two looks for something to do, and between two attempts while no worker is ready."""
-AGAIN_S = 30.0
-"""Between two attempts at an order that workers refused: they may read a large folder each time."""
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 960.0
+"""Before an order that workers refused is tried again: twice as long each time, because they may read a large folder, or
+wait for one that hangs, at each attempt."""
 
 
 class Orders(Protocol):
@@ -32,8 +33,8 @@ class Orders(Protocol):
 class AdapterFollower:
     """Loads what `entries` name, and unloads what they no longer name. Owned by one event loop.
 
-    What endpoints or flags have loaded under other names is left alone. An order that fails is tried again for as long
-    as the file wants it. `failure`: why the task has ended although it never should; "" while it runs.
+    What endpoints or flags have loaded under other names is left alone. An order that fails is tried again, with a
+    growing delay, for as long as the file wants it. `failure`: why the task has ended although it never should; "" while it runs.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class AdapterFollower:
         self._in_force: dict[str, AdapterEntry] = {}
         """Entries that workers have carried out, by name."""
         self._not_before: dict[str, float] = {}
+        self._backoff_s: dict[str, float] = {}
         self._refused: dict[str, str] = {}
         """Why the last attempt at a name failed: said once."""
         self._task = OwnedTask("the task that follows the file of adapters")
@@ -66,6 +68,7 @@ class AdapterFollower:
         """Follow these from now on."""
         self._wanted = {entry.name: entry for entry in entries}
         self._not_before.clear()
+        self._backoff_s.clear()
 
     async def close(self) -> None:
         """End the task; orders that workers have keep running."""
@@ -100,12 +103,15 @@ class AdapterFollower:
         except Unavailable:
             self._not_before[name] = self._clock() + LOOK_S
         except RequestError as error:
-            self._not_before[name] = self._clock() + AGAIN_S
+            backoff_s = self._backoff_s.get(name, FIRST_BACKOFF_S)
+            self._backoff_s[name] = min(2 * backoff_s, LONGEST_BACKOFF_S)
+            self._not_before[name] = self._clock() + backoff_s
             if self._refused.get(name) != error.message:
                 self._refused[name] = error.message
                 log.error("adapter %s is not as the file wants it, more attempts follow: %s", name, error)
         else:
             self._refused.pop(name, None)
+            self._backoff_s.pop(name, None)
 
     async def _load(self, entry: AdapterEntry, known: AdapterEntry | None) -> None:
         """`known`: the entry of this name that is in force. Raises RequestError."""

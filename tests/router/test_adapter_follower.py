@@ -11,7 +11,7 @@ from common.errors import InvalidRequest, ModelNotFound, Unavailable
 from router.dispatch.adapter_orders import Superseded
 from router.fleet.adapters import Outcome
 from router.models.adapters_file import AdapterEntry
-from router.server.adapter_follower import AGAIN_S, LOOK_S, AdapterFollower
+from router.server.adapter_follower import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, LOOK_S, AdapterFollower
 
 A, B = AdapterEntry("a", "/a", "small"), AdapterEntry("b", "/b", "small")
 
@@ -96,14 +96,18 @@ async def test_an_adapter_moves_to_another_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "wait_s"), [(Unavailable("no worker is ready"), LOOK_S), (InvalidRequest("no such folder"), AGAIN_S)]
+    ("error", "waits_s"),
+    [
+        (Unavailable("no worker is ready"), (LOOK_S, LOOK_S, LOOK_S)),
+        (InvalidRequest("no such folder"), (FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 4 * FIRST_BACKOFF_S)),
+    ],
 )
 async def test_what_fails_is_tried_again_and_said_once(
-    caplog: pytest.LogCaptureFixture, error: Exception, wait_s: float
+    caplog: pytest.LogCaptureFixture, error: Exception, waits_s: tuple[float, ...]
 ) -> None:
     one = Followed(A)
     one.small.error = error
-    for _ in range(3):
+    for wait_s in waits_s:
         await one.follower.follow()
         one.now += 0.9 * wait_s
         await one.follower.follow()
@@ -115,6 +119,22 @@ async def test_what_fails_is_tried_again_and_said_once(
     one.small.error = None
     await one.follower.follow()
     assert one.small.paths == {"a": "/a"}
+
+
+async def test_the_delay_is_bounded_and_short_again_after_a_success() -> None:
+    one = Followed(A)
+    one.small.error = InvalidRequest("no such folder")
+    for _ in range(20):
+        await one.follower.follow()
+        one.now += LONGEST_BACKOFF_S
+    assert len(one.small.asked) == 20
+    one.small.error = None
+    await one.follower.follow()
+    one.small.error = InvalidRequest("it is being loaded")
+    await one.change()
+    one.now += FIRST_BACKOFF_S
+    await one.follower.follow()
+    assert len(one.small.asked) == 23
 
 
 async def test_a_changed_file_is_tried_at_once() -> None:
@@ -132,7 +152,7 @@ async def test_another_router_that_follows_the_same_file_may_be_first() -> None:
     one.small.error = Superseded("another router changed it")
     await one.change(AdapterEntry("a", "/a", "small", "2"))
     one.small.error = ModelNotFound("it is gone")
-    one.now += 2 * AGAIN_S
+    one.now += 2 * FIRST_BACKOFF_S
     await one.follower.follow()
     assert len(one.small.asked) == 2
     await one.change()
@@ -146,7 +166,7 @@ async def test_an_unload_that_fails_is_tried_again() -> None:
     one.small.error = InvalidRequest("it is being loaded")
     await one.change()
     assert one.small.paths == {"a": "/a"}
-    one.small.error, one.now = None, AGAIN_S
+    one.small.error, one.now = None, FIRST_BACKOFF_S
     await one.follower.follow()
     assert one.small.paths == {}
 

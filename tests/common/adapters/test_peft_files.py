@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.adapters.module_patterns import ModulePatterns
 from common.adapters.peft_config import PeftConfig
 from common.adapters.peft_file import read_adapter
 from common.errors import ModelError
@@ -50,8 +53,11 @@ def refusal(folder: Path, config: ModelConfig, max_rank: int = 16) -> str:
         ({"r": 17}, "r has 17, the worker takes ranks up to 16 (--max-lora-rank)"),
         ({"r": 0}, "r has 0, a rank is a whole number from 1"),
         ({"rank_pattern": {"q_proj": 40}}, "rank_pattern has 40, the worker takes ranks up to 16"),
-        ({"rank_pattern": {"(": 4}}, "rank_pattern has '(', which is no regular expression"),
-        ({"lora_alpha": "x"}, "lora_alpha has 'x', which is no number"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern: '(' is no regular expression"),
+        ({"rank_pattern": {"(?!x).*": 4}}, "rank_pattern: '(?!x).*' is not supported: lookarounds"),
+        ({"alpha_pattern": {"(" * 400: 4}}, "has 400 characters; at most 256 are taken"),
+        ({"lora_alpha": "x"}, "lora_alpha has 'x', which is no finite number"),
+        ({"lora_alpha": 10**400}, "which is no finite number"),
     ],
 )
 def test_what_is_refused_before_weights_are_read(
@@ -95,6 +101,11 @@ PREFIX = "base_model.model.model.layers.1.self_attn.q_proj"
             "is not supported in this base model",
         ),
         ({f"{PREFIX}.lora_B.weight": torch.full((64, 4), float("nan"))}, "holds numbers that are not finite"),
+        ({f"{PREFIX}.lora_B.other.weight": torch.zeros(64, 4)}, "or is there twice"),
+        (
+            {f"base_model.model.other.layers.1.self_attn.q_proj.lora_{ab}.weight": torch.zeros(1) for ab in "AB"},
+            "belongs to the same module as",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_the_base_model(
@@ -119,10 +130,94 @@ def test_the_digest_is_that_of_weights_ranks_and_scales(tmp_path: Path, base: Pa
 
 
 def test_patterns_match_the_ends_of_names() -> None:
-    patterns = {"layers.1.self_attn.q_proj": 3, "q_proj": 5, r"layers\.[01]\..*": 7}
-    config = PeftConfig(Path(), 4, 8.0, rank_pattern=patterns, alpha_pattern={"k_proj": 3.0})
+    ranks = ModulePatterns({"layers.1.self_attn.q_proj": 3, "q_proj": 5, r"layers\.[01]\..*": 7})
+    config = PeftConfig(Path(), 4, 8.0, rank_pattern=ranks, alpha_pattern=ModulePatterns({"k_proj": 3.0}))
     names = ("layers.1.self_attn.q_proj", "layers.11.self_attn.q_proj", "layers.0.mlp.up_proj", "layers.2.mlp.up_proj")
-    assert [config.rank_of(f"model.{name}") for name in names] == [3, 5, 7, 4]
-    assert config.scale_of("model.layers.2.self_attn.k_proj") == 3.0 / 4
+    assert [config.rank_and_scale(f"model.{name}")[0] for name in names] == [3, 5, 7, 4]
+    assert config.rank_and_scale("model.layers.2.self_attn.k_proj") == (4, 3.0 / 4)
     stabilised = PeftConfig(Path(), 4, 8.0, rank_stabilised=True)
-    assert stabilised.scale_of("model.layers.2.self_attn.k_proj") == 8.0 / 2
+    assert stabilised.rank_and_scale("model.layers.2.self_attn.k_proj") == (4, 8.0 / 2)
+
+
+def test_a_pattern_that_backtracks_for_ever_is_answered_at_once(
+    tmp_path: Path, base: Path, config: ModelConfig
+) -> None:
+    folder = make_adapter(tmp_path / "adapter", base, rank_pattern={})
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rank_pattern": {r"(\w|.|\.)+X": 8}}))
+    assert read_adapter(folder, config, 16).rank == 4
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder", "link"])
+def test_only_regular_files_are_read(
+    tmp_path: Path, base: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    folder = make_adapter(tmp_path / "adapter", base)
+    path = folder / name
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        monkeypatch.chdir(folder)  # the path of a socket must be short
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(name)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else folder)
+    assert "it is not a regular file" in refusal(folder, config)
+
+
+def test_links_to_files_are_followed(tmp_path: Path, base: Path, config: ModelConfig) -> None:
+    folder = make_adapter(tmp_path / "adapter", base)
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for file in folder.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    assert read_adapter(snapshot, config, 16).digest == read_adapter(folder, config, 16).digest
+
+
+def test_a_file_is_no_larger_than_the_base_model_allows(tmp_path: Path, base: Path, config: ModelConfig) -> None:
+    folder = make_adapter(tmp_path / "adapter", base)
+    os.truncate(folder / "adapter_model.safetensors", 1 << 40)  # sparse: takes no room
+    assert "1,099,511,627,776 bytes; at most" in refusal(folder, config)
+    os.truncate(folder / "adapter_config.json", 2 << 20)
+    assert "2,097,152 bytes; at most 1,048,576 are read" in refusal(folder, config)
+
+
+def header(**tensors: Any) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "a header of 0 bytes in a file of 0"),
+        (header(), "has no tensors"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "a header of 1,099,511,627,776 bytes in a file of 10"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "damaged: maximum recursion depth"),
+        (header(a=1), "the header describes tensor a wrongly"),
+        (header(a={"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}), "lies at 0 to 8 of 0 bytes"),
+        (header(a={"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}) + bytes(8), "of [1] F32 has 8 bytes"),
+        (header(a={"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}) + bytes(8), "tensor a wrongly"),
+    ],
+)
+def test_damaged_headers(tmp_path: Path, base: Path, config: ModelConfig, content: bytes, message: str) -> None:
+    folder = make_adapter(tmp_path / "adapter", base)
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    assert message in refusal(folder, config)
+
+
+def test_numbers_that_are_not_aligned_are_read(tmp_path: Path, base: Path, config: ModelConfig) -> None:
+    folder = make_adapter(tmp_path / "adapter", base)
+    plain = read_adapter(folder, config, 16)
+    path = folder / "adapter_model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    path.write_bytes((size + 1).to_bytes(8, "little") + data[8 : 8 + size] + b" " + data[8 + size :])
+    for layer, sites in read_adapter(folder, config, 16).layers.items():
+        for site, parts in sites.items():
+            for part, known in zip(parts, plain.layers[layer][site], strict=True):
+                assert torch.equal(part.a, known.a) and torch.equal(part.b, known.b)

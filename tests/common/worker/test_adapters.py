@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import ModelError
 from common.wire.messages import FLAG_VERSION, MAX_ADAPTERS, SetAdapter
+from common.worker import adapters as module
 from common.worker.adapters import WorkerAdapters
 
 
@@ -102,6 +103,20 @@ async def test_what_is_unloaded_while_it_is_read_is_freed() -> None:
     bank.go.set()
     await adapters.close()
     assert shown(adapters) == {"a": (6, "unloaded", "")} and bank.retired == ["one"]
+
+
+async def test_a_load_that_hangs_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.05)
+    bank = Bank()
+    adapters = await begun(bank)
+    bank.go.clear()
+    adapters.order(order("a", 5, "/one"))
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        await adapters.close()
+        await asyncio.get_running_loop().shutdown_default_executor()  # as `asyncio.run` does
+    assert shown(adapters) == {"a": (5, "loading", "")}
+    bank.go.set()
 
 
 async def test_weights_stay_while_another_name_stands_for_them() -> None:

@@ -1,0 +1,71 @@
+"""A file of unknown origin costs bounded time and memory, whatever its file system does."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.machine import regular_file
+from common.machine.regular_file import MAX_ABANDONED, PART_BYTES, read_regular_file
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A file system that answers no `stat` until the event is set."""
+    answers, stat = threading.Event(), os.stat
+
+    def wait(path: Any) -> os.stat_result:
+        answers.wait(60.0)
+        return stat(path)
+
+    monkeypatch.setattr(regular_file.os, "stat", wait)
+    yield answers
+    answers.set()
+
+
+def test_a_file_is_read_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(data := os.urandom(2 * PART_BYTES + 5))
+    assert read_regular_file(path, len(data)) == data
+    with pytest.raises(OSError, match="at most") as caught:
+        read_regular_file(path, len(data) - 1)
+    assert "it has 2,097,157 bytes; at most 2,097,156 are read" in caught.value.strerror
+    with pytest.raises(FileNotFoundError):
+        read_regular_file(tmp_path / "none", 1)
+
+
+def test_a_file_system_that_hangs_is_given_up(tmp_path: Path, hung: threading.Event) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    began = time.monotonic()
+    for _ in range(MAX_ABANDONED):
+        with pytest.raises(OSError, match="no progress"):
+            read_regular_file(tmp_path / "file", 1, stall_s=0.05)
+    with pytest.raises(OSError, match="earlier reads still wait"):
+        read_regular_file(tmp_path / "file", 1, stall_s=0.05)
+    assert time.monotonic() - began < 30.0  # not the 60 s of the file system
+    hung.set()
+    until = time.monotonic() + 30.0
+    while time.monotonic() < until and regular_file._slots._value < MAX_ABANDONED:
+        time.sleep(0.01)
+    assert read_regular_file(tmp_path / "file", 1) == b"x"
+
+
+def test_a_file_that_shrinks_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fstat = tmp_path / "file", os.fstat
+    path.write_bytes(bytes(2 * PART_BYTES))
+
+    def cut(descriptor: int) -> os.stat_result:
+        about = fstat(descriptor)
+        os.truncate(path, PART_BYTES)
+        return about
+
+    monkeypatch.setattr(regular_file.os, "fstat", cut)
+    with pytest.raises(OSError, match="ends after") as caught:
+        read_regular_file(path, 2 * PART_BYTES)
+    assert "the file ends after 1,048,576 of 2,097,152 bytes" in caught.value.strerror
