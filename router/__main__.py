@@ -32,10 +32,11 @@ def main(argv: Sequence[str]) -> int:
     # Imported after the command line is parsed, so that --help and refusals are instant.
     import uvloop
 
+    from common.wire import listening
     from router.server.server import listen
 
     try:
-        listener = listen(config.host, config.port)
+        listener = listening.inherited() or listen(config.host, config.port)
     except OSError as error:
         print(f"{PROG}: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
         return 1

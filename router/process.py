@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +11,16 @@ from common.config import RouterConfig
 from common.config.sources import exit_refused, load
 from common.errors import ConfigError, ModelError
 from common.observe.logging import setup_logging
+from common.wire import listening
 from router.__main__ import PROG, run
 from router.siblings.part import RouterPart
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the listener with the descriptor `argv[0]` until SIGTERM, as process `argv[1]` of the folder `argv[2]`."""
-    listener, index, folder, *flags = argv
+    """Serve the inherited listener until SIGTERM, as process `argv[0]` of the folder `argv[1]`."""
+    index, folder, *flags = argv
+    listener = listening.inherited()
+    assert listener is not None, "it is started with a listener"
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     config = load(RouterConfig, flags, prog=PROG)
     part = RouterPart(int(index), config.router_processes, Path(folder))
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     import uvloop
 
     try:
-        uvloop.run(run(part.share_of(config), socket.socket(fileno=int(listener)), part=part))
+        uvloop.run(run(part.share_of(config), listener, part=part))
     except (ConfigError, ModelError) as error:
         exit_refused(error, PROG)
     return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket as sockets
+
 import zmq
 
 from common.wire.curve import AnySocket, Curve
@@ -13,8 +15,13 @@ BACKLOG = 1024
 """Peers whose connections wait to be accepted: a whole fleet that dials at once."""
 
 
-def bind(socket: AnySocket, host: str, port: int, curve: Curve | None = None) -> str:
-    """Bind to host:port (0 picks a free one) and return the full address. `curve` admits trusted keys only."""
+def bind(
+    socket: AnySocket, host: str, port: int, curve: Curve | None = None, listener: sockets.socket | None = None
+) -> str:
+    """Bind to host:port (0 picks a free one) and return the full address. `curve` admits trusted keys only.
+
+    A `listener` is used in place of a new one; the ZeroMQ socket owns it from then on.
+    """
     if curve is not None:
         curve.serve(socket)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -22,5 +29,8 @@ def bind(socket: AnySocket, host: str, port: int, curve: Curve | None = None) ->
     host = listening_host(host)
     if ":" in host:
         socket.set(zmq.IPV6, 1)
+    if listener is not None:
+        port = listener.getsockname()[1]
+        socket.set(zmq.USE_FD, listener.detach())
     socket.bind(f"tcp://{in_url(host)}:{port or '*'}")
     return socket.get_string(zmq.LAST_ENDPOINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from functools import cache
 
@@ -31,6 +32,28 @@ def listening_host(host: str, *, ipv6: bool | None = None) -> str:
     if host != ALL:
         return host
     return ALL if (has_ipv6() if ipv6 is None else ipv6) else ALL_IPV4
+
+
+def inherited() -> socket.socket | None:
+    """The listener that the parent process gives as standard input, as inetd does; None if it gives none.
+
+    The parent keeps a copy, so that no other program can take the port while this one is started again.
+    """
+    try:
+        given = socket.socket(fileno=os.dup(0))
+    except OSError:  # it is closed, or no socket
+        return None
+    try:
+        listens = given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError:
+        listens = 0
+    if not listens:
+        given.close()
+        return None
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # programs that this process starts must not get it
+    os.close(nothing)
+    return given
 
 
 def listen(host: str, port: int, backlog: int, *, shared: bool = False) -> socket.socket:

@@ -26,6 +26,7 @@ from common.wire.bind import bind
 from common.wire.codec import MAX_IN_A_ROW, decode, encode
 from common.wire.curve import Curve
 from common.wire.drop_log import DropLog
+from common.wire.listening import inherited
 from common.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -240,7 +241,10 @@ class ControlServer:
 def bind_control(
     context: zmq.asyncio.Context, host: str, port: int, curve: Curve | None = None
 ) -> tuple[zmq.asyncio.Socket, str]:
-    """A bound control socket and its address. Raises zmq.ZMQError when the port is taken."""
+    """A bound control socket and its address, on the listener that the parent process gives, if it gives one.
+
+    Raises zmq.ZMQError when the port is taken.
+    """
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, CONTROL_HWM)
@@ -248,4 +252,4 @@ def bind_control(
     socket.set(zmq.MAXMSGSIZE, 32 * 1024 * 1024)
     socket.set(zmq.ROUTER_HANDOVER, 1)
     socket.set(zmq.ROUTER_MANDATORY, 1)
-    return socket, bind(socket, host, port, curve)
+    return socket, bind(socket, host, port, curve, inherited())

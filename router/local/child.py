@@ -1,4 +1,8 @@
-"""The child processes of `diptych serve`: started with their settings, restarted on the same address."""
+"""The child processes of `diptych serve`: started with their settings, restarted on the same address.
+
+The supervisor keeps the listener of that address, and each process that is started gets a copy of it. So the address
+belongs to the service while a process is started again, and connections wait instead of reaching another program.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +23,15 @@ from common.config import RouterConfig, WorkerConfig
 from common.config.field import Config, to_argv, to_env
 from common.config.sources import counterpart_env
 from common.machine.child_process import ChildProcess
+from common.wire import listening
+from common.wire.bind import BACKLOG
+from common.wire.listening import CLIENTS_BACKLOG
 from router.local.probe import Address
 
 _PR_SET_PDEATHSIG = 1
 """Linux's option of prctl."""
+PATIENT_S = 1.0
+"""A process for clients that is started again later than that has no listener meanwhile: they are refused at once."""
 
 
 def _die_with(parent: int) -> Callable[[], None]:
@@ -100,23 +110,72 @@ class Child(ChildProcess):
         return None
 
 
-class RouterChild(Child):
-    """The router, which listens where the supervisor's settings say."""
+class ListeningChild(Child):
+    """A child that gets its listener as standard input: see `listening.inherited`."""
+
+    backlog = CLIENTS_BACKLOG
+    shares_port = False
+    _listener: socket.socket | None = None
+
+    def options(self) -> dict[str, Any]:
+        return {} if self._listener is None else {"stdin": self._listener}
+
+    def start(self) -> None:
+        self.listen()
+        super().start()
+
+    def listen(self) -> None:
+        """Own the address from now on, if this is not so yet. Raises OSError."""
+        if self._listener is None:
+            host, port = self.address
+            self._listener = listening.listen(host, port, self.backlog, shared=self.shares_port)
+
+    def close(self) -> None:
+        """Give the address up: what waits in its backlog is refused, unless the process has it still."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where to listen; the port may be 0 for a free one."""
+        raise NotImplementedError
+
+
+class HttpServerChild(ListeningChild):
+    """A child that clients connect to."""
 
     config: RouterConfig
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.config.host, self.config.port
+
+    def rest(self, seconds: float) -> None:
+        if seconds > PATIENT_S:
+            self.close()
+
+
+class RouterChild(HttpServerChild):
+    """The router, which listens where the supervisor's settings say."""
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__("router", "router", config)
         self.serves_tls = bool(config.tls_cert)
 
+    def listen(self) -> None:
+        if self.config.router_processes == 1:  # several have a listener each
+            super().listen()
+
     def http_address(self) -> Address | None:
         return self.config.host, self.config.port
 
 
-class WorkerChild(Child):
+class WorkerChild(ListeningChild):
     """A worker, which writes its addresses to a file. After a restart only its control address is the same."""
 
     config: WorkerConfig
+    backlog = BACKLOG
 
     def __init__(self, module: str, config: WorkerConfig, runtime: Path, other: WorkerConfig | None = None) -> None:
         """`other`: the settings that the worker shall have in the other role, if it may change to that."""
@@ -129,6 +188,10 @@ class WorkerChild(Child):
         other = counterpart_env(self._other) if self._other is not None and self.config.role_change else {}
         return super().environment() | other
 
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.config.host, self.config.port
+
     def start(self) -> None:
         self._http = None
         self.address_file.unlink(missing_ok=True)  # it holds the addresses of the process before
@@ -138,9 +201,7 @@ class WorkerChild(Child):
         """The control address, which a restart keeps; "" while the worker has not written it."""
         if not self.address_file.exists():
             return ""
-        address = str(json.loads(self.address_file.read_text())["address"])
-        self.config = dataclasses.replace(self.config, port=int(address.rpartition(":")[2]))
-        return address
+        return str(json.loads(self.address_file.read_text())["address"])
 
     def http_address(self) -> Address | None:
         if self._http is None and self.address_file.exists():

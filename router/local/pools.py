@@ -85,6 +85,7 @@ class LocalPools:
 
     def remove(self, worker: WorkerChild) -> None:
         """Forget a worker that has ended."""
+        worker.close()
         self.leaving.discard(worker)
         for pool in self.workers.values():
             if worker in pool:

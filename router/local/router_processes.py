@@ -16,17 +16,15 @@ import fcntl
 import logging
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from common.config import RouterConfig
 from common.config.field import to_argv
 from common.wire import listening
 from common.wire.listening import CLIENTS_BACKLOG
-from router.local.child import Child
+from router.local.child import Child, HttpServerChild
 from router.local.keeper import POLL_S, Keeper, StartFailed
 from router.local.liveness import ROUTER_ROUNDS
 from router.local.probe import Address, ask_health
@@ -39,38 +37,27 @@ PERIOD_S, START_S = 2.5, 600.0
 """Between two probes; six bad ones in a row end a process. How long one may take to start, from a slow disk."""
 ROUTER_STOP_GRACE_S = 10.0
 """Beyond the drain, which each process bounds itself."""
-PATIENT_S = 1.0
-"""A process that is started again later than that has no listener meanwhile: new connections go to the others."""
 PREFIX = "diptych-router-"
 MAX_FOLDER_CHARS = 60
 """The path of a Unix socket may have about a hundred."""
 
 
-class RouterProcess(Child):
-    """One of them."""
+class RouterProcess(HttpServerChild):
+    """One of them. While one has no listener, new connections go to the others."""
 
-    config: RouterConfig
+    shares_port = True
 
     def __init__(self, config: RouterConfig, part: RouterPart) -> None:
         super().__init__(f"router-{part.index}", MODULE, config)
         self.part = part
-        self._listener: socket.socket | None = None
 
     def command(self) -> list[str]:
-        place = (str(self._descriptor), str(self.part.index), str(self.part.folder))
+        place = (str(self.part.index), str(self.part.folder))
         return [sys.executable, "-P", "-m", self.module, *place, *to_argv(self.config)]
-
-    def options(self) -> dict[str, Any]:
-        return {"pass_fds": (self._descriptor,)}
 
     def start(self) -> None:
         self.part.own_socket.unlink(missing_ok=True)  # of the process before
-        self.listen()
         super().start()
-
-    def rest(self, seconds: float) -> None:
-        if seconds > PATIENT_S:
-            self.close()
 
     def http_address(self) -> Address | None:
         return self.part.own_socket if self.part.own_socket.exists() else None
@@ -79,22 +66,6 @@ class RouterProcess(Child):
     def listens(self) -> bool:
         """Whether new connections may come to it."""
         return self._listener is not None
-
-    def listen(self) -> None:
-        """Have a listener. Raises OSError."""
-        if self._listener is None:
-            self._listener = listening.listen(self.config.host, self.config.port, CLIENTS_BACKLOG, shared=True)
-
-    def close(self) -> None:
-        """Have none: what waits in its backlog is refused, unless the process has it still."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-
-    @property
-    def _descriptor(self) -> int:
-        assert self._listener is not None
-        return self._listener.fileno()
 
 
 class RouterProcesses(Keeper):

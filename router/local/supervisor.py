@@ -74,6 +74,10 @@ class Supervisor(Keeper):
             raise StartFailed(f"not ready within {limit_s:g} s (--start-timeout-s): {self._awaited}") from None
         return time.monotonic() - began
 
+    def stop(self) -> None:
+        self.router.close()  # new connections are refused while the router ends
+        super().stop()
+
     # ------------------------------------------------------------ workers that come and go
 
     def start_worker(self, role: Role, model: str) -> None:

@@ -23,8 +23,8 @@ from router.local.router_processes import RouterProcesses, remove_left, run_toge
 
 PROCESS = """
 import http.server, os, pathlib, signal, socket, socketserver, sys, threading
-listener, index, folder, *flags = sys.argv[1:]
-here = socket.socket(fileno=int(listener))
+index, folder, *flags = sys.argv[1:]
+here = socket.socket(fileno=os.dup(0))
 if "--max-retries=99" in flags:
     sys.exit(7)
 class Healthy(http.server.BaseHTTPRequestHandler):

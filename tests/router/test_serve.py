@@ -172,7 +172,7 @@ WORKER = """
 import json, os, pathlib, signal, socket, sys, time
 flags = dict(flag.lstrip("-").split("=", 1) for flag in sys.argv[1:] if "=" in flag)
 folder = pathlib.Path(os.environ["RECORDS"])
-socket_ = socket.create_server(("127.0.0.1", int(flags.get("port", 0))))
+socket_ = socket.socket(fileno=os.dup(0))
 with (folder / flags["worker-id"]).open("a") as record:
     record.write(f"{os.getpid()} {socket_.getsockname()[1]}\\n")
 if flags.get("max-waiting") == "7":
@@ -187,7 +187,7 @@ time.sleep(600)
 """
 
 ROUTER = """
-import http.server, os, pathlib, sys
+import http.server, os, pathlib, socket, sys
 flags = dict(flag.lstrip("-").split("=", 1) for flag in sys.argv[1:] if "=" in flag)
 folder = pathlib.Path(os.environ["RECORDS"])
 (folder / "router").write_text(" ".join(sys.argv[1:]))
@@ -198,7 +198,11 @@ class Ready(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
     def log_message(self, *args): pass
-http.server.HTTPServer(("127.0.0.1", int(flags["port"])), Ready).serve_forever()
+server = http.server.HTTPServer(("127.0.0.1", int(flags["port"])), Ready, bind_and_activate=False)
+server.socket.close()
+server.socket = socket.socket(fileno=os.dup(0))
+server.socket.setblocking(True)
+server.serve_forever()
 """
 
 
@@ -249,11 +253,17 @@ async def test_everything_starts_and_everything_ends(records: Path) -> None:
     assert not any(pid and is_running(pid) for pid in pids)
 
 
-async def test_a_worker_that_dies_comes_back_on_its_address(records: Path) -> None:
+async def test_a_worker_that_dies_comes_back_on_its_address_which_nobody_can_take(records: Path) -> None:
     supervisor = pretended(records, "--prefill", "0")
     await supervisor.start()
     running = asyncio.create_task(supervisor.run())
+    port = int(supervisor.decode[0].read_address().rpartition(":")[2])
     supervisor.decode[0].send_signal(signal.SIGKILL)
+    await supervisor.decode[0].ended()
+    with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind(("127.0.0.1", port))
+        stranger.listen()
     await until(lambda: (records / "decode-0").read_text().count("\n") == 2)
     supervisor.stop()
     await running
@@ -295,6 +305,8 @@ async def test_a_router_that_hangs_is_replaced(records: Path, monkeypatch: pytes
     frozen = supervisor.router.pid
     running = asyncio.create_task(supervisor.run())
     await until(lambda: (records / "asked").read_text().count("/health") >= 2)
+    with pytest.raises(ConfigError, match="something already listens"):
+        claim_port(supervisor.router.config.host, supervisor.router.config.port)
     supervisor.router.send_signal(signal.SIGSTOP)
     await until(lambda: supervisor.router.alive and supervisor.router.pid != frozen)
     supervisor.stop()
@@ -344,6 +356,15 @@ async def test_a_signal_that_comes_twice_at_once_is_one(records: Path) -> None:
     supervisor.stop()  # `make serve` passes on to its child a signal that its whole group got
     await supervisor.run()
     assert [await child.ended() for child in supervisor.children] == [-signal.SIGTERM] * 3
+
+
+async def test_a_service_that_stops_refuses_connections_at_once(records: Path) -> None:
+    supervisor = pretended(records, "--prefill", "0")
+    await supervisor.start()
+    supervisor.router.kill()
+    supervisor.stop()
+    assert claim_port(supervisor.router.config.host, port := supervisor.router.config.port) == port
+    await supervisor.run()
 
 
 async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
