@@ -25,6 +25,7 @@ import zmq.asyncio
 from common.errors import DiptychError, ModelError
 from common.machine.allocator import keep_large_buffers
 from common.machine.file_limit import raise_file_limit
+from common.machine.full_disk import NO_ROOM
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.wire.curve import Curve, warn_of_readers
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from common.runner.loaded import LoadedModel
 
 log = logging.getLogger(__name__)
+ADDRESS_RETRY_S = 2.0
+"""Between two tries to write the file of addresses, for which the disk may have no room."""
 LAST_WORDS_MS = 500
 """Time at the end for the last messages to routers to leave."""
 
@@ -126,7 +129,7 @@ class WorkerProcess:
             self.metrics.registry,
         )
         http_port = await http.start()
-        self._write_address_file(self._advertised(address), http_port)
+        self._tell_addresses(self._advertised(address), http_port)
         self.control = ControlServer(
             control_socket,
             self._hello,
@@ -300,21 +303,34 @@ class WorkerProcess:
             return address
         return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
 
-    def _write_address_file(self, address: str, http_port: int) -> None:
-        if self.config.address_file:
-            host = self.config.advertise_host or self.config.host
-            body = {
-                "worker_id": self.duties.identity.worker_id,
-                "role": self.duties.identity.home,
-                "address": address,
-                "kv_address": self._advertised(self.duties.kv_address),
-                "lend_address": self._advertised(self.duties.lend_address),
-                "http": f"http://{in_url(host)}:{http_port}",
-            }
-            path = Path(self.config.address_file)
-            temporary = path.with_name(f"{path.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(body))
-            temporary.replace(path)
+    def _tell_addresses(self, address: str, http_port: int) -> None:
+        """Write the file of addresses, now or, while the disk is full, later."""
+        if not self.config.address_file:
+            return
+        host = self.config.advertise_host or self.config.host
+        body = {
+            "worker_id": self.duties.identity.worker_id,
+            "role": self.duties.identity.home,
+            "address": address,
+            "kv_address": self._advertised(self.duties.kv_address),
+            "lend_address": self._advertised(self.duties.lend_address),
+            "http": f"http://{in_url(host)}:{http_port}",
+        }
+        try:
+            _write_whole(Path(self.config.address_file), json.dumps(body))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            log.error("--address-file cannot be written yet: %s", error)
+            retry = asyncio.get_running_loop().call_later
+            retry(ADDRESS_RETRY_S, self._tell_addresses, address, http_port)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """All or nothing: others read the file meanwhile. Raises OSError."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(path)
 
 
 def _grammars(files: ModelFiles, loaded: LoadedModel) -> Grammars:

@@ -105,7 +105,7 @@ class LocalPools:
         return min(self.staying(role, model), key=lambda worker: (requests.get(worker.name, 0.0), -worker.started_at))
 
     def publish(self) -> None:
-        """Write the file anew if it would change: workers that have said where they are."""
+        """Write the file again if it would change: workers that have said where they are."""
         addresses = {worker: worker.read_address() for pool in self.workers.values() for worker in pool}
         listed: dict[str, list[str]] = {
             role: [addresses[worker] for worker in pool if addresses[worker]] for role, pool in self.workers.items()
@@ -113,9 +113,13 @@ class LocalPools:
         listed["leaving"] = sorted(addresses[worker] for worker in self.leaving if addresses.get(worker))
         text = json.dumps(listed)
         if text != self._listed:
-            beside = self.file.with_suffix(".new")
-            beside.write_text(text)
-            beside.replace(self.file)
+            new = self.file.with_suffix(".new")
+            try:
+                new.write_text(text)
+                new.replace(self.file)
+            except OSError as error:  # a full disk: the next call tries again, and the service goes on
+                log.error("the router does not learn of changed workers yet: %s", error)
+                return
             self._listed = text
 
 

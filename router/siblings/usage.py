@@ -7,6 +7,7 @@ allowance this process saw used up, at which time of the machine's clock.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from router.siblings.part import RouterPart
 
+log = logging.getLogger(__name__)
 MAX_KEYS = 65_536
 """Rows of the table in shared memory: 4 MiB."""
 COLUMNS = 8
@@ -22,7 +24,8 @@ COLUMNS = 8
 ID, REQUESTS, TOKENS, ACTIVE, USED_REQUESTS, USED_TOKENS, AT, _ = range(COLUMNS)
 CELL_BYTES = 8
 """Of a number in the table."""
-NUM_BYTES = CELL_BYTES * COLUMNS * (MAX_KEYS + 1)
+ROW_BYTES = CELL_BYTES * COLUMNS
+NUM_BYTES = ROW_BYTES * (MAX_KEYS + 1)
 """The first row holds the number of rows. The file is sparse: only rows that are used take memory."""
 
 
@@ -45,13 +48,19 @@ class UsedUp:
 
 
 class UsageTable:
-    """The file of one process. Its `counts` are doubles, its `ids` the same cells as integers."""
+    """The file of one process. Its `counts` are doubles, its `ids` the same cells as integers.
+
+    To touch a row for which the disk has no room would kill the process, so room is taken before. Without room the usage
+    of a key, or the whole table, is not shared: each process grants the limits of the key by itself.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, NUM_BYTES)
-            cells = memoryview(mmap.mmap(descriptor, NUM_BYTES))
+            has_room = _take_room(descriptor, 0)
+            cells = memoryview(mmap.mmap(descriptor if has_room else -1, NUM_BYTES))
         finally:
             os.close(descriptor)
         self.counts, self.ids = cells.cast("d"), cells.cast("Q")
@@ -75,17 +84,35 @@ class UsageTable:
     def add_row(self, key_id: int) -> int:
         """A row for a key, by the only process that writes here; 0 when all are taken."""
         row = self.row_of(key_id)
-        if not row and self._num_known < MAX_KEYS:
+        if not row and self._num_known < MAX_KEYS and self._has_room(self._num_known + 1):
             row = self._num_known + 1
             self.ids[COLUMNS * row + ID] = key_id
             self.ids[0] = row  # last: a reader finds the row complete
             self._look()
         return row
 
+    def _has_room(self, row: int) -> bool:
+        """Take room for a row. Whether there is some."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return _take_room(descriptor, row)
+        finally:
+            os.close(descriptor)
+
     def _look(self) -> None:
         for row in range(self._num_known + 1, self.ids[0] + 1):
             self._rows[self.ids[COLUMNS * row + ID]] = row
             self._num_known = row
+
+
+def _take_room(descriptor: int, row: int) -> bool:
+    try:
+        if hasattr(os, "posix_fallocate"):  # macOS has none
+            os.posix_fallocate(descriptor, row * ROW_BYTES, ROW_BYTES)
+    except OSError as error:
+        log.error("the use of a key's limits is not shared between the processes of this router: %s", error)
+        return False
+    return True
 
 
 class KeyUsage:

@@ -2,7 +2,8 @@
 
     submit ──> queue, bounded in entries and bytes ──> thread: a transaction each, in the order of the queue ──> file
 
-A read therefore sees every write submitted before it, and no request has to wait for a write.
+A read therefore sees every write submitted before it, and no request has to wait for a write. Where the disk is full at
+the start the thread opens the file once there is room; until then all work fails, and the router serves without it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+from common.machine.full_disk import NO_ROOM, is_full
 from common.observe.logging import REMIND_S
 from router.store.errors import StoreFailed
 from router.store.schema import Schema, check_format, create_tables
@@ -55,7 +58,7 @@ class Database:
     """Opens `path`, checks it and makes its tables. `chore` runs on the thread every `chore_s` seconds.
 
     `on_failure` gets the reason of each failure, on any thread. Raises sqlite3.Error or OSError for a file that is
-    damaged, of something else, or cannot be written.
+    damaged, of something else, or cannot be written for another reason than a full disk.
     """
 
     def __init__(
@@ -69,13 +72,19 @@ class Database:
         busy_s: float = BUSY_S,
     ) -> None:
         self.path, self._on_failure, self._chore, self._chore_s = path, on_failure, chore, chore_s
-        self._name = schema.name
-        self._connection = _opened(path, schema, busy_s)
+        self._schema, self._name, self._busy_s = schema, schema.name, busy_s
+        self._connection: sqlite3.Connection | None = None
+        self._complained_at = float("-inf")
+        try:
+            self._connection = _opened(path, schema, busy_s)
+        except (sqlite3.OperationalError, OSError) as error:
+            if not _has_no_room(path, error):
+                raise
+            self._closed_by(error)
         self._queue: queue.Queue[_Job | None] = queue.Queue()
         self._lock = threading.Lock()  # of the two counts
         self._num_waiting = self._num_bytes = 0
         self._closed = False
-        self._complained_at = float("-inf")
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
@@ -124,7 +133,8 @@ class Database:
                 next_chore = self._do_chore()
                 continue
             if job is None:
-                self._connection.close()
+                if self._connection is not None:
+                    self._connection.close()
                 return
             with self._lock:
                 self._num_waiting -= 1
@@ -143,6 +153,8 @@ class Database:
     def _do_chore(self) -> float:
         """Do it, and tell when it is due again (monotonic seconds). Whatever happens, the thread goes on."""
         try:
+            if self._connection is None:
+                self._open_again()
             self._transact(self._chore)
         except StoreFailed:  # counted and logged
             pass
@@ -150,8 +162,21 @@ class Database:
             log.exception("the store's regular work failed", extra={"path": self.path})
         return time.monotonic() + self._chore_s
 
+    def _open_again(self) -> None:
+        try:
+            self._connection = _opened(self.path, self._schema, self._busy_s)
+        except (sqlite3.Error, OSError) as error:
+            raise self._closed_by(error) from error
+        log.info("the store of %s is open: the disk has room again", self._name, extra={"path": self.path})
+
+    def _closed_by(self, error: Exception) -> StoreFailed:
+        reason = _reason(error) if isinstance(error, sqlite3.Error) else "error"
+        return self._failed("full" if _has_no_room(self.path, error) else reason, f"it cannot be opened: {error}")
+
     def _transact(self, work: Work[T]) -> T:
         connection = self._connection
+        if connection is None:
+            raise self._failed("full", "it is not open, because the disk was full at the start")
         try:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -209,6 +234,15 @@ def _write_ahead(connection: sqlite3.Connection, busy_s: float) -> str:
             if _reason(error) != "busy" or time.monotonic() > until:
                 raise
             time.sleep(RETRY_S)
+
+
+def _has_no_room(path: str, error: Exception) -> bool:
+    """Whether a file cannot be opened because its disk is full. SQLite reports that by several errors."""
+    if isinstance(error, OSError):
+        return error.errno in NO_ROOM
+    if path == IN_MEMORY or not isinstance(error, sqlite3.OperationalError):
+        return False
+    return _reason(error) == "full" or is_full(Path(path).parent)
 
 
 def _reason(error: sqlite3.Error) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from pathlib import Path
 
@@ -114,3 +116,18 @@ def test_more_keys_than_rows_have_limits_at_each_process(processes_of, monkeypat
         quota = processes.quota(0, name=name)
         assert quota.enter(0.0) is None and quota.enter(0.0) is not None
         assert (processes.quota(1, name=name).enter(0.0) is None) is (name == "c")
+
+
+def test_without_room_on_the_disk_each_process_grants_by_itself(processes_of, monkeypatch) -> None:
+    processes = processes_of(num=2, requests_per_minute=1)
+    assert processes.quota(0).enter(0.0) is None
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(usage.os, "posix_fallocate", full)
+    for _ in range(2):  # the second one of a process that was started again meanwhile
+        own, other = processes.quota(0, name="late"), processes.quota(1, name="late")
+        assert [own.enter(0.0), other.enter(0.0)] == [None, None]
+        assert own.enter(0.0) is not None and other.enter(0.0) is not None
+        processes.usages[1] = processes.start(1)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -90,3 +93,27 @@ def test_a_process_that_told_nothing_leaves_nothing(tmp_path: Path) -> None:
     ledger = MetricsLedger(RouterPart(0, 2, tmp_path), Process(2, 1.0, 0.5).render)
     ledger.take_over()
     assert list(tmp_path.iterdir()) == [] and total(ledger.page({})) == 2
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_takes_no_page_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = MetricsLedger(RouterPart(0, 2, tmp_path), Process(2, 1.0, 0.5).render)
+
+    def successor(requests: int) -> MetricsLedger:
+        ledger = MetricsLedger(RouterPart(1, 2, tmp_path), Process(requests, 1.0, 0.5).render)
+        ledger.take_over()
+        return ledger
+
+    assert total(asked.page({1: successor(3).tell()})) == 5
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        second = successor(10)
+        assert total(asked.page({})) == 5
+        assert total(asked.page({1: second.tell()})) == 15
+    assert total(asked.page({1: second.tell()})) == 15
+    third = successor(100)
+    assert total(asked.page({1: third.tell()})) == 115
+    assert sorted(file.name for file in tmp_path.glob("1.*")) == ["1.ended", "1.told"]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import sqlite3
+import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ import pytest
 from common.config import RouterConfig
 from common.errors import ConfigError
 from router.store import database, location
+from router.store.errors import StoreFailed
+from router.store.files import FileStore
 from router.store.responses import ResponseStore
 
 
@@ -114,3 +120,74 @@ def test_processes_of_one_router_have_a_file_in_place_of_memory(tmp_path: Path) 
     for store in stores:
         assert store is not None and store.path == place and store._max_bytes == 128 * 2**20
         store.close()
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores look around often."""
+    for kind in (ResponseStore, FileStore):
+        monkeypatch.setitem(kind.__init__.__kwdefaults__, "chore_s", 0.05)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("chosen", ["auto", "a file"])
+async def test_a_full_disk_at_the_start_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = location.default_path()
+    assert path is not None
+    opening, reasons = database._opened, list[str]()
+
+    def full(*_: object) -> sqlite3.Connection:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(database, "_opened", full)
+    store = location.store_of(config_of("auto" if chosen == "auto" else path), reasons.append)
+    assert store is not None and store.path == str(path)
+    with pytest.raises(StoreFailed, match="not open, because the disk was full at the start") as failed:
+        await store.find("resp_1", "")
+    assert failed.value.reason == "full" and set(reasons) == {"full"}
+    monkeypatch.setattr(database, "_opened", opening)
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                assert await store.find("resp_1", "") is None
+                break
+            except StoreFailed:
+                await asyncio.sleep(0.01)
+    store.close()
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts file systems")
+@pytest.mark.parametrize("exists", [False, True])
+async def test_a_disk_that_is_really_full(tmp_path: Path, exists: bool) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        if exists:
+            opened(config_of(tmp_path / "r.sqlite3"))
+        ballast = tmp_path / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        config = config_of(tmp_path / "r.sqlite3")
+        store = location.store_of(config, lambda reason: None)
+        files = location.file_store_of(config, store, lambda reason: None)
+        assert store is not None and files is not None
+        for question in (store.find("resp_1", ""), files.find("file-1", "")):
+            with pytest.raises(StoreFailed):
+                await question
+        ballast.unlink()
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    assert (await store.find("resp_1", ""), await files.find("file-1", "")) == (None, None)
+                    break
+                except StoreFailed:
+                    await asyncio.sleep(0.1)
+        store.close()
+        files.close()
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
