@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from common.machine.wall_clock import AGES_S, WallClock
 from router.store.database import Database
 from router.store.file_record import (
     BATCH_OUTPUT,
@@ -33,7 +34,7 @@ from router.store.file_record import (
     LineResult,
     StoredBatch,
 )
-from router.store.upkeep import LEASE_S, MAX_DELETED
+from router.store.upkeep import LEASE_S, MAX_DELETED, lease_bounds
 
 COUNTS = "num_total, num_completed, num_failed, has_output, has_errors"
 USAGE = "input_tokens, cached_tokens, output_tokens, reasoning_tokens"
@@ -72,9 +73,9 @@ class BatchStore:
         *,
         max_entries: int,
         max_age_s: float,
-        clock: Callable[[], float],
+        clock: WallClock,
     ) -> None:
-        self._database, self._check_room, self._clock = database, check_room, clock
+        self._database, self._check_room, self.clock = database, check_room, clock
         self._max_entries, self._max_age_s = max_entries, max_age_s
         self._router = uuid.uuid4().hex
         self._mine: set[str] = set()  # the store's thread copies it before it looks
@@ -102,7 +103,7 @@ class BatchStore:
             more = (batch.error_file, batch.created_at, batch.expires_at, batch.result_s, batch.details, *counts)
             connection.execute(
                 f"INSERT INTO batches ({COLUMNS}, router, lease_until) VALUES ({marks})",
-                (*values, *more, self._router, self._clock() + LEASE_S),
+                (*values, *more, self._router, self.clock.now() + LEASE_S),
             )
             self._mine.add(batch.id)
             self._make_room(connection)
@@ -260,7 +261,7 @@ class BatchStore:
 
     def look_around(self, connection: sqlite3.Connection) -> None:
         """Renew leases, claim batches that no router works on, and delete what is too old."""
-        now = self._clock()
+        now = self.clock.now()
         lost = set()
         for name in list(self._mine):
             renewed = connection.execute(
@@ -276,14 +277,15 @@ class BatchStore:
         connection.execute(
             f"DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE status NOT IN ({MARKS}) "
             "AND created_at <= ? LIMIT ?)",
-            (*UNFINISHED, now - self._max_age_s, MAX_DELETED),
+            (*UNFINISHED, self.clock.earliest(AGES_S) - self._max_age_s, MAX_DELETED),
         )
         self.on_news(BatchNews(claimed, [name for (name,) in asked], [*lost]))
 
     def _claim(self, connection: sqlite3.Connection, now: float) -> list[StoredBatch]:
         rows = connection.execute(
-            f"SELECT {COLUMNS} FROM batches WHERE status IN ({MARKS}) AND lease_until < ? ORDER BY created_at LIMIT ?",
-            (*UNFINISHED, now, self.max_claimed - len(self._mine)),
+            f"SELECT {COLUMNS} FROM batches WHERE status IN ({MARKS}) AND lease_until NOT BETWEEN ? AND ? "
+            "ORDER BY created_at LIMIT ?",
+            (*UNFINISHED, *lease_bounds(self.clock), self.max_claimed - len(self._mine)),
         )
         claimed = [_batch(row) for row in rows.fetchall()]
         for batch in claimed:
@@ -308,7 +310,7 @@ class BatchStore:
         """Store a new status, with its time, and the batch's details."""
         times: Mapping[str, float] = batch.times
         if status != batch.status:
-            times = {**times, status: self._clock()}
+            times = {**times, status: self.clock.now()}
         moved = replace(batch, status=status, times=times)
         connection.execute(
             "UPDATE batches SET status = ?, details = ? WHERE id = ?", (moved.status, moved.details, moved.id)
@@ -320,7 +322,7 @@ class BatchStore:
         if connection.execute("SELECT 1 FROM pieces WHERE file = ? LIMIT 1", (file,)).fetchone() is None:
             connection.execute("DELETE FROM files WHERE id = ?", (file,))
             return False
-        now = self._clock()
+        now = self.clock.now()
         connection.execute(
             "UPDATE files SET state = ?, filename = ?, created_at = ?, expires_at = ? WHERE id = ? AND state = ?",
             (READY, name, now, now + batch.result_s, file, WRITING),

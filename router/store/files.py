@@ -9,9 +9,9 @@ transaction that counts it.
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
 
+from common.machine.wall_clock import AGES_S, WALL_CLOCK, WallClock
 from router.store.batches import BatchStore
 from router.store.database import Database
 from router.store.errors import FileInUse, StoreFull
@@ -39,7 +39,7 @@ class FileStore:
         max_bytes: int,
         max_entries: int,
         max_age_s: float,
-        clock: Callable[[], float] = time.time,
+        clock: WallClock = WALL_CLOCK,
         chore_s: float = CHORE_S,
     ) -> None:
         self.path, self.max_age_s = path, max_age_s
@@ -49,7 +49,8 @@ class FileStore:
         self.batches = BatchStore(
             self._database, self.check_room, max_entries=max_entries, max_age_s=max_age_s, clock=clock
         )
-        self._database.submit(self._measure)
+        self._has_begun = False
+        self._database.submit(self._begin)
 
     def close(self) -> None:
         """Write what waits, and close the file."""
@@ -66,7 +67,7 @@ class FileStore:
                 f"INSERT INTO files ({COLUMNS}, state) VALUES (?, ?, ?, ?, ?, ?, 0, ?)",
                 (
                     *(file.id, file.owner, file.purpose, file.filename, file.created_at),
-                    *(self._clock() + ABANDONED_S, WRITING),
+                    *(self._clock.now() + ABANDONED_S, WRITING),
                 ),
             )
             self._measure(connection)
@@ -146,7 +147,7 @@ class FileStore:
                 + (" AND purpose = ?" if purpose is not None else "")
                 + (f" AND (created_at, id) {beyond} (?, ?)" if place else "")
                 + f" ORDER BY created_at {order}, id {order} LIMIT ?",
-                (owner, READY, self._clock(), *([] if purpose is None else [purpose]), *place, limit),
+                (owner, READY, self._clock.earliest(AGES_S), *([] if purpose is None else [purpose]), *place, limit),
             )
             return [StoredFile(*row) for row in rows]
 
@@ -191,7 +192,7 @@ class FileStore:
 
     def _find(self, connection: sqlite3.Connection, file_id: str, owner: str) -> StoredFile | None:
         statement = f"SELECT {COLUMNS} FROM files WHERE id = ? AND owner = ? AND state = ? AND expires_at > ?"
-        row = connection.execute(statement, (file_id, owner, READY, self._clock())).fetchone()
+        row = connection.execute(statement, (file_id, owner, READY, self._clock.earliest(AGES_S))).fetchone()
         return None if row is None else StoredFile(*row)
 
     def _reader(self, connection: sqlite3.Connection, file_id: str) -> str | None:
@@ -222,8 +223,18 @@ class FileStore:
                 break
         self._measure(connection)
 
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        """Once: measure, and see what the clock said last; it may have jumped while no router ran."""
+        if not self._has_begun:
+            self._measure(connection)
+            (latest,) = connection.execute("SELECT max(created_at) FROM files").fetchone()
+            if latest is not None:
+                self._clock.saw(latest)
+            self._has_begun = True
+
     def _look_around(self, connection: sqlite3.Connection) -> None:
         """Look after batches, delete what is too old, and give room back."""
+        self._begin(connection)
         self.batches.look_around(connection)
         marks = ", ".join("?" * len(UNFINISHED))
         used = " UNION ".join(
@@ -232,7 +243,7 @@ class FileStore:
         )
         connection.execute(
             f"UPDATE files SET state = ? WHERE state IN (?, ?) AND expires_at <= ? AND id NOT IN ({used})",
-            (DELETED, READY, WRITING, self._clock(), *(3 * UNFINISHED)),
+            (DELETED, READY, WRITING, self._clock.earliest(AGES_S), *(3 * UNFINISHED)),
         )
         self._purge(connection)
         connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()

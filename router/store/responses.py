@@ -7,16 +7,16 @@ router that ended without a word: it reads as lapsed, whichever router reads it.
 from __future__ import annotations
 
 import sqlite3
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from common.machine.wall_clock import AGES_S, WALL_CLOCK, WallClock
 from router.store.database import Database
 from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed
 from router.store.record import RUNNING, StoredResponse, StoredTurn, StoreSize
 from router.store.schema import RESPONSES
-from router.store.upkeep import CHORE_S, LEASE_S, MAX_DELETED, VACUUM_PAGES
+from router.store.upkeep import CHORE_S, LEASE_S, MAX_DELETED, VACUUM_PAGES, lease_bounds
 
 LARGEST_SHARE = 4
 """One response may take a fourth of all bytes."""
@@ -39,7 +39,7 @@ class ResponseStore:
     """Opens the SQLite file `path` (":memory:": none). `on_failure` gets the reason of each failure, on any thread.
 
     `on_cancel` gets, on the store's thread, the ids of this router's running answers that another router was asked to
-    cancel. `clock` tells seconds since the epoch. Raises sqlite3.Error or OSError for a file that cannot be used.
+    cancel. Raises sqlite3.Error or OSError for a file that cannot be used.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ResponseStore:
         max_bytes: int,
         max_entries: int,
         max_age_s: float,
-        clock: Callable[[], float] = time.time,
+        clock: WallClock = WALL_CLOCK,
         chore_s: float = CHORE_S,
     ) -> None:
         self.path = path
@@ -60,7 +60,9 @@ class ResponseStore:
         self._running: set[str] = set()
         self.on_cancel: Callable[[Sequence[str]], None] = lambda ids: None
         self.size = StoreSize()
+        self._has_begun = False
         self._database = Database(path, RESPONSES, on_failure, self._look_around, chore_s)
+        self._database.submit(self._begin)
 
     def close(self) -> None:
         """Write what waits, and close the file."""
@@ -102,7 +104,7 @@ class ResponseStore:
                 "UPDATE responses SET status = ?, head = ?, output = ?, num_bytes = ?, used_at = ?, router = '', "
                 "lease_until = 0 WHERE id = ? AND router = ?",
                 (
-                    *(record.status, record.head, record.output, record.num_bytes, self._clock()),
+                    *(record.status, record.head, record.output, record.num_bytes, self._clock.now()),
                     *(record.id, self._router),
                 ),
             )
@@ -142,7 +144,8 @@ class ResponseStore:
                 return None
             name, of, status, given, head, output, previous, background, lease_until = row
             found = StoredResponse(name, of, status, given, head, output, previous, bool(background))
-            return found, status in RUNNING and lease_until < self._clock()
+            first, last = lease_bounds(self._clock)
+            return found, status in RUNNING and not first <= lease_until <= last
 
         return await self._database.run(work)
 
@@ -171,7 +174,7 @@ class ResponseStore:
             )
 
     def _insert(self, connection: sqlite3.Connection, record: StoredResponse, *, running: bool) -> None:
-        now = self._clock()
+        now = self._clock.now()
         connection.execute(
             f"INSERT INTO responses ({COLUMNS}, used_at, router, lease_until, num_bytes) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -191,9 +194,9 @@ class ResponseStore:
                 return
             (owner,) = connection.execute("SELECT owner FROM owners ORDER BY num_bytes DESC LIMIT 1").fetchone()
             deleted = connection.execute(
-                "DELETE FROM responses WHERE id = (SELECT id FROM responses WHERE owner = ? AND lease_until < ? "
-                "ORDER BY used_at LIMIT 1)",
-                (owner, self._clock()),
+                "DELETE FROM responses WHERE id = (SELECT id FROM responses WHERE owner = ? "
+                "AND lease_until NOT BETWEEN ? AND ? ORDER BY used_at LIMIT 1)",
+                (owner, *lease_bounds(self._clock)),
             )
             if not deleted.rowcount:  # only running ones, whose number is bounded elsewhere
                 return
@@ -224,13 +227,22 @@ class ResponseStore:
             statement = "SELECT id, status, input, output FROM responses WHERE id = ?"
             turns.append(StoredTurn(*connection.execute(statement, (name,)).fetchone()))
         if whole:
-            now = self._clock()
+            now = self._clock.now()
             connection.executemany("UPDATE responses SET used_at = ? WHERE id = ?", [(now, turn.id) for turn in turns])
         return turns
 
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        """Once: the clock may have jumped while no router ran."""
+        if not self._has_begun:
+            (latest,) = connection.execute("SELECT max(used_at) FROM responses").fetchone()
+            if latest is not None:
+                self._clock.saw(latest)
+            self._has_begun = True
+
     def _look_around(self, connection: sqlite3.Connection) -> None:
         """Renew the leases of this router's answers, see which shall end, and delete what is too old."""
-        lease_until = self._clock() + LEASE_S
+        self._begin(connection)
+        lease_until = self._clock.now() + LEASE_S
         renewed = [(lease_until, name, self._router) for name in list(self._running)]
         connection.executemany("UPDATE responses SET lease_until = ? WHERE id = ? AND router = ?", renewed)
         asked = connection.execute(
@@ -239,8 +251,8 @@ class ResponseStore:
         ids = [name for (name,) in asked]
         connection.execute(
             "DELETE FROM responses WHERE id IN "
-            "(SELECT id FROM responses WHERE used_at <= ? AND lease_until < ? LIMIT ?)",
-            (self._oldest, self._clock(), MAX_DELETED),
+            "(SELECT id FROM responses WHERE used_at <= ? AND lease_until NOT BETWEEN ? AND ? LIMIT ?)",
+            (self._oldest, *lease_bounds(self._clock), MAX_DELETED),
         )
         self._make_room(connection)
         connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
@@ -250,4 +262,4 @@ class ResponseStore:
     @property
     def _oldest(self) -> float:
         """Responses used before this time have expired."""
-        return self._clock() - self._max_age_s
+        return self._clock.earliest(AGES_S) - self._max_age_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from common.machine.wall_clock import LEASES_S, WallClock
+
 LEASE_S = 15.0
 """How long an answer in the background, or a batch, stays its router's own without a renewal: the wait of a client
 before another router takes over."""
@@ -15,3 +17,8 @@ VACUUM_PAGES = 1000
 """Pages of 4 KiB that a look gives back to the file system at most: milliseconds."""
 ABANDONED_S = 7200.0
 """An upload that is not complete by then belongs to a router that ended, and is deleted: twice what one may take."""
+
+
+def lease_bounds(clock: WallClock) -> tuple[float, float]:
+    """The least and the greatest end of a lease that is in force. One beyond is of a clock that was ahead."""
+    return clock.earliest(LEASES_S), clock.latest(LEASES_S) + LEASE_S

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
+from common.machine.wall_clock import AGES_S
 from router.api.batches.asker import KeyGone, LineAsker, ModelAway
 from router.api.batches.halt import Halt, Halted
 from router.api.batches.lines import ENVELOPE_BYTES, InputLine, judge, lines_of, parse_line
@@ -54,7 +55,7 @@ class BatchRun:
 
     async def run(self) -> None:
         """Work until the batch has ended, or is another router's."""
-        left_s = max(0.0, self.batch.expires_at - time.time())
+        left_s = max(0.0, self.batch.expires_at - self._store.batches.clock.earliest(AGES_S))
         timer = asyncio.get_running_loop().call_later(left_s, lambda: self.halt.set(Halted.EXPIRED, abort=True))
         try:
             await self._work()

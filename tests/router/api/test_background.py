@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import openai
 import pytest
 
 from common.errors import Unavailable
+from common.machine.wall_clock import WallClock
 from router.api.responses import background as responses_background
 from router.auth.keys import digest_of
 from router.server.server import _drain
@@ -314,7 +316,7 @@ async def test_after_a_crash_it_reads_as_failed(start: Any, tools: Any, tmp_path
     await polled(other, name, "in_progress")
     store = crashed.app.state.responses.store
     store._running.clear()  # as if it renewed its leases no more
-    other.app.state.responses.store._clock = lambda: store._clock() + 60
+    other.app.state.responses.store._clock = WallClock(lambda: time.time() + 60)
     failed = await shown(other, name)
     assert failed["status"] == "failed" and "ended before the response was complete" in failed["error"]["message"]
     assert (await other.http.post(f"/v1/responses/{name}/cancel")).json()["status"] == "failed"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.machine.wall_clock import AGES_S, LEASES_S, WallClock
 from router.store.batches import BatchNews
 from router.store.errors import FileInUse, StoreFull
 from router.store.file_record import (
@@ -24,13 +25,19 @@ from router.store.file_record import (
     StoredFile,
 )
 from router.store.files import FileStore
+from router.store.upkeep import LEASE_S
 
 
 class Clock:
-    now = 1000.0
+    """The wall clock is `jump` ahead of the clock that nobody sets."""
+
+    now, jump = 1000.0, 0.0
 
     def __call__(self) -> float:
-        return self.now
+        return self.now + self.jump
+
+    def of_store(self) -> WallClock:
+        return WallClock(self, lambda: self.now)
 
 
 Open = Callable[..., FileStore]
@@ -48,7 +55,7 @@ def open_store(tmp_path: Path, clock: Clock) -> Iterator[Open]:
 
     def store(**settings: Any) -> FileStore:
         bounds = {"max_bytes": 1_000_000, "max_entries": 20, "max_age_s": 100.0, "chore_s": 3600.0} | settings
-        one = FileStore(str(tmp_path / "files.sqlite3"), clock=clock, **bounds)
+        one = FileStore(str(tmp_path / "files.sqlite3"), clock=clock.of_store(), **bounds)
         opened.append(one)
         return one
 
@@ -218,6 +225,69 @@ async def test_a_lapsed_lease_is_anothers_and_the_first_writes_no_more(open_stor
     await first.batches.look()
     assert mine[-1].lost == [running.id]
     assert await second.batches.add(running, [result(1)])
+
+
+MONTH_S = 31 * 86400.0
+
+
+async def test_a_clock_that_jumps_ahead_ages_nothing_for_an_hour(open_store: Open, clock: Clock) -> None:
+    store = open_store(max_age_s=MONTH_S)
+    await kept(store, file("file-1", age_s=MONTH_S), b"x")
+    await store.begin(file("file-2"))
+    await store.batches.end(await begun(store, batch()), COMPLETED)
+
+    async def numbers() -> tuple[int, bool, bool]:
+        await store._database.run(store._look_around)
+        found = await store.find("file-1", ""), await store.batches.find("batch_1", "")
+        return store.size.num_entries, found[0] is not None, found[1] is not None
+
+    before = await numbers()
+    clock.jump = 2 * MONTH_S
+    assert await numbers() == before == (2, True, True)
+    clock.now += 6
+    assert await numbers() == before
+    clock.jump = 0.0
+    assert await numbers() == before
+    clock.now += AGES_S
+    clock.jump = 2 * MONTH_S
+    assert await numbers() == before
+    clock.now += AGES_S
+    assert await numbers() == (0, False, False)
+
+
+async def test_a_router_that_starts_with_a_wrong_clock_deletes_nothing_at_once(open_store: Open, clock: Clock) -> None:
+    store = open_store()
+    await kept(store, file("file-1"), b"x")
+    store.close()
+    clock.now += 101
+    again = open_store()
+    await again._database.run(again._look_around)
+    assert await again.find("file-1", "") is not None
+    clock.now += AGES_S
+    await again._database.run(again._look_around)
+    assert await again.find("file-1", "") is None and again.size.num_entries == 0
+
+
+@pytest.mark.parametrize("jump", [MONTH_S, -MONTH_S, LEASE_S + 1])
+async def test_a_clock_that_jumps_takes_no_batch_away(open_store: Open, clock: Clock, jump: float) -> None:
+    first, second = open_store(), open_store()
+    running = await begun(first, batch())
+    mine, theirs = news_of(first), news_of(second)
+    second.batches.max_claimed = 5
+    await first.batches.look()
+    await second.batches.look()
+    clock.jump = jump
+    for _ in range(30):
+        clock.now += 3
+        await second.batches.look()
+        assert theirs[-1].claimed == [] and mine[-1].lost == []
+        await first.batches.look()
+    for _ in range(int(LEASES_S)):  # the first router is gone, whatever the clock says
+        clock.jump = 0.0
+        clock.now += 3
+        await second.batches.look()
+    claimed = [one.id for news in theirs for one in news.claimed]
+    assert claimed == [running.id]
 
 
 async def test_who_claims_no_more_than_it_may(open_store: Open, clock: Clock) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from common.machine.wall_clock import AGES_S, LEASES_S, WallClock
 from router.store import database
 from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed
 from router.store.record import ROW_BYTES, StoredResponse
@@ -25,11 +26,15 @@ KIB = 1024
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 1e9
+    """The wall clock is `jump` ahead of the clock that nobody sets."""
+
+    now, jump = 1e9, 0.0
 
     def __call__(self) -> float:
-        return self.now
+        return self.now + self.jump
+
+    def of_store(self) -> WallClock:
+        return WallClock(self, lambda: self.now)
 
 
 @pytest.fixture
@@ -53,7 +58,9 @@ def open_store(tmp_path: Path, clock: Clock, failures: list[str]) -> Iterator[Op
             "max_age_s": 3600.0,
             "chore_s": 3600.0,
         }
-        store = ResponseStore(path or str(tmp_path / "r.sqlite3"), failures.append, clock=clock, **(settings | bounds))
+        store = ResponseStore(
+            path or str(tmp_path / "r.sqlite3"), failures.append, clock=clock.of_store(), **(settings | bounds)
+        )
         opened.append(store)
         return store
 
@@ -148,6 +155,25 @@ async def test_responses_expire_after_their_last_use(open_store: Open, clock: Cl
     assert store.size.num_entries == 3
     look_around(store)
     assert store.size.num_entries == 2
+
+
+@pytest.mark.parametrize("jump", [1e6, -1e6])
+async def test_a_clock_that_jumps_ages_nothing_and_ends_no_answer(open_store: Open, clock: Clock, jump: float) -> None:
+    mine, other = open_store(), open_store()
+    mine.keep(response("a"))
+    await mine.begin(response("run", status="in_progress"))
+    look_around(mine)
+    look_around(other)
+    clock.jump = jump
+    for _ in range(20):
+        assert await kept(other, "a") == ["a"] and (await other.find("run", "alice") or ())[1] is False
+        look_around(other)
+        look_around(mine)
+        clock.now += 3
+    clock.now += LEASES_S  # its router ends
+    assert (await other.find("run", "alice") or ())[1] is True
+    clock.now += AGES_S
+    assert await kept(other, "a") == ([] if jump > 0 else ["a"])
 
 
 async def test_the_number_is_bounded(open_store: Open, clock: Clock) -> None:
