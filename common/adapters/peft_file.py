@@ -34,7 +34,7 @@ DIGEST_BYTES = 16
 """Size of the digest that tells adapters apart, as of block hashes."""
 MAX_NAME = 512
 """Characters of a tensor's name."""
-LENGTH_BYTES, MAX_HEADER_BYTES = 8, 8 << 20
+HEADER_LENGTH_BYTES, MAX_HEADER_BYTES = 8, 8 << 20
 """A safetensors file begins with the length of its header, which takes about 150 bytes for each tensor."""
 
 
@@ -122,7 +122,7 @@ def places_of(config: ModelConfig, layer: int) -> dict[str, _Place]:
 def _max_bytes(places: list[dict[str, _Place]], max_rank: int) -> int:
     """The size of the largest file that fits the base model."""
     numbers = sum(place.columns + place.rows for of_layer in places for place in of_layer.values())
-    return LENGTH_BYTES + MAX_HEADER_BYTES + LARGEST_FLOAT * max_rank * numbers
+    return HEADER_LENGTH_BYTES + MAX_HEADER_BYTES + LARGEST_FLOAT * max_rank * numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,12 @@ class _Stored:
 
 def _tensors(data: bytearray) -> dict[str, _Stored]:
     """The tensors of a safetensors file by name. Raises ValueError for a damaged file."""
-    size = int.from_bytes(data[:LENGTH_BYTES], "little")
-    if size > min(len(data) - LENGTH_BYTES, MAX_HEADER_BYTES):
+    size = int.from_bytes(data[:HEADER_LENGTH_BYTES], "little")
+    if size > min(len(data) - HEADER_LENGTH_BYTES, MAX_HEADER_BYTES):
         raise ValueError(f"a header of {size:,} bytes in a file of {len(data):,}; at most {MAX_HEADER_BYTES:,} are read")
-    first = LENGTH_BYTES + size
+    first = HEADER_LENGTH_BYTES + size
     try:
-        header = json.loads(data[LENGTH_BYTES:first])
+        header = json.loads(data[HEADER_LENGTH_BYTES:first])
     except RecursionError as error:
         raise ValueError(str(error)) from error
     if not isinstance(header, dict):

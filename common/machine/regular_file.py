@@ -16,10 +16,10 @@ STALL_S = 30.0
 """Longest time between two parts of a file: a disk that is awake needs milliseconds."""
 READ_S = 300.0
 """Longest time for a whole file."""
-PART_BYTES = 1 << 20
+FILE_PART_BYTES = 1 << 20
 MAX_ABANDONED = 8
 """Threads that may hang at a time. More reads are refused, so that a dead file system does not collect threads."""
-POLL_S = 0.05
+PROGRESS_POLL_S = 0.05
 _slots = threading.BoundedSemaphore(MAX_ABANDONED)
 
 
@@ -51,7 +51,7 @@ class _Read:
             data = bytearray(self._check(os.fstat(descriptor)))
             view, at = memoryview(data), 0
             while at < len(data) and not self.is_abandoned:
-                num_read = file.readinto(view[at : at + PART_BYTES])
+                num_read = file.readinto(view[at : at + FILE_PART_BYTES])
                 if not num_read:
                     raise OSError(0, f"the file ends after {at:,} of {len(data):,} bytes")
                 at += num_read
@@ -82,7 +82,7 @@ def read_regular_file(
     threading.Thread(target=read.run, name="read-file", daemon=True).start()
     began = moved = time.monotonic()
     num_parts = 0
-    while not read.ended.wait(POLL_S):
+    while not read.ended.wait(PROGRESS_POLL_S):
         now = time.monotonic()
         if read.num_parts != num_parts:
             num_parts, moved = read.num_parts, now

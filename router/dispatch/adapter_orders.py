@@ -75,7 +75,9 @@ class AdapterOrders:
             await self._settled(self._send(name, before))
         if outcome.failures:
             raise InvalidRequest(f"lora_path: {outcome.failures[0]}", param="lora_path")
-        left = ", ".join(outcome.missing) or "all workers were lost"
+        if not outcome.missing:
+            raise Unavailable(f"adapter {name!r} was not loaded: its workers were lost", retry_after_s=RETRY_AFTER_S)
+        left = ", ".join(outcome.missing)
         raise DeadlineExceeded(f"adapter {name!r} was not loaded within {self._timeout_s:g} s by {left}")
 
     async def unload(self, name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.machine import regular_file
-from common.machine.regular_file import MAX_ABANDONED, PART_BYTES, read_regular_file
+from common.machine.regular_file import MAX_ABANDONED, FILE_PART_BYTES, read_regular_file
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def test_a_file_is_read_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(data := os.urandom(2 * PART_BYTES + 5))
+    path.write_bytes(data := os.urandom(2 * FILE_PART_BYTES + 5))
     assert read_regular_file(path, len(data)) == data
     with pytest.raises(OSError, match="at most") as caught:
         read_regular_file(path, len(data) - 1)
@@ -58,14 +58,14 @@ def test_a_file_system_that_hangs_is_given_up(tmp_path: Path, hung: threading.Ev
 
 def test_a_file_that_shrinks_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, fstat = tmp_path / "file", os.fstat
-    path.write_bytes(bytes(2 * PART_BYTES))
+    path.write_bytes(bytes(2 * FILE_PART_BYTES))
 
     def cut(descriptor: int) -> os.stat_result:
         about = fstat(descriptor)
-        os.truncate(path, PART_BYTES)
+        os.truncate(path, FILE_PART_BYTES)
         return about
 
     monkeypatch.setattr(regular_file.os, "fstat", cut)
     with pytest.raises(OSError, match="ends after") as caught:
-        read_regular_file(path, 2 * PART_BYTES)
+        read_regular_file(path, 2 * FILE_PART_BYTES)
     assert "the file ends after 1,048,576 of 2,097,152 bytes" in caught.value.strerror

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Unavailable
 from common.wire.messages import FLAG_VERSION, MAX_ADAPTERS, AdapterState
+from router.dispatch.adapter_orders import AdapterOrders
 from router.fleet.adapters import FleetAdapters
 from router.fleet.registry import WorkerRegistry
 
@@ -121,3 +124,14 @@ def test_the_number_of_names_is_bounded(fleet: Fleet) -> None:
         fleet.adapters.order("more", "/x", 999)
     fleet.adapters.order("n3", "", 1000)
     assert fleet.adapters.order("more", "/x", 1001).name == "more"
+
+
+async def test_an_order_whose_workers_are_all_lost_is_worth_giving_again(fleet: Fleet) -> None:
+    parts: Any = SimpleNamespace(registry=fleet.registry, adapters=fleet.adapters, send=lambda *_: True)
+    orders = AdapterOrders(parts)
+    loading = asyncio.create_task(orders.load("a", "/a", in_place=False))
+    await asyncio.sleep(0)
+    for address in fleet.registry.workers:
+        fleet.registry.on_cut(address)
+    with pytest.raises(Unavailable, match="adapter 'a' was not loaded: its workers were lost"):
+        await asyncio.wait_for(loading, 60)
