@@ -1,11 +1,11 @@
 r"""Values by patterns of modules' names, as PEFT's `rank_pattern` and `alpha_pattern` have them.
 
 PEFT takes the first pattern with `re.match(rf"(.*\.)?({pattern})$", name)`. The patterns come from a file of unknown
-origin, and Python's `re` needs exponential time for some of them, with the interpreter locked. So patterns are parsed by
-Python's parser and matched by sets of positions: a node of the pattern maps the set of positions of the name before it
-to the set of positions after it. A set is an integer, bit `i` for the position before character `i`. Every node costs a
-few operations on integers, a repetition at most as many rounds as the name has characters, and the number of nodes that
-one file may visit is bounded.
+origin, and Python's `re` needs exponential time for some of them, with the interpreter locked. So patterns are parsed
+by Python's parser and matched by sets of positions: a node of the pattern maps the set of positions of the name before
+it to the set of positions after it. A set is an integer, bit `i` for the position before character `i`. Every node
+costs a few operations on integers, and a repetition takes at most one round for each character of the name. The number
+of nodes that one file may visit is bounded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ V = TypeVar("V")
 MAX_PATTERN = 256
 """Characters of a pattern."""
 MAX_VISITS = 1_000_000
-"""Nodes that are visited for all names of a file: up to four seconds. Ordinary patterns visit ten to fifty for a name."""
+"""Nodes that are visited for all names of a file: at most four seconds. Ordinary patterns visit ten to fifty a name."""
 PLAIN = re.compile(r"[\w.-]+", re.ASCII)
 """A name, in which a dot stands for any character."""
 CATEGORIES: Mapping[Any, Callable[[str], bool]] = {

@@ -117,7 +117,8 @@ def _rank(path: Path, name: str, value: object, max_rank: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelError(f"{path}: {name} has {_shown(value)}, a rank is a whole number from 1")
     if value > max_rank:
-        raise ModelError(f"{path}: {name} has {_shown(value)}, the worker takes ranks up to {max_rank} (--max-lora-rank)")
+        shown = _shown(value)
+        raise ModelError(f"{path}: {name} has {shown}, the worker takes ranks up to {max_rank} (--max-lora-rank)")
     return value
 
 

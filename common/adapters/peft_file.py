@@ -146,7 +146,8 @@ def _tensors(data: bytearray) -> dict[str, _Stored]:
     """The tensors of a safetensors file by name. Raises ValueError for a damaged file."""
     size = int.from_bytes(data[:HEADER_LENGTH_BYTES], "little")
     if size > min(len(data) - HEADER_LENGTH_BYTES, MAX_HEADER_BYTES):
-        raise ValueError(f"a header of {size:,} bytes in a file of {len(data):,}; at most {MAX_HEADER_BYTES:,} are read")
+        most = f"at most {MAX_HEADER_BYTES:,} are read"
+        raise ValueError(f"a header of {size:,} bytes in a file of {len(data):,}; {most}")
     first = HEADER_LENGTH_BYTES + size
     try:
         header = json.loads(data[HEADER_LENGTH_BYTES:first])

@@ -68,9 +68,7 @@ class _Read:
         return about.st_size
 
 
-def read_regular_file(
-    path: Path, max_bytes: int, *, stall_s: float = STALL_S, read_s: float = READ_S
-) -> bytearray:
+def read_regular_file(path: Path, max_bytes: int, *, stall_s: float = STALL_S, read_s: float = READ_S) -> bytearray:
     """The content of a regular file, or of one that a symbolic link names.
 
     Raises OSError, whose `strerror` has the reason: another kind of file, more than `max_bytes`, no progress for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from functools import cache
 
 ALL, ALL_IPV4 = "::", "0.0.0.0"
@@ -40,8 +41,10 @@ def inherited() -> socket.socket | None:
     The parent keeps a copy, so that no other program can take the port while this one is started again.
     """
     try:
+        if not stat.S_ISSOCK(os.fstat(0).st_mode):
+            return None
         given = socket.socket(fileno=os.dup(0))
-    except OSError:  # it is closed, or no socket
+    except OSError:  # there is no standard input
         return None
     try:
         listens = given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

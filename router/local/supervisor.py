@@ -116,8 +116,11 @@ class Supervisor(Keeper):
             pools = {"prefill": self.prefill, "decode": self.decode}
             found = {role: tuple(worker.read_address() for worker in pool) for role, pool in pools.items()}
         self.router.config = dataclasses.replace(self.plan.router, **found)
-        self.router.start()
         router = self.plan.router
+        try:
+            self.router.start()
+        except OSError as error:  # such as a port that another program took since it was chosen
+            raise StartFailed(f"the router cannot listen on {router.host}:{router.port}: {error.strerror}") from error
         several = len(self.plan.models) > 1
         for model in self.plan.models if several else ("",):
             while reason := await ready_reason(router.host, router.port, tls=bool(router.tls_cert), model=model):

@@ -3,8 +3,8 @@
     asked ─> each process writes its text to its file, and tells it ─> the one that is asked adds them up
     dead  ─> its file stays, and counts until its successor has put the counters of it among those that ended
 
-A series that fell would look like a restart of the whole router to Prometheus, whose rates would jump. Where the disk is
-full the text of a process that runs is answered all the same; what it counted since it was last stored ends with it.
+A series that fell would look like a restart of the whole router to Prometheus, whose rates would jump. Where the disk
+is full the text of a process that runs is answered all the same; what it counted since it was last stored ends with it.
 """
 
 from __future__ import annotations

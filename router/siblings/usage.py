@@ -50,8 +50,8 @@ class UsedUp:
 class UsageTable:
     """The file of one process. Its `counts` are doubles, its `ids` the same cells as integers.
 
-    To touch a row for which the disk has no room would kill the process, so room is taken before. Without room the usage
-    of a key, or the whole table, is not shared: each process grants the limits of the key by itself.
+    To touch a row for which the disk has no room would kill the process, so room is taken before. Without room the
+    usage of a key, or the whole table, is not shared: each process grants the limits of the key by itself.
     """
 
     def __init__(self, path: Path) -> None:

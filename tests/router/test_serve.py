@@ -367,6 +367,14 @@ async def test_a_service_that_stops_refuses_connections_at_once(records: Path) -
     await supervisor.run()
 
 
+async def test_a_port_that_is_taken_meanwhile_ends_the_start(records: Path) -> None:
+    supervisor = pretended(records, "--prefill", "0")
+    with socket.create_server(("127.0.0.1", port := supervisor.plan.router.port)):
+        with pytest.raises(StartFailed, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            await supervisor.start()
+        await supervisor.shutdown()
+
+
 async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper_module, "ECHO_S", 0.0)
     supervisor = pretended(records, "--decode-max-waiting", "9")  # its decode worker ignores SIGTERM

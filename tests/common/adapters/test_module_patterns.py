@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from common.adapters.module_patterns import ModulePatterns
 
-ATOMS = st.sampled_from(["a", "b", r"\.", ".", "[ab]", "[^a]", r"\d", r"[^\d_]", r"\w", r"\s", "[a-c1]", "x1", "^", "$"])
+ATOMS = st.sampled_from(
+    ["a", "b", r"\.", ".", "[ab]", "[^a]", r"\d", r"[^\d_]", r"\w", r"\s", "[a-c1]", "x1", "^", "$"]
+)
 REPEATS = st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{0,3}", "{2,}", "*?", "+?", "{1,2}?"])
 
 

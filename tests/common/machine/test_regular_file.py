@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.machine import regular_file
-from common.machine.regular_file import MAX_ABANDONED, FILE_PART_BYTES, read_regular_file
+from common.machine.regular_file import FILE_PART_BYTES, MAX_ABANDONED, read_regular_file
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -159,35 +159,39 @@ async def test_a_full_disk_at_the_start_is_waited_for(
     store.close()
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("only root mounts file systems, and not in every container")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
 @pytest.mark.usefixtures("often")
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts file systems")
 @pytest.mark.parametrize("exists", [False, True])
-async def test_a_disk_that_is_really_full(tmp_path: Path, exists: bool) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
-        pytest.skip("this container may not mount")
-    try:
-        if exists:
-            opened(config_of(tmp_path / "r.sqlite3"))
-        ballast = tmp_path / "ballast"
-        with suppress(OSError), ballast.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        config = config_of(tmp_path / "r.sqlite3")
-        store = location.store_of(config, lambda reason: None)
-        files = location.file_store_of(config, store, lambda reason: None)
-        assert store is not None and files is not None
-        for question in (store.find("resp_1", ""), files.find("file-1", "")):
-            with pytest.raises(StoreFailed):
-                await question
-        ballast.unlink()
-        async with asyncio.timeout(30):
-            while True:
-                try:
-                    assert (await store.find("resp_1", ""), await files.find("file-1", "")) == (None, None)
-                    break
-                except StoreFailed:
-                    await asyncio.sleep(0.1)
-        store.close()
-        files.close()
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
+async def test_a_disk_that_is_really_full(small_disk: Path, exists: bool) -> None:
+    if exists:
+        opened(config_of(small_disk / "r.sqlite3"))
+    ballast = small_disk / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    config = config_of(small_disk / "r.sqlite3")
+    store = location.store_of(config, lambda reason: None)
+    files = location.file_store_of(config, store, lambda reason: None)
+    assert store is not None and files is not None
+    for question in (store.find("resp_1", ""), files.find("file-1", "")):
+        with pytest.raises(StoreFailed):
+            await question
+    ballast.unlink()
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                assert (await store.find("resp_1", ""), await files.find("file-1", "")) == (None, None)
+                break
+            except StoreFailed:
+                await asyncio.sleep(0.1)
+    store.close()
+    files.close()
