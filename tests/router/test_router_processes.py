@@ -18,7 +18,7 @@ import pytest
 from benchmarks.stack import free_port
 from common.config import RouterConfig
 from common.wire.listening import listen
-from router.local import keeper, router_processes
+from router.local import child, keeper, router_processes
 from router.local.router_processes import RouterProcesses, remove_left, run_together
 
 PROCESS = """
@@ -128,7 +128,7 @@ async def test_no_connection_is_refused_while_a_process_is_started_again(config:
 async def test_a_process_that_stays_away_gets_no_connection(
     config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_processes, "PATIENT_S", 0.0)
+    monkeypatch.setattr(child, "PATIENT_S", 0.0)
     monkeypatch.setattr(keeper, "FIRST_BACKOFF_S", 20.0)
     async with parent_of(config, tmp_path / "run") as parent:
         before = await all_answer(config)
