@@ -18,14 +18,15 @@ from common.adapters.peft_file import AdapterWeights
 from common.adapters.places import AdaptedModel, AdapterPlaces
 from common.adapters.shard import shard_of
 from common.errors import DiptychError, ModelError
+from common.machine.regular_file import READ_S
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.ranks.links.channel import Channel
 from common.ranks.processes import SEND_S, RankReport
 
 log = logging.getLogger(__name__)
-LOAD_S = 300.0
-"""How long another rank may take to read an adapter that this one has read."""
+LOAD_S = 2 * READ_S + 60.0
+"""How long another rank may take to load an adapter that this one has read: two files, and the copies."""
 
 
 class AdapterOrder(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -98,6 +99,30 @@ def test_blocks_of_another_layout_are_emptied_with_a_word(path: Path, caplog: py
     assert "another layout (layout, 7 slots of 5000 bytes): emptied" in caplog.text
     file.close()
     assert opened(path, "other").found == []
+
+
+@pytest.mark.parametrize("written", [0, 100])
+def test_a_full_disk_leaves_a_file_that_is_opened_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    """The next worker must not take a header that could not be written for another program's file."""
+    write = os.pwrite
+
+    def full(descriptor: int, data: bytes, at: int) -> int:
+        write(descriptor, data[:written], at)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            opened(tmp_path / "new")
+    file = opened(tmp_path / "new")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            file.clear()
+    file.close()
+    opened(tmp_path / "new").close()
 
 
 def test_a_file_of_anything_else_is_left_alone(tmp_path: Path) -> None:
