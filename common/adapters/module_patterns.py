@@ -83,10 +83,10 @@ class _Name:
             if kind is op.SUBPATTERN:
                 places = self._after(what[-1], places)
             elif kind is op.BRANCH:
-                ends = [self._after(branch, places) for branch in what[1]]
-                places = _union(ends)
+                places = _union([self._after(branch, places) for branch in what[1]])
             elif kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-                places = self._repeated(*what, places)
+                least, most, repeated = what
+                places = self._repeated(least, most, repeated, places)
             elif kind is op.AT:
                 places &= 1 if what in BEGINNINGS else 1 << self._last
             else:
@@ -149,20 +149,20 @@ def _refusal(kind: Any, what: Any) -> str:
 def _takes(kind: Any, what: Any, char: str) -> bool:
     """Whether a node of one character matches this one."""
     if kind is op.LITERAL:
-        return ord(char) == what
+        return chr(what) == char
     if kind is op.NOT_LITERAL:
-        return ord(char) != what
+        return chr(what) != char
     if kind is op.ANY:
         return char != "\n"
-    negated = what[0][0] is op.NEGATE
-    return negated is not any(_has(one, value, char) for one, value in what[negated:])
+    negated: bool = what[0][0] is op.NEGATE
+    return negated != any(_has(one, value, char) for one, value in what[negated:])
 
 
 def _has(kind: Any, what: Any, char: str) -> bool:
     """Whether a part of a set such as [a-z\\d] has this character."""
     if kind is op.RANGE:
         return bool(what[0] <= ord(char) <= what[1])
-    return CATEGORIES[what](char) if kind is op.CATEGORY else ord(char) == what
+    return CATEGORIES[what](char) if kind is op.CATEGORY else chr(what) == char
 
 
 def _is_end(plain: str, module: str) -> bool:

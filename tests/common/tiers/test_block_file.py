@@ -101,7 +101,7 @@ def test_blocks_of_another_layout_are_emptied_with_a_word(path: Path, caplog: py
     assert opened(path, "other").found == []
 
 
-@pytest.mark.parametrize("written", [0, 100])
+@pytest.mark.parametrize("written", [0, 20])
 def test_a_full_disk_leaves_a_file_that_is_opened_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
 ) -> None:
