@@ -3,42 +3,80 @@ r"""Values by patterns of modules' names, as PEFT's `rank_pattern` and `alpha_pa
 PEFT takes the first pattern with `re.match(rf"(.*\.)?({pattern})$", name)`. The patterns come from a file of unknown
 origin, and Python's `re` needs exponential time for some of them, with the interpreter locked. So patterns are parsed
 by Python's parser and matched by sets of positions: a node of the pattern maps the set of positions of the name before
-it to the set of positions after it. A set is an integer, bit `i` for the position before character `i`. Every node
-costs a few operations on integers, and a repetition takes at most one round for each character of the name. The number
-of nodes that one file may visit is bounded.
+it to the set of positions after it. A set is an integer, bit `i` for the position before character `i`. A repetition
+takes at most one round for each character of the name, and the nodes that one file may visit are bounded in number.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
-MAX_PATTERN = 256
-"""Characters of a pattern."""
+MAX_PATTERN, MAX_PATTERNS_CHARS = 256, 65_536
+"""Characters of a pattern, and of all patterns of a field, except plain names."""
 MAX_VISITS = 1_000_000
-"""Nodes that are visited for all names of a file: at most four seconds. Ordinary patterns visit ten to fifty a name."""
+"""Nodes that are visited for all names of a file: a few seconds. Ordinary patterns visit ten to fifty for a name."""
 PLAIN = re.compile(r"[\w.-]+", re.ASCII)
 """A name, in which a dot stands for any character."""
-CATEGORIES: Mapping[Any, Callable[[str], bool]] = {
-    op.CATEGORY_DIGIT: str.isdecimal,
-    op.CATEGORY_NOT_DIGIT: lambda char: not char.isdecimal(),
-    op.CATEGORY_SPACE: str.isspace,
-    op.CATEGORY_NOT_SPACE: lambda char: not char.isspace(),
-    op.CATEGORY_WORD: lambda char: char.isalnum() or char == "_",
-    op.CATEGORY_NOT_WORD: lambda char: not (char.isalnum() or char == "_"),
+ASCII = frozenset(map(chr, range(128)))
+CATEGORIES: Mapping[Any, str] = {
+    op.CATEGORY_DIGIT: r"\d",
+    op.CATEGORY_NOT_DIGIT: r"\D",
+    op.CATEGORY_SPACE: r"\s",
+    op.CATEGORY_NOT_SPACE: r"\S",
+    op.CATEGORY_WORD: r"\w",
+    op.CATEGORY_NOT_WORD: r"\W",
 }
 BEGINNINGS, ENDS = (op.AT_BEGINNING, op.AT_BEGINNING_STRING), (op.AT_END, op.AT_END_STRING)
-Nodes = Iterable[tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _One:
+    """One of these characters."""
+
+    chars: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edge:
+    """The end of the name, or its beginning."""
+
+    is_end: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Either:
+    """One of several sequences. A group is one with a single sequence."""
+
+    sequences: tuple[_Nodes, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Repeated:
+    least: int
+    most: int
+    nodes: _Nodes
+
+
+_Nodes = tuple[_One | _Edge | _Either | _Repeated, ...]
 
 
 class ModulePatterns(Generic[V]):
-    """The values of one field. Raises ValueError, here and in `value`, for a pattern that is refused."""
+    """The values of one field, by patterns of names of ASCII characters.
+
+    Raises ValueError, here and in `value`, for a pattern that is refused.
+    """
 
     def __init__(self, values: Mapping[str, V]) -> None:
+        num_chars = sum(len(pattern) for pattern in values if not PLAIN.fullmatch(pattern))
+        if num_chars > MAX_PATTERNS_CHARS:
+            raise ValueError(f"the patterns have {num_chars:,} characters; at most {MAX_PATTERNS_CHARS:,} are taken")
         self._values = [(pattern, _parsed(pattern), value) for pattern, value in values.items()]
         self._num_visits = 0
 
@@ -68,47 +106,47 @@ class _Name:
         for i, char in enumerate(text):
             self._places[char] = self._places.get(char, 0) | 1 << i
 
-    def has_end(self, nodes: Nodes) -> bool:
+    def has_end(self, nodes: _Nodes) -> bool:
+        """Whether they match the end of the name, from the beginning or after a dot."""
         starts = 1 | self._places.get(".", 0) << 1
         return bool(self._after(nodes, starts) >> self._last & 1)
 
-    def _after(self, nodes: Nodes, places: int) -> int:
+    def _after(self, nodes: _Nodes, places: int) -> int:
         """The positions after `nodes`, which begin at one of `places`."""
-        for kind, what in nodes:
+        for node in nodes:
             if not places:
                 return 0
             self.visits_left -= 1
             if self.visits_left < 0:
                 raise ValueError("the patterns take too many steps")
-            if kind is op.SUBPATTERN:
-                places = self._after(what[-1], places)
-            elif kind is op.BRANCH:
-                places = _union([self._after(branch, places) for branch in what[1]])
-            elif kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-                least, most, repeated = what
-                places = self._repeated(least, most, repeated, places)
-            elif kind is op.AT:
-                places &= 1 if what in BEGINNINGS else 1 << self._last
-            else:
-                places = (places & _union(at for char, at in self._places.items() if _takes(kind, what, char))) << 1
+            match node:
+                case _One(chars):
+                    places = (places & _union(at for char, at in self._places.items() if char in chars)) << 1
+                case _Edge(is_end):
+                    places &= 1 << self._last if is_end else 1
+                case _Either(sequences):
+                    places = _union([self._after(sequence, places) for sequence in sequences])
+                case _Repeated():
+                    places = self._after_rounds(node, places)
         return places
 
-    def _repeated(self, least: int, most: int, nodes: Nodes, places: int) -> int:
-        """After as many rounds as the name has characters, a round changes nothing more."""
-        for _ in range(min(least, self._last + 1)):
-            if (ends := self._after(nodes, places)) == places:
+    def _after_rounds(self, repeated: _Repeated, places: int) -> int:
+        """After as many rounds as the name has characters, one more changes nothing."""
+        most = self._last + 1
+        for _ in range(min(repeated.least, most)):
+            if (ends := self._after(repeated.nodes, places)) == places:
                 break
             places = ends
         new = places
-        for _ in range(min(most - least, self._last + 1)):
-            new = self._after(nodes, new) & ~places
+        for _ in range(min(repeated.most - repeated.least, most)):
+            new = self._after(repeated.nodes, new) & ~places
             if not new:
                 break
             places |= new
         return places
 
 
-def _parsed(pattern: str) -> Nodes | None:
+def _parsed(pattern: str) -> _Nodes | None:
     """The pattern as Python parses it; None for a plain name."""
     if PLAIN.fullmatch(pattern):
         return None
@@ -116,53 +154,57 @@ def _parsed(pattern: str) -> Nodes | None:
         raise ValueError(f"{pattern!r} has {len(pattern):,} characters; at most {MAX_PATTERN} are taken")
     try:
         parsed = _parser.parse(pattern)
+        if parsed.state.flags & ~re.UNICODE:
+            raise _Unsupported("flags")
+        return _nodes(parsed)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
-    for node in _nodes(parsed):
-        if (reason := _refusal(*node)) or parsed.state.flags & ~re.UNICODE:
-            raise ValueError(f"{pattern!r} is not supported: {reason or 'flags'}")
-    return list(parsed)
+    except _Unsupported as error:
+        raise ValueError(f"{pattern!r} is not supported: {error}") from error
 
 
-def _nodes(parsed: Nodes) -> Iterator[tuple[Any, Any]]:
-    """All nodes, except those of what is refused."""
-    for kind, what in parsed:
-        yield kind, what
-        if kind is op.SUBPATTERN:
-            yield from _nodes(what[-1])
-        elif kind is op.BRANCH:
-            for branch in what[1]:
-                yield from _nodes(branch)
-        elif kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            yield from _nodes(what[2])
+class _Unsupported(Exception):
+    """What no set of positions can match, or what no pattern of modules needs."""
 
 
-def _refusal(kind: Any, what: Any) -> str:
-    if kind is op.AT:
-        return "" if what in BEGINNINGS + ENDS else "\\b and \\B"
-    if kind is op.SUBPATTERN:
-        return "flags of a group" if what[1] or what[2] else ""
-    known = (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN, op.BRANCH, op.MAX_REPEAT, op.MIN_REPEAT)
-    return "" if kind in known else "lookarounds, references, atomic groups and possessive repetitions"
+def _nodes(parsed: Iterable[tuple[Any, Any]]) -> _Nodes:
+    return tuple(_node(kind, what) for kind, what in parsed)
 
 
-def _takes(kind: Any, what: Any, char: str) -> bool:
-    """Whether a node of one character matches this one."""
+def _node(kind: Any, what: Any) -> _One | _Edge | _Either | _Repeated:
+    """Raises _Unsupported."""
     if kind is op.LITERAL:
-        return chr(what) == char
+        return _One(frozenset(chr(what)))
     if kind is op.NOT_LITERAL:
-        return chr(what) != char
+        return _One(ASCII - {chr(what)})
     if kind is op.ANY:
-        return char != "\n"
-    negated: bool = what[0][0] is op.NEGATE
-    return negated != any(_has(one, value, char) for one, value in what[negated:])
+        return _One(ASCII - {"\n"})
+    if kind is op.IN:
+        negated = what[0][0] is op.NEGATE
+        chars = frozenset[str]().union(*(_chars(*one) for one in what[negated:]))
+        return _One(ASCII - chars if negated else chars)
+    if kind is op.AT and what in BEGINNINGS + ENDS:
+        return _Edge(what in ENDS)
+    if kind is op.BRANCH:
+        return _Either(tuple(_nodes(branch) for branch in what[1]))
+    if kind is op.SUBPATTERN and not (what[1] or what[2]):
+        return _Either((_nodes(what[3]),))
+    if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
+        least, most, repeated = what
+        return _Repeated(least, most, _nodes(repeated))
+    raise _Unsupported("lookarounds, references, \\b, flags, atomic groups and possessive repetitions")
 
 
-def _has(kind: Any, what: Any, char: str) -> bool:
-    """Whether a part of a set such as [a-z\\d] has this character."""
+def _chars(kind: Any, what: Any) -> frozenset[str]:
+    """The characters of a part of a set such as [a-z\\d]."""
     if kind is op.RANGE:
-        return bool(what[0] <= ord(char) <= what[1])
-    return CATEGORIES[what](char) if kind is op.CATEGORY else chr(what) == char
+        return frozenset(char for char in ASCII if what[0] <= ord(char) <= what[1])
+    return _of_category(CATEGORIES[what]) if kind is op.CATEGORY else frozenset(chr(what))
+
+
+@cache
+def _of_category(escape: str) -> frozenset[str]:
+    return frozenset(char for char in ASCII if re.fullmatch(escape, char))
 
 
 def _is_end(plain: str, module: str) -> bool:

@@ -181,7 +181,7 @@ def _checked(
     found: dict[tuple[int, str], dict[str, str]] = {}
     modules: dict[tuple[int, str], str] = {}
     for name in tensors:
-        match = NAME.fullmatch(name) if len(name) <= MAX_NAME else None
+        match = NAME.fullmatch(name) if len(name) <= MAX_NAME and name.isascii() else None
         if match is None:
             raise ModelError(f"{path}: tensor {name[:200]} is not supported: only LoRA weights of {SUPPORTED}")
         module, where = match["module"], (int(match["layer"]), match["part"])

@@ -58,6 +58,11 @@ def test_what_takes_too_many_steps_is_refused() -> None:
             patterns.value("a" * 200, 0)
 
 
+def test_all_patterns_of_a_field_are_bounded() -> None:
+    with pytest.raises(ValueError, match="the patterns have 102,400 characters; at most 65,536 are taken"):
+        ModulePatterns({f"({i:03d}" + "[abc]" * 50 + "x)": i for i in range(400)} | {"plain" * 100: 0})
+
+
 @pytest.mark.parametrize(
     "pattern", [r"(a)\1", "(?=a)b", "(?<!a)b", r"a\b", "(?i)a", "(?i:a)", "(?>a)", "a*+", "(?x) a", "(a)(?(1)b|c)"]
 )
