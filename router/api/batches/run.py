@@ -51,12 +51,12 @@ class BatchRun:
         self._service, self._store, self._asker, self.batch = service, store, asker, batch
         self._turn = asyncio.Lock()
         self._away: set[str] = set()  # models whose lines were put off
+        self._timer: asyncio.TimerHandle | None = None
         self.halt = Halt()
 
     async def run(self) -> None:
         """Work until the batch has ended, or is another router's."""
-        left_s = max(0.0, self.batch.expires_at - self._store.batches.clock.earliest(AGES_S))
-        timer = asyncio.get_running_loop().call_later(left_s, lambda: self.halt.set(Halted.EXPIRED, abort=True))
+        self._look_at_clock()
         try:
             await self._work()
         except StoreFull as full:
@@ -69,8 +69,17 @@ class BatchRun:
             log.exception("a batch failed", extra={"batch": self.batch.id})
             await self._fail("internal_error", "the server failed to work on this batch")
         finally:
-            timer.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
             self._store.batches.stop_renewing(self.batch)
+
+    def _look_at_clock(self) -> None:
+        """Halt once the window has passed by every time that the clock may stand for, which is known better later."""
+        left_s = self.batch.expires_at - self._store.batches.clock.earliest(AGES_S)
+        if left_s <= 0:
+            self.halt.set(Halted.EXPIRED, abort=True)
+        else:
+            self._timer = asyncio.get_running_loop().call_later(min(left_s, AGES_S), self._look_at_clock)
 
     async def _work(self) -> None:
         batches, halt = self._store.batches, self.halt
