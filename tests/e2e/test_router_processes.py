@@ -82,7 +82,7 @@ def pids(router: StackProcess) -> dict[int, int]:
     for pid in Path(f"/proc/{router.pid}/task/{router.pid}/children").read_text().split():
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if "router.process" in words:
-            found[int(words[words.index("router.process") + 2])] = int(pid)
+            found[int(words[words.index("router.process") + 1])] = int(pid)
     return found
 
 
