@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -303,7 +304,7 @@ class WorkerProcess:
             return address
         return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
 
-    def _tell_addresses(self, address: str, http_port: int) -> None:
+    def _tell_addresses(self, address: str, http_port: int, *, again: bool = False) -> None:
         """Write the file of addresses, now or, while the disk is full, later."""
         if not self.config.address_file:
             return
@@ -321,9 +322,10 @@ class WorkerProcess:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            log.error("--address-file cannot be written yet: %s", error)
-            retry = asyncio.get_running_loop().call_later
-            retry(ADDRESS_RETRY_S, self._tell_addresses, address, http_port)
+            if not again:
+                log.error("--address-file cannot be written yet: %s", error)
+            retry = partial(self._tell_addresses, address, http_port, again=True)
+            asyncio.get_running_loop().call_later(ADDRESS_RETRY_S, retry)
 
 
 def _write_whole(path: Path, text: str) -> None:

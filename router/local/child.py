@@ -113,6 +113,7 @@ class Child(ChildProcess):
 class ListeningChild(Child):
     """A child that gets its listener as standard input: see `listening.inherited`."""
 
+    config: RouterConfig | WorkerConfig
     backlog = CLIENTS_BACKLOG
     shares_port = False
     _listener: socket.socket | None = None
@@ -125,9 +126,9 @@ class ListeningChild(Child):
         super().start()
 
     def listen(self) -> None:
-        """Own the address from now on, if this is not so yet. Raises OSError."""
+        """Own the address, or a free port for 0, from now on. Raises OSError."""
         if self._listener is None:
-            host, port = self.address
+            host, port = self.config.host, self.config.port
             self._listener = listening.listen(host, port, self.backlog, shared=self.shares_port)
 
     def close(self) -> None:
@@ -136,20 +137,11 @@ class ListeningChild(Child):
             self._listener.close()
             self._listener = None
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Where to listen; the port may be 0 for a free one."""
-        raise NotImplementedError
-
 
 class HttpServerChild(ListeningChild):
     """A child that clients connect to."""
 
     config: RouterConfig
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.config.host, self.config.port
 
     def rest(self, seconds: float) -> None:
         if seconds > PATIENT_S:
@@ -187,10 +179,6 @@ class WorkerChild(ListeningChild):
     def environment(self) -> dict[str, str]:
         other = counterpart_env(self._other) if self._other is not None and self.config.role_change else {}
         return super().environment() | other
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.config.host, self.config.port
 
     def start(self) -> None:
         self._http = None

@@ -63,6 +63,7 @@ class LocalPools:
         self.workers: dict[Role, list[WorkerChild]] = {role: [] for role in MODULES}
         self.leaving: set[WorkerChild] = set()
         self._listed = ""
+        self._is_failing = False
 
     def add(self, role: Role, config: WorkerConfig | None = None, model: str = "") -> WorkerChild:
         """A new worker, not started yet; without `config` one of the role's kind that serves `model`.
@@ -118,9 +119,11 @@ class LocalPools:
                 new.write_text(text)
                 new.replace(self.file)
             except OSError as error:  # a full disk: the next call tries again, and the service goes on
-                log.error("the router does not learn of changed workers yet: %s", error)
+                if not self._is_failing:
+                    log.error("the router does not learn of changed workers yet: %s", error)
+                self._is_failing = True
                 return
-            self._listed = text
+            self._listed, self._is_failing = text, False
 
 
 def _with_own_file(config: WorkerConfig, name: str) -> WorkerConfig:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -183,3 +185,22 @@ async def test_workers_are_started_listed_and_ended(records: Path, monkeypatch: 
     supervisor.stop()
     await running
     assert not any(child.alive for child in supervisor.children)
+
+
+def test_a_full_disk_delays_the_list_of_workers_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pools = LocalPools(read_plan(["--autoscale"], {}, num_cores=4).kinds, tmp_path)
+    worker = pools.add("decode", model="tiny-random")
+    worker.address_file.write_text(json.dumps({"address": "tcp://127.0.0.1:7001"}))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        for _ in range(3):
+            pools.publish()
+    assert not pools.file.exists() and len(caplog.records) == 1
+    pools.publish()
+    assert json.loads(pools.file.read_text())["decode"] == ["tcp://127.0.0.1:7001"]
