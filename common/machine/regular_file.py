@@ -6,6 +6,7 @@ kernel cannot be interrupted, so each file is read on a daemon thread, which is 
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -20,6 +21,15 @@ FILE_PART_BYTES = 1 << 20
 MAX_ABANDONED = 8
 """Threads that may hang at a time. More reads are refused, so that a dead file system does not collect threads."""
 PROGRESS_POLL_S = 0.05
+
+
+class UnreadableFile(OSError):
+    """A file that is not regular or too large, or whose file system does not answer. `strerror` has the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(errno.EINVAL, reason)
+
+
 _slots = threading.BoundedSemaphore(MAX_ABANDONED)
 
 
@@ -53,7 +63,7 @@ class _Read:
             while at < len(data) and not self.is_abandoned:
                 num_read = file.readinto(view[at : at + FILE_PART_BYTES])
                 if not num_read:
-                    raise OSError(0, f"the file ends after {at:,} of {len(data):,} bytes")
+                    raise UnreadableFile(f"the file ends after {at:,} of {len(data):,} bytes")
                 at += num_read
                 self.num_parts += 1
         return data
@@ -62,20 +72,20 @@ class _Read:
         """The number of bytes of a file that may be read."""
         self.num_parts += 1
         if not stat.S_ISREG(about.st_mode):
-            raise OSError(0, "it is not a regular file")
+            raise UnreadableFile("it is not a regular file")
         if about.st_size > self._max_bytes:
-            raise OSError(0, f"it has {about.st_size:,} bytes; at most {self._max_bytes:,} are read")
+            raise UnreadableFile(f"it has {about.st_size:,} bytes; at most {self._max_bytes:,} are read")
         return about.st_size
 
 
 def read_regular_file(path: Path, max_bytes: int, *, stall_s: float = STALL_S, read_s: float = READ_S) -> bytearray:
     """The content of a regular file, or of one that a symbolic link names.
 
-    Raises OSError, whose `strerror` has the reason: another kind of file, more than `max_bytes`, no progress for
-    `stall_s` seconds, not complete after `read_s` seconds.
+    Raises OSError, and UnreadableFile for another kind of file, one of more than `max_bytes`, one that makes no
+    progress for `stall_s` seconds or is not complete after `read_s` seconds.
     """
     if not _slots.acquire(blocking=False):
-        raise OSError(0, f"{MAX_ABANDONED} earlier reads still wait for their file systems")
+        raise UnreadableFile(f"{MAX_ABANDONED} earlier reads still wait for their file systems")
     read = _Read(path, max_bytes)
     threading.Thread(target=read.run, name="read-file", daemon=True).start()
     began = moved = time.monotonic()
@@ -86,7 +96,7 @@ def read_regular_file(path: Path, max_bytes: int, *, stall_s: float = STALL_S, r
             num_parts, moved = read.num_parts, now
         if now - moved > stall_s or now - began > read_s:
             read.is_abandoned = True
-            raise OSError(0, f"its file system made no progress for {now - moved:.0f} s, after {now - began:.0f} s")
+            raise UnreadableFile(f"its file system made no progress for {now - moved:.0f} s, after {now - began:.0f} s")
     if read.error is not None:
         raise read.error
     return read.data

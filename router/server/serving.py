@@ -136,7 +136,7 @@ class Serving:
 
     async def _read_anew(self) -> None:
         """Take what the file says now of the same models. Raises ConfigError."""
-        table = self._source.read()
+        table = await asyncio.to_thread(self._source.read)
         before = [same_model(entry) for entry in self._table.models]
         if before != [same_model(entry) for entry in table.models]:
             allowed = "the same models, names, parsers, goals and prefill, in the same order; a restart takes others"
@@ -150,7 +150,7 @@ class Serving:
     async def _read_adapters(self) -> None:
         """Follow what the file of adapters says now. Raises ConfigError."""
         assert self._adapters is not None
-        self._adapters.change(self._adapters_source.read(self.catalog))
+        self._adapters.change(await asyncio.to_thread(self._adapters_source.read, self.catalog))
 
     def _census(self, config: RouterConfig, names: Sequence[frozenset[str]], metrics: RouterMetrics) -> ModelCensus:
         known = {own: model.name for model, names_of in zip(self.models, names, strict=True) for own in names_of}

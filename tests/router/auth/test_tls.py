@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,21 @@ def test_a_swapped_symlink_and_a_lost_file_are_changes(tmp_path: Path) -> None:
     assert [watch.look(), watch.look()] == [False, True]
     link.unlink()
     assert [watch.look(), watch.look(), watch.look()] == [False, True, False]
+
+
+def test_a_file_that_cannot_be_read_now_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("1")
+    watch = FileWatch([str(file)])
+    file.unlink()
+    os.mkfifo(file)
+    with ThreadPoolExecutor(1) as threads:
+        looks = [threads.submit(watch.look) for _ in range(3)]
+        try:
+            assert [look.result(timeout=60) for look in looks] == [False] * 3
+        finally:  # let a look that waits for a writer end
+            with contextlib.suppress(OSError):
+                os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+    file.unlink()
+    file.write_text("2")
+    assert [watch.look(), watch.look()] == [False, True]
