@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from common.machine.regular_file import UnreadableFile, read_regular_file
@@ -23,10 +24,8 @@ class FileWatch:
     def __init__(self, paths: Sequence[str], known: bytes | None = None) -> None:
         self._paths = tuple(paths)
         self._known = self._seen = b""
-        try:
+        with suppress(UnreadableFile):  # else it counts as new once it can be read
             self._known = self._seen = self._digest()
-        except UnreadableFile:  # it counts as new once it can be read
-            pass
         if known is not None:
             self._known = hashlib.blake2b(_framed(known)).digest()
 
