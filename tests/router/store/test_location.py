@@ -126,7 +126,8 @@ def test_processes_of_one_router_have_a_file_in_place_of_memory(tmp_path: Path) 
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores look around often."""
     for kind in (ResponseStore, FileStore):
-        monkeypatch.setitem(kind.__init__.__kwdefaults__, "chore_s", 0.05)
+        defaults: Any = kind.__init__.__kwdefaults__
+        monkeypatch.setitem(defaults, "chore_s", 0.05)
 
 
 @pytest.mark.usefixtures("often")
