@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -371,7 +372,7 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
 
 def end_process(status: int) -> NoReturn:
     """End at once: to take the interpreter and torch apart needs a second or two, which a replacement would wait."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
+        with suppress(OSError):  # of files on a full disk
+            flush()
     os._exit(status)

@@ -86,7 +86,10 @@ async def supervise(plan: ServePlan, names: Sequence[str], runtime: Path, task: 
     try:
         took_s = await supervisor.start()
         if not supervisor.stopping.is_set():
-            print(summary(plan, names, took_s, task), flush=True)
+            try:
+                print(summary(plan, names, took_s, task), flush=True)
+            except OSError as error:  # of a file on a full disk, or a pipe that nobody reads
+                log.warning("ready, and standard output cannot be written: %s", error)
             await supervisor.run()
     except StartFailed as error:
         log.error("the service did not start: %s; its own message is above", error)

@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig,
 from common.config.field import fields_of, to_argv
 from common.errors import ConfigError
 from router.local import keeper as keeper_module
+from router.local import serve as serve_module
 from router.local import supervisor as supervisor_module
 from router.local.child import Child, child_environment
 from router.local.keeper import StartFailed, describe_exit
 from router.local.probe import claim_port, ready_reason
 from router.local.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
-from router.local.serve import main
+from router.local.serve import main, supervise
 from router.local.supervisor import Supervisor
 
 # ---------------------------------------------------------------- the plan
@@ -365,6 +367,32 @@ async def test_a_service_that_stops_refuses_connections_at_once(records: Path) -
     supervisor.stop()
     assert claim_port(supervisor.router.config.host, port := supervisor.router.config.port) == port
     await supervisor.run()
+
+
+@pytest.fixture
+def full_output(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Standard output is a file on a full disk."""
+    if not Path("/dev/full").exists():
+        pytest.skip("only Linux has a file that is always full")
+    full = Path("/dev/full").open("w")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        yield
+    with suppress(OSError):
+        full.close()
+
+
+@pytest.mark.usefixtures("full_output")
+async def test_a_service_whose_output_cannot_be_written_serves(
+    records: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = pretended(records, "--prefill", "0")
+    monkeypatch.setattr(serve_module, "Supervisor", lambda *_: supervisor)
+    serving = asyncio.create_task(supervise(supervisor.plan, ["tiny-random"], records))
+    await until(lambda: serving.done() or "standard output cannot be written" in caplog.text)
+    assert not serving.done() and supervisor.router.alive
+    supervisor.stop()
+    assert await serving == 0
 
 
 async def test_a_port_that_is_taken_meanwhile_ends_the_start(records: Path) -> None:

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 FULL = """
 import errno, os, sys
 from common.worker import process
@@ -34,3 +36,13 @@ def test_it_writes_its_addresses_once_there_is_room(tmp_path: Path) -> None:
         _, log = worker.communicate(timeout=60)
     assert log.count("--address-file cannot be written yet: [Errno 28] No space left on device") == 1, log
     assert json.loads(file.read_text())["address"].startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
+def test_it_ends_at_once_when_its_log_cannot_be_written() -> None:
+    program = (
+        "import sys\nfrom common.worker.process import end_process\n"
+        "sys.stdout = open('/dev/full', 'w')\nsys.stdout.write('x')\nend_process(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, check=False, timeout=120)
+    assert (ended.returncode, ended.stderr) == (3, b"")
