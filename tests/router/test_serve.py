@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -369,25 +369,19 @@ async def test_a_service_that_stops_refuses_connections_at_once(records: Path) -
     await supervisor.run()
 
 
-@pytest.fixture
-def full_output(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Standard output is a file on a full disk."""
-    if not Path("/dev/full").exists():
-        pytest.skip("only Linux has a file that is always full")
-    full = Path("/dev/full").open("w")
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
-        yield
-    with suppress(OSError):
-        full.close()
+class FullOutput(io.StringIO):
+    """Standard output into a file on a full disk."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.usefixtures("full_output")
 async def test_a_service_whose_output_cannot_be_written_serves(
     records: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     supervisor = pretended(records, "--prefill", "0")
     monkeypatch.setattr(serve_module, "Supervisor", lambda *_: supervisor)
+    monkeypatch.setattr(sys, "stdout", FullOutput())
     serving = asyncio.create_task(supervise(supervisor.plan, ["tiny-random"], records))
     await until(lambda: serving.done() or "standard output cannot be written" in caplog.text)
     assert not serving.done() and supervisor.router.alive
