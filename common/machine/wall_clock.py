@@ -85,12 +85,13 @@ class WallClock:
             jump = setting - self._setting
             if abs(jump) > JUMP_S:
                 self._former.append((machine, self._setting))
-                log.warning(
-                    "the wall clock jumped by %+.0f s: nothing expires by the new time before it has held for %.0f s",
-                    *(jump, AGES_S),
-                )
             self._setting = setting
             former = [one for until, one in self._former if machine - until < doubt_s]
+        if abs(jump) > JUMP_S:
+            log.warning(
+                "the wall clock jumped by %+.0f s: nothing expires by the new time before it has held for %.0f s",
+                *(jump, AGES_S),
+            )
         return machine, [setting, *former]
 
 
