@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from common.adapters.peft_config import SUPPORTED, WEIGHTS_NAME, PeftConfig, read_peft_config
@@ -27,7 +27,7 @@ NAME = re.compile(
     r"base_model\.model\.(?P<module>(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<part>(?:self_attn|mlp)\.\w+))"
     r"\.lora_(?P<which>[AB])(?:\.\w+)?\.weight"
 )
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_FLOAT = 4
 """Bytes."""
 DIGEST_BYTES = 16
@@ -125,57 +125,16 @@ def _max_bytes(places: list[dict[str, _Place]], max_rank: int) -> int:
     return HEADER_LENGTH_BYTES + MAX_HEADER_BYTES + LARGEST_FLOAT * max_rank * numbers
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of the file as its header describes it, with its part of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-    def tensor(self) -> Tensor:
-        """The numbers, copied only if they are not aligned. The type must be one of FLOATS."""
-        dtype = FLOATS[self.dtype]
-        numbers = torch.frombuffer(self.data, dtype=dtype)
-        if numbers.data_ptr() % dtype.itemsize:
-            numbers = torch.frombuffer(bytearray(self.data), dtype=dtype)
-        return numbers.reshape(self.shape)
-
-
-def _tensors(data: bytearray) -> dict[str, _Stored]:
+def _tensors(data: bytearray) -> dict[str, Tensor]:
     """The tensors of a safetensors file by name. Raises ValueError for a damaged file."""
-    size = int.from_bytes(data[:HEADER_LENGTH_BYTES], "little")
-    if size > min(len(data) - HEADER_LENGTH_BYTES, MAX_HEADER_BYTES):
-        most = f"at most {MAX_HEADER_BYTES:,} are read"
-        raise ValueError(f"a header of {size:,} bytes in a file of {len(data):,}; {most}")
-    first = HEADER_LENGTH_BYTES + size
     try:
-        header = json.loads(data[HEADER_LENGTH_BYTES:first])
-    except RecursionError as error:
+        return safetensors.torch.load(bytes(data))
+    except (SafetensorError, KeyError, TypeError, RuntimeError) as error:  # also of types that torch does not have
         raise ValueError(str(error)) from error
-    if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
-    header.pop("__metadata__", None)
-    view = memoryview(data)[first:]
-    return {name: _stored(name, about, view) for name, about in header.items()}
-
-
-def _stored(name: str, about: Any, view: memoryview) -> _Stored:
-    match about:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
-            type(count) is int and count >= 0 for count in shape
-        ):
-            if not 0 <= begin <= end <= len(view):
-                raise ValueError(f"tensor {name[:MAX_NAME]} lies at {begin:,} to {end:,} of {len(view):,} bytes")
-            if dtype in FLOATS and prod(shape) * FLOATS[dtype].itemsize != end - begin:
-                raise ValueError(f"tensor {name[:MAX_NAME]} of {shape} {dtype} has {end - begin:,} bytes")
-            return _Stored(dtype, tuple(shape), view[begin:end])
-        case _:
-            raise ValueError(f"the header describes tensor {name[:MAX_NAME]} wrongly")
 
 
 def _checked(
-    tensors: Mapping[str, _Stored], path: Path, peft: PeftConfig, places: list[dict[str, _Place]]
+    tensors: Mapping[str, Tensor], path: Path, peft: PeftConfig, places: list[dict[str, _Place]]
 ) -> Iterator[_Module]:
     """The modules of the file, whose names, shapes and types fit."""
     found: dict[tuple[int, str], dict[str, str]] = {}
@@ -201,15 +160,14 @@ def _checked(
             raise ModelError(f"{path}: {module} lacks its lora_A or its lora_B")
         rank, scale = peft.rank_and_scale(module)
         for which, shape in (("A", (rank, place.columns)), ("B", (place.rows, rank))):
-            stored = tensors[names[which]]
-            if stored.shape != shape:
+            tensor = tensors[names[which]]
+            if tensor.shape != shape:
                 raise ModelError(
-                    f"{path}: tensor {names[which]} is {list(stored.shape)}, base model and rank want {list(shape)}"
+                    f"{path}: tensor {names[which]} is {list(tensor.shape)}, base model and rank want {list(shape)}"
                 )
-            if stored.dtype not in FLOATS:
-                raise ModelError(f"{path}: tensor {names[which]} has dtype {stored.dtype}: only {', '.join(FLOATS)}")
-        a, b = tensors[names["A"]].tensor(), tensors[names["B"]].tensor()
-        yield _Module(module, layer, place, rank, scale, a, b)
+            if tensor.dtype not in FLOATS:
+                raise ModelError(f"{path}: tensor {names[which]} is of {tensor.dtype}: only floats of 16 or 32 bits")
+        yield _Module(module, layer, place, rank, scale, tensors[names["A"]], tensors[names["B"]])
 
 
 def _parts(module: _Module, config: ModelConfig) -> Iterator[LoraPart]:

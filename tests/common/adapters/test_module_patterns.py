@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from common.adapters.module_patterns import ModulePatterns
 
-ATOMS = st.sampled_from(
-    ["a", "b", r"\.", ".", "[ab]", "[^a]", r"\d", r"[^\d_]", r"\w", r"\s", "[a-c1]", "x1", "^", "$"]
-)
+ATOMS = st.sampled_from(["a", "b", r"\.", ".", "[ab]", "[^a]", r"\d", r"[^\d_]", r"\w", r"\s", "[a-c1]", "x1"])
 REPEATS = st.sampled_from(["*", "+", "?", "{2}", "{1,2}", "{0,3}", "{2,}", "*?", "+?", "{1,2}?"])
 
 
@@ -42,30 +40,33 @@ def test_the_first_pattern_counts() -> None:
     assert ModulePatterns({"^b.q_proj": 1, "q_proj": 2}).value("a.b.q_proj", 0) == 2
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "pattern", [r"(\w|.|\.)+X", "((a*)*)*X", "(.*.*.*.*)*X", "(a|b|ab)*" * 20 + "X", "(a{0,1000}){0,1000}X", "a{99999}"]
+    "pattern",
+    [
+        *(r"(\w|.|\.)+X", "((a*)*)*X", "(.*.*.*.*)*X", "(a|b|ab)*" * 20 + "X", "a{99999}"),
+        *("(" * 60 + "a*" + ")*" * 60 + "X", "(.*a){20}.{20}X", ".*a.{15}X"),
+    ],
 )
-def test_a_pattern_that_backtracks_takes_few_steps(pattern: str) -> None:
+def test_a_pattern_that_backtracks_is_matched(pattern: str) -> None:
+    """Python's `re` would take longer than the deadline of the test for most of them."""
     patterns = ModulePatterns({pattern: 1})
-    assert patterns.value("model.layers.0.self_attn.q_proj.aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 0) == 0
-    assert patterns._num_visits < 2000
+    assert patterns.value("model.layers.0.self_attn.q_proj." + "a" * 200, 0) == 0
 
 
+@pytest.mark.timeout(60)
 def test_what_takes_too_many_steps_is_refused() -> None:
-    patterns = ModulePatterns({"(" * 60 + "a*" + ")*" * 60 + "X": 1})
-    with pytest.raises(ValueError, match="the patterns take too many steps"):
-        for _ in range(1000):
-            patterns.value("a" * 200, 0)
+    patterns = ModulePatterns({"(a{0,1000}){0,1000}X": 1})
+    with pytest.raises(ValueError, match="is not supported"):
+        patterns.value("a" * 200, 0)
 
 
 def test_all_patterns_of_a_field_are_bounded() -> None:
-    with pytest.raises(ValueError, match="the patterns have 102,400 characters; at most 65,536 are taken"):
+    with pytest.raises(ValueError, match="the patterns have 102,900 characters; at most 65,536 are supported"):
         ModulePatterns({f"({i:03d}" + "[abc]" * 50 + "x)": i for i in range(400)} | {"plain" * 100: 0})
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"(a)\1", "(?=a)b", "(?<!a)b", r"a\b", "(?i)a", "(?i:a)", "(?>a)", "a*+", "(?x) a", "(a)(?(1)b|c)"]
-)
-def test_what_no_set_of_positions_can_match_is_refused(pattern: str) -> None:
+@pytest.mark.parametrize("pattern", [r"(a)\1", "(?=a)b", "(?<!a)b", r"a\b", "(a", "a^b", "^a|b", "*"])
+def test_what_needs_backtracking_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="is not supported"):
         ModulePatterns({pattern: 1})
