@@ -159,6 +159,8 @@ class Exchange(Response):
         # A token without text, such as half a character, is no silence: no comment is due for it.
         self._next_comment = time.perf_counter() + (keepalive_s if arrivals else 0.0)
         self._pieces = pieces_of(scope)
+        if self._pieces is not None:
+            self._pieces.comment = KEEP_ALIVE
         while True:
             chunks: list[bytes] = []
             if arrivals and not opened:

@@ -9,7 +9,13 @@ from starlette.types import Scope
 
 
 class Pieces(Protocol):
-    """The connection of one answer."""
+    """The connection of one answer.
+
+    `comment` is a piece that clients ignore, by which the connection finds out whether a client that sends nothing more
+    still reads the answer; empty outside of a stream.
+    """
+
+    comment: bytes
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Call `on_gone` when the client leaves before it has the answer, or now if it has left."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from common.errors import ConfigError
-from common.wire.listening import listening_host
+from common.wire.listening import in_url, listening_host
 
 PROBE_TIMEOUT_S = 2.0
 """For an answer of a process on this machine."""
@@ -108,7 +108,7 @@ async def _get(address: Address, path: str, timeout_s: float, *, tls: bool) -> t
             host = reachable_host(address[0])
             reader, writer = await asyncio.open_connection(host, address[1], ssl=_any_certificate() if tls else None)
         try:
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: {in_url(host)}\r\nConnection: close\r\n\r\n".encode())
             head = await reader.readuntil(b"\r\n\r\n")
             return int(head.split(maxsplit=2)[1]), await reader.read()
         finally:

@@ -9,7 +9,6 @@ from typing import Self, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
-from starlette.types import Receive
 
 from common.errors import InvalidRequest, Unavailable
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType, invalid_field
@@ -18,9 +17,6 @@ M = TypeVar("M", bound=BaseModel)
 
 BODY_TIMEOUT_S = 60.0
 """How long a body may take to arrive."""
-
-# How much of a refused body is still read, and for how long, so that its sender gets to read the answer.
-MAX_DISCARDED_BYTES, DISCARD_TIMEOUT_S = 64 * 1024 * 1024, 2.0
 
 SMALL_BYTES = 64 * 1024
 """A body of this size always finds room."""
@@ -95,7 +91,6 @@ async def read_body(request: Request, lease: BodyLease) -> bytes:
         raise UnsupportedMediaType(f"the body must be application/json, not {kind[:100]!r}")
     declared = request.headers.get("content-length", "0")
     if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
-        await discard(request.receive)
         raise _too_large(f"{int(declared):,} bytes", max_bytes)
     parts: list[bytes] = []
     size = 0
@@ -110,26 +105,9 @@ async def read_body(request: Request, lease: BodyLease) -> bytes:
     except TimeoutError as error:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
     if size > max_bytes:
-        await discard(request.receive, size)
         raise _too_large(f"more than {max_bytes:,} bytes", max_bytes)
     return b"".join(parts)
 
 
 def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body has {size}, this server takes {max_bytes:,}")
-
-
-async def discard(receive: Receive, size: int = 0) -> None:
-    """Read and drop the rest of a body, of which `size` bytes were read already, within bounds.
-
-    To close the connection at once would reset it under the answer.
-    """
-    try:
-        async with asyncio.timeout(DISCARD_TIMEOUT_S):
-            while size < MAX_DISCARDED_BYTES:
-                message = await receive()
-                size += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
-    except TimeoutError:  # so slow a sender gets the answer and a closed connection
-        return

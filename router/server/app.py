@@ -168,7 +168,7 @@ class _Refusals:
         if error.status_code == 405:
             allowed = self._methods(request) or (error.headers or {}).get("Allow", "")
             return self._answer(
-                MethodNotAllowed(f"{path} takes {allowed}, not {request.method[:20]}"), {"Allow": allowed}
+                MethodNotAllowed(f"{path} takes {allowed}, not {request.state.visit.method[:20]}"), {"Allow": allowed}
             )
         ours = RequestError(str(error.detail))
         ours.status = error.status_code
@@ -181,7 +181,8 @@ class _Refusals:
     def _methods(self, request: Request) -> str:
         """The methods of all routes of the path; the framework names those of one route."""
         routes = [route for route in ROUTES if route.matches(request.scope)[0] is not Match.NONE]
-        return ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
+        methods = {method for route in routes for method in getattr(route, "methods", ())}
+        return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
     async def of_leaving(self, request: Request, error: Exception) -> Response:
         self._metrics.count_error(CLIENT_CLOSED, "client_closed")

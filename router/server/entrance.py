@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope
 
 from common.errors import RequestError
 from router.auth.class_choice import HEADER, caller_of
 from router.auth.visit import Visit
 from router.generation.service import Service
-from router.request.body import discard
 from router.request.paths import COMPLETION_PATH, GENERATING, POOLING
 
 MANY_PROMPTS = POOLING | {COMPLETION_PATH}
@@ -49,15 +47,3 @@ def declared_bytes(headers: Headers) -> int:
     """The `Content-Length`; 0 without a valid one."""
     declared = headers.get("content-length", "0")
     return int(declared) if declared.isascii() and declared.isdigit() else 0
-
-
-def closing_headers(headers: Headers) -> dict[str, str]:
-    """Headers that close the connection of a client that still waits for "100 Continue"."""
-    return {"connection": "close"} if headers.get("expect", "").lower() == "100-continue" else {}
-
-
-async def discard_body(scope: Scope, headers: Headers, receive: Receive) -> None:
-    """Read the body before an answer that closes the connection: unread bytes would reset it and lose the answer."""
-    last = scope["http_version"] == "1.0" or "close" in headers.get("connection", "").lower()
-    if last and not closing_headers(headers):
-        await discard(receive)

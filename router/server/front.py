@@ -13,7 +13,7 @@ from common.errors import InternalError, RequestError
 from router.auth.visit import Visit
 from router.generation.service import Service
 from router.request.errors import CLIENT_CLOSED, error_response
-from router.server.entrance import check_entrance, closing_headers, discard_body, generates
+from router.server.entrance import check_entrance, generates
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,13 @@ class Front:
             request_id = secrets.token_hex(16)
         visit = gate.arrive(scope, request_id)
         scope.setdefault("state", {}).update(request_id=request_id, visit=visit)
+        is_head = scope["method"] == "HEAD"
+        if is_head:  # answered as GET is, without the body
+            scope = {**scope, "method": "GET"}
 
         async def send_with_headers(message: Message) -> None:
+            if is_head and visit.status:
+                return
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
                 added = MutableHeaders(scope=message)
@@ -48,6 +53,8 @@ class Front:
                 for name, value in gate.headers(visit).items():
                     added[name] = value
             await send(message)
+            if is_head:  # ends an endpoint that would go on to make the body
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         service.num_active += 1
         try:
@@ -55,8 +62,7 @@ class Front:
             if refusal is None:
                 await self._app(scope, receive, send_with_headers)
             else:
-                await discard_body(scope, headers, receive)
-                await error_response(refusal, closing_headers(headers))(scope, receive, send_with_headers)
+                await error_response(refusal)(scope, receive, send_with_headers)
         except Exception:
             log.exception("failed to answer", extra={"path": scope["path"], "request_id": request_id})
             visit.error = InternalError.__name__

@@ -3,22 +3,27 @@
     head within header_timeout_s, MAX_HEAD_BYTES, MAX_HEADERS ─> the application ─> answer read, or cut CLOSE_S later
 
 uvicorn alone bounds neither the wait for a head nor its size, nor the wait for a client that reads no answers, nor the
-number of pipelined requests, and logs a warning for each bad request.
+number of pipelined requests, and logs a warning for each bad request. It also takes requests without a `Host`, sends
+chunks to clients of HTTP/1.0, and drops the requests of a client that has closed its sending side.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
+import socket
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httptools
 import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import InvalidRequest, RequestError, Unavailable
-from router.request.body import MAX_DISCARDED_BYTES
 from router.request.errors import HeadTimeout, HeadTooLarge, error_object
 from router.server.entrance import generates
 from router.server.places import Places
@@ -31,6 +36,14 @@ MAX_PIPELINED = 16
 """Requests that a client sends before it has the answer to the first."""
 CLOSE_S = 30.0
 """How long the client may take to read an answer before a close, or before its next answer."""
+LINGER_S, MAX_DISCARDED_BYTES = 2.0, 64 * 1024 * 1024
+"""Bounds, in seconds and bytes, of what is read and dropped so that the client of a refused request gets the answer."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PROBE_S, MAX_PROBE_S = 0.1, 30.0
+"""Time, in seconds, until a half-closed connection is probed, which doubles each time, and its bound."""
+HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
+"""A `Host` header: a name or an address, and a port (RFC 9110, section 7.2)."""
+VERSIONS = ("1.0", "1.1")
 PHRASES = {
     400: "Bad Request",
     408: "Request Timeout",
@@ -56,15 +69,16 @@ class CyclePieces:
     """Writes pieces of a streamed answer past the layers of the application: they do nothing with a body, and each
     would cost more than the piece. Implements `router.generation.pieces.Pieces`."""
 
-    __slots__ = ("_cycle", "_on_gone")
+    __slots__ = ("_on_gone", "comment", "cycle")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._on_gone = cycle, _nothing
+        self.cycle, self._on_gone = cycle, _nothing
+        self.comment = b""
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        self._cycle.flow.resume_reading()  # the end of a connection that is not read is not noticed
+        self.cycle.flow.resume_reading()  # the end of a connection that is not read is not noticed
         self._on_gone = on_gone
-        if self._cycle.disconnected:
+        if self.cycle.disconnected:
             on_gone()
 
     def unwatch(self) -> None:
@@ -72,18 +86,18 @@ class CyclePieces:
 
     def lost(self) -> None:
         """The connection is lost."""
-        if self._cycle.disconnected:
+        if self.cycle.disconnected:
             self._on_gone()
 
     @property
     def ready(self) -> bool:
-        cycle = self._cycle
+        cycle = self.cycle
         return not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete) and bool(
             cycle.chunked_encoding
         )
 
     def write(self, piece: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self.cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 class HTTPConnection(HttpToolsProtocol):
@@ -96,12 +110,15 @@ class HTTPConnection(HttpToolsProtocol):
     def __init__(self, bounds: HTTPBounds, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self.bounds = bounds
+        self._app = _after_body(self.app)
         self.awaiting_since: float | None = None
         self.closing_since: float | None = None
         self.unread_since: float | None = None
         self._in_head = self._in_body = self._refused = False
         self._framing = False  # while a new parser reads the headers that frame the body
         self._num_unread = 0
+        self._is_half_closed = False
+        self._unanswered: deque[RequestResponseCycle] = deque()
         self._late_bytes = self._head_bytes = self._num_headers = 0
         self._refusal: tuple[RequestError, str] | None = None
 
@@ -122,8 +139,22 @@ class HTTPConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.bounds.places.leave(self.transport)
         super().connection_lost(exc)
-        if self.cycle is not None:
-            self.cycle.scope["state"]["pieces"].lost()
+        self._drop_requests()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more. Whole requests are still answered, and the connection then ends.
+
+        The same event is all that a client causes that has left: `_probe` distinguishes the two. Clients of HTTP/1.0
+        cannot be probed, and TLS has no half-closed connections: both count as having left.
+        """
+        cycle = self.cycle
+        if self.idle or cycle.more_body or cycle.scope["http_version"] == "1.0" or self.scheme == "https":
+            return False
+        cycle.keep_alive = False
+        if not self._is_half_closed:  # a transport that resumes reading reports the end again
+            self._is_half_closed = True
+            self.loop.call_later(PROBE_S, self._probe, PROBE_S)
+        return True
 
     def pause_writing(self) -> None:
         self.unread_since = self.loop.time()
@@ -139,6 +170,8 @@ class HTTPConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._in_head:
             self._late_bytes += len(data)
+        elif self._in_body:
+            self._sent_bytes += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError:
@@ -147,6 +180,9 @@ class HTTPConnection(HttpToolsProtocol):
             return
         if self._in_head and self._late_bytes > MAX_HEAD_BYTES:  # an endless line calls none of the parser's callbacks
             self._refuse(_too_large(), "head")
+        elif self._in_body and self._sent_bytes - self._body_bytes > MAX_HEAD_BYTES + self._body_bytes // 4:
+            many = InvalidRequest(f"the body has {self._body_bytes:,} bytes in chunks of {self._sent_bytes:,} bytes")
+            self._refuse(many, "malformed")
         elif self._num_unread and self.idle:
             self._on_unread()
         elif self.awaiting_since is None and self.idle:  # bytes that begin no request, such as empty lines
@@ -182,16 +218,20 @@ class HTTPConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._framing:
             return
-        self._in_head, self._in_body = False, True
-        self._num_unread = 0
+        self._in_head = False
+        self._num_unread = self._sent_bytes = self._body_bytes = 0
         self.awaiting_since = None
         self.bounds.places.work(self.transport)
         if len(self.pipeline) >= MAX_PIPELINED:
             self._give_up(InvalidRequest(f"more than {MAX_PIPELINED} requests wait on this connection"), "pipelined")
+        self._check_head()
+        self._in_body = True
         super().on_headers_complete()
         self.cycle.scope["state"]["pieces"] = CyclePieces(self.cycle)
+        self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
         if self.idle:  # the answer came before the body
             self._num_unread += len(body)
         super().on_body(body)
@@ -205,6 +245,7 @@ class HTTPConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.awaiting_since is not None:  # the next head began before this answer was complete
             self.awaiting_since = self.loop.time()
+        self._unanswered.popleft()
         super().on_response_complete()
         if self.idle:
             self.bounds.places.rest(self.transport)
@@ -233,8 +274,7 @@ class HTTPConnection(HttpToolsProtocol):
     @property
     def _reading_s(self) -> float:
         """How long the client may read nothing while the write buffer is full."""
-        cycles = (self.cycle, *(cycle for cycle, _ in self.pipeline))
-        return self.bounds.answer_s if any(generates(cycle.scope) for cycle in cycles) else CLOSE_S
+        return self.bounds.answer_s if any(generates(cycle.scope) for cycle in self._unanswered) else CLOSE_S
 
     # ------------------------------------------------------------ inside
 
@@ -289,6 +329,52 @@ class HTTPConnection(HttpToolsProtocol):
         else:
             self.awaiting_since = self.awaiting_since or self.loop.time()
 
+    def _check_head(self) -> None:
+        """Refuse a head that RFC 9112 forbids and the parser lets pass, and prepare for what uvicorn does not know."""
+        version = self.parser.get_http_version()
+        hosts = []
+        for name, value in self.headers:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"transfer-encoding" and value.lower() != b"chunked":
+                self._give_up(InvalidRequest("Transfer-Encoding may only be chunked"), "malformed")
+        if version not in VERSIONS:
+            self._give_up(InvalidRequest("the version of HTTP must be 1.0 or 1.1"), "malformed")
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            self._give_up(InvalidRequest(f"the request must have one Host header, not {len(hosts)}"), "malformed")
+        if hosts and not HOST.fullmatch(hosts[0]):
+            self._give_up(InvalidRequest("the Host header must be a host name or an IP address"), "malformed")
+        self.app = self._app
+        if version == "1.0":
+            self.app, self.expect_100_continue = _unchunked(self._app), False
+
+    def _probe(self, delay_s: float) -> None:
+        """Write an interim response to a half-closed connection, and again after `delay_s` seconds.
+
+        A client that has left answers with a reset, which ends the connection. One that waits ignores the response, as
+        each client of HTTP/1.1 must (RFC 9110, section 15.2). In a stream that has begun, a comment does the same.
+        """
+        if self.transport.is_closing() or not self._unanswered:
+            return
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        pieces: CyclePieces = self._unanswered[0].scope["state"]["pieces"]
+        if not self._unanswered[0].response_started:
+            self.transport.write(CONTINUE)
+        elif pieces.comment and pieces.ready:
+            pieces.write(pieces.comment)
+        self.loop.call_later(delay_s, self._probe, min(2 * delay_s, MAX_PROBE_S))
+
+    def _drop_requests(self) -> None:
+        """Have all requests end as those of a client that has left; uvicorn ends only the last one."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            pieces: CyclePieces = cycle.scope["state"]["pieces"]
+            pieces.lost()
+
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEAD_BYTES or self._num_headers > MAX_HEADERS:
@@ -311,9 +397,76 @@ class HTTPConnection(HttpToolsProtocol):
             cycle.keep_alive = False  # the connection ends with this answer
             return
         started = cycle is not None and cycle.response_started and not cycle.response_complete
-        if not started and not self.transport.is_closing():
-            self.transport.write(_answer(error))
-        self.transport.close()
+        answered = self._in_body and self.idle
+        if started or answered or self.transport.is_closing():
+            self.transport.close()
+            return
+        self.awaiting_since = None
+        self._drop_requests()
+        self.transport.write(_answer(error))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()  # a close would reset a connection whose client still sends, and lose the answer
+        else:  # TLS
+            self.transport.close()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+def _unchunked(app: ASGIApp) -> ASGIApp:
+    """`app` for a client of HTTP/1.0, which does not know chunks: a streamed answer ends with its connection."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        cycle: RequestResponseCycle = scope["state"]["pieces"].cycle
+        is_streamed = False
+
+        async def send_unchunked(message: Message) -> None:
+            nonlocal is_streamed
+            if message["type"] == "http.response.start":
+                is_streamed = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = False if is_streamed else None
+            elif is_streamed:
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares it with each piece
+            await send(message)
+
+        await app(scope, receive, send_unchunked)
+
+    return answer
+
+
+def _after_body(app: ASGIApp) -> ASGIApp:
+    """`app`, whose answers to requests with unread bodies reach their clients.
+
+    A close would reset the connection of a client that still sends, and lose the answer: the body is dropped first. A
+    client that waits for "100 Continue" gets the answer in its place and a closed connection, because its body may
+    follow or not.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        cycle: RequestResponseCycle = scope["state"]["pieces"].cycle
+
+        async def send_after_body(message: Message) -> None:
+            if cycle.more_body and message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if cycle.waiting_for_100_continue:
+                    message = {**message, "headers": [*headers, (b"connection", b"close")]}
+                elif not cycle.keep_alive or (b"connection", b"close") in headers:
+                    await _discard(receive)
+            await send(message)
+
+        await app(scope, receive, send_after_body)
+
+    return answer
+
+
+async def _discard(receive: Receive) -> None:
+    """Read and drop the rest of a body, of at most MAX_DISCARDED_BYTES and for at most LINGER_S."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while size < MAX_DISCARDED_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 def _nothing() -> None:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
+
+IDLE_S = 1.0
+"""Idle time, in seconds, after which a connection may be evicted. A new client needs some of it to send its request;
+one that has an answer may send the next."""
+MAX_REFUSED = 64
+"""Refused connections that may stay open at once, until their clients have read the refusal."""
 
 
 class Places:
@@ -13,18 +20,29 @@ class Places:
     descriptor for half a minute. A connection whose last answer is not sent yet is therefore not evicted.
     """
 
-    def __init__(self, most: int, on_evicted: Callable[[], None]) -> None:
-        self.most, self._on_evicted = most, on_evicted
+    def __init__(self, most: int, on_evicted: Callable[[], None], clock: Callable[[], float]) -> None:
+        """`clock` returns seconds."""
+        self.most, self._on_evicted, self._clock = most, on_evicted, clock
         self._open: set[asyncio.Transport] = set()
-        self._idle: dict[asyncio.Transport, None] = {}
+        self._idle: OrderedDict[asyncio.Transport, float] = OrderedDict()
+        """Time since when each is idle, in the order of eviction."""
+        self._refused: dict[asyncio.Transport, None] = {}
 
     def enter(self, transport: asyncio.Transport) -> bool:
-        """Add a new, idle connection. False: there is no place for it. In both cases it must `leave` at its end."""
+        """Add a new, idle connection. False: all places are in use, and the caller must refuse and close it.
+
+        In both cases the connection must `leave` at its end.
+        """
+        if len(self._open) >= self.most and not self._evict():
+            self._refused[transport] = None
+            if len(self._refused) > MAX_REFUSED:
+                oldest = next(iter(self._refused))
+                self.leave(oldest)
+                oldest.abort()
+            return False
         self._open.add(transport)
-        while len(self._open) > self.most and self._evict():
-            pass
-        self._idle[transport] = None
-        return len(self._open) <= self.most
+        self._idle[transport] = self._clock()
+        return True
 
     def work(self, transport: asyncio.Transport) -> None:
         """A request came on this connection, which protects it from eviction."""
@@ -33,15 +51,22 @@ class Places:
     def rest(self, transport: asyncio.Transport) -> None:
         """Every request of this connection is answered; it may already be closing."""
         if transport in self._open:
-            self._idle[transport] = None
+            self._idle[transport] = self._clock()
+            if transport.is_closing():  # nothing is lost by its eviction
+                self._idle[transport] = 0.0
+                self._idle.move_to_end(transport, last=False)
 
     def leave(self, transport: asyncio.Transport) -> None:
         """Remove a lost connection."""
         self._open.discard(transport)
         self._idle.pop(transport, None)
+        self._refused.pop(transport, None)
 
     def _evict(self) -> bool:
-        for transport in self._idle:
+        latest = self._clock() - IDLE_S
+        for transport, since in self._idle.items():
+            if since > latest:
+                return False
             if not transport.get_write_buffer_size():
                 self.leave(transport)
                 transport.abort()

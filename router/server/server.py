@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import uvicorn
@@ -59,7 +60,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         settings, self._metrics = service.config, service.metrics
         reject = service.metrics.count_rejected
-        places = Places(connections_possible(settings), lambda: reject("evicted"))
+        places = Places(connections_possible(settings), lambda: reject("evicted"), time.monotonic)
         answer_s = settings.request_timeout_s + SEND_GRACE_S
         self._bounds = HTTPBounds(places, settings.header_timeout_s, answer_s, reject)
         certificate = service.gate.certificate

@@ -159,7 +159,7 @@ async def test_refusals_come_before_bodies(stacks: Any) -> None:
     """One place in the batch, taken for seconds: who comes next hears so before he has sent what he wants."""
     stack = stacks(1, 1, decode_flags=("--max-num-seqs", "1"), router_flags=("--max-wait-s", "0.1"))
     body = orjson.dumps({"prompt": "again " * 50_000})
-    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+    lines = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json")
     head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode()
     asks = [Ask({"prompt": [7] * 100, "ignore_eos": True, "max_tokens": count}) for count in (300, 3000)]
     async with Client(stack.url) as client:
@@ -171,7 +171,7 @@ async def test_refusals_come_before_bodies(stacks: Any) -> None:
             writer.write(head)
             status, answer = await next_answer(reader)
             assert status == 429 and b"retry-after: " in answer and not running.done()
-            writer.write(body + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(body + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await next_answer(reader))[0] == 200
         assert (await running).complete
         writer.close()

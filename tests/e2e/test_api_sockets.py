@@ -25,7 +25,7 @@ def raw_request(stack: Stack, body: bytes, *, head: str = "Content-Type: applica
     """A connection on which a completion was asked for, byte by byte as given."""
     connection = socket.create_connection(("127.0.0.1", stack.port), timeout=60)
     connection.sendall(
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     )
     return connection
 

@@ -250,7 +250,8 @@ def test_a_client_that_does_not_read_is_left(system_of: Any) -> None:
         client.connect(("127.0.0.1", stack.port))
         body = json.dumps({"model": MODEL, **fields}).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}"
         )
         client.sendall(f"{head}\r\n\r\n".encode() + body)
         wait_until(lambda: any(owned(stack).values()), "it runs")

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from common.errors import InvalidRequest, RequestError, Unavailable
 from router.api.batches.errors import answered
 from router.api.batches.fields import LEAST_RESULT_S, MOST_RESULT_S
-from router.request.body import BODY_TIMEOUT_S, discard
+from router.request.body import BODY_TIMEOUT_S
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
 from router.store.errors import StoreFailed
 from router.store.file_record import BATCH_INPUT, StoredFile
@@ -171,7 +171,6 @@ class Upload:
         declared = request.headers.get("content-length", "")
         expected = int(declared) if declared.isascii() and declared.isdigit() else 0
         if expected > self.max_bytes + MAX_FORM_BYTES:
-            await discard(request.receive)
             raise self._too_large(f"{expected:,} bytes")
         stream = aiter(request.stream())
         try:

@@ -15,10 +15,19 @@ import trustme
 
 from router.request.body import BodyBudget
 from router.server import http_connection as connection_module
+from router.server import places as places_module
 from router.server import server as server_module
 from router.server.http_connection import MAX_HEAD_BYTES, MAX_HEADERS
+from router.server.places import IDLE_S, MAX_REFUSED, Places
 
 from .raw_http import BODY, GET, POST, Connect, all_of, closed, error_in, raw, rejected
+
+
+@pytest.fixture(autouse=True)
+def refused_clients_are_soon_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that do not close a refused connection are not waited for as long as usual."""
+    monkeypatch.setattr(connection_module, "LINGER_S", 0.2)
+
 
 # ---------------------------------------------------------------- heads
 
@@ -36,7 +45,7 @@ from .raw_http import BODY, GET, POST, Connect, all_of, closed, error_in, raw, r
 )
 async def test_a_head_that_is_too_large(running: Any, connect: Connect, head: bytes) -> None:
     reader, writer = await connect(running)
-    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n" + head)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + head)
     answer = await all_of(reader)
     assert not answer or error_in(answer) == (431, "request_header_fields_too_large")  # a reset may overtake it
     assert (
@@ -45,16 +54,16 @@ async def test_a_head_that_is_too_large(running: Any, connect: Connect, head: by
 
 
 async def test_a_url_that_is_too_long(running: Any, connect: Connect) -> None:
-    answer = await raw(running, connect, b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = await raw(running, connect, b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert error_in(answer)[0] == 431
 
 
 async def test_a_large_head_within_the_bound(running: Any, connect: Connect) -> None:
-    data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: " + b"a" * 60_000 + b"\r\n\r\n"
+    data = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"a" * 60_000 + b"\r\n\r\n"
     assert (await raw(running, connect, data)).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("sent", [b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+@pytest.mark.parametrize("sent", [b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"])
 async def test_a_head_that_does_not_end(start: Any, tools: Any, connect: Connect, sent: bytes) -> None:
     running = await start(header_timeout_s=0.1)
     reader, writer = await connect(running)
@@ -151,7 +160,7 @@ async def test_an_unread_answer_holds_no_connection(start: Any, tools: Any, monk
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", int(running.url.rpartition(":")[2])))
-        await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         await tools.until(lambda: running.server.server_state.connections)
         (connection,) = running.server.server_state.connections
         await tools.until(lambda: connection.cycle is not None and connection.cycle.response_complete)
@@ -174,7 +183,7 @@ async def test_a_request_behind_an_unread_answer_holds_no_connection(
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", int(running.url.rpartition(":")[2])))
-        await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+        await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await tools.until(lambda: running.server.server_state.connections)
         (connection,) = running.server.server_state.connections
         await tools.until(lambda: connection.cycle is not None and connection.cycle.response_complete)
@@ -210,15 +219,23 @@ async def test_a_slow_reader_of_a_stream_is_not_cut(start: Any, tools: Any, monk
 # ---------------------------------------------------------------- how many
 
 
+@pytest.fixture
+def all_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection without a request counts as idle at once."""
+    monkeypatch.setattr(places_module, "IDLE_S", 0.0)
+
+
+@pytest.mark.usefixtures("all_idle")
 async def test_a_new_connection_takes_the_place_of_an_idle_one(start: Any, connect: Connect) -> None:
     running = await start(max_connections=3)
     idle = [await connect(running) for _ in range(3)]
     for _ in range(5):
-        data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        data = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert (await raw(running, connect, data)).startswith(b"HTTP/1.1 200")
     assert any(reader.at_eof() for reader, _ in idle)
 
 
+@pytest.mark.usefixtures("all_idle")
 async def test_the_longest_idle_makes_room(start: Any, tools: Any, connect: Connect) -> None:
     """A new connection stays, and so does the one that sent the last request."""
     running = await start(max_connections=3)
@@ -233,6 +250,7 @@ async def test_the_longest_idle_makes_room(start: Any, tools: Any, connect: Conn
         assert b"200 OK" in await reader.readuntil(b"}")
 
 
+@pytest.mark.usefixtures("all_idle")
 async def test_peers_that_never_end_tls_hold_no_more_places_than_there_are(
     start: Any, tools: Any, tmp_path: Path
 ) -> None:
@@ -308,11 +326,98 @@ async def test_no_place_is_taken_from_a_request(start: Any, tools: Any, connect:
     for _, writer in busy:
         writer.write(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY)
     await tools.until(lambda: len(running.engine.requests) == 2)
-    answer = await raw(running, connect, b"")
+    reader, _ = await connect(running)
+    answer = await all_of(reader)
     assert error_in(answer) == (503, "service_unavailable") and b"Retry-After" in answer
     running.engine.go.set()
     for reader, _ in busy:
         assert (await all_of(reader)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "data", [GET, POST + b"Content-Length: 3000000\r\n\r\n" + b"x" * 3_000_000], ids=["", "a body"]
+)
+async def test_new_clients_beyond_the_bound_are_told_to_retry(
+    start: Any, tools: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """No connection is reset without an answer, although no client has sent its request when the last one connects."""
+    monkeypatch.setattr(places_module, "IDLE_S", 3600.0)
+    monkeypatch.setattr(connection_module, "LINGER_S", 3600.0)
+    running = await start(max_connections=4)
+    pipes = [await connect(running) for _ in range(20)]
+    await tools.until(lambda: len(running.server.server_state.connections) == 20)
+    for _, writer in pipes[4:]:
+        writer.write(data)
+        await writer.drain()
+    for reader, writer in pipes[4:]:
+        answer = await all_of(reader)
+        assert error_in(answer) == (503, "service_unavailable") and b"Retry-After: 1\r\n" in answer
+        writer.close()
+    for reader, writer in pipes[:4]:
+        writer.write(GET)
+        assert b"200 OK" in await reader.readuntil(b"}")
+        writer.close()
+    await tools.until(lambda: not running.server.server_state.connections)
+
+
+async def test_a_refused_client_that_stays_is_cut(
+    start: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "LINGER_S", 0.05)
+    running = await start()
+    reader, writer = await connect(running)
+    writer.write(b"garbage\r\n\r\n")
+    assert error_in(await all_of(reader))[0] == 400
+    with pytest.raises(ConnectionError):
+        for _ in range(1000):
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+
+class Transport:
+    """As much of a transport as `Places` uses."""
+
+    def __init__(self, unsent: int = 0, *, closing: bool = False) -> None:
+        self.unsent, self.closing, self.aborted = unsent, closing, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_who_makes_room() -> None:
+    now = 100.0
+    evicted: list[None] = []
+    places = Places(4, lambda: evicted.append(None), lambda: now)
+    silent, busy, unsent, closing = (Transport(), Transport(), Transport(unsent=1), Transport())
+    for transport in (silent, busy, unsent, closing):
+        assert places.enter(transport)  # type: ignore[arg-type]
+    places.work(busy)  # type: ignore[arg-type]
+    assert not places.enter(Transport())  # type: ignore[arg-type]
+    places.work(closing)  # type: ignore[arg-type]
+    closing.closing = True
+    places.rest(closing)  # type: ignore[arg-type]
+    assert places.enter(Transport()) and closing.aborted  # type: ignore[arg-type]
+    assert not places.enter(Transport())  # type: ignore[arg-type]
+    now += IDLE_S
+    assert places.enter(Transport()) and silent.aborted  # type: ignore[arg-type]
+    assert places.enter(Transport())  # type: ignore[arg-type]
+    assert not places.enter(Transport())  # type: ignore[arg-type]
+    assert not busy.aborted and not unsent.aborted and len(evicted) == 3
+
+
+def test_no_more_refused_connections_stay_than_there_are_places_for() -> None:
+    places = Places(1, lambda: None, lambda: 0.0)
+    assert places.enter(Transport())  # type: ignore[arg-type]
+    refused = [Transport() for _ in range(MAX_REFUSED + 10)]
+    assert not any(places.enter(transport) for transport in refused)  # type: ignore[arg-type]
+    assert [transport.aborted for transport in refused] == [True] * 10 + [False] * MAX_REFUSED
 
 
 # ---------------------------------------------------------------- bodies
@@ -323,7 +428,7 @@ async def test_large_bodies_share_a_budget(start: Any, tools: Any, connect: Conn
     service = running.app.state.service
     service.bodies.num_bytes = service.bodies.max_bytes - 100_000  # as if the server were reading others
     body = b'{"prompt": "%s", "max_tokens": 1}' % (b"x" * 150_000)
-    refused = await running.http.post("/v1/completions", content=body)
+    refused = await running.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
     assert (await running.completion(max_tokens=1)).status_code == 200  # a small body always has room
     assert service.bodies.num_bytes == service.bodies.max_bytes - 100_000  # all memory is given back

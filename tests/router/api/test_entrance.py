@@ -19,7 +19,7 @@ KEY = "alices-secret-key-1"
 PATHS = sorted(GENERATING)
 NO_JSON = b"x" * 300_000
 """A server that reads it answers 400."""
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[Any], Awaitable[Pipe]]
 
@@ -29,7 +29,7 @@ def overloaded() -> Overloaded:
 
 
 def post(num_bytes: int, *headers: bytes, path: str = "/v1/completions") -> bytes:
-    lines = (b"Host: x", b"Content-Type: application/json", b"Content-Length: %d" % num_bytes, *headers)
+    lines = (b"Host: localhost", b"Content-Type: application/json", b"Content-Length: %d" % num_bytes, *headers)
     return b"POST %s HTTP/1.1\r\n" % path.encode() + b"\r\n".join(lines) + b"\r\n\r\n"
 
 

@@ -145,7 +145,7 @@ async def test_a_client_that_leaves_leaves_nothing(running: Any, connect: Any, t
     _, writer = await connect(running)
     head = b'--B\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
     writer.write(
-        b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=B\r\n"
+        b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=B\r\n"
         b"Content-Length: 5000000\r\n\r\n" + head + b"x" * 1_000_000
     )
     await writer.drain()
@@ -188,7 +188,7 @@ async def test_without_a_store_there_are_no_files(start: Any) -> None:
 async def test_uploads_are_bounded(running: Any, connect: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.api.batches.upload.MAX_UPLOADS", 1)
     _, writer = await connect(running)
-    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=B\r\n"
+    head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=B\r\n"
     writer.write(head + b"Content-Length: 5000\r\n\r\n--B")
     await tools.until(lambda: running.app.state.service.num_active)
     reply = await upload(running, b"x")
@@ -201,7 +201,7 @@ async def test_uploads_are_bounded(running: Any, connect: Any, tools: Any, monke
 async def test_an_upload_that_stops_is_ended(running: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.api.batches.upload.BODY_TIMEOUT_S", 0.05)
     reader, writer = await connect(running)
-    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=B\r\n"
+    head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=B\r\n"
     writer.write(head + b"Content-Length: 5000\r\n\r\n--B")
     async with asyncio.timeout(30):
         assert (await reader.readline()).startswith(b"HTTP/1.1 408")

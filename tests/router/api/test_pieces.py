@@ -114,7 +114,9 @@ async def test_what_a_client_does_not_read_waits_for_it(start: Any, tools: Any) 
     narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     narrow.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
     reader, writer = await asyncio.open_connection(sock=narrow)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    )
     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     unread = running.app.state.service.unread
     await tools.until(lambda: unread.num_bytes > 0)
