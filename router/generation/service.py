@@ -74,6 +74,7 @@ class ServingClient(GenerationClient, Protocol):
 @dataclass
 class Service:
     """One served model. `draining` refuses new work; `num_active` counts HTTP requests that are being answered.
+    `is_loopback`: clients connect to a loopback address.
 
     `failure` says why this process must be restarted; "" while it is sound. `outlook`: the planner's latest look.
     `siblings` are the other processes that serve the port; None for a router of one process.
@@ -98,6 +99,7 @@ class Service:
     adapters: ServedAdapters = NO_ADAPTERS
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    is_loopback: bool = False
     num_active: int = 0
     pace: Pace = field(default_factory=Pace)
     bodies: BodyBudget = field(init=False)

@@ -1,4 +1,5 @@
-"""The first layer of every HTTP request: its id, key, limits, room and count, and the answer to unexpected errors."""
+"""The first layer of every HTTP request: its id, origin, key, limits, room and count, and the answer to unexpected
+errors."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import InternalError, RequestError
 from router.auth.visit import Visit
+from router.auth.web_pages import check_web_page
 from router.generation.service import Service
 from router.request.errors import CLIENT_CLOSED, error_response
 from router.server.entrance import check_entrance, generates
@@ -78,6 +80,8 @@ class Front:
     def _refusal(self, scope: Scope, headers: Headers, visit: Visit) -> RequestError | None:
         """Why the request is refused before its body is read, which is counted; None if it is not."""
         try:
+            if self._service.is_loopback and self._service.gate.ring is None:
+                check_web_page(visit.method, headers.raw)
             self._service.gate.admit(visit, shown_key(headers))
             if generates(scope):
                 check_entrance(self._service, visit, headers)

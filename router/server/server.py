@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from common.config import RouterConfig
+from common.config.worker import is_loopback
 from common.wire import listening
 from common.wire.listening import CLIENTS_BACKLOG
 from router.api.batches.kept import KeptBatches
@@ -58,7 +59,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
-        settings, self._metrics = service.config, service.metrics
+        self._service, settings, self._metrics = service, service.config, service.metrics
         reject = service.metrics.count_rejected
         places = Places(connections_possible(settings), lambda: reject("evicted"), time.monotonic)
         answer_s = settings.request_timeout_s + SEND_GRACE_S
@@ -71,6 +72,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on `sockets`."""
         loop = asyncio.get_running_loop()
+        self._service.is_loopback = all(is_loopback(each.getsockname()[0]) for each in sockets or ())
         await self.lifespan.startup()
         if self._tls is None:
             self.servers = [
