@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from common.errors import InvalidRequest, Unavailable
+from router.request.content_encoding import decoded, encoding_of
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType, invalid_field
 
 M = TypeVar("M", bound=BaseModel)
@@ -84,11 +85,13 @@ def validated(body: dict[str, object], model: type[M]) -> M:
 
 
 async def read_body(request: Request, lease: BodyLease) -> bytes:
-    """The body, of at most `max_body_bytes`. Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable."""
+    """The body, decoded, of at most `max_body_bytes`.
+
+    Raises UnsupportedMediaType, InvalidRequest, BodyTooLarge, BodyTimeout, Unavailable.
+    """
     max_bytes = lease.budget.max_body_bytes
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise UnsupportedMediaType(f"the body must be application/json, not {kind[:100]!r}")
+    _check_content_type(request.headers.get("content-type", ""))
+    encoding = encoding_of(request.headers)
     declared = request.headers.get("content-length", "0")
     if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(f"{int(declared):,} bytes", max_bytes)
@@ -96,7 +99,7 @@ async def read_body(request: Request, lease: BodyLease) -> bytes:
     size = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
+            async for part in decoded(request.stream(), encoding, max_bytes) if encoding else request.stream():
                 size += len(part)
                 if size > max_bytes:
                     break
@@ -105,8 +108,16 @@ async def read_body(request: Request, lease: BodyLease) -> bytes:
     except TimeoutError as error:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
     if size > max_bytes:
-        raise _too_large(f"more than {max_bytes:,} bytes", max_bytes)
+        raise _too_large(f"more than {max_bytes:,} bytes{' when decoded' if encoding else ''}", max_bytes)
     return b"".join(parts)
+
+
+def _check_content_type(named: str) -> None:
+    """Raises UnsupportedMediaType. A browser sends JSON of a foreign page only if the server allows that page."""
+    kind = named.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        what = f"Content-Type {kind[:100]!r} is not JSON" if kind else "the request has no Content-Type"
+        raise UnsupportedMediaType(f"{what}: send the header Content-Type: application/json")
 
 
 def _too_large(size: str, max_bytes: int) -> BodyTooLarge:

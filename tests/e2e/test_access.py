@@ -243,7 +243,8 @@ def test_no_secret_is_told_to_anybody(guarded: Guarded) -> None:
                 client.post("/v1/completions", json=fields)
                 client.post("/v1/completions", json={**fields, "model": MODEL, "logit_bias": {SECRETS[name]: 1}})
                 client.post("/v1/chat/completions", json={"messages": [{"role": SECRETS[name]}]})
-                client.post("/v1/completions", content=SECRETS[name].encode())
+                headers = {"content-type": "application/json"}
+                client.post("/v1/completions", content=SECRETS[name].encode(), headers=headers)
         nobody.get("/v1/models", headers={"authorization": "Bearer not-one-of-the-keys"})
         (guarded.folder / "keys.toml").write_text(KEYS.replace("tokens_per_minute", "tokens_per_hour"))
         wait_until(lambda: "api_key_file=" in guarded.process.log.read_text(), "the bad file is complained of")

@@ -18,6 +18,7 @@ from common.errors import InvalidRequest, RequestError, Unavailable
 from router.api.batches.errors import answered
 from router.api.batches.fields import LEAST_RESULT_S, MOST_RESULT_S
 from router.request.body import BODY_TIMEOUT_S
+from router.request.content_encoding import encoding_of
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
 from router.store.errors import StoreFailed
 from router.store.file_record import BATCH_INPUT, StoredFile
@@ -168,6 +169,8 @@ class Upload:
             raise
 
     async def _receive(self, request: Request) -> None:
+        if encoding := encoding_of(request.headers):
+            raise UnsupportedMediaType(f"Content-Encoding: {encoding} is not supported for files")
         declared = request.headers.get("content-length", "")
         expected = int(declared) if declared.isascii() and declared.isdigit() else 0
         if expected > self.max_bytes + MAX_FORM_BYTES:
