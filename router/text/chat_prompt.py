@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from router.text.tools import tools_as_text, uses_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OPEN_END = "\ue0f1OPEN-END\ue0f1"  # no template contains private use characters
+MARKED = re.compile(rf"{OPEN_END}([0-9]+){OPEN_END}")
 
 
 def chat_prompt(
@@ -62,7 +64,8 @@ def _check_roles(
         return
     marked = [{**message, "content": marks.get(i, message["content"])} for i, message in enumerate(messages)]
     text = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra)
-    hidden = next((i for i, mark in marks.items() if mark not in text), None)
+    shown = set(MARKED.findall(text))  # one pass, however many messages are marked
+    hidden = next((i for i in marks if str(i) not in shown), None)
     if hidden is not None:
         where = f"messages[{hidden}].role"
         role = messages[hidden]["role"]

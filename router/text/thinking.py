@@ -8,6 +8,8 @@ from enum import Enum
 from router.text.answer.marks import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
+MAX_BLANKS = 4096
+"""Held white space, which is read again for each piece of an answer. More of it is shown."""
 TAIL_TOKENS = 16
 """Last tokens of a prompt, whose text shows whether it opens a thought: a tokenizer of bytes needs nine."""
 
@@ -96,7 +98,7 @@ class ThinkingScanner:
         begun = self._held.lstrip()
         if begun.startswith(OPEN):
             self._place, self._held, self.is_thought = _Place.THOUGHT, begun.removeprefix(OPEN), True
-        elif not OPEN.startswith(begun):
+        elif not OPEN.startswith(begun) or len(self._held) > MAX_BLANKS:
             self._place = _Place.ANSWER
 
     def _take_thought(self) -> str:
@@ -107,6 +109,8 @@ class ThinkingScanner:
         else:
             before = before[: len(before) - overlap(before, CLOSE)]
         thought = before.rstrip()
+        if len(before) - len(thought) > MAX_BLANKS:
+            thought = before
         if not found:
             self._held = self._held[len(thought) :]
         if not self._thought:

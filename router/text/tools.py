@@ -43,15 +43,16 @@ def tools_as_text(
     Contents must be strings. Results that follow each other or precede a user message become one message, because some
     templates demand that user and assistant take turns.
     """
-    plain: list[dict[str, Any]] = []
+    joined: list[tuple[dict[str, Any], list[str]]] = []  # messages, and the contents that each is made of
     before = ""
     for message in messages:
         text = _without_tools(message, form)
-        if "tool" in (message["role"], before) and plain and text["role"] == plain[-1]["role"]:
-            plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}\n{text['content']}"}
+        if "tool" in (message["role"], before) and joined and text["role"] == joined[-1][0]["role"]:
+            joined[-1][1].append(text["content"])
         else:
-            plain.append(text)
+            joined.append((text, [text["content"]]))
         before = message["role"]
+    plain = [{**message, "content": "\n".join(contents)} for message, contents in joined]
     if not functions:
         return plain
     tools = "\n".join(json.dumps(function.as_tool(), ensure_ascii=False) for function in functions)

@@ -10,6 +10,8 @@ BLANK = frozenset(" \t\r\n")
 NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 MAX_NAME_CHARS, MAX_BLANKS = 64, 64
 """Of a function's name, as OpenAI has it, and of white space: a longer run is text, not a call."""
+MAX_REST_CHARS = 4096
+"""Of an object after the arguments of its call, which is read again for each piece: a longer rest is text."""
 BLANKS = r"[ \t\r\n]{0,8}"
 """White space that a grammar of calls allows where the form has some: no room to fill an answer with."""
 
@@ -135,8 +137,10 @@ def rest_of_object(text: str, place: int) -> int | Missing:
     if isinstance(start, Missing) or text[start] not in ",}":
         return start if isinstance(start, Missing) else Missing.NEVER
     extent = Extent(depth=1)
-    end = place + extent.measure(text[place:])
-    return end if extent.complete else Missing.MORE
+    end = place + extent.measure(text[place : place + MAX_REST_CHARS])
+    if extent.complete:
+        return end
+    return Missing.NEVER if end - place == MAX_REST_CHARS else Missing.MORE
 
 
 class Extent:

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from common.model_files.template import ChatTemplate
-from router.text.chat_prompt import chat_prompt
+from router.text.chat_prompt import OPEN_END, chat_prompt
 
 SOURCE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"
@@ -50,3 +50,32 @@ def test_no_messages_are_refused() -> None:
 def test_a_base_model_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         chat_prompt(ChatTemplate(None, model_id="base"), [USER])
+
+
+class Searched(str):
+    """A rendered text that no check may search once for each message."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __contains__(self, part: str) -> bool:  # type: ignore[override]
+        assert OPEN_END not in part, "each message has the whole text searched"
+        return super().__contains__(part)
+
+
+class Whole(ChatTemplate):
+    def render(self, *args: Any, **options: Any) -> str:
+        return Searched(super().render(*args, **options))
+
+
+@pytest.mark.parametrize("hidden", [0, 1, 11, 19, None])
+def test_roles_are_checked_in_one_pass(hidden: int | None) -> None:
+    template = Whole(
+        f"{{% for m in messages %}}{{% if loop.index0 != {hidden} %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}"
+    )
+    messages = [{"role": "critic", "content": f"{i};"} for i in range(20)]
+    if hidden is None:
+        assert chat_prompt(template, messages) == "".join(f"{i};" for i in range(20))
+    else:
+        with pytest.raises(InvalidRequest, match=rf"messages\[{hidden}\].role: .* has no role 'critic'"):
+            chat_prompt(template, messages)

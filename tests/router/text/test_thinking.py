@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from router.text.thinking import ThinkingScanner, begins_inside, thinks
+from router.text.thinking import MAX_BLANKS, ThinkingScanner, begins_inside, thinks
 
 CASES = [
     ("<think>\nWell.\n\nHm.\n</think>\n\nYes.", False, ("Well.\n\nHm.", "Yes.")),
@@ -74,3 +74,13 @@ def test_some_templates_open_the_thought(end: str, inside: bool) -> None:
 
 def test_a_template_with_the_marks_is_of_a_model_that_thinks() -> None:
     assert thinks("{{ m.content.split('</think>')[-1] }}") and not thinks("{{ m.content }}") and not thinks(None)
+
+
+@pytest.mark.parametrize("begin", ["", "<think>so"])
+def test_little_white_space_is_held(begin: str) -> None:
+    """Held text is read again for each piece of an answer."""
+    scanner, blanks = ThinkingScanner(inside=False), "\n" * 10_000
+    scanner.push(begin)
+    for char in blanks:
+        scanner.push(char)
+        assert len(scanner._held) <= MAX_BLANKS + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,10 @@ from router.text.calls.dialect import dialect_of
 from router.text.calls.form import Wanted
 from router.text.calls.function import Function
 from router.text.calls.hermes import HermesForm
+from router.text.calls.pattern import MAX_REST_CHARS
 from router.text.calls.scanner import CallScanner
 from router.text.chat_prompt import chat_prompt
+from router.text.tools import tools_as_text
 
 from ...examples import examples
 from ..answers import checked, is_answer
@@ -292,3 +295,25 @@ def test_a_template_with_tools_gets_them() -> None:
     assert json.loads(shown.partition("[user]")[0]) == [function.as_tool() for function in BOTH]
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>' in shown
     assert "[tool]18 °C" in shown and "You can call" not in shown
+
+
+def test_results_of_many_calls_are_joined_in_linear_time() -> None:
+    def spent_s(number: int) -> float:
+        messages = [{"role": "tool", "content": "x" * 2000} for _ in range(number)]
+        began = time.process_time()
+        (joined_results,) = tools_as_text(messages, ())
+        assert len(joined_results["content"]) > 2000 * number
+        return time.process_time() - began
+
+    few, many = (min(spent_s(number) for _ in range(3)) for number in (500, 5000))
+    assert many < 30 * max(few, 0.001), "each result is copied once for each that follows"
+
+
+def test_little_is_held_of_what_follows_the_arguments_of_a_call() -> None:
+    """Held text is read again for each piece of an answer."""
+    scanner = hermes_scanner()
+    parts = scanner.push('<tool_call>\n{"name": "now", "arguments": {}')
+    for _ in range(10_000):
+        parts += scanner.push(",")
+        assert len(scanner._held) <= MAX_REST_CHARS
+    assert [part for part in parts if isinstance(part, CallPart)] == [CallPart(0, "now", "{}")]
