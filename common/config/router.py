@@ -114,7 +114,11 @@ class RouterConfig(
         ),
     )
     tokenizer_threads: int = setting(
-        2, "threads that tokenise prompts, beside the event loop", group="Model", ge=1, le=64
+        2,
+        "threads that tokenise prompts; with two or more, texts above 256 KiB have one more",
+        group="Model",
+        ge=1,
+        le=64,
     )
     max_tokenize_bytes: int = setting(
         0,

@@ -3,7 +3,8 @@
     submit ──> quick lane: a tenth of a second of processor time ──> verdict
                                     └── not enough ──> slow lane: a second, from the beginning ──> verdict
 
-Only slow grammars wait for slow ones; everyday grammars take milliseconds.
+Only slow grammars wait for slow ones; everyday grammars take milliseconds. A lane serves the owners of grammars in
+turn, so nobody waits for all grammars of another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import logging
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -33,30 +35,72 @@ LANES = 2
 QUICK_NICENESS, SLOW_NICENESS = 0, 10
 """Slow grammars yield the processor to quick ones, and to those who serve."""
 MAX_PENDING = 256
-"""Grammars that wait or are being compiled."""
-VERDICTS_KEPT = 4096
-"""Each takes half a kilobyte at most."""
+"""Grammars that wait or are being compiled, half of them for one owner."""
+VERDICTS_KEPT, VERDICT_BYTES_KEPT = 4096, 32 * 2**20
+"""Verdicts that are kept, and their bytes: half a kilobyte each, and the grammars that were written."""
+VERDICT_BYTES = 512
+COMPILER = "common.grammar.compiler"
+"""The program that compiles grammars as they are."""
 ANSWER_S = 60.0
 """Longer than the process takes to start, to build the largest vocabulary and to compile any grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a grammar cannot be used, or "", and the memory and processor time of compiling it."""
+    """Why a grammar cannot be used, or "", and the memory and processor time of compiling it.
+
+    `grammar` is what the process wrote from the text that was submitted, "" where that is the grammar.
+    """
 
     problem: str
     num_bytes: int
     cpu_s: float
+    grammar: str = ""
 
     @property
     def is_quick(self) -> bool:
         return self.cpu_s <= QUICK_CPU_S
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A text whose verdict is awaited."""
+
+    text: str
+    owner: str
+    future: Future[Verdict]
+
+
+class _Lane:
+    """Threads that run the jobs of several owners in turn."""
+
+    def __init__(self, name: str) -> None:
+        self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=name)
+        self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def submit(self, owner: str, job: Callable[[], None]) -> None:
+        """Run `job` after the earlier jobs of `owner`, each of which gives one job of every other owner its turn."""
+        with self._lock:
+            self._waiting.setdefault(owner, deque()).append(job)
+        self._threads.submit(self._run_next)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            owner, jobs = self._waiting.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._waiting[owner] = jobs
+        job()
+
+
 class GrammarChecks:
     """Owns the process that compiles grammars on trial (`compiler.py`), and restarts it after its death.
 
-    Verdicts depend on the grammar, the model and the bounds alone, and are kept.
+    Verdicts depend only on the text, the model and the bounds, and are kept. `program` names the module to run.
     """
 
     def __init__(
@@ -64,17 +108,19 @@ class GrammarChecks:
         files: ModelFiles,
         vocab_size: int,
         *,
+        program: str = COMPILER,
         quick_cpu_s: float = QUICK_CPU_S,
         slow_cpu_s: float = SLOW_CPU_S,
         answer_s: float = ANSWER_S,
     ) -> None:
         self._model = TokenSpace(str(files.tokenizer), files.eos_token_ids, vocab_size)
         self._quick_cpu_s, self._slow_cpu_s, self._answer_s = quick_cpu_s, slow_cpu_s, answer_s
-        self._quick = ThreadPoolExecutor(LANES, thread_name_prefix="grammar-quick")
-        self._slow = ThreadPoolExecutor(LANES, thread_name_prefix="grammar-slow")
+        self._program = program
+        self._quick, self._slow = _Lane("grammar-quick"), _Lane("grammar-slow")
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._pending: dict[bytes, Future[Verdict]] = {}
+        self._num_bytes = 0  # of verdicts
+        self._pending: dict[bytes, _Pending] = {}
         self._compiler: _Compiler | None = None
         self._closed = False
 
@@ -82,34 +128,43 @@ class GrammarChecks:
         """Starts the process ahead of the first grammar. Raises Unavailable."""
         self._running()
 
-    def submit(self, grammar: str) -> Future[Verdict]:
+    def submit(self, text: str, *, salt: str = "", owner: str = "") -> Future[Verdict]:
         """A future verdict, or Unavailable where the check failed. It cannot be cancelled.
 
-        Raises ValueError for text that is not Unicode, Unavailable when too many wait.
+        Texts of another `salt` do not find the verdict: what was checked before shows in the time. An `owner` waits for
+        its own texts. Raises ValueError for text that is not Unicode, Unavailable when too many wait.
         """
-        key = hashlib.sha256(grammar.encode()).digest()
+        key = hashlib.sha256(hashlib.sha256(salt.encode(errors="surrogatepass")).digest() + text.encode()).digest()
         with self._lock:
             if (known := self._verdicts.get(key)) is not None:
                 self._verdicts.move_to_end(key)
                 return _done(known)
             if key in self._pending:
-                return self._pending[key]
+                return self._pending[key].future
             if self._closed:
                 raise Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S)
-            if len(self._pending) >= MAX_PENDING:
-                raise Unavailable(f"{MAX_PENDING} grammars wait to be compiled", retry_after_s=RETRY_AFTER_S)
-            future = self._pending[key] = _unfinished()
-            self._quick.submit(self._try_quickly, key, grammar)
-        return future
+            self._check_room(owner)
+            pending = self._pending[key] = _Pending(text, owner, _unfinished())
+            self._quick.submit(owner, lambda: self._try_quickly(key, pending))
+        return pending.future
+
+    def _check_room(self, owner: str) -> None:
+        """Raises Unavailable when too many texts wait, or too many of one owner."""
+        if len(self._pending) >= MAX_PENDING:
+            raise Unavailable(f"{MAX_PENDING} grammars wait to be compiled", retry_after_s=RETRY_AFTER_S)
+        if owner and sum(each.owner == owner for each in self._pending.values()) >= MAX_PENDING // 2:
+            raise Unavailable(
+                f"{MAX_PENDING // 2} grammars of this key wait to be compiled", retry_after_s=RETRY_AFTER_S
+            )
 
     def close(self) -> None:
         """Ends the process; the futures that wait for it fail."""
         with self._lock:
             self._closed = True
-            compiler, waiting = self._compiler, list(self._pending.values())
+            compiler, waiting = self._compiler, [each.future for each in self._pending.values()]
             self._pending.clear()
-        self._quick.shutdown(wait=False, cancel_futures=True)
-        self._slow.shutdown(wait=False, cancel_futures=True)
+        self._quick.close()
+        self._slow.close()
         if compiler is not None:
             compiler.kill()
             compiler.join()
@@ -118,61 +173,64 @@ class GrammarChecks:
 
     # ------------------------------------------------------------ in a lane
 
-    def _try_quickly(self, key: bytes, grammar: str) -> None:
-        if (report := self._report(key, grammar, self._quick_cpu_s, QUICK_NICENESS)) is None:
+    def _try_quickly(self, key: bytes, pending: _Pending) -> None:
+        if (report := self._report(key, pending.text, self._quick_cpu_s, QUICK_NICENESS)) is None:
             return
         if report.outcome != "slow":
             self._settle(key, report, self._quick_cpu_s)
             return
         with self._lock:
             if not self._closed:
-                self._slow.submit(self._try_slowly, key, grammar)
+                self._slow.submit(pending.owner, lambda: self._try_slowly(key, pending))
 
-    def _try_slowly(self, key: bytes, grammar: str) -> None:
-        if (report := self._report(key, grammar, self._slow_cpu_s, SLOW_NICENESS)) is not None:
+    def _try_slowly(self, key: bytes, pending: _Pending) -> None:
+        if (report := self._report(key, pending.text, self._slow_cpu_s, SLOW_NICENESS)) is not None:
             self._settle(key, report, self._slow_cpu_s)
 
-    def _report(self, key: bytes, grammar: str, cpu_s: float, niceness: int) -> Report | None:
-        """The process's report. Without one it fails the grammar's future and returns None."""
+    def _report(self, key: bytes, text: str, cpu_s: float, niceness: int) -> Report | None:
+        """The process's report. Without one it fails the text's future and returns None."""
         try:
-            report = self._running().ask(grammar, cpu_s, niceness, self._answer_s)
+            report = self._running().ask(text, cpu_s, niceness, self._answer_s)
         except Exception as error:  # of any kind, because a request waits for this grammar
             log.warning("a grammar could not be checked: %s", error)
         else:
             if report.outcome != "late":
                 return report
         with self._lock:
-            future = self._pending.pop(key, None)
-        if future is not None:
+            pending = self._pending.pop(key, None)
+        if pending is not None:
             what = "the grammar could not be checked: this machine is too busy, or has no memory"
-            future.set_exception(Unavailable(what, retry_after_s=RETRY_AFTER_S))
+            pending.future.set_exception(Unavailable(what, retry_after_s=RETRY_AFTER_S))
         return None
 
     def _settle(self, key: bytes, report: Report, cpu_s: float) -> None:
-        verdict = Verdict(_problem(report, cpu_s), report.num_bytes, report.cpu_s)
+        if report.outcome == "broken":
+            log.error("writing a grammar failed: %s", report.problem)
+        verdict = Verdict(_problem(report, cpu_s), report.num_bytes, report.cpu_s, report.grammar)
         with self._lock:
             self._verdicts[key] = verdict
-            if len(self._verdicts) > VERDICTS_KEPT:
-                self._verdicts.popitem(last=False)
-            future = self._pending.pop(key, None)
-        if future is not None:
-            future.set_result(verdict)
+            self._num_bytes += _bytes_of(verdict)
+            while len(self._verdicts) > VERDICTS_KEPT or self._num_bytes > VERDICT_BYTES_KEPT:
+                self._num_bytes -= _bytes_of(self._verdicts.popitem(last=False)[1])
+            pending = self._pending.pop(key, None)
+        if pending is not None:
+            pending.future.set_result(verdict)
 
     def _running(self) -> _Compiler:
         with self._lock:
             if self._closed:
                 raise Unavailable("the process is shutting down", retry_after_s=RETRY_AFTER_S)
             if self._compiler is None or self._compiler.ended:
-                self._compiler = _Compiler(self._model)
+                self._compiler = _Compiler(self._model, self._program)
             return self._compiler
 
 
 class _Compiler:
     """One run of the process."""
 
-    def __init__(self, model: TokenSpace) -> None:
+    def __init__(self, model: TokenSpace, program: str) -> None:
         """Starts it. Raises OSError."""
-        command = [sys.executable, "-P", "-m", "common.grammar.compiler"]
+        command = [sys.executable, "-P", "-m", program]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._asked: dict[int, Future[Report]] = {}
         self._number, self._lock, self._writing = 0, threading.Lock(), threading.Lock()
@@ -181,7 +239,7 @@ class _Compiler:
         self._reader.start()
         self._write(model)
 
-    def ask(self, grammar: str, cpu_s: float, niceness: int, answer_s: float) -> Report:
+    def ask(self, text: str, cpu_s: float, niceness: int, answer_s: float) -> Report:
         """Has it compile. Kills it if it does not answer in time; raises Unavailable when it dies."""
         answer: Future[Report] = Future()
         with self._lock:
@@ -190,7 +248,7 @@ class _Compiler:
             self._number += 1
             number = self._number
             self._asked[number] = answer
-        self._write(Order(number, grammar, cpu_s, niceness))
+        self._write(Order(number, text, cpu_s, niceness))
         try:
             return answer.result(answer_s)
         except FutureTimeout:
@@ -242,8 +300,14 @@ def _problem(report: Report, cpu_s: float) -> str:
             return f"the grammar is too complex: compiling it takes more than {cpu_s:g} s of a processor"
         case "large":
             return f"the grammar is too complex: compiling it takes more than {MAX_BYTES >> 20} MiB of memory"
+        case "broken":
+            return "the server failed to read it"
         case _:
             return report.problem
+
+
+def _bytes_of(verdict: Verdict) -> int:
+    return VERDICT_BYTES + sys.getsizeof(verdict.grammar)
 
 
 def _unfinished() -> Future[Verdict]:

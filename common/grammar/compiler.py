@@ -5,6 +5,9 @@
 
 A child costs milliseconds, and after its death this process still holds the vocabulary. `GrammarChecks` starts this
 process and sends it orders. It ends when its standard input does.
+
+A worker orders grammars. A router's program (`router/text/grammar_writer.py`) hands `main` a writer: it orders
+what a client asks for, and the child first writes the grammar, so that no client's text is read in the router itself.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ import select
 import signal
 import sys
 import time
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import llguidance
 import msgspec
 
-from common.grammar.vocabulary import build_vocabulary, compile_grammar
+from common.grammar.vocabulary import MAX_PROBLEM_CHARS, build_vocabulary, compile_grammar
 
 MAX_BYTES = 128 * 2**20
 """Memory that compiling one grammar may take. A schema of two thousand members takes 20 MiB."""
@@ -34,6 +39,11 @@ POLL_S = 0.5
 """Between two looks for children that take too long."""
 LENGTH_BYTES = 4
 """Before each message between this process and the compiling one."""
+READ_BYTES = 65_536
+"""Read from a pipe at a time: its usual capacity."""
+
+Write = Callable[[str], str]
+"""Writes the grammar of an order's text. Raises ValueError, whose message the client sees."""
 
 
 class TokenSpace(msgspec.Struct, frozen=True):
@@ -45,10 +55,13 @@ class TokenSpace(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Asks to compile `grammar` in at most `cpu_s` seconds of processor time, at `niceness`."""
+    """Asks to compile a grammar, the `text` or what is written from it.
+
+    Writing and compiling may each take `cpu_s` seconds of processor time, at `niceness`.
+    """
 
     number: int
-    grammar: str
+    text: str
     cpu_s: float
     niceness: int
 
@@ -56,13 +69,15 @@ class Order(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """The result of an order.
 
-    `outcome` is one of good, bad (`problem` says why), slow, large (out of memory or of stack) and late (the child was
-    killed before it could tell). It took `num_bytes` of memory and `cpu_s` of processor time.
+    `outcome` is one of good, bad (`problem` says why), slow, large (out of memory or of stack), late (the child was
+    killed before it could report) and broken (`problem` names the place of the fault in the writer). It took
+    `num_bytes` of memory and `cpu_s` of processor time. `grammar` is what was written from the order's text.
     """
 
     number: int
     outcome: str
     problem: str = ""
+    grammar: str = ""
     num_bytes: int = 0
     cpu_s: float = 0.0
 
@@ -73,6 +88,7 @@ class _Child:
     pid: int
     pipe: int
     until: float
+    report: bytearray = field(default_factory=bytearray)
 
 
 def send(stream: BinaryIO, message: msgspec.Struct) -> None:
@@ -89,20 +105,22 @@ def receive(stream: BinaryIO) -> bytes:
 
 
 def _read(stream: BinaryIO, num_bytes: int) -> bytes:
-    found = b""
+    found = bytearray()
     while len(found) < num_bytes:
         part = stream.read(num_bytes - len(found))
         if not part:
             return b""
         found += part
-    return found
+    return bytes(found)
 
 
 class _Compiler:
     """Reads `orders` until they end, and writes a report of each to `reports`."""
 
-    def __init__(self, vocabulary: llguidance.LLTokenizer, orders: BinaryIO, reports: BinaryIO) -> None:
-        self._vocabulary, self._orders, self._reports = vocabulary, orders, reports
+    def __init__(
+        self, vocabulary: llguidance.LLTokenizer, write: Write | None, orders: BinaryIO, reports: BinaryIO
+    ) -> None:
+        self._vocabulary, self._write, self._orders, self._reports = vocabulary, write, orders, reports
         self._children: dict[int, _Child] = {}
 
     def run(self) -> None:
@@ -115,7 +133,10 @@ class _Compiler:
                     break
                 self._begin(msgspec.msgpack.decode(body, type=Order))
             for child in [self._children[pipe] for pipe in ready if pipe != orders]:
-                self._end(child)
+                if part := os.read(child.pipe, READ_BYTES):
+                    child.report.extend(part)
+                else:
+                    self._end(child)
             for child in [child for child in self._children.values() if child.until < time.monotonic()]:
                 os.kill(child.pid, signal.SIGKILL)  # its pipe ends then, and `_end` reports it
         for child in self._children.values():
@@ -126,38 +147,59 @@ class _Compiler:
         pid = os.fork()
         if not pid:
             os.close(pipe)
-            _compile(self._vocabulary, order, written)
+            _compile(self._vocabulary, self._write, order, written)
         os.close(written)
         self._children[pipe] = _Child(order, pid, pipe, time.monotonic() + WALL_S)
 
     def _end(self, child: _Child) -> None:
-        """Reports on a child that has written its report, which fits into a pipe, or died."""
-        body = os.read(child.pipe, 65_536)
+        """Reports on a child that has written its report, or died."""
         os.close(child.pipe)
         del self._children[child.pipe]
         _, status, used = os.wait4(child.pid, 0)
         number, cpu_s = child.order.number, used.ru_utime + used.ru_stime
-        if body:
-            send(self._reports, msgspec.msgpack.decode(body, type=Report))
+        with contextlib.suppress(msgspec.DecodeError):  # of a child that died before it had written all of it
+            send(self._reports, msgspec.msgpack.decode(child.report, type=Report))
             return
         how = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         outcome = {signal.SIGPROF: "slow", signal.SIGKILL: "late"}.get(signal.Signals(how), "large") if how else "large"
         send(self._reports, Report(number, outcome, cpu_s=cpu_s))
 
 
-def _compile(vocabulary: llguidance.LLTokenizer, order: Order, pipe: int) -> None:
-    """Compiles and reports, in the child, and ends it."""
+def _compile(vocabulary: llguidance.LLTokenizer, write: Write | None, order: Order, pipe: int) -> None:
+    """Writes the grammar, compiles it and reports, in the child, and ends it."""
     try:
         _bound(order)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        _, problem = compile_grammar(vocabulary, order.grammar)
+        outcome, grammar, problem = _written(write, order.text)
+        if not problem:
+            signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
+            _, problem = compile_grammar(vocabulary, grammar)
+            outcome = "bad" if problem else "good"
         used = resource.getrusage(resource.RUSAGE_SELF)
-        unit = 1 if sys.platform == "darwin" else 1024
-        outcome, num_bytes = "bad" if problem else "good", (used.ru_maxrss - resident) * unit
-        report = Report(order.number, outcome, problem, num_bytes, used.ru_utime + used.ru_stime)
-        os.write(pipe, msgspec.msgpack.encode(report))
+        num_bytes = (used.ru_maxrss - resident) * (1 if sys.platform == "darwin" else 1024)
+        written = "" if problem or write is None else grammar
+        report = Report(order.number, outcome, problem, written, num_bytes, used.ru_utime + used.ru_stime)
+        with os.fdopen(pipe, "wb", closefd=False) as reports:
+            reports.write(msgspec.msgpack.encode(report))
     finally:
         os._exit(0)
+
+
+def _written(write: Write | None, text: str) -> tuple[str, str, str]:
+    """The outcome of writing, the grammar of an order's text, and why there is none, or ""."""
+    if write is None:
+        return "good", text, ""
+    try:
+        return "good", write(text), ""
+    except RecursionError:
+        return "bad", "", "nested too deeply"
+    except ValueError as error:
+        return "bad", "", str(error)[:MAX_PROBLEM_CHARS]
+    except MemoryError:
+        raise
+    except Exception as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        return "broken", "", f"{type(error).__name__} in {frame.f_code.co_filename}, line {line}"
 
 
 def _bound(order: Order) -> None:
@@ -174,8 +216,8 @@ def _bound(order: Order) -> None:
         first_to_die.write("1000")
 
 
-def main() -> None:
-    """Serves standard input until its end."""
+def main(write: Write | None = None) -> None:
+    """Serves standard input until its end. Without `write` the texts of orders are grammars."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the input
     orders, reports = os.fdopen(0, "rb", buffering=0, closefd=False), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that no library prints into the reports
@@ -185,7 +227,7 @@ def main() -> None:
         vocabulary = build_vocabulary(Path(model.tokenizer), model.ends, model.vocab_size)
         gc.freeze()  # so that children share the vocabulary's pages
         with contextlib.suppress(BrokenPipeError):
-            _Compiler(vocabulary, orders, reports).run()
+            _Compiler(vocabulary, write, orders, reports).run()
 
 
 if __name__ == "__main__":

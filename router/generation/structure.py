@@ -1,4 +1,4 @@
-"""Turns what a request says about its answer's form into the grammar that the answer must match."""
+"""Turns a request's demands on the form of its answer into the grammar that the answer must match."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.errors import InvalidRequest
+from router.auth.keys import ApiKey
 from router.generation.service import Service
 from router.request.errors import InvalidField
 from router.request.extensions import JsonSchema
 from router.request.fields import ChatRequest, NamedTool, SamplingFields, Tool
-from router.text.answer.grammar import (
-    ANY_OBJECT,
-    bounded,
-    choice_grammar,
-    free_grammar,
-    json_grammar,
-    regex_grammar,
-    without_place,
-)
+from router.text.answer.grammar import ANY_OBJECT
 from router.text.calls.form import Wanted
 from router.text.calls.function import Function
+from router.text.grammar_writer import CallsDemand, ChoiceDemand, Demand, JsonDemand, RegexDemand, RulesDemand
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +30,10 @@ class ToolCalling:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One demand on the answer's form: its field, its grammar, and its schema if it asks for JSON."""
+    """A demand on the answer's form, with the field that makes it. `schema` is what the JSON must match, if any."""
 
     param: str
-    grammar: Callable[[], str]
+    demand: Callable[[], Demand]
     schema: JsonSchema | None = None
 
 
@@ -75,10 +69,13 @@ def is_held(fields: ChatRequest, calling: ToolCalling | None) -> bool:
     return bool(_forms(fields)) or (calling is not None and calling.required)
 
 
-async def answer_grammar(service: Service, fields: SamplingFields, calling: ToolCalling | None = None) -> str:
+async def answer_grammar(
+    service: Service, fields: SamplingFields, key: ApiKey, calling: ToolCalling | None = None
+) -> str:
     """The grammar that the answer must match; "" for none. Raises InvalidRequest, Unavailable.
 
-    It is compiled here once, within the workers' own bounds, so that no worker gets one beyond them.
+    It is written and compiled in a process with the workers' own bounds, so that no worker gets one beyond them.
+    Requests share what was compiled as they share cached prefixes: within the salt of their `key`.
     """
     forms = _forms(fields)
     if calling is not None and not service.dialect.parses:
@@ -95,25 +92,13 @@ async def answer_grammar(service: Service, fields: SamplingFields, calling: Tool
         param = forms[0].param if forms else "tools"
         raise InvalidRequest(f"{param}: this model has no end token, so nothing could end the answer", param=param)
     wanted = forms[0] if calling is None else _form_of_calls(service, calling, forms[0] if forms else None)
-    grammar = await service.text.apart(lambda: _grammar_of(wanted))
-    if problem := await service.text.grammar_problem(grammar):
-        raise _unusable(wanted, without_place(problem))
-    return grammar
-
-
-def _grammar_of(form: Form) -> str:
+    salt, param = key.salt(fields.cache_salt or ""), wanted.param
     try:
-        grammar = bounded(form.grammar())
-        grammar.encode()
+        return await service.text.grammar(wanted.demand(), salt=salt, owner=key.name)
     except ValueError as error:
-        raise _unusable(form, str(error)) from error
+        raise InvalidField(f"{param}: cannot be used", f": {error}", param=param) from error
     except RecursionError as error:
-        raise InvalidRequest(f"{form.param}: nested too deeply", param=form.param) from error
-    return grammar
-
-
-def _unusable(form: Form, why: str) -> InvalidField:
-    return InvalidField(f"{form.param}: cannot be used", f": {why}", param=form.param)
+        raise InvalidRequest(f"{param}: nested too deeply", param=param) from error
 
 
 def _form_of_calls(service: Service, calling: ToolCalling, form: Form | None) -> Form:
@@ -122,7 +107,7 @@ def _form_of_calls(service: Service, calling: ToolCalling, form: Form | None) ->
         raise InvalidRequest(f"{form.param}: with tools only JSON of a schema can be had", param=form.param)
     schema = answer if isinstance(answer, dict) else None
     wanted = Wanted(calling.functions, calling.required, calling.several, schema)
-    return Form("tools", partial(service.dialect.form.grammar, wanted, service.text.spell))
+    return Form("tools", partial(CallsDemand.of, service.dialect.form, service.text.spell, wanted))
 
 
 def _forms(fields: SamplingFields) -> list[Form]:
@@ -152,16 +137,16 @@ def _named(
     if schema is not None:
         forms.append(_json(f"{prefix}json", _parsed(schema, f"{prefix}json")))
     if regex is not None:
-        forms.append(Form(f"{prefix}regex", lambda: regex_grammar(regex)))
+        forms.append(Form(f"{prefix}regex", partial(RegexDemand, regex)))
     if choice is not None:
-        forms.append(Form(f"{prefix}choice", lambda: choice_grammar(choice)))
+        forms.append(Form(f"{prefix}choice", partial(ChoiceDemand, tuple(choice))))
     if grammar is not None:
-        forms.append(Form(f"{prefix}grammar", lambda: free_grammar(grammar)))
+        forms.append(Form(f"{prefix}grammar", partial(RulesDemand, grammar)))
     return forms
 
 
 def _json(param: str, schema: JsonSchema) -> Form:
-    return Form(param, lambda: json_grammar(schema), schema)
+    return Form(param, partial(JsonDemand.of, schema), schema)
 
 
 def _parsed(schema: JsonSchema | str, param: str) -> JsonSchema:

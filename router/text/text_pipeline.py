@@ -11,14 +11,15 @@ from common.grammar.checks import GrammarChecks
 from common.model_files.files import ModelFiles
 from common.model_files.template import ChatTemplate
 from common.model_files.tokenizer import Tokenizer
-from router.text.answer.grammar import literal
+from router.text.answer.grammar import literal, without_place
 from router.text.answer.marks import MarkTokens
 from router.text.calls.dialect import Dialect
 from router.text.calls.form import CallForm
 from router.text.calls.function import Function
 from router.text.chat_prompt import chat_prompt
+from router.text.grammar_writer import PROGRAM, Demand, grammar_of, text_of
 from router.text.known_prefixes import KnownPrefixes
-from router.text.text_threads import MAX_PENDING, SHORT_TEXT, TINY_TEXT, TextThreads
+from router.text.text_threads import HUGE_TEXT, MAX_PENDING, SHORT_TEXT, TextThreads
 from router.text.token_floor import TokenFloor, token_floor
 from router.text.token_table import TokenText, token_table
 
@@ -26,6 +27,8 @@ Result = TypeVar("Result")
 
 CHARS_PER_TOKEN = 8
 """More than nearly every text has."""
+CHARS_PER_VALUE = 4
+"""What a chat template writes for a value in addition to its text, and what it costs to look at an empty one."""
 
 
 class TextPipeline:
@@ -78,7 +81,7 @@ class TextPipeline:
             eos_token=files.eos_token,
             eos_token_ids=files.eos_token_ids,
             floor=token_floor(files.tokenizer, tokenizer),
-            grammars=GrammarChecks(files, files.vocab_size),
+            grammars=GrammarChecks(files, files.vocab_size, program=PROGRAM),
         )
 
     @property
@@ -144,8 +147,7 @@ class TextPipeline:
             )
             return self._encode(text, False, limit, max_bytes, "messages", salt=salt)
 
-        plain = not functions and not extra  # what these add to the text is not counted
-        return await self._threads.run(job, max(_num_chars(messages), 0 if plain else TINY_TEXT + 1))
+        return await self._threads.run(job, text_size((messages, functions, extra)))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Raises InvalidRequest for an id outside the vocabulary, Unavailable."""
@@ -166,17 +168,23 @@ class TextPipeline:
 
         return await self._threads.run(job, len(words) * max(map(len, words), default=0))
 
-    async def grammar_problem(self, grammar: str) -> str:
-        """Why workers could not use a grammar, or "". Raises Unavailable when it cannot be checked."""
-        if self.grammars is None:
-            return ""
-        # Shielded, because other requests may wait for the same grammar when this request's client leaves.
-        verdict = await asyncio.shield(asyncio.wrap_future(self.grammars.submit(grammar)))
-        return verdict.problem
+    async def grammar(self, demand: Demand, *, salt: str = "", owner: str = "") -> str:
+        """The grammar that a demand asks for, once it is written and compiled on trial; see `GrammarChecks.submit`.
 
-    async def apart(self, job: Callable[[], Result]) -> Result:
-        """The result of other long work, run in the threads for long texts. Raises Unavailable."""
-        return await self._threads.run(job, SHORT_TEXT + 1)
+        Raises ValueError, whose message is for the client, when workers could not use it, and Unavailable.
+        """
+        text = text_of(demand)
+        if self.grammars is None:
+            return await self.apart(lambda: grammar_of(text))
+        # Shielded, because other requests may wait for the same grammar when this request's client leaves.
+        verdict = await asyncio.shield(asyncio.wrap_future(self.grammars.submit(text, salt=salt, owner=owner)))
+        if verdict.problem:
+            raise ValueError(without_place(verdict.problem))
+        return verdict.grammar
+
+    async def apart(self, job: Callable[[], Result], size: int = SHORT_TEXT + 1) -> Result:
+        """The result of other work on `size` characters, run in the threads for texts. Raises Unavailable."""
+        return await self._threads.run(job, size)
 
     def exceeds(self, prompt: str | Sequence[int], num_tokens: int) -> bool:
         """Whether a prompt surely has more than `num_tokens`, found quickly from the beginning of a text.
@@ -262,7 +270,17 @@ class TextPipeline:
         return ids
 
 
-def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Roughly how long the conversation is; content in parts counts as long."""
-    contents = (message.get("content") for message in messages)
-    return sum(len(content) if isinstance(content, str) else SHORT_TEXT * bool(content) for content in contents)
+def text_size(value: object) -> int:
+    """Characters of all strings in a JSON value, and a few for each value; counts no further above `HUGE_TEXT`."""
+    size, left = 0, [value]
+    while left and size <= HUGE_TEXT:
+        part = left.pop()
+        size += CHARS_PER_VALUE
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, Mapping):
+            size += sum(map(len, part))
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            left += part
+    return size

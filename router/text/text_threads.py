@@ -16,12 +16,16 @@ SHORT_TEXT = 8192
 """Texts of so many characters or tokens take a few milliseconds and never wait behind megabytes."""
 TINY_TEXT = 1024
 """These take less time than a thread's turn costs: they have none."""
+JOB_CHARS = 64
+"""What a tiny text costs in addition to its characters."""
+HUGE_TEXT = 256 * 1024
+"""Longer texts take up to seconds. They have a thread that no other text waits for."""
 MAX_PENDING = 1024
 """Jobs that wait or run."""
 
 
 class TextThreads:
-    """With two threads or more, short texts have a thread of their own and do not wait for long ones.
+    """With two threads or more, short texts have a thread of their own, and one more thread serves huge texts.
 
     At most `max_pending` jobs wait or run; one more raises Unavailable. One event loop owns it.
     """
@@ -29,7 +33,9 @@ class TextThreads:
     def __init__(self, threads: int, max_pending: int = MAX_PENDING) -> None:
         self._long = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="text-long")
         self._short = ThreadPoolExecutor(1, thread_name_prefix="text-short") if threads > 1 else self._long
+        self._huge = ThreadPoolExecutor(1, thread_name_prefix="text-huge") if threads > 1 else self._long
         self._max_pending, self._pending, self._lock = max_pending, 0, threading.Lock()
+        self._at_once = 0  # characters of tiny texts since other tasks had their turn
         self._closed = False
 
     @property
@@ -45,9 +51,14 @@ class TextThreads:
                 retry_after_s=RETRY_AFTER_S,
             )
         if size <= TINY_TEXT and not self._closed:
+            self._at_once += size + JOB_CHARS
+            if self._at_once > SHORT_TEXT:  # a request may have thousands of tiny texts
+                self._at_once = 0
+                await asyncio.sleep(0)
             return job()
         try:
-            future = (self._short if size <= SHORT_TEXT else self._long).submit(job)
+            pool = self._short if size <= SHORT_TEXT else self._long if size <= HUGE_TEXT else self._huge
+            future = pool.submit(job)
         except RuntimeError as error:  # closed
             raise Unavailable("the router is shutting down", retry_after_s=RETRY_AFTER_S) from error
         with self._lock:
@@ -58,7 +69,7 @@ class TextThreads:
     def close(self) -> None:
         """Drop waiting jobs; the threads end after their current ones."""
         self._closed = True
-        for pool in (self._short, self._long):
+        for pool in (self._short, self._long, self._huge):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, _: Future[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from common.errors import InvalidRequest
 from router.api.openai.choice_shape import ChoiceShape, merged
@@ -20,6 +21,9 @@ from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
 from router.text.calls.function import Function
 from router.text.thinking import OPEN, open_thought
 
+MANY_MESSAGES = 1000
+"""A conversation of more messages is prepared in a thread, because that takes milliseconds."""
+
 
 async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl-") -> AnswerPlan:
     """Render and tokenise the conversation. Raises RequestError."""
@@ -28,7 +32,7 @@ async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, pr
     check_num_sequences(service, 1, max(fields.num_sampled, fields.num_beams))
     limit = service.max_model_len
     calling = tool_calling(fields)
-    grammar = await answer_grammar(service, fields, calling)
+    grammar = await answer_grammar(service, fields, origin.key, calling)
     wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     functions = calling.functions if calling else ()
     salt = origin.key.salt(fields.cache_salt or "")
@@ -66,9 +70,14 @@ async def conversation_tokens(
     """The tokens of the rendered conversation, which describes `functions`; the rest as in `TextPipeline`."""
     continued = bool(fields.continue_final_message)
     generation_prompt = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
+    given = fields.messages or []
+
+    def as_dicts() -> list[dict[str, Any]]:
+        return [message.as_dict() for message in given]
+
     try:
         return await service.text.encode_chat(
-            [message.as_dict() for message in fields.messages or ()],
+            await service.text.apart(as_dicts) if len(given) > MANY_MESSAGES else as_dicts(),
             functions=functions,
             dialect=service.dialect,
             add_generation_prompt=generation_prompt,

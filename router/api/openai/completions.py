@@ -26,7 +26,7 @@ async def plan_completion(service: Service, fields: CompletionRequest, origin: O
     fields.check()
     sources = _sources(fields.prompt)
     check_num_sequences(service, len(sources), max(fields.num_sampled, fields.num_beams))
-    grammar = await answer_grammar(service, fields)
+    grammar = await answer_grammar(service, fields, origin.key)
     prompts = [await _prompt(service, fields, source, param) for source, param in sources]
     return make_plan(
         service,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
+from router.text.calls.dialect import FORMS
 
 from ..answers import is_answer
 
@@ -126,3 +127,22 @@ async def test_the_log_tells_nothing_of_a_schema(running: Any, caplog: pytest.Lo
     assert (await running.chat(guided_json={"type": "secret"})).status_code == 400
     (record,) = [record for record in caplog.records if record.msg == "request"]
     assert vars(record)["reason"] == "guided_json: cannot be used"
+
+
+@pytest.mark.parametrize("fields", [fields for fields, _, _ in [*ASKED, *CHATS]])
+async def test_no_grammar_is_written_in_the_router(
+    running: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """It is a client's text, which may take the interpreter for minutes."""
+
+    def fail(*_: object, **__: object) -> str:
+        raise AssertionError("read in the router")
+
+    for name in ("free_grammar", "regex_grammar", "choice_grammar", "json_grammar"):
+        monkeypatch.setattr(f"router.text.grammar_writer.{name}", fail)
+    for form in FORMS.values():
+        monkeypatch.setattr(form, "grammar", fail)
+    reply = await running.chat(max_tokens=1, **fields)
+    assert reply.status_code == 200, reply.text
+    (request,) = running.engine.requests
+    assert request.params.grammar

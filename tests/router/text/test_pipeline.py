@@ -3,13 +3,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from common.model_files.files import ModelFiles
 from common.model_files.tokenizer import Tokenizer
-from router.text.text_pipeline import SHORT_TEXT, TINY_TEXT, TextPipeline
+from router.text.calls.function import Function
+from router.text.text_pipeline import TextPipeline
+from router.text.text_threads import HUGE_TEXT, SHORT_TEXT, TINY_TEXT
 
 USER = {"role": "user", "content": "Hi"}
 PROMPT = "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -103,6 +106,50 @@ async def test_short_texts_do_not_wait_for_long_ones(gate: Gate) -> None:
     gate.opened.set()
     assert len(await long) == SHORT_TEXT + 1
     pipeline.close()
+
+
+async def test_huge_texts_keep_no_others_waiting(gate: Gate) -> None:
+    pipeline = TextPipeline(gate, None, max_model_len=0, threads=2)
+    opened = threading.Event()
+    huge = asyncio.create_task(pipeline.apart(opened.wait, HUGE_TEXT + 1))
+    gate.opened.set()
+    for size in (SHORT_TEXT, SHORT_TEXT + 1, HUGE_TEXT):
+        assert len(await pipeline.encode("x" * size)) == size
+    assert not huge.done()
+    opened.set()
+    assert await huge
+    pipeline.close()
+
+
+LONG = "x" * SHORT_TEXT + "y"
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": LONG}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "more"),
+    [
+        ([{**USER, "content": LONG}], {}),
+        ([{**USER, "content": [{"type": "text", "text": LONG}]}], {}),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}], {}),
+        ([USER, {"role": "assistant", "content": "", "reasoning_content": LONG}], {}),
+        ([{"role": "x" * 60, "content": ""}] * (SHORT_TEXT // 30), {}),
+        ([USER], {"functions": [Function("f", LONG)]}),
+        ([USER], {"functions": [Function("f", None, {"properties": {LONG: {}}})]}),
+        ([USER], {"extra": {"documents": [{"text": [LONG]}]}}),
+    ],
+)
+async def test_the_work_is_judged_by_all_texts_of_a_conversation(
+    text: TextPipeline, monkeypatch: pytest.MonkeyPatch, messages: list[dict[str, Any]], more: dict[str, Any]
+) -> None:
+    threads: list[str] = []
+
+    def render(*_: object, **__: object) -> str:
+        threads.append(threading.current_thread().name)
+        return "hi"
+
+    monkeypatch.setattr("router.text.text_pipeline.chat_prompt", render)
+    assert await text.encode_chat(messages, **more) == list(b"hi")
+    assert threads[0].startswith("text-long"), "a thread of short texts, or the event loop"
 
 
 async def test_pending_work_is_bounded(gate: Gate) -> None:

@@ -1,0 +1,124 @@
+"""The program that writes and compiles the grammars of a router's requests (`common/grammar/compiler.py`).
+
+    router: demand ──text──> this program ──fork──> a child: writes the grammar of the demand, and compiles it
+            verdict with the grammar <──────────────────────┘
+
+Patterns, rules and schemas are a client's text, for which libraries may take time and memory without a bound. The
+router only encodes them: in linear time, in C.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Self, TypeAlias
+
+import msgspec
+
+from common.grammar.compiler import main
+from router.text.answer.grammar import bounded, choice_grammar, free_grammar, json_grammar, regex_grammar
+from router.text.calls.dialect import FORMS, RENDERED
+from router.text.calls.form import CallForm, Spell, Wanted
+from router.text.calls.function import Function
+
+PROGRAM = "router.text.grammar_writer"
+ALL_FORMS = (*FORMS.values(), *(form for _, form in RENDERED))
+"""Makes every form that a dialect may have. Their numbers are the same in the router and in this program."""
+
+
+class JsonDemand(msgspec.Struct, frozen=True, tag="json"):
+    """JSON text of a schema, which is itself JSON text."""
+
+    schema: str
+
+    @classmethod
+    def of(cls, schema: Mapping[str, Any] | bool) -> Self:
+        """Raises RecursionError for a schema that is nested too deeply."""
+        return cls(json.dumps(schema))
+
+    def grammar(self) -> str:
+        """See `grammar_of`, as for all demands."""
+        return json_grammar(json.loads(self.schema))
+
+
+class RegexDemand(msgspec.Struct, frozen=True, tag="regex"):
+    """Text that a regular expression matches as a whole."""
+
+    pattern: str
+
+    def grammar(self) -> str:
+        return regex_grammar(self.pattern)
+
+
+class ChoiceDemand(msgspec.Struct, frozen=True, tag="choice"):
+    """One of some texts."""
+
+    choices: tuple[str, ...]
+
+    def grammar(self) -> str:
+        return choice_grammar(self.choices)
+
+
+class RulesDemand(msgspec.Struct, frozen=True, tag="rules"):
+    """Text of a client's own grammar."""
+
+    rules: str
+
+    def grammar(self) -> str:
+        return free_grammar(self.rules)
+
+
+class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
+    """Calls of functions in a model's form, by its number in `ALL_FORMS`, with the spelling of its marks.
+
+    `functions` and `answer` are JSON text: a list of names and parameters, and a schema or null.
+    """
+
+    form: int
+    marks: dict[str, str]
+    functions: str
+    required: bool
+    several: bool
+    answer: str
+
+    @classmethod
+    def of(cls, form: CallForm, spell: Spell, wanted: Wanted) -> Self:
+        """Raises RecursionError for schemas that are nested too deeply."""
+        functions = json.dumps([[function.name, function.parameters] for function in wanted.functions])
+        marks = {mark: spell(mark) for mark in form.marks}
+        answer = json.dumps(wanted.answer)
+        return cls(_number_of(form), marks, functions, wanted.required, wanted.several, answer)
+
+    def grammar(self) -> str:
+        functions = [Function(name, None, parameters) for name, parameters in json.loads(self.functions)]
+        wanted = Wanted(functions, self.required, self.several, json.loads(self.answer))
+        return ALL_FORMS[self.form]().grammar(wanted, self.marks.__getitem__)
+
+
+def _number_of(form: CallForm) -> int:
+    made = (maker() for maker in ALL_FORMS)
+    return next(i for i, each in enumerate(made) if type(each) is type(form) and vars(each) == vars(form))
+
+
+Demand: TypeAlias = JsonDemand | RegexDemand | ChoiceDemand | RulesDemand | CallsDemand
+"""What a client asks of the form of an answer."""
+
+
+def text_of(demand: Demand) -> str:
+    """The text of a demand, for `GrammarChecks`. Raises ValueError for text that is not Unicode."""
+    return msgspec.json.encode(demand).decode()
+
+
+def grammar_of(text: str) -> str:
+    """The grammar that a demand's text asks for.
+
+    Raises ValueError for a demand without a grammar, and RecursionError for one that is nested too deeply.
+    """
+    demand: Demand = msgspec.json.decode(text, type=Demand)
+    grammar = bounded(demand.grammar())
+    grammar.encode()  # raises where the text is not Unicode
+    return grammar
+
+
+if __name__ == "__main__":
+    main(grammar_of)
