@@ -63,14 +63,14 @@ class Compiler:
         self._go_on, submit = threading.Event(), grammars._checks.submit
         self._held: list[threading.Thread] = []
 
-        def held(grammar: str) -> Future[Verdict]:
+        def held(grammar: str, *, salt: str = "") -> Future[Verdict]:
             if grammar not in (ENDLESS, SLOW):
-                return submit(grammar)
+                return submit(grammar, salt=salt)
             found: Future[Verdict] = Future()
 
             def later() -> None:
                 self._go_on.wait()
-                submit(grammar).add_done_callback(lambda each: found.set_result(each.result()))
+                submit(grammar, salt=salt).add_done_callback(lambda each: found.set_result(each.result()))
 
             self._held.append(threading.Thread(target=later, daemon=True))
             self._held[-1].start()

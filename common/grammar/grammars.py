@@ -18,6 +18,8 @@ from common.model_files.files import ModelFiles
 
 KEPT, KEPT_BYTES = 64, 256 * 2**20
 """Grammars that are kept, and their bytes. They grow as answers use them, each up to `MAX_LEXER_STATES`."""
+MAX_SALTS = 4096
+"""Salts that find one grammar; one more has all of them wait again."""
 GRAMMAR_TIMEOUT_S = 20.0
 """How long a request waits for its grammar. It takes seconds only when many slow ones come at once."""
 
@@ -37,6 +39,8 @@ class CompiledGrammar:
     is_final: bool = True
     num_bytes: int = 0
     is_spoilt: bool = False
+    salts: set[str] = field(default_factory=set)
+    """Of the requests that waited for it. To others it is unknown, so that its use by one tenant shows to no other."""
 
     def constraint(self) -> Constraint:
         """A constraint at the beginning of an answer."""
@@ -80,7 +84,7 @@ class Grammars:
         self._checks = checks or GrammarChecks(files, vocab_size)
         self._lanes, self._lock = _Lanes(), threading.Lock()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
-        self._waiting: dict[str, list[OnReady]] = {}
+        self._waiting: dict[str, list[tuple[str, OnReady]]] = {}
         self._num_users = 1
         try:
             self._vocabulary = build_vocabulary(files.tokenizer, files.eos_token_ids, vocab_size)
@@ -92,21 +96,24 @@ class Grammars:
         if not self._problem:
             self._checks.start()
 
-    def get(self, grammar: str, on_ready: OnReady) -> CompiledGrammar | None:
-        """The grammar, if it is compiled or has a problem; else None, and a thread calls `on_ready` later."""
+    def get(self, grammar: str, on_ready: OnReady, salt: str = "") -> CompiledGrammar | None:
+        """The grammar, if it is compiled or has a problem; else None, and a thread calls `on_ready` later.
+
+        Only a request of the same `salt` finds what was compiled; others wait as if it had not been.
+        """
         if self._problem:
             return CompiledGrammar(grammar, self._vocab_size, problem=self._problem)
         with self._lock:
             known = self._compiled.get(grammar)
-            if known is not None and not known.is_spoilt:
+            if known is not None and not known.is_spoilt and salt in known.salts:
                 self._compiled.move_to_end(grammar)
                 return known
             waiting = self._waiting.setdefault(grammar, [])
-            waiting.append(on_ready)
+            waiting.append((salt, on_ready))
             if len(waiting) > 1:
                 return None
         try:
-            self._checks.submit(grammar).add_done_callback(lambda found: self._on_checked(grammar, found))
+            self._checks.submit(grammar, salt=salt).add_done_callback(lambda found: self._on_checked(grammar, found))
         except (RequestError, ValueError) as error:
             self._settle(self._failed(grammar, error))
         return None
@@ -161,12 +168,16 @@ class Grammars:
 
     def _settle(self, found: CompiledGrammar) -> None:
         with self._lock:
+            waiting = self._waiting.pop(found.grammar, [])
             if found.is_final:
+                before = self._compiled.get(found.grammar)
+                if before is not None and len(before.salts) < MAX_SALTS:
+                    found.salts |= before.salts
+                found.salts.update(salt for salt, _ in waiting)
                 self._compiled[found.grammar] = found
                 self._compiled.move_to_end(found.grammar)
                 self._forget_oldest()
-            waiting = self._waiting.pop(found.grammar, [])
-        for on_ready in waiting:
+        for _, on_ready in waiting:
             on_ready(found)
 
     def _forget_oldest(self) -> None:

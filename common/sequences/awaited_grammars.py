@@ -38,7 +38,8 @@ class AwaitedGrammars(Generic[S]):
         """Have the grammar of a new sequence compiled. One that was compiled before constrains the sequence at once."""
         if self._grammars is None or not sequence.awaits_grammar:
             return
-        compiled = self._grammars.get(sequence.params.grammar, lambda compiled: self._notify(GrammarReady(compiled)))
+        grammar, salt = sequence.params.grammar, sequence.request.cache_salt
+        compiled = self._grammars.get(grammar, lambda compiled: self._notify(GrammarReady(compiled)), salt)
         if compiled is not None:
             self._settle(sequence, compiled)
 

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +64,7 @@ def make() -> Iterator[Callable[..., GrammarChecks]]:
     """Checks with bounds of a test's own."""
     made: list[GrammarChecks] = []
 
-    def one(**bounds: float) -> GrammarChecks:
+    def one(**bounds: Any) -> GrammarChecks:
         made.append(GrammarChecks(resolve_model("tiny-random"), VOCAB_SIZE, **bounds))
         return made[-1]
 
@@ -143,6 +145,39 @@ def test_verdicts_are_kept_and_shared(checks: GrammarChecks) -> None:
     assert not checks.submit(grammar).cancel()
 
 
+def test_a_verdict_is_found_by_its_own_salt_alone(checks: GrammarChecks) -> None:
+    grammar = 'start: "of one tenant"'
+    first = verdict(checks, grammar)
+    for salt in ("a", "b"):
+        asked = checks.submit(grammar, salt=salt)
+        other = asked.result(WAIT_S)
+        assert other is not first and other.problem == ""
+        assert checks.submit(grammar, salt=salt).result(0) is other
+
+
+def test_owners_have_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_module, "LANES", 1)
+    lane, opened, begun, ran = checks_module._Lane("turns"), threading.Event(), threading.Event(), list[str]()
+    lane.submit("greedy", lambda: (begun.set(), opened.wait(WAIT_S)))
+    assert begun.wait(WAIT_S)
+    for job in ("greedy 1", "greedy 2", "greedy 3", "modest 1", "other 1", "modest 2"):
+        lane.submit(job.split()[0], lambda job=job: ran.append(job))
+    opened.set()
+    wait_until(lambda: len(ran) == 6)
+    lane.close()
+    assert ran == ["greedy 1", "modest 1", "other 1", "greedy 2", "modest 2", "greedy 3"]
+
+
+def test_one_owner_cannot_have_all_places(make: Callable[..., GrammarChecks], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_module, "MAX_PENDING", 4)
+    checks = make()
+    for i in range(2):
+        checks.submit(ENDLESS + " " * i, owner="greedy")
+    with pytest.raises(Unavailable, match="2 grammars of this key wait"):
+        checks.submit(TRIVIAL, owner="greedy")
+    assert checks.submit(TRIVIAL, owner="modest").result(WAIT_S).problem == ""
+
+
 def test_kept_verdicts_are_bounded(make: Callable[..., GrammarChecks], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_module, "VERDICTS_KEPT", 3)
     checks = make()
@@ -158,6 +193,20 @@ def test_what_waits_is_bounded(make: Callable[..., GrammarChecks], monkeypatch: 
         checks.submit(ENDLESS + " " * i)
     with pytest.raises(Unavailable, match="2 grammars wait"):
         checks.submit(TRIVIAL)
+
+
+def test_a_fault_of_the_writer_is_logged_by_its_place(
+    make: Callable[..., GrammarChecks],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A client's request is refused, not the server's failure; its text is in no log."""
+    program = "from common.grammar.compiler import main\ndef write(text): return text.missing\nmain(write)\n"
+    (tmp_path / "faulty_writer.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert verdict(make(program="faulty_writer"), "secret").problem == "the server failed to read it"
+    assert "AttributeError in" in caplog.text and "line 2" in caplog.text and "secret" not in caplog.text
 
 
 def test_a_process_that_died_is_started_again(make: Callable[..., GrammarChecks]) -> None:
@@ -253,6 +302,15 @@ def test_what_was_not_found_out_is_asked_again(worker: Grammars) -> None:
     assert lost.wait(WAIT_S)
     assert found[0].problem and not found[0].is_final
     assert compiled(worker, ENDLESS).is_final
+
+
+def test_a_compiled_grammar_is_found_by_its_own_salts_alone(worker: Grammars) -> None:
+    known = compiled(worker, TRIVIAL)
+    told, done = list[CompiledGrammar](), threading.Event()
+    assert worker.get(TRIVIAL, lambda each: (told.append(each), done.set()), "other") is None
+    assert done.wait(WAIT_S) and told[0].problem == "" and told[0] is not known
+    assert worker.get(TRIVIAL, told.append, "other") is told[0]
+    assert worker.get(TRIVIAL, told.append) is told[0], "the first salt still finds it"
 
 
 def test_the_cache_is_bounded_in_bytes_and_in_number(worker: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
