@@ -29,11 +29,12 @@ from router.models.catalog import Catalog
 from router.models.entry import ModelEntry, ModelTable
 from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
-from router.request.body import BodyBudget, BodyLease, parse, read_body
-from router.request.large_body import LARGE_BYTES, LargeBodies
+from router.request.body import LARGE_BYTES, BodyBudget, BodyLease, parse, read_body
+from router.request.large_body import LargeBodies
 from router.streams.client import GenerationClient
 from router.text.answer.marks import MarkTokens
 from router.text.calls.dialect import Dialect, dialect_of
+from router.text.json_values import MAX_NUMBERS
 from router.text.text_pipeline import TextPipeline
 from router.text.thinking import thinks
 
@@ -193,7 +194,7 @@ class Service:
 
     async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
         """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""
-        data = await read_body(request, lease)
+        data = await read_body(request, lease, max(MAX_NUMBERS, self.max_model_len))
         return parse(data, model) if len(data) <= LARGE_BYTES else await self.large.model(data, model)
 
     def check_open(self) -> None:

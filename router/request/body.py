@@ -13,6 +13,7 @@ from starlette.requests import Request
 from common.errors import InvalidRequest, Unavailable
 from router.request.content_encoding import decoded, encoding_of
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType, invalid_field
+from router.text.json_values import MAX_NUMBERS, ValueCounter
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -25,6 +26,9 @@ MAX_BODIES = 32
 """How many bodies of the largest size may be held at once."""
 BUSY_RETRY_S = 2.0
 """The hint of a refusal while other bodies hold all room."""
+
+LARGE_BYTES = 256 * 1024
+"""Smaller bodies are parsed on the event loop, in a few milliseconds at worst, and their values are not counted."""
 
 
 class BodyBudget:
@@ -65,7 +69,7 @@ class BodyLease:
         self._num_bytes = 0
 
 
-def parse(data: bytes, model: type[M]) -> M:
+def parse(data: bytes | bytearray, model: type[M]) -> M:
     """The body as a checked `model`. Raises InvalidRequest."""
     try:
         body = orjson.loads(data)
@@ -84,10 +88,11 @@ def validated(body: dict[str, object], model: type[M]) -> M:
         raise invalid_field(error, body) from error
 
 
-async def read_body(request: Request, lease: BodyLease) -> bytes:
+async def read_body(request: Request, lease: BodyLease, max_numbers: int = MAX_NUMBERS) -> bytearray:
     """The body, decoded, of at most `max_body_bytes`.
 
-    Raises UnsupportedMediaType, InvalidRequest, BodyTooLarge, BodyTimeout, Unavailable.
+    Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable, and InvalidRequest for data that is not of its
+    encoding and for JSON of too many values.
     """
     max_bytes = lease.budget.max_body_bytes
     _check_content_type(request.headers.get("content-type", ""))
@@ -95,7 +100,7 @@ async def read_body(request: Request, lease: BodyLease) -> bytes:
     declared = request.headers.get("content-length", "0")
     if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(f"{int(declared):,} bytes", max_bytes)
-    parts: list[bytes] = []
+    data, counter, num_counted = bytearray(), ValueCounter("the body has", max_numbers=max_numbers), 0
     size = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -104,12 +109,15 @@ async def read_body(request: Request, lease: BodyLease) -> bytes:
                 if size > max_bytes:
                     break
                 lease.take(len(part))
-                parts.append(part)
+                data += part
+                if size > LARGE_BYTES:
+                    counter.add(part if num_counted else data)
+                    num_counted = size
     except TimeoutError as error:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
     if size > max_bytes:
         raise _too_large(f"more than {max_bytes:,} bytes{' when decoded' if encoding else ''}", max_bytes)
-    return b"".join(parts)
+    return data
 
 
 def _check_content_type(named: str) -> None:

@@ -12,7 +12,7 @@ from common.errors import InvalidRequest
 from router.request.errors import BodyTooLarge, UnsupportedMediaType
 
 ACCEPTED = "gzip, deflate"
-FIRST_BYTES, PIECE_BYTES = 64 * 1024, 1024 * 1024
+FIRST_BYTES, PIECE_BYTES = 64 * 1024, 256 * 1024
 """Decoded bytes at a time: the first of a part that is not longer on the event loop, in 0.1 ms, all others in a
 thread."""
 

@@ -1,8 +1,8 @@
 """Large bodies, parsed and checked in a thread while the event loop serves small requests.
 
-C code that makes a million objects lets no other thread run until it is done. So a body is first split into fields
-without parsing them: unknown fields are skipped, a prompt that cannot fit the model is refused by its number of commas,
-and the rest becomes objects piece by piece.
+C code that makes a million objects lets no other thread run until it is done. So the values of a body are counted while
+it arrives (`ValueCounter`), and it is split into fields without parsing them: unknown fields are skipped, a prompt
+that cannot fit the model is refused by its number of commas, and the rest becomes objects piece by piece.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import orjson
 from pydantic import BaseModel
 
 from common.errors import ContextLengthExceeded, InvalidRequest
-from router.request.body import validated
+from router.request.body import LARGE_BYTES, validated
 
 M = TypeVar("M", bound=BaseModel)
 Result = TypeVar("Result")
 
-LARGE_BYTES = 256 * 1024
-"""Smaller bodies are parsed on the event loop: they take a few milliseconds at worst."""
 MAX_FIELD_BYTES = 1024 * 1024
 """The size of a field outside the prompt, in a large body."""
 PROMPT_FIELDS = frozenset(("prompt", "messages", "input", "tokens"))
@@ -31,7 +29,7 @@ Pieces = dict[str, msgspec.Raw]
 class Threads(Protocol):
     """Runs long jobs in threads, a bounded number at once."""
 
-    async def apart(self, job: Callable[[], Result]) -> Result: ...
+    async def apart(self, job: Callable[[], Result], size: int = ...) -> Result: ...
 
 
 class LargeBodies:
@@ -40,13 +38,13 @@ class LargeBodies:
     def __init__(self, threads: Threads, max_model_len: Callable[[], int], max_ids: Callable[[], int]) -> None:
         self._threads, self._max_model_len, self._max_ids = threads, max_model_len, max_ids
 
-    async def model(self, data: bytes, model: type[M]) -> M:
+    async def model(self, data: bytes | bytearray, model: type[M]) -> M:
         """The body as a checked `model`. Raises RequestError, such as Unavailable when too many bodies wait."""
         max_model_len, max_ids = self._max_model_len(), self._max_ids()
-        return await self._threads.apart(lambda: parse_large(data, model, max_model_len, max_ids))
+        return await self._threads.apart(lambda: parse_large(data, model, max_model_len, max_ids), len(data))
 
 
-def parse_large(data: bytes, model: type[M], max_model_len: int, max_ids: int) -> M:
+def parse_large(data: bytes | bytearray, model: type[M], max_model_len: int, max_ids: int) -> M:
     """As `body.parse`, but the values of unknown fields are not checked to be JSON. Raises InvalidRequest."""
     try:
         fields = msgspec.json.decode(data, type=Pieces)
@@ -75,10 +73,10 @@ def _value(name: str, raw: memoryview, max_model_len: int, max_ids: int) -> obje
     if len(raw) <= LARGE_BYTES or not _is_list(raw) or _holds_numbers(raw):
         _check_number(name, raw, max_model_len)
         return _object(raw)
-    pieces = [memoryview(piece) for piece in msgspec.json.decode(raw, type=list[msgspec.Raw])]
+    pieces = msgspec.json.decode(raw, type=list[msgspec.Raw])
     for i, piece in enumerate(pieces):
-        _check_number(name, piece, max_model_len, f"[{i}]")
-    return [_object(piece) for piece in pieces]
+        _check_number(name, memoryview(piece), max_model_len, f"[{i}]")
+    return [_object(memoryview(piece)) for piece in pieces]
 
 
 def _is_list(raw: memoryview) -> bool:

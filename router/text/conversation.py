@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
+from router.text.json_values import ValueCounter
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
@@ -15,18 +16,19 @@ def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: b
     """Messages with content as one string and the arguments of tool calls as objects.
 
     A "developer" message becomes a "system" message for a template without that role. Raises InvalidRequest for
-    content that is not text.
+    content that is not text, and for arguments of too many JSON values.
     """
-    return [_message(message, index, has_developer) for index, message in enumerate(messages)]
+    counter = ValueCounter("messages: the arguments of tool calls have", param="messages")
+    return [_message(message, index, has_developer, counter) for index, message in enumerate(messages)]
 
 
-def _message(message: Mapping[str, Any], index: int, has_developer: bool) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], index: int, has_developer: bool, counter: ValueCounter) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = content_text(message.get("content"), index)
     if plain.get("role") == "developer" and not has_developer:
         plain["role"] = "system"
     if "tool_calls" in plain:
-        plain["tool_calls"] = _tool_calls(plain["tool_calls"], index)
+        plain["tool_calls"] = _tool_calls(plain["tool_calls"], index, counter)
     return plain
 
 
@@ -57,20 +59,21 @@ def _refused(index: int, reason: str) -> InvalidRequest:
     return InvalidRequest(f"messages[{index}].content {reason}", param=f"messages[{index}].content")
 
 
-def _tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, index: int, counter: ValueCounter) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or not all(
         isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls
     ):
         param = f"messages[{index}].tool_calls"
         raise InvalidRequest(f"{param} is not a list of function calls", param=param)
-    return [_tool_call(call) for call in calls]
+    return [_tool_call(call, counter) for call in calls]
 
 
-def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_call(call: Mapping[str, Any], counter: ValueCounter) -> dict[str, Any]:
     """Templates write arguments with `tojson`, so parse their JSON text; anything but an object stays text."""
     function = dict(call["function"])
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        counter.add_text(arguments)
         try:
             parsed = json.loads(arguments or "{}")
         except (ValueError, RecursionError):

@@ -11,9 +11,10 @@ import pytest
 from pydantic import BaseModel
 
 from common.errors import InvalidRequest, RequestError
-from router.request.body import parse
+from router.request.body import LARGE_BYTES, parse
 from router.request.fields import MAX_PARTS, ChatRequest, CompletionRequest, DetokenizeRequest
-from router.request.large_body import LARGE_BYTES, MAX_FIELD_BYTES, parse_large
+from router.request.large_body import MAX_FIELD_BYTES, parse_large
+from router.text.text_threads import HUGE_TEXT
 
 MAX_LEN = 100_000
 MAX_IDS = 300_000
@@ -100,7 +101,7 @@ def test_a_field_beside_the_prompt_has_a_bound() -> None:
 
 async def test_small_requests_do_not_wait_for_large_ones(running: Any, tools: Any) -> None:
     service, opened = running.app.state.service, threading.Event()
-    blocked = asyncio.create_task(service.text.apart(opened.wait))
+    blocked = asyncio.create_task(service.text.apart(opened.wait, HUGE_TEXT + 1))
     try:
         large = [asyncio.create_task(running.completion(prompt="hi", unknown=PADDING, max_tokens=2)) for _ in range(3)]
         await tools.until(lambda: service.text.num_pending == 4)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_developer_is_system_unless_the_template_has_it() -> None:
         ("[1]", "[1]"),
         ("{broken", "{broken"),
         ({"x": 1}, {"x": 1}),
-        ("[" * 9**6, None),
+        ("[" * 9**5, None),
     ],
 )
 def test_arguments_of_tool_calls_become_objects(arguments: Any, parsed: Any) -> None:
@@ -73,3 +74,19 @@ def test_arguments_of_tool_calls_become_objects(arguments: Any, parsed: Any) -> 
 def test_tool_calls_of_another_shape_are_refused(calls: Any) -> None:
     with pytest.raises(InvalidRequest, match="not a list of function calls"):
         template_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("num_calls", [1, 100])
+def test_arguments_are_counted_before_they_are_parsed(num_calls: int) -> None:
+    """Their JSON is a text within the body's JSON, in which nothing else counts it."""
+    arguments = '{"a":[' + "{}," * (2_500_000 // num_calls) + "1]}"
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls} for _ in range(num_calls)]
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="the arguments of tool calls have more than 200,000 JSON values"):
+            template_messages(messages)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 * 2**20

@@ -1,0 +1,88 @@
+"""The values of a body are counted before they are made: no few bytes become gigabytes."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidRequest
+from router.text.json_values import COUNTED_BYTES, MAX_VALUES, ValueCounter
+
+MIB = 2**20
+ROOM = 8 * MIB
+TEXTS = ["", "a", "[{,]}", '"', "\\", '\\"', '",', "é€😀", "\n\t", "\\\\", '[1,1,"'] * 3
+
+
+def counted(data: bytes, step: int, **bounds: int) -> tuple[int, int]:
+    """The values other than numbers in lists, and these numbers, of text that arrives in pieces."""
+    counter = ValueCounter("the body has", **bounds)
+    for begin in range(0, len(data), step):
+        counter.add(data[begin : begin + step])
+    return counter._num_values, counter._num_numbers
+
+
+def values_in(value: Any) -> tuple[int, int]:
+    """The same, of a value, which does not count itself."""
+    others = numbers = 0
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict | list):
+            children = list(part.values()) if isinstance(part, dict) else part
+            is_list = isinstance(part, list)
+            are_numbers = sum(is_list and isinstance(child, int) and child >= 0 for child in children)
+            others, numbers = others + len(children) - are_numbers, numbers + are_numbers
+            left += children
+    return others, numbers
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 64, 10**6])
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_values_are_counted_whatever_stands_in_texts(step: int, indent: int | None, ascii_only: bool) -> None:
+    value = {"messages": [{"role": "user", "content": text} for text in TEXTS], "n": 1, "x": [[], {}, [-1, None, "1"]]}
+    data = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode()
+    assert counted(data, step) == values_in(value) or step < len(data)
+    assert sum(counted(data, step)) - sum(values_in(value)) in (0, 1, 2), "of an empty list and an empty object"
+
+
+def test_token_ids_have_a_bound_of_their_own() -> None:
+    ids = json.dumps({"prompt": [list(range(1000))] * 30}).encode()
+    assert counted(ids, COUNTED_BYTES, max_values=1000, max_numbers=30_000)[1] == pytest.approx(30_000, abs=10)
+    with pytest.raises(InvalidRequest, match="more than 20,000 numbers in lists"):
+        counted(ids, COUNTED_BYTES, max_numbers=20_000)
+
+
+UNITS = ["{}", '""', "[1]", '{"a":1}']
+LISTS = [
+    ("/v1/chat/completions", '{"messages":['),
+    ("/v1/chat/completions", '{"messages":[{"role":"user","content":['),
+    ("/v1/completions", '{"prompt":['),
+    ("/v1/completions", '{"prompt":"hi","unknown":['),
+    ("/v1/responses", '{"input":['),
+    ("/v1/messages", '{"messages":['),
+    ("/v1/embeddings", '{"input":['),
+    ("/tokenize", '{"messages":['),
+    ("/detokenize", '{"tokens":['),
+]
+MANY = [(path, before, f"{unit},") for path, before in LISTS for unit in UNITS]
+NESTED = [("/v1/completions", before, unit) for _, before in LISTS[2:4] for unit in ("[", '[{"":')]
+
+
+@pytest.mark.parametrize(("path", "before", "unit"), MANY + NESTED)
+async def test_a_body_of_many_values_is_refused_before_they_are_made(
+    running: Any, path: str, before: str, unit: str
+) -> None:
+    data = (before + unit * ((ROOM - len(before)) // len(unit))).encode()
+    tracemalloc.start()
+    try:
+        reply = await running.http.post(path, content=data, headers={"content-type": "application/json"})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert reply.status_code == 400, reply.text
+    assert f"more than {MAX_VALUES:,} JSON values" in reply.json()["error"]["message"]
+    assert peak < 64 * MIB
