@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +13,23 @@ import msgspec
 
 from common.errors import ModelNotFound
 from router.batch.lines import MAX_ID_CHARS, MAX_SHOWN_CHARS
+from router.request.body import LARGE_BYTES
 from router.store.file_record import BatchProblem
 from router.store.files import FileStore
 
 READ_BYTES = 256 * 1024
 """Of a file at a time, parsed before the next are read."""
+TURN_BYTES = 8 * 1024
+"""Of a file that are split into lines before other tasks of the event loop have their turn."""
 LINES_A_TURN = 32
 """Lines that are parsed before other tasks of the event loop have their turn."""
 ENVELOPE_BYTES = 4096
 """What a line may have beside the body of its request."""
 MAX_PROBLEMS = 100
 """Faults that a failed batch names."""
+MAX_MEMBER_BYTES = 16 * 1024
+"""JSON of a member that is read here. A longer one stays JSON text and is shown as such."""
+NULL = msgspec.Raw(b"null")
 
 
 class FaultyLine(Exception):
@@ -37,18 +44,18 @@ class FaultyLine(Exception):
 
 
 class _Line(msgspec.Struct):
-    custom_id: Any = None
-    method: Any = None
-    url: Any = None
+    custom_id: msgspec.Raw = NULL
+    method: msgspec.Raw = NULL
+    url: msgspec.Raw = NULL
     body: msgspec.Raw = msgspec.Raw()
 
 
 class _Body(msgspec.Struct):
-    model: Any = None
-    stream: Any = None
-    background: Any = None
-    service_tier: Any = None
-    request_class: Any = None
+    model: msgspec.Raw = NULL
+    stream: msgspec.Raw = NULL
+    background: msgspec.Raw = NULL
+    service_tier: msgspec.Raw = NULL
+    request_class: msgspec.Raw = NULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +88,25 @@ def parse_line(number: int, line: bytes, endpoint: str) -> InputLine:
         fields = msgspec.json.decode(line, type=_Line)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise FaultyLine("invalid_json_line", f"this line is no JSON object: {error}") from error
-    name = fields.custom_id
+    name, method, url = _value(fields.custom_id), _value(fields.method), _value(fields.url)
     if name is None:
         raise FaultyLine("missing_required_parameter", "custom_id is required", "custom_id")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARS:
         raise FaultyLine("invalid_request", f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters", "custom_id")
-    if fields.method != "POST":
-        raise FaultyLine("invalid_method", f"method is {_shown(fields.method)}, and must be POST", "method")
-    if fields.url != endpoint:
-        raise FaultyLine("url_mismatch", f"url is {_shown(fields.url)}, and the batch's endpoint {endpoint!r}", "url")
+    if method != "POST":
+        raise FaultyLine("invalid_method", f"method is {_shown(method)}, and must be POST", "method")
+    if url != endpoint:
+        raise FaultyLine("url_mismatch", f"url is {_shown(url)}, and the batch's endpoint {endpoint!r}", "url")
     return _with_body(number, name, bytes(fields.body))
+
+
+def _value(raw: msgspec.Raw) -> Any:
+    """The value of valid JSON; the beginning of its bytes if it is long or nested too deeply."""
+    view = memoryview(raw)
+    if len(view) <= MAX_MEMBER_BYTES:
+        with suppress(RecursionError):
+            return msgspec.json.decode(view)
+    return bytes(view[:MAX_SHOWN_CHARS])
 
 
 def _with_body(number: int, name: str, body: bytes) -> InputLine:
@@ -101,12 +117,29 @@ def _with_body(number: int, name: str, body: bytes) -> InputLine:
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise FaultyLine("invalid_request", "body must be a JSON object", "body") from error
     for param in ("stream", "background"):
-        if getattr(fields, param):
+        if _value(getattr(fields, param)):
             raise FaultyLine(
                 "invalid_request", f"a request of a batch has its answer whole, without {param}", f"body.{param}"
             )
-    names_class = fields.service_tier is not None or fields.request_class is not None
-    return InputLine(number, name, body, fields.model, names_class)
+    names_class = any(_value(named) is not None for named in (fields.service_tier, fields.request_class))
+    return InputLine(number, name, body, _value(fields.model), names_class)
+
+
+async def parsed(number: int, line: bytes, endpoint: str) -> InputLine:
+    """`parse_line`, in a thread if the line is long. Raises FaultyLine."""
+    if len(line) <= LARGE_BYTES:
+        return parse_line(number, line, endpoint)
+    return await asyncio.to_thread(parse_line, number, line, endpoint)
+
+
+async def _pieces_of(store: FileStore, file_id: str) -> AsyncGenerator[bytes, None]:
+    """The bytes of a file in pieces, each of which is a turn of the event loop. Raises StoreFailed."""
+    after = -1
+    while pieces := await store.read(file_id, after, READ_BYTES):
+        for after, piece in pieces:  # noqa: B007 (the last number is where the next read begins)
+            for begin in range(0, len(piece), TURN_BYTES):
+                yield piece[begin : begin + TURN_BYTES]
+                await asyncio.sleep(0)
 
 
 async def lines_of(store: FileStore, file_id: str, max_bytes: int) -> AsyncGenerator[tuple[int, bytes | None], None]:
@@ -114,23 +147,24 @@ async def lines_of(store: FileStore, file_id: str, max_bytes: int) -> AsyncGener
 
     Raises StoreFailed.
     """
-    number, after, parts, size = 1, -1, [b""], 0
-    while True:
-        pieces = await store.read(file_id, after, READ_BYTES)
-        for after, piece in pieces:  # noqa: B007 (the last number is where the next read begins)
+    number, parts, size = 1, [b""], 0
+    async with aclosing(_pieces_of(store, file_id)) as pieces:
+        async for piece in pieces:
+            if not size and piece.isspace():  # white space at the beginning of a line means nothing
+                number += piece.count(b"\n")
+                continue
             *ended, rest = piece.split(b"\n")
-            for i, part in enumerate(ended):
-                whole = b"".join((*parts, part)) if size + len(part) <= max_bytes else None
-                parts, size = [], 0
-                if whole is None or whole.strip():
-                    yield number, whole
-                number += 1
-                if i % LINES_A_TURN == 0:
-                    await asyncio.sleep(0)
+            if ended:
+                first = b"".join((*parts, ended[0])) if size + len(ended[0]) <= max_bytes else None
+                whole = [first, *(line if len(line) <= max_bytes else None for line in ended[1:])]
+                found = [(i, line) for i, line in enumerate(whole, number) if line is None or line.strip()]
+                number, parts, size = number + len(ended), [], 0
+                for turn, (i, line) in enumerate(found):
+                    yield i, line
+                    if turn % LINES_A_TURN == 0:
+                        await asyncio.sleep(0)
             size += len(rest)
             parts = [*parts, rest] if size <= max_bytes else []
-        if not pieces:
-            break
     if size > max_bytes:
         yield number, None
     elif last := b"".join(parts).strip():
@@ -146,7 +180,7 @@ async def judge(
     max_bytes: int,
     stopped: Callable[[], bool],
 ) -> InputReport:
-    """Look at all lines, until `stopped` or as many faults as are shown. `check_model` raises ModelNotFound."""
+    """Check all lines, until `stopped` or as many faults as are shown. `check_model` raises ModelNotFound."""
     report, known = InputReport(), set()
     async for number, line in lines:
         report.num_lines += 1
@@ -159,7 +193,7 @@ async def judge(
         try:
             if line is None:
                 raise FaultyLine("invalid_request", f"this line has more than {max_bytes:,} bytes")
-            request = parse_line(number, line, endpoint)
+            request = await parsed(number, line, endpoint)
             mark = hashlib.blake2b(request.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
             if mark in known:
                 raise FaultyLine(
@@ -188,5 +222,5 @@ def _model_of(request: InputLine, check_model: Callable[[Any], str]) -> str:
 
 
 def _shown(value: object) -> str:
-    shown = repr(value)
+    shown = value.decode(errors="replace") if isinstance(value, bytes) else repr(value)
     return shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "…"

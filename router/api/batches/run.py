@@ -17,7 +17,7 @@ from contextlib import aclosing
 from common.machine.wall_clock import AGES_S
 from router.api.batches.asker import KeyGone, LineAsker, ModelAway
 from router.api.batches.halt import Halt, Halted
-from router.api.batches.lines import ENVELOPE_BYTES, InputLine, judge, lines_of, parse_line
+from router.api.batches.lines import ENVELOPE_BYTES, InputLine, judge, lines_of, parsed
 from router.batch.lines import BatchResult
 from router.generation.service import Service
 from router.store.errors import StoreFailed, StoreFull
@@ -213,7 +213,7 @@ class BatchRun:
         async with aclosing(self._raw_lines()) as lines:
             async for number, line in lines:
                 if line is not None and number not in done:
-                    yield parse_line(number, line, self.batch.endpoint)
+                    yield await parsed(number, line, self.batch.endpoint)
 
 
 def _facts(batch: StoredBatch) -> dict[str, object]:
