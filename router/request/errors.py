@@ -213,6 +213,13 @@ def invalid_field(error: ValidationError, body: object) -> InvalidRequest:
     return InvalidField(f"{param}: {what}", _got(values[path], what), param=param)
 
 
+def invalid_translation(error: ValidationError) -> InvalidRequest:
+    """The first of the problems of a request that was translated from another API, whose bounds are wider."""
+    problem = error.errors(include_url=False)[0]
+    param = param_of(problem["loc"])
+    return InvalidRequest(f"{param}: {_text(problem['type'], problem['msg'], problem.get('ctx', {}))}", param=param)
+
+
 def param_of(path: Sequence[str | int]) -> str | None:
     """("messages", 0, "role") -> "messages[0].role"."""
     text = ""

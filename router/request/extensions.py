@@ -30,13 +30,18 @@ BadWords = Annotated[list[StopText], Field(max_length=MAX_WORDS, fail_fast=True)
 Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_STRUCTURED_CHOICES, fail_fast=True)]
 
 
-def _not_too_many(bias: object) -> object:
-    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:  # before a million entries are checked one by one
-        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries, not {len(bias)}")
-    return bias
+def at_most(num_entries: int) -> BeforeValidator:
+    """Bounds the entries of an object before they are checked one by one: each wrong one is an error of its own."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > num_entries:
+            raise ValueError(f"must have at most {num_entries:,} entries, not {len(value):,}")
+        return value
+
+    return BeforeValidator(check)
 
 
-LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)]
+LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_LOGIT_BIAS)]
 
 
 class Fields(BaseModel):

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from router.batch.lines import PATHS
+from router.request.extensions import at_most
 from router.request.paths import EMBEDDINGS_PATH, GENERATING
 
 ENDPOINTS: Final = tuple(path for path in (*PATHS, EMBEDDINGS_PATH) if path in GENERATING)
@@ -38,7 +39,7 @@ class NewBatch(BaseModel):
     )
     endpoint: str = Field(description=f"where all its requests go: {', '.join(ENDPOINTS)}")
     completion_window: Literal["24h"] = Field(description="how long the batch may take; the rest of it then expires")
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_PAIRS)] | None = None
+    metadata: Annotated[dict[str, str], at_most(MAX_PAIRS)] | None = None
     output_expires_after: ResultExpiry | None = None
 
     @field_validator("endpoint")

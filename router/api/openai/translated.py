@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
 
+from pydantic import ValidationError
+
 from router.api.openai.chat import plan_chat
 from router.generation.choices.origin import Origin
 from router.generation.plan import AnswerPlan
 from router.generation.service import Service
+from router.request.errors import invalid_translation
 from router.request.fields import ChatRequest
 from router.request.translation import named_as
 
@@ -24,8 +27,14 @@ class OtherFields(Protocol):
 
 
 async def chat_of(service: Service, make: Callable[[], ChatRequest], num_items: int) -> ChatRequest:
-    """The chat request that `make` translates a conversation of so many items to. Raises RequestError."""
-    return make() if num_items <= MANY_ITEMS else await service.text.apart(make)
+    """The chat request that `make` translates a conversation of `num_items` to. Raises RequestError.
+
+    What the other API allows may exceed the bounds of a chat request, for example calls of one message.
+    """
+    try:
+        return make() if num_items <= MANY_ITEMS else await service.text.apart(make)
+    except ValidationError as error:
+        raise invalid_translation(error) from error
 
 
 async def plan_translated(

@@ -14,13 +14,15 @@ from common.errors import InvalidRequest
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.request import fields as ours
 from router.request.errors import unsupported
-from router.request.extensions import EXTENSIONS, Extensions, Fields, JsonSchema, StopText
+from router.request.extensions import EXTENSIONS, Extensions, Fields, JsonSchema, StopText, at_most
 from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort
 from router.request.refused import Only, Refused
 from router.request.translation import function_tool, joined_text, named_tool
 
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 MAX_ID_CHARS = 256
+MAX_METADATA = 256
+"""Entries of a response's metadata."""
 WITH_LOGPROBS = "message.output_text.logprobs"
 SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user", "stop")
 """Fields that mean the same in a chat request, beside the extensions."""
@@ -132,7 +134,7 @@ class ResponsesRequest(Extensions):
     store: bool | None = Field(None, description="default true: the response is kept for later requests")
     previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
     background: bool | None = Field(None, description="answer at once, and let the client ask for the response later")
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], at_most(MAX_METADATA)] | None = None
     user: Annotated[str, Field(max_length=4096)] | None = None
     reasoning: Reasoning | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None

@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import InternalError
 from router.api.responses.fields import ResponsesRequest
+from router.request.fields import MAX_MESSAGES, MAX_TOOLS
 
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -347,6 +348,35 @@ async def test_too_many_parts_are_not_looked_at(running: Any) -> None:
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": ""}] * 9000}
     reply = await post(running, input=[output] * 2)
     assert reply.status_code == 400 and "at most 10000 parts" in reply.json()["error"]["message"]
+
+
+async def test_metadata_of_many_entries_is_not_looked_at(running: Any) -> None:
+    """Each wrong entry would be an error of its own."""
+    reply = await post(running, metadata=dict.fromkeys(map(str, range(5000)), 1))
+    assert reply.status_code == 400
+    assert "metadata: must have at most 256 entries, not 5,000" in reply.json()["error"]["message"]
+
+
+CALLS = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}] * (MAX_TOOLS + 1)
+USES = [{"type": "tool_use", "id": "a", "name": "f", "input": {}}] * (MAX_TOOLS + 1)
+TURNS = [{"role": "user", "content": ""}] * MAX_MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "problem"),
+    [
+        ("/v1/responses", {"input": CALLS}, "tool_calls: must have at most 1024 entries, not 1025"),
+        ("/v1/responses", {"input": TURNS, "instructions": "x"}, "messages: must have at most 10000 entries"),
+        ("/v1/messages", {"messages": [{"role": "assistant", "content": USES}]}, "tool_calls: must have at most 1024"),
+        ("/v1/messages", {"messages": TURNS, "system": "x"}, "messages: must have at most 10000 entries, not 10001"),
+        ("/v1/messages/count_tokens", {"messages": TURNS, "system": "x"}, "messages: must have at most 10000 entries"),
+    ],
+)
+async def test_what_exceeds_a_chat_request_is_refused(
+    running: Any, path: str, fields: dict[str, Any], problem: str
+) -> None:
+    reply = await running.http.post(path, json={"max_tokens": 1} | fields if "messages" in path else fields)
+    assert reply.status_code == 400 and problem in reply.json()["error"]["message"], reply.text
 
 
 async def test_a_stream_that_breaks_says_so(start: Any, tools: Any) -> None:
