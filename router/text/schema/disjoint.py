@@ -149,7 +149,7 @@ class Proofs:
 
     def _no_array(self, parts: Sequence[Mapping[str, Any]], depth: int) -> bool:
         needed = max((number(part, "minItems") or 0 for part in parts), default=0)
-        longest = max(len(sequence(part, "prefixItems")) for part in parts)
+        longest = max((len(sequence(part, "prefixItems")) for part in parts), default=0)
         for i in range(min(int(needed), longest + 1)):
             items = [first[i] if i < len(first := sequence(p, "prefixItems")) else p.get("items", True) for p in parts]
             if self._impossible(self.flat(*items), depth + 1):

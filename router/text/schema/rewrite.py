@@ -18,6 +18,7 @@ from router.text.schema.formats import pattern_of
 from router.text.schema.keywords import CLOSED, EXTRA, LISTS, SINGLES, Schema, Unenforceable, escaped
 from router.text.schema.negation import Negation, all_of, any_of
 from router.text.schema.one_of import alone, exclusive
+from router.text.schema.regexes import has_looks
 
 MAX_REWRITTEN_DEPTH = 120
 """Of schemas within schemas, those that rewriting adds included."""
@@ -68,6 +69,8 @@ class _Rewriting:
                 found[key] = [*found.get(key, ()), *written]
             elif key in SINGLES:
                 found[key] = self.schema(value, f"{place}/{key}", depth + 1)
+            elif key == "pattern" and self._lenient and isinstance(value, str) and has_looks(value):
+                continue
             elif key == "format" and (pattern := pattern_of(value)):
                 found["allOf"] = [*found.get("allOf", ()), {"pattern": pattern}]
             else:

@@ -1,0 +1,422 @@
+"""Reads a schema type by type, for formats of tool calls whose arguments are not JSON.
+
+    {"anyOf": [{"$ref": "#/$defs/0"}, {"type": "null"}]}  ->  a case for objects, and a case for null
+
+The document must be in the keywords of the grammar library: canonical, and rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cached_property
+from itertools import combinations
+from typing import Any, Final
+
+from router.text.schema.canonical import REFERENCE, Document
+from router.text.schema.disjoint import Proofs
+from router.text.schema.finite import key_of, listed, mapping, names, number, rejects, sequence, type_of, types_of
+from router.text.schema.keywords import TYPES, Schema, Unenforceable, children
+from router.text.schema.negation import any_of
+from router.text.schema.regexes import matches
+
+MAX_COMBINATIONS = 256
+"""Of one value. Alternatives that would make more are ignored, so that the grammar accepts too much."""
+MAX_OVERLAPPING_PATTERNS = 3
+"""Patterns of names whose combinations are told apart; with more, each applies alone."""
+MAX_COUNTED = 6
+"""Optional members of which some number is wanted: all choices are told apart."""
+MAX_COMPARED_DEPTH = 64
+"""Of values within values that are compared with schemas."""
+STRUCTURE: Final = frozenset(("$ref", "allOf", "anyOf", "$defs"))
+PARTS: Final = frozenset(
+    ("properties", "patternProperties", "additionalProperties", "items", "prefixItems", "required")
+)
+
+Schemas = tuple[Schema, ...]
+"""Schemas of one value, which must match all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way for a value to match: `parts` are keywords that all apply, without references and alternatives.
+
+    `types` are those of the value. `values` are all values, where the parts list them.
+    """
+
+    parts: tuple[Mapping[str, Any], ...]
+    types: frozenset[str]
+    values: tuple[Any, ...] | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether every value matches."""
+        return not self.parts
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its numbers are integers."""
+        return any("integer" in (kinds := _kinds(part)) and "number" not in kinds for part in self.parts)
+
+    def least(self, key: str) -> float | None:
+        """The smallest of the parts' bounds, of which each is a largest value."""
+        return min(self._bounds(key), default=None)
+
+    def most(self, key: str) -> float | None:
+        """The largest of the parts' bounds, of which each is a smallest value."""
+        return max(self._bounds(key), default=None)
+
+    def keywords(self, *keys: str) -> list[dict[str, Any]]:
+        """These keywords of the parts that have some."""
+        found = [{key: part[key] for key in keys if key in part} for part in self.parts]
+        return [each for each in found if each]
+
+    def _bounds(self, key: str) -> list[float]:
+        return [bound for part in self.parts if (bound := number(part, key)) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Unnamed:
+    """Members whose names match all of `patterns` and none of `without`: their schemas."""
+
+    patterns: tuple[str, ...]
+    without: tuple[str, ...]
+    schemas: Schemas
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectShape:
+    """The members of an object: `named` ones in their order, then `least` to `most` others of one of the `unnamed`.
+
+    `taken` are names that no unnamed member has.
+    """
+
+    named: Mapping[str, Schemas]
+    required: frozenset[str]
+    taken: tuple[str, ...]
+    unnamed: tuple[Unnamed, ...]
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayShape:
+    """The items of an array: the `first` ones one by one, then others of one schema."""
+
+    first: tuple[Schemas, ...]
+    others: Schemas
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternatives:
+    """An `anyOf`, and the schemas that lead to it."""
+
+    options: Sequence[Schema]
+    ancestors: frozenset[int]
+
+
+class Shapes:
+    """The shapes of the values of one document. `root` is its schema."""
+
+    def __init__(self, document: Document) -> None:
+        self.document, self.root = document, document.root
+        self._proofs = Proofs(document)
+        self._cases: dict[tuple[int, ...], tuple[Schemas, tuple[Case, ...]]] = {}
+        self._plain: dict[int, tuple[Schema, dict[str, Any]]] = {}
+        self._equal: dict[str, dict[str, Any]] = {}
+        self._objects: dict[int, tuple[Case, tuple[ObjectShape, ...]]] = {}
+
+    def cases(self, *schemas: Schema) -> tuple[Case, ...]:
+        """The cases of a value that must match all schemas; none if nothing can match."""
+        key = tuple(map(id, schemas))
+        if key not in self._cases:
+            self._cases[key] = schemas, tuple(self._found_cases(schemas))
+        return self._cases[key][1]
+
+    def object_shapes(self, case: Case) -> tuple[ObjectShape, ...]:
+        """The shapes of a case's objects; none if it has no objects."""
+        if id(case) not in self._objects:
+            self._objects[id(case)] = case, tuple(self._found_objects(case)) if "object" in case.types else ()
+        return self._objects[id(case)][1]
+
+    @cached_property
+    def root_objects(self) -> list[ObjectShape]:
+        """The shapes of all objects that match the root. Raises Unenforceable if nothing does."""
+        found: list[ObjectShape] = []
+        for case in self.cases(self.root):
+            if case.values is not None:
+                found += [_only(value) for value in case.values if isinstance(value, Mapping)]
+            else:
+                found += self.object_shapes(case)
+        if not found:
+            raise Unenforceable("#", "no object matches this schema")
+        return found
+
+    def narrowed(self, cases: Sequence[Case], types: frozenset[str]) -> Schema:
+        """A schema of the values of cases that are of some types."""
+        return any_of([_joined(case, types) for case in cases if case.types & types])
+
+    def document_of(self, schema: Schema) -> Document:
+        """A schema that refers to this document, with the definitions that it reaches."""
+        return Document(schema, self._reached(schema))
+
+    def array_shape(self, case: Case) -> ArrayShape | None:
+        """The items of a case's arrays; None if it has no arrays."""
+        if "array" not in case.types:
+            return None
+        length = max((len(sequence(part, "prefixItems")) for part in case.parts), default=0)
+        first = [_essential(_item(part, i) for part in case.parts) for i in range(length)]
+        others = _essential(part.get("items", True) for part in case.parts)
+        least, most = int(case.most("minItems") or 0), case.least("maxItems")
+        impossible = next((i for i, each in enumerate([*first, others]) if not self.cases(*each)), None)
+        if impossible is not None:
+            first, most = first[:impossible], impossible if most is None else min(most, impossible)
+        if most is not None and most < least:
+            return None
+        return ArrayShape(tuple(first), others, least, None if most is None else int(most))
+
+    def members(self, name: str) -> list[Schemas]:
+        """The schemas of the root's member of this name, one of which it matches."""
+        found: list[Schemas] = []
+        for shape in self.root_objects:
+            if name in shape.named:
+                found.append(shape.named[name])
+            elif name not in shape.taken:
+                found += [kind.schemas for kind in shape.unnamed if _is_named(kind, name)]
+        return found
+
+    def accepts(self, value: Any, *schemas: Schema, depth: int = 0) -> bool:
+        """Whether a value of JSON matches all schemas. Formats, and patterns that cannot be expressed, are ignored."""
+        return depth > MAX_COMPARED_DEPTH or any(self._accepts(value, case, depth) for case in self.cases(*schemas))
+
+    def _reached(self, schema: Schema) -> dict[str, Schema]:
+        """The definitions to which a schema refers, and those to which these refer."""
+        found: dict[str, Schema] = {}
+        left = [schema]
+        while left:
+            here = left.pop()
+            if not isinstance(here, Mapping):
+                continue
+            if "$ref" in here and (name := here["$ref"].removeprefix(REFERENCE)) not in found:
+                found[name] = self.document.definitions[name]
+                left.append(found[name])
+            left += [child for _, child in children(here)]
+        return found
+
+    def _found_cases(self, schemas: Schemas) -> Iterator[Case]:
+        flat = self._flat(schemas, frozenset())
+        if flat is None:
+            return
+        parts, options = flat
+        found: list[list[Mapping[str, Any]]] = []
+        while not self._expand(parts, options, found):
+            found.clear()
+            options = options[:-1]
+        for each in {frozenset(map(id, each)): each for each in found}.values():
+            case = self._case(each)
+            if case is not None:
+                yield case
+
+    def _flat(
+        self, schemas: Schemas, choices: frozenset[int]
+    ) -> tuple[list[Mapping[str, Any]], list[_Alternatives]] | None:
+        """The parts and alternatives of schemas; None if nothing matches. `choices` are alternatives chosen before."""
+        parts: list[Mapping[str, Any]] = []
+        options: list[_Alternatives] = []
+        left = [(schema, frozenset[int]()) for schema in reversed(schemas)]
+        seen: set[int] = set()
+        while left:
+            schema, ancestors = left.pop()
+            if schema is False or id(schema) in choices:  # the latter: a case of itself adds no values
+                return None
+            if not isinstance(schema, Mapping) or id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            ancestors |= {id(schema)}
+            if plain := self._plain_of(schema):
+                parts.append(plain)
+            left += [(each, ancestors) for each in reversed(sequence(schema, "allOf"))]
+            if "$ref" in schema:
+                left.append((self.document.target(schema["$ref"]), ancestors))
+            if "anyOf" in schema:
+                options.append(_Alternatives(sequence(schema, "anyOf"), choices | ancestors))
+        return parts, options
+
+    def _expand(
+        self, parts: list[Mapping[str, Any]], options: list[_Alternatives], found: list[list[Mapping[str, Any]]]
+    ) -> bool:
+        """Adds the parts of each choice among the options to `found`. False if there are too many."""
+        if not options:
+            found.append(parts)
+            return len(found) <= MAX_COMBINATIONS
+        first, *rest = options
+        for option in first.options:
+            flat = self._flat((option,), first.ancestors)
+            if flat is not None and not self._expand([*parts, *flat[0]], [*rest, *flat[1]], found):
+                return False
+        return True
+
+    def _plain_of(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The schema's own keywords; the same object for schemas that say the same of scalars and required names."""
+        if id(schema) not in self._plain:
+            plain = {key: each for key, each in schema.items() if key not in STRUCTURE}
+            if not any(isinstance(each, Mapping) for each in plain.values()):
+                plain = self._equal.setdefault(key_of(plain), plain)
+            self._plain[id(schema)] = schema, plain
+        return self._plain[id(schema)][1]
+
+    def _case(self, found: list[Mapping[str, Any]]) -> Case | None:
+        parts = tuple({id(part): part for part in found}.values())
+        types = frozenset(TYPES).intersection(*map(types_of, parts))
+        if not types or (parts and self._proofs.is_impossible(*parts)):
+            return None
+        lists = [values for part in parts if (values := listed(part)) is not None]
+        if not lists:
+            return Case(parts, types)
+        unlisted = Case(tuple({k: v for k, v in p.items() if k not in ("enum", "const")} for p in parts), types)
+        common = frozenset.intersection(*(frozenset(map(key_of, each)) for each in lists))
+        distinct = {key: value for value in lists[0] if (key := key_of(value)) in common}
+        kept = tuple(value for value in distinct.values() if self._accepts(value, unlisted, 0))
+        return Case(parts, frozenset(map(type_of, kept)), kept) if kept else None
+
+    def _found_objects(self, case: Case) -> Iterator[ObjectShape]:
+        known = dict.fromkeys(name for part in case.parts for name in mapping(part, "properties"))
+        required = dict.fromkeys(name for part in case.parts for name in names(part))
+        schemas = {
+            name: _essential(each for part in case.parts for each in _of_name(part, name))
+            for name in {**known, **required}
+        }
+        named = {name: each for name, each in schemas.items() if self.cases(*each)}
+        if any(name not in named for name in required):
+            return
+        unnamed, taken = tuple(self._unnamed(case.parts)), tuple(schemas)
+        smallest, largest = case.most("minProperties") or 0, case.least("maxProperties")
+        optional = [name for name in named if name not in required]
+        if not optional or len(optional) > MAX_COUNTED or (smallest <= len(required) and largest is None):
+            choices: list[Collection[str]] = [optional]
+            is_counted = not optional
+        else:  # each choice of members is a shape, in which all of them are required
+            choices = [some for size in range(len(optional) + 1) for some in combinations(optional, size)]
+            is_counted = True
+        for some in choices:
+            chosen = {name: each for name, each in named.items() if name in required or name in some}
+            least = int(smallest) - len(chosen) if is_counted else 0
+            most = None if largest is None or not is_counted else int(largest) - len(chosen)
+            most = most if unnamed else 0 if most is None else min(0, most)
+            if most is None or most >= max(0, least):
+                whole = frozenset(chosen) if is_counted else frozenset(required)
+                yield ObjectShape(chosen, whole, taken, unnamed if most != 0 else (), max(0, least), most)
+
+    def _unnamed(self, parts: Sequence[Mapping[str, Any]]) -> Iterator[Unnamed]:
+        patterns = tuple(dict.fromkeys(p for part in parts for p in mapping(part, "patternProperties")))
+        if len(patterns) > MAX_OVERLAPPING_PATTERNS:
+            chosen: list[tuple[str, ...]] = [*((pattern,) for pattern in patterns), ()]
+        else:
+            chosen = [
+                tuple(p for i, p in enumerate(patterns) if bits >> i & 1)
+                for bits in reversed(range(1 << len(patterns)))
+            ]
+        for some in chosen:
+            alone = len(patterns) > MAX_OVERLAPPING_PATTERNS and some
+            without = () if alone else tuple(pattern for pattern in patterns if pattern not in some)
+            schemas = _essential(each for part in parts for each in _of_patterns(part, some))
+            if self.cases(*schemas):
+                yield Unnamed(some, without, schemas)
+
+    def _accepts(self, value: Any, case: Case, depth: int) -> bool:
+        kind = type_of(value)
+        if kind not in case.types:
+            return False
+        if case.values is not None:
+            return key_of(value) in map(key_of, case.values)
+        own = ({key: each for key, each in part.items() if key not in PARTS} for part in case.parts)
+        if any(rejects(part, value) for part in own):
+            return False
+        match kind:
+            case "number":
+                return all(_divides(each["multipleOf"], value) for each in case.keywords("multipleOf"))
+            case "string":
+                return all(matches(each["pattern"], value) for each in case.keywords("pattern"))
+            case "array":
+                shape = self.array_shape(case)
+                return shape is not None and self._accepts_items(value, shape, depth)
+            case "object":
+                return any(self._accepts_members(value, shape, depth) for shape in self.object_shapes(case))
+        return True
+
+    def _accepts_items(self, value: list[Any], shape: ArrayShape, depth: int) -> bool:
+        if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
+            return False
+        wanted = [*shape.first, *[shape.others] * max(0, len(value) - len(shape.first))]
+        return all(self.accepts(item, *each, depth=depth + 1) for item, each in zip(value, wanted, strict=False))
+
+    def _accepts_members(self, value: Mapping[str, Any], shape: ObjectShape, depth: int) -> bool:
+        if any(name not in value for name in shape.required):
+            return False
+        others = [name for name in value if name not in shape.named]
+        if len(others) < shape.least or (shape.most is not None and len(others) > shape.most):
+            return False
+        if not all(self.accepts(value[n], *each, depth=depth + 1) for n, each in shape.named.items() if n in value):
+            return False
+        return all(
+            name not in shape.taken
+            and any(
+                _is_named(k, name) and self.accepts(value[name], *k.schemas, depth=depth + 1) for k in shape.unnamed
+            )
+            for name in others
+        )
+
+
+def _only(value: Mapping[str, Any]) -> ObjectShape:
+    """The shape of one object."""
+    named: dict[str, Schemas] = {name: ({"const": each},) for name, each in value.items()}
+    return ObjectShape(named, frozenset(value), tuple(value), (), 0, 0)
+
+
+def _joined(case: Case, types: frozenset[str]) -> Schema:
+    kept = case.types & types
+    parts = list(case.parts) if kept == case.types and case.parts else [*case.parts, {"type": sorted(kept)}]
+    return parts[0] if len(parts) == 1 else {"allOf": parts}
+
+
+def _kinds(part: Mapping[str, Any]) -> Sequence[Any]:
+    kinds = part.get("type", ())
+    return [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else ()
+
+
+def _essential(schemas: Any) -> Schemas:
+    """The schemas, but for those that everything matches."""
+    return tuple(schema for schema in schemas if schema is not True and schema != {})
+
+
+def _item(part: Mapping[str, Any], index: int) -> Schema:
+    first = sequence(part, "prefixItems")
+    return first[index] if index < len(first) else part.get("items", True)
+
+
+def _of_name(part: Mapping[str, Any], name: str) -> Iterator[Schema]:
+    """What a part says of the member of a name."""
+    found = [child for pattern, child in mapping(part, "patternProperties").items() if matches(pattern, name)]
+    known = mapping(part, "properties")
+    if name in known:
+        found.append(known[name])
+    yield from found or [part.get("additionalProperties", True)]
+
+
+def _of_patterns(part: Mapping[str, Any], patterns: Sequence[str]) -> Iterator[Schema]:
+    """What a part says of a member whose name matches these patterns and is not listed."""
+    known = mapping(part, "patternProperties")
+    yield from [known[pattern] for pattern in patterns if pattern in known] or [part.get("additionalProperties", True)]
+
+
+def _is_named(kind: Unnamed, name: str) -> bool:
+    return all(matches(p, name) for p in kind.patterns) and not any(matches(p, name) for p in kind.without)
+
+
+def _divides(divisor: Any, value: float) -> bool:
+    if not isinstance(divisor, int | float) or divisor <= 0:
+        return True
+    return Decimal(str(value)) % Decimal(str(divisor)) == 0
