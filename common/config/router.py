@@ -110,7 +110,7 @@ class RouterConfig(
         group="Model",
         choices=(
             *("auto", "hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony"),
-            *("qwen3-coder", "glm", "minimax", "kimi", "none"),
+            *("qwen3-coder", "glm", "minimax", "seed-oss", "kimi", "none"),
         ),
     )
     tokenizer_threads: int = setting(

@@ -61,7 +61,7 @@ def functions_of(tools: Sequence[Tool]) -> tuple[Function, ...]:
         if name in known:
             raise InvalidRequest(f"tools[{i}].function.name: there are two functions {name}", param="tools")
         known.add(name)
-    return tuple(Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools)
+    return tuple(tool.function.called for tool in tools)
 
 
 def is_held(fields: ChatRequest, calling: ToolCalling | None) -> bool:

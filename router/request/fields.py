@@ -7,6 +7,7 @@ changes nothing: to ignore it would give a wrong answer. tests/router/api/known 
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
@@ -16,6 +17,7 @@ from common.wire.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS
 from router.request.beams import check_beams
 from router.request.extensions import Extensions, Fields, JsonSchema, StopText, TokenId
 from router.request.refused import Only, Refused
+from router.text.calls.function import Function
 
 MAX_STOPS, MAX_CHOICES, MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 64, 128, 1024, 10_000, 1024
 """Entries of one request's lists: `--max-body-bytes` bounds its size, these the work that its bytes ask for."""
@@ -209,6 +211,11 @@ class FunctionDefinition(Fields):
     description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments; null: it has none")
     strict: bool | None = None
+
+    @cached_property
+    def called(self) -> Function:
+        """The function as formats of calls have it, the same for all that read this request."""
+        return Function(self.name, self.description, self.parameters)
 
 
 class Tool(Fields):

@@ -15,6 +15,7 @@ def template(call: str, *, first: str = "", last: str = "", between: str = "") -
     return TOOLS + "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + calls + "\n{% endfor %}" + ANSWER
 
 
+LINE = "{{ '\\n' }}"
 JSON = "{{ f.arguments | tojson }}"
 SHORT_ID = "{% if c.id is not string or c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
 KEYWORDS = (
@@ -30,7 +31,7 @@ MISTRAL = template(
 MISTRAL_COMPACT = template("[TOOL_CALLS]{{ f.name }}[ARGS]" + JSON)
 PYTHONIC = template("{{ f.name }}(" + KEYWORDS + ")", first="[", last="]", between=", ")
 TAGGED = template(
-    "{{ f.name }}(" + KEYWORDS + ")", first="<function_calls>\n", last="\n</function_calls>", between="\n"
+    "{{ f.name }}(" + KEYWORDS + ")", first="<function_calls>\n", last="{{ '\\n</function_calls>' }}", between=LINE
 )
 DEEPSEEK = template(
     "{{ '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments + '<｜tool▁call▁end｜>' }}",
@@ -67,6 +68,29 @@ KIMI = template(
     "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>" + JSON + "<|tool_call_end|>",
     first="<|tool_calls_section_begin|>", last="<|tool_calls_section_end|>",
 )  # fmt: skip
+GLM_COMPACT = template(
+    "<tool_call>{{ f.name }}"
+    + MEMBERS + "<arg_key>{{ k }}</arg_key><arg_value>" + TEXT + "</arg_value>{% endfor %}</tool_call>"
+)  # fmt: skip
+PRINTED = "{{ v if v is string else v | string }}"
+JSON_OR_PRINTED = "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}"
+QWEN_CODER_PRINTED = template(
+    "<tool_call>\n<function={{ f.name }}>\n"
+    + MEMBERS + "<parameter={{ k }}>\n" + JSON_OR_PRINTED + "\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    between=LINE,
+)  # fmt: skip
+SEED_OSS = template(
+    "<seed:tool_call>\n<function={{ f.name }}>\n"
+    + MEMBERS + "<parameter={{ k }}>" + PRINTED + "</parameter>\n{% endfor %}</function>\n</seed:tool_call>",
+    between=LINE,
+)  # fmt: skip
+EXAONE = template('<tool_call>{"name": "{{ f.name }}", "arguments": ' + JSON + "}</tool_call>", between=LINE)
+LLAMA3_SINGLE = (
+    TOOLS + "{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    '{% set f = m.tool_calls[0].function %}[assistant]{"name": "{{ f.name }}", "parameters": ' + JSON + "}\n"
+    "{% else %}[{{ m.role }}]{{ m.content }}\n{% endif %}{% endfor %}" + ANSWER
+)
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}" + ANSWER
 STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}hi"
 
@@ -85,3 +109,12 @@ TEMPLATES = {
     "minimax": MINIMAX,
     "kimi": KIMI,
 }
+
+VARIANTS = {
+    "hermes": EXAONE,
+    "glm": GLM_COMPACT,
+    "qwen3-coder": QWEN_CODER_PRINTED,
+    "seed-oss": SEED_OSS,
+    "llama3": LLAMA3_SINGLE,
+}
+"""Templates of the same formats that differ in white space, in how values are printed, or in what they refuse."""

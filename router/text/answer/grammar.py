@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from common.grammar.vocabulary import MAX_PROBLEM_CHARS
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.text.answer.closed_schema import closed
-from router.text.schema.canonical import canonical
+from router.text.schema.canonical import Document, canonical
 from router.text.schema.loops import without_loops
 from router.text.schema.rewrite import rewritten
 
@@ -37,30 +37,38 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
     return rule("start", json_expression(schema))
 
 
-def json_expression(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
-    """The right side of a rule for JSON text that matches a schema, whose objects are `closed`.
+def json_expression(schema: Mapping[str, Any] | bool) -> str:
+    """The right side of a rule for JSON text that matches a schema with closed objects. Raises Unenforceable."""
+    if not isinstance(schema, Mapping):
+        return f"%json {json.dumps(schema)}"
+    return document_expression(enforceable(canonical(schema)))
 
-    `lenient` leaves out what cannot be enforced. Raises Unenforceable, a ValueError, for it otherwise.
+
+def document_expression(document: Document, *, lenient: bool = False) -> str:
+    """The right side of a rule for JSON text that matches an `enforceable` document.
+
+    With `lenient` the library leaves out what it cannot enforce.
     """
     options = {
         "whitespace_pattern": WHITESPACE,
         "json_allowed_escapes": ESCAPES,
         **({"lenient": True} if lenient else {}),
     }
-    known = {**_enforceable(schema, lenient), "x-guidance": options} if isinstance(schema, Mapping) else schema
+    whole = document.whole()
+    known = {**whole, "x-guidance": options} if isinstance(whole, Mapping) else whole
     return f"%json {json.dumps(known, ensure_ascii=False, separators=(',', ':'))}"
 
 
-def _enforceable(schema: Mapping[str, Any], lenient: bool) -> Mapping[str, Any]:
-    """The schema in keywords that the library enforces.
+def enforceable(document: Document, *, lenient: bool = False) -> Document:
+    """A canonical document in keywords that the library enforces, with closed objects.
 
     Objects are closed before `oneOf` and `not` are resolved, by a mark that says nothing of what the schema rejects.
+    `lenient` leaves out what cannot be enforced. Raises Unenforceable, a ValueError, for it otherwise.
     """
-    document = canonical(schema)
     marked = dict(closed(document.whole()))
     definitions = marked.pop("$defs", {})
     document = rewritten(replace(document, root=marked, definitions=definitions), lenient=lenient)
-    return dict(without_loops(document).whole())
+    return without_loops(document)
 
 
 def regex_grammar(pattern: str) -> str:

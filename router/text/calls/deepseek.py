@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.text.answer.grammar import literal
-from router.text.calls.form import SectionForm, Spell
+from router.text.calls.form import BREAK, SectionForm, Spell
 from router.text.calls.function import Function
 from router.text.calls.pattern import Pattern, function_name, peek, space
 from router.text.calls.scanner import Layout
@@ -39,7 +39,7 @@ class DeepSeekForm(SectionForm):
 
     def __init__(self, *, fenced: bool = False) -> None:
         self.fenced = fenced
-        self.between = f"{literal(chr(10))}?" if fenced else ""
+        self.between = BREAK if fenced else ""
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         if self.fenced:

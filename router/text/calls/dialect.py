@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -13,21 +13,25 @@ from common.model_files.template import ChatTemplate
 from router.text.calls.deepseek import DeepSeekForm
 from router.text.calls.form import CallForm, Message
 from router.text.calls.function import Function
+from router.text.calls.glm import GLMForm
 from router.text.calls.harmony import HarmonyForm
 from router.text.calls.hermes import HermesForm
 from router.text.calls.kimi import KimiForm
 from router.text.calls.llama3 import Llama3Form
+from router.text.calls.minimax import MiniMaxForm
 from router.text.calls.mistral import MistralForm
 from router.text.calls.pythonic import PythonicForm
-from router.text.calls.tagged import GLMForm, MiniMaxForm, QwenCoderForm
+from router.text.calls.qwen_coder import QwenCoderForm
+from router.text.calls.seed_oss import SeedOSSForm
 
 AUTO, NONE = "auto", "none"
 NAME, ARGUMENT = "probe_function", "probe_argument"
 PROBE = Function(NAME, "a probe", {"type": "object", "properties": {ARGUMENT: {"type": "string"}}})
-CALL_ID, VALUE = "probe0001", "probe value"
+VALUES = ("probe value", "another value")
+CALL_IDS = ("probe0001", "probe0002")
 USABLE = re.compile(
-    rf'"{ARGUMENT}":\s*"{VALUE}"|{ARGUMENT}=["\']{VALUE}["\']'
-    rf'|{ARGUMENT}"?>\s*{VALUE}|{ARGUMENT}</arg_key>\s*<arg_value>{VALUE}'
+    rf'"{ARGUMENT}":\s*"{VALUES[0]}"|{ARGUMENT}=["\']{VALUES[0]}["\']'
+    rf'|{ARGUMENT}"?>\s*{VALUES[0]}|{ARGUMENT}</arg_key>\s*<arg_value>{VALUES[0]}'
 )
 """Arguments as JSON, keywords or texts between tags, and not as a text inside JSON."""
 FORMS: Mapping[str, Callable[[], CallForm]] = {
@@ -40,6 +44,7 @@ FORMS: Mapping[str, Callable[[], CallForm]] = {
     "qwen3-coder": QwenCoderForm,
     "glm": GLMForm,
     "minimax": MiniMaxForm,
+    "seed-oss": SeedOSSForm,
     "kimi": KimiForm,
 }
 RENDERED: Sequence[tuple[re.Pattern[str], Callable[[], CallForm]]] = [
@@ -48,7 +53,8 @@ RENDERED: Sequence[tuple[re.Pattern[str], Callable[[], CallForm]]] = [
     (re.compile(rf"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>"), DeepSeekForm),
     (re.compile(rf"\[TOOL_CALLS\]\s*{NAME}"), lambda: MistralForm(compact=True)),
     (re.compile(rf"\[TOOL_CALLS\]\s*\[.{{0,80}}{NAME}", re.DOTALL), MistralForm),
-    (re.compile(rf"<\|tool_call_begin\|>(functions\.{NAME}:0|{CALL_ID})<\|tool_call_argument_begin\|>"), KimiForm),
+    (re.compile(rf"<\|tool_call_begin\|>(functions\.{NAME}:0|{CALL_IDS[0]})<\|tool_call_argument_begin\|>"), KimiForm),
+    (re.compile(rf"<seed:tool_call>\s*<function={NAME}>"), SeedOSSForm),
     (re.compile(rf"<function={NAME}>"), QwenCoderForm),
     (re.compile(rf"<tool_call>\s*{NAME}\s*<arg_key>"), GLMForm),
     (re.compile(rf'<invoke name="{NAME}">'), MiniMaxForm),
@@ -64,18 +70,22 @@ RENDERED: Sequence[tuple[re.Pattern[str], Callable[[], CallForm]]] = [
 class Dialect:
     """How a served model learns of functions from its prompt, and how it calls them.
 
-    `native`: its template describes functions and writes calls, with `text_arguments` from arguments in JSON text;
-    another model is told in words. Without `parses` answers are not searched for calls.
+    `native`: its template describes functions and writes calls, with `text_arguments` from arguments in JSON text, with
+    `single_calls` at most one call in each message; another model is told in words. Without `parses` answers are not
+    searched for calls.
     """
 
     form: CallForm
     native: bool = False
     text_arguments: bool = False
     parses: bool = True
+    single_calls: bool = False
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages, whose calls have arguments as objects, as a native template wants them."""
         adapted = self.form.messages(messages)
+        if self.single_calls:
+            adapted = _with_single_calls(adapted)
         return [_with_text_arguments(message) for message in adapted] if self.text_arguments else adapted
 
 
@@ -88,13 +98,14 @@ def dialect_of(template: ChatTemplate, parser: str = AUTO) -> Dialect:
             if form is not None:
                 text_arguments = as_text
                 break
+    single_calls = form is not None and _takes_single_calls(template, Dialect(form, True, text_arguments))
     described = template.source is not None and NAME in _rendered(template, [{"role": "user", "content": "hi"}])
     if parser in (AUTO, NONE):
         native = form is not None and described
         chosen = form if form is not None and (native or form.has_channels) else HermesForm()
-        return Dialect(chosen, native, text_arguments, parses=parser == AUTO)
+        return Dialect(chosen, native, text_arguments, parser == AUTO, single_calls)
     chosen = form if form is not None and form.name == parser else FORMS[parser]()
-    return Dialect(chosen, described, text_arguments)
+    return Dialect(chosen, described, text_arguments, single_calls=single_calls)
 
 
 def _form_in(rendered: str) -> CallForm | None:
@@ -103,16 +114,30 @@ def _form_in(rendered: str) -> CallForm | None:
 
 def _rendered_call(template: ChatTemplate, as_text: bool) -> str:
     """A conversation with a call; "" where the template refuses it or shows the arguments in no usable form."""
-    arguments: Any = {ARGUMENT: VALUE}
-    function = {"name": NAME, "arguments": json.dumps(arguments) if as_text else arguments}
-    call = {"id": CALL_ID, "type": "function", "function": function}
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "done", "tool_call_id": CALL_ID, "name": NAME},
-    ]
-    shown = _rendered(template, messages)
+    shown = _rendered(template, _conversation(1, as_text))
     return shown if USABLE.search(shown) else ""
+
+
+def _takes_single_calls(template: ChatTemplate, dialect: Dialect) -> bool:
+    """Whether a template shows both of two calls only if each is in a message of its own."""
+    calls = _conversation(2, as_text=False)
+
+    def shows(dialect: Dialect) -> bool:
+        shown = _rendered(template, dialect.messages(calls))
+        return all(value in shown for value in VALUES)
+
+    return not shows(dialect) and shows(replace(dialect, single_calls=True))
+
+
+def _conversation(num_calls: int, as_text: bool) -> list[dict[str, Any]]:
+    """A question, its calls in one message, and their results."""
+    calls, results = [], []
+    for call_id, value in zip(CALL_IDS[:num_calls], VALUES, strict=False):
+        arguments: Any = {ARGUMENT: value}
+        function = {"name": NAME, "arguments": json.dumps(arguments) if as_text else arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+        results.append({"role": "tool", "content": "done", "tool_call_id": call_id, "name": NAME})
+    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
 
 def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
@@ -120,6 +145,27 @@ def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
         return template.render(messages, tools=[PROBE.as_tool()], add_generation_prompt=False)
     except InvalidRequest:
         return ""
+
+
+def _with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """One call in each message, followed by its result. What else a message has stays with its first call."""
+    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+    placed: set[int] = set()
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            if id(message) not in placed:
+                plain.append(dict(message))
+            continue
+        for number, call in enumerate(calls):
+            rest = message if number == 0 else {"role": message["role"], "content": ""}
+            plain.append({**rest, "tool_calls": [call]})
+            result = results.get(call.get("id"))
+            if result is not None and id(result) not in placed:
+                placed.add(id(result))
+                plain.append(dict(result))
+    return plain
 
 
 def _with_text_arguments(message: Message) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from router.text.answer.grammar import json_expression, rule
+from router.text.answer.grammar import document_expression, json_expression, literal, rule
 from router.text.calls.function import Function
 from router.text.calls.scanner import CallScanner, Layout, MarkedScanner
 
@@ -16,6 +17,9 @@ Spell = Callable[[str], str]
 """How a grammar names a mark: as a token of the vocabulary where it is a special one, else as text."""
 
 TEXT = r"/(.|\n)*/"
+BREAK = f"{literal(chr(10))}?"
+BLANK = f"{literal(' ')}?"
+"""White space that a grammar allows between marks and between the words of JSON: versions of a model differ in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +137,19 @@ def bodies(functions: Sequence[Function], body: Callable[[Function, str], str]) 
     return rules + arguments_rules(functions)
 
 
+def json_call(name: str, key: str, arguments: str, more: str = "") -> str:
+    """The right side of a rule for a call as a JSON object with the members `name` and `key`, and what follows these.
+
+    Each word is a lexeme: a longer one would keep JSON of an answer's schema from being read as such.
+    """
+    called = f"{literal(json.dumps('name'))} {literal(':')} {BLANK} {literal(json.dumps(name))}"
+    given = f"{literal(json.dumps(key))} {literal(':')} {BLANK} {arguments}"
+    return f"{literal('{')} {called} {literal(',')} {BLANK} {given} {more} {literal('}')}"
+
+
 def arguments_rules(functions: Sequence[Function]) -> str:
     """A rule for the arguments of each function, in JSON."""
     return "".join(
-        rule(f"arguments_{i}", json_expression(function.arguments, lenient=True))
+        rule(f"arguments_{i}", document_expression(function.arguments, lenient=True))
         for i, function in enumerate(functions)
     )

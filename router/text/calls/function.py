@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from router.text.answer.grammar import ANY_OBJECT
+from router.text.answer.grammar import ANY_OBJECT, enforceable
+from router.text.schema.canonical import Document, canonical
+from router.text.schema.shapes import Shapes
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Function(NamedTuple):
+@dataclass(frozen=True)
+class Function:
     """A function that a model may call. `parameters` is the JSON schema of its arguments; None: it takes none."""
 
     name: str
@@ -22,7 +27,17 @@ class Function(NamedTuple):
         known = {"name": self.name, "description": self.description, "parameters": self.parameters or ANY_OBJECT}
         return {"type": "function", "function": {key: value for key, value in known.items() if value is not None}}
 
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """The JSON schema of the arguments, which are an object whatever a client calls them."""
-        return NO_ARGUMENTS if self.parameters is None else {**self.parameters, **ANY_OBJECT}
+    @cached_property
+    def arguments(self) -> Document:
+        """The schema of the arguments, in keywords that grammars enforce. References mean the function's own document.
+
+        The arguments are an object, whatever a client calls them. What cannot be enforced is left out. Raises
+        Unenforceable, a ValueError, for a reference that names nothing, and beyond the bounds of schemas.
+        """
+        document = canonical(NO_ARGUMENTS if self.parameters is None else self.parameters)
+        return enforceable(replace(document, root={**document.root, **ANY_OBJECT}), lenient=True)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """The shapes of the arguments. Raises as `arguments` does."""
+        return Shapes(self.arguments)

@@ -68,27 +68,8 @@ class HarmonyForm(CallForm):
                         for name, arguments in calls])  # fmt: skip
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """With thoughts where the template looks for them, and one call a message, followed by its result."""
-        results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
-        placed: set[int] = set()
-        plain: list[dict[str, Any]] = []
-        for message in messages:
-            if id(message) in placed:
-                continue
-            calls = message.get("tool_calls") or ()
-            thought = _with_thinking(message)
-            if len(calls) < 2:
-                plain.append(thought)
-                continue
-            for number, call in enumerate(calls):
-                alone = {key: thought[key] for key in thought if number == 0 or key != "thinking"}
-                content = thought["content"] if number == 0 else ""
-                plain.append({**alone, "content": content, "tool_calls": [call]})
-                result = results.get(call.get("id"))
-                if result is not None and id(result) not in placed:
-                    placed.add(id(result))
-                    plain.append(dict(result))
-        return plain
+        """With thoughts where the template looks for them."""
+        return [_with_thinking(message) for message in messages]
 
 
 def called_rules(wanted: Wanted, spell: Spell) -> str:

@@ -1,4 +1,4 @@
-"""The form of the Hermes and Qwen families:
+"""The format of the Hermes and Qwen families, and of EXAONE 4, which leaves out the line breaks:
 
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Paris"}}
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from router.text.answer.grammar import literal, rule
-from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, opening, row
+from router.text.answer.grammar import rule
+from router.text.calls.form import BREAK, CallForm, Spell, Wanted, answer_rules, bodies, free, json_call, opening, row
 from router.text.calls.function import Function
 from router.text.calls.pattern import OBJECT_HEAD, Pattern, rest_of_object, space
 from router.text.calls.scanner import Layout, MarkedScanner
@@ -33,11 +33,11 @@ class HermesForm(CallForm):
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         before, rules = opening(spell(OPEN))
-        calls = row("call", f"{literal(chr(10))}?", several=wanted.several)
+        calls = row("call", BREAK, several=wanted.several)
         rules = (rules if free(wanted) else rule("call", f"{spell(OPEN)} body")) + bodies(
             wanted.functions,
             lambda function, arguments: (
-                f"{literal(NAME + function.name + ARGUMENTS)} {arguments} {literal(END)} {spell(CLOSE)}"
+                f"{BREAK} {json_call(function.name, 'arguments', arguments)} {BREAK} {spell(CLOSE)}"
             ),
         )
         return answer_rules(wanted, calls, f"{before} body") + rules

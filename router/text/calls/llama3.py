@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 
 from router.text.answer.grammar import literal, rule
-from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, bodies, free, row
+from router.text.calls.form import BLANK, CallForm, Spell, Wanted, answer_rules, bodies, free, json_call, row
 from router.text.calls.function import Function
 from router.text.calls.pattern import BLANKS, OBJECT_HEAD, Pattern, rest_of_object, space
 from router.text.calls.scanner import Layout, MarkedScanner
@@ -43,30 +42,26 @@ class Llama3Form(CallForm):
         more = f" ({literal(BETWEEN)} call)*" if wanted.several else ""
         if not free(wanted):
             rules = rule("call", "body")
-            return answer_rules(wanted, f"{tagged}{calls}", "") + rules + _bodies(wanted.functions)
+            return (
+                answer_rules(wanted, f"{tagged}{calls}", "")
+                + rules
+                + bodies(wanted.functions, lambda function, given: json_call(function.name, "parameters", given))
+            )
         openings = " | ".join(
-            f"open_{i} {literal(' ')}? arguments_{i} {literal('}')}{more}" for i in range(len(wanted.functions))
+            f"open_{i} {BLANK} arguments_{i} {literal('}')}{more}" for i in range(len(wanted.functions))
         )
         begun = f"TEXT {tag} call{more} | {openings}" if tagged else openings
         rules = rule("call", "body") if tagged or more else ""
         for i, function in enumerate(wanted.functions):
             rules += rule(f"open_{i}[lazy]", f"TEXT {_head(function)}")
-        return answer_rules(wanted, "", begun) + rules + _bodies(wanted.functions)
+        return (
+            answer_rules(wanted, "", begun)
+            + rules
+            + bodies(wanted.functions, lambda function, given: json_call(function.name, "parameters", given))
+        )
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         return BETWEEN.join([f"{NAME}{name}{ARGUMENTS}{arguments}}}" for name, arguments in calls])
-
-
-def _bodies(functions: Sequence[Function]) -> str:
-    """Each word alone: a longer text would keep JSON of an answer's schema from being read as such."""
-    gap = f"{literal(' ')}?"
-
-    def body(function: Function, arguments: str) -> str:
-        called = f"{literal(json.dumps('name'))} {literal(':')} {gap} {literal(json.dumps(function.name))}"
-        given = f"{literal(json.dumps('parameters'))} {literal(':')} {gap} {arguments}"
-        return f"{literal('{')} {called} {literal(',')} {gap} {given} {literal('}')}"
-
-    return bodies(functions, body)
 
 
 def _head(function: Function) -> str:

@@ -7,11 +7,24 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.text.answer.grammar import literal, rule
-from router.text.calls.form import CallForm, Message, Spell, Wanted, answer_rules, bodies, free, opening, row
+from router.text.calls.form import (
+    BLANK,
+    CallForm,
+    Message,
+    Spell,
+    Wanted,
+    answer_rules,
+    bodies,
+    free,
+    json_call,
+    opening,
+    row,
+)
 from router.text.calls.function import Function
 from router.text.calls.pattern import OBJECT_HEAD, Pattern, function_name, peek, rest_of_object, space
 from router.text.calls.scanner import Layout, MarkedScanner
@@ -20,6 +33,8 @@ OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME, ARGUMENTS = '{"name": "', '", "arguments": '
 ID_CHARS = 9
 """The templates refuse ids of calls that are not 9 letters and digits."""
+ID = f'({literal(",")} {BLANK} {literal(json.dumps("id"))} {literal(":")} {BLANK} /"[a-zA-Z0-9]{{{ID_CHARS}}}"/)?'
+"""The id of a call, which the templates of some models write."""
 LAYOUTS = (
     Layout(
         Pattern(OPEN, space, "[", space, *OBJECT_HEAD),
@@ -59,7 +74,7 @@ class MistralForm(CallForm):
         rules = (rules if free(wanted) else "") + rule("listed", _listed(wanted))
         rules += bodies(
             wanted.functions,
-            lambda function, arguments: f"{literal(NAME + function.name + ARGUMENTS)} {arguments} {literal('}')}",
+            lambda function, arguments: json_call(function.name, "arguments", arguments, ID),
         )
         # One row: a second one behind its text would be as good, but no model was taught that.
         return answer_rules(wanted, f"{spell(OPEN)} listed", f"{before} listed") + rules
@@ -75,7 +90,8 @@ class MistralForm(CallForm):
 
 
 def _listed(wanted: Wanted) -> str:
-    return f"{literal(' ')}? {literal('[')} {row('body', literal(', '), several=wanted.several)} {literal(']')}"
+    between = f"{literal(',')} {BLANK}"
+    return f"{BLANK} {literal('[')} {row('body', between, several=wanted.several)} {literal(']')}"
 
 
 def _with_short_ids(message: Message) -> dict[str, Any]:

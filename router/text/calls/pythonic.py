@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 
 from router.text.answer.grammar import literal, rule
 from router.text.answer.part import CallPart, Part
-from router.text.calls.form import CallForm, Spell, Wanted, answer_rules, free, opening, row
+from router.text.calls.form import BREAK, CallForm, Spell, Wanted, answer_rules, free, opening, row
 from router.text.calls.function import Function
 from router.text.calls.pattern import BLANKS, Found, Pattern, function_name, space
 from router.text.calls.scanner import Layout, MarkedScanner
-from router.text.python_syntax.grammar import PythonRules, python_text
+from router.text.python_syntax.grammar import PythonRules, python_keywords
 from router.text.python_syntax.literal import NotLiteralError, PythonExtent, read_arguments
 
 TAG, END_TAG = "<function_calls>", "</function_calls>"
@@ -106,16 +106,16 @@ class PythonicForm(CallForm):
         return PythonicScanner(("[", START, TAG), LAYOUTS, start=start, only_calls=only_calls, names=functions)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        rules = PythonRules()
+        rules: dict[str, str] = {}
         names = [(f"arguments_{i}", function.name) for i, function in enumerate(wanted.functions)]
         for (arguments, _), function in zip(names, wanted.functions, strict=True):
-            rules.arguments(arguments, function.arguments)
-        rest = rules.text
+            rules[arguments] = PythonRules(function.shapes, rules, arguments).arguments()
+        rest = "".join([rule(name, expression) for name, expression in rules.items()])
         called = " | ".join(f"{literal(name + '(')} {arguments} {literal(')')}" for arguments, name in names)
         rest += rule("call", called)
         if self.tagged:
             before, more = opening(spell(TAG))
-            listed = f"{literal(chr(10))} {row('call', literal(chr(10)), several=wanted.several)} {literal(chr(10))}"
+            listed = f"{BREAK} {row('call', literal(chr(10)), several=wanted.several)} {BREAK}"
             listed += f" {spell(END_TAG)}"
             rest += more if free(wanted) else ""
             return answer_rules(wanted, f"{spell(TAG)} {listed}", f"{before} {listed}") + rest
@@ -143,6 +143,4 @@ def _keywords(arguments: str) -> str:
         given = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    if not isinstance(given, dict):
-        return arguments
-    return ", ".join([f"{name}={python_text(value)}" for name, value in given.items()])
+    return python_keywords(given) if isinstance(given, dict) else arguments

@@ -1,28 +1,29 @@
-"""Grammar rules for arguments between tags, from their JSON schema.
+"""Grammar rules for arguments between tags, from the schema of a function.
 
-Members in the schema's order, types, listed values, references, alternatives and lengths of texts are enforced; of what
-is JSON all that the library enforces. Patterns and formats of texts are not.
+Members come in the schema's order. Of texts, listed values, lengths, patterns and the formats that have a pattern are
+enforced; all other values are JSON, or words of Python, of which everything is enforced that the library enforces.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from router.text.answer.closed_schema import target_of
-from router.text.answer.grammar import json_expression, literal, rule
-from router.text.calls.form import Spell
+from router.text.answer.grammar import document_expression, literal, rule
+from router.text.calls.form import BREAK, Spell
 from router.text.calls.tagged_scanner import ArgumentTags
-from router.text.calls.tagged_value import MOST_REFERENCES, as_text
+from router.text.calls.tagged_value import spellings
+from router.text.python_syntax.grammar import PythonRules
+from router.text.schema.keywords import TYPES, Unenforceable
+from router.text.schema.regexes import ANY, names_lexeme, searched
+from router.text.schema.shapes import Case, ObjectShape, Schemas, Shapes, Unnamed
 
-KEY = re.compile(r'[^<>"\n]{1,256}')
-ANY_KEY = "/[a-zA-Z_][a-zA-Z0-9_]*/"
-DEFINITIONS = ("$defs", "definitions")
+UNKNOWN_KEY = r'/[^<>"\n]{1,256}/'
+"""Names of arguments that the schema does not name."""
+SCALARS = frozenset(("string", "boolean", "null"))
+"""Types whose values are texts, or a few words."""
 MOST_ENFORCED_CHARS = 4096
 """Above it the length of a text is not enforced."""
-
-Schema = Mapping[str, Any]
 
 
 class TaggedRules:
@@ -31,107 +32,121 @@ class TaggedRules:
     def __init__(self, tags: ArgumentTags, spell: Spell, marks: Sequence[str]) -> None:
         self._tags, self._spell, self._marks = tags, spell, marks
         self._rules: dict[str, str] = {}
-        line = "\n" if tags.lined else ""
-        self._close = self._spelled(tags.close, before=line, after="\n")
-        self._key_end = self._spelled(tags.key_end, after=line if not tags.value else "")
-        self._opened = self._spelled(tags.value, before="\n") if tags.value else ""
+        self._line = literal("\n") if tags.lined else ""
+        self._shapes: Shapes
+        self._python: PythonRules
+        self._name = ""
 
     @property
     def text(self) -> str:
         return "".join([rule(name, expression) for name, expression in self._rules.items()])
 
-    def arguments(self, name: str, schema: Schema) -> None:
-        """The rule `name` for the arguments of a call."""
-        members = schema.get("properties")
-        members = members if isinstance(members, Mapping) else {}
-        if not members and schema.get("additionalProperties") is not False:
-            self._rules[name] = f"({self._argument(ANY_KEY, self._any_text())})*"
-            return
-        wanted = schema.get("required")
-        required = set(wanted) if isinstance(wanted, list) else set()
+    def arguments(self, name: str, shapes: Shapes) -> None:
+        """The rule `name` for the arguments of a call. Raises Unenforceable if nothing matches their schema."""
+        self._shapes, self._name = shapes, name
+        self._python = PythonRules(shapes, self._rules, name)
+        found = [self._object(f"{name}_{i}", shape) for i, shape in enumerate(shapes.root_objects)]
+        self._rules[name] = " | ".join(each or '""' for each in found)
+
+    def _object(self, name: str, shape: ObjectShape) -> str:
         parts = []
-        for i, (key, member) in enumerate(members.items()):
-            if not KEY.fullmatch(key):
-                continue
-            value = f"{name}_v{i}"
-            self._rules[value] = self._valued(member, schema, value)
-            part = self._argument(literal(key), value)
-            parts.append(part if key in required else f"({part})?")
-        self._rules[name] = " ".join(parts) or '""'
+        for i, (key, schemas) in enumerate(shape.named.items()):
+            part = self._argument(literal(key), f"{name}_v{i}", schemas)
+            parts.append(part if key in shape.required else f"({part})?")
+        unnamed = [self._unnamed(f"{name}_u{i}", kind, shape.taken) for i, kind in enumerate(shape.unnamed)]
+        if unnamed:
+            most = "" if shape.most is None else shape.most
+            parts.append(f"({' | '.join(unnamed)}){{{shape.least},{most}}}")
+        return " ".join(parts)
 
-    def _argument(self, key: str, value: str) -> str:
-        return " ".join(filter(None, (self._spelled(self._tags.open), key, self._key_end, self._opened, value)))
+    def _unnamed(self, name: str, kind: Unnamed, taken: Sequence[str]) -> str:
+        key = f"{name.upper()}_KEY"
+        self._rules[key] = names_lexeme(UNKNOWN_KEY, kind.patterns, kind.without, taken)
+        return self._argument(key, name, kind.schemas)
 
-    def _valued(self, schema: Any, root: Schema, name: str, depth: int = 0) -> str:
+    def _argument(self, key: str, name: str, schemas: Schemas) -> str:
+        tags = self._tags
+        opened = [self._spelled(tags.open), key, self._spelled(tags.key_end)]
+        opened += [BREAK, self._spelled(tags.value)] if tags.value else [self._line]
+        self._rules[name] = self._value(name, schemas)
+        return " ".join(filter(None, (*opened, name, BREAK)))
+
+    def _value(self, name: str, schemas: Schemas) -> str:
         """The right side of a rule for a value and the tag that closes it; `name` begins names of rules it needs."""
-        if not isinstance(schema, Mapping) or depth > MOST_REFERENCES:
-            return self._any_text()
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            texts = " | ".join(dict.fromkeys(literal(as_text(value)) for value in values))
-            return f"({texts or literal('')}) {self._close}"
-        if "$ref" in schema:
-            try:
-                return self._valued(target_of(schema["$ref"], root), root, name, depth + 1)
-            except LookupError:
-                return self._any_text()
-        for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list) and schema[key]:
-                either = enumerate(schema[key])
-                return self._either([self._valued(one, root, f"{name}_{i}", depth + 1) for i, one in either])
-        kinds = schema.get("type")
-        if isinstance(kinds, list) and kinds:
-            return self._either([self._typed(kind, schema, root, f"{name}_{i}") for i, kind in enumerate(kinds)])
-        return self._typed(kinds, schema, root, name)
+        cases = self._shapes.cases(*schemas)
+        if any(case.is_any for case in cases):
+            return self._closed_text("any_text", "")
+        others = [case for case in cases if case.values is None]
+        listed = [text for case in cases for value in case.values or () for text in self._spellings(value)]
+        found = [self._closed_literal(text) for text in [*listed, *self._words(others)]]
+        structured = [case for case in others if not case.types <= SCALARS]
+        for i, case in enumerate(case for case in others if "string" in case.types):
+            found.append(self._text(f"{name}_t{i}", case, is_alone=not structured))
+        if structured:
+            schema = self._shapes.narrowed(structured, frozenset(TYPES) - SCALARS)
+            self._rules[f"{name}_json"] = document_expression(self._shapes.document_of(schema), lenient=True)
+            found.append(f"{name}_json {self._close}")
+            if self._tags.python:
+                found.append(f"({self._python.of_cases(structured, without=SCALARS)}) {self._close}")
+        if not found:
+            raise Unenforceable("#", "a value of this schema cannot be written between tags")
+        return " | ".join(dict.fromkeys(found))
 
-    def _typed(self, kind: object, schema: Schema, root: Schema, name: str) -> str:
-        if kind == "string":
-            return self._text(name, schema)
-        if not isinstance(kind, str):
-            return self._any_text()
-        known = {key: root[key] for key in DEFINITIONS if key in root}
-        self._rules[f"{name}_json"] = json_expression({**known, **schema, "type": kind}, lenient=True)
-        return f"{name}_json {self._close}"
+    def _words(self, cases: Sequence[Case]) -> list[str]:
+        types = frozenset[str]().union(*(case.types for case in cases))
+        words = [*([True, False] if "boolean" in types else []), *([None] if "null" in types else [])]
+        return [text for word in words for text in self._spellings(word)]
 
-    def _text(self, name: str, schema: Schema) -> str:
-        least, most = _count(schema, "minLength") or 0, _count(schema, "maxLength")
-        if not least and most is None:
-            return self._any_text()
-        self._add_text(f"{name}_text", f"/(.|\\n){{{least},{'' if most is None else most}}}/")
-        return f"{name}_text{self._after_text}"
+    def _spellings(self, value: Any) -> list[str]:
+        """The texts of a listed value, but for one that contains the tag after it."""
+        texts = spellings(value, python=self._tags.python)
+        return [text for text in texts if not (isinstance(value, str) and self._tags.close in text)]
 
-    def _any_text(self) -> str:
-        self._add_text("any_text", "/(.|\\n)*/")
-        return f"any_text{self._after_text}"
+    def _text(self, name: str, case: Case, *, is_alone: bool) -> str:
+        """The right side of a rule for a text and the tag that closes it.
 
-    def _add_text(self, name: str, characters: str) -> None:
-        """The rule `name`: a lexeme that ends with the closing tag, or before it where that is a token of its own."""
-        if self._after_text:
-            self._rules[name] = characters
+        Unless it `is_alone`, a value that is no text begins as the text does. The library's lexer then reads on to the
+        closing tag, with which the text must be one, whatever it is.
+        """
+        least, most = int(case.most("minLength") or 0), case.least("maxLength")
+        wanted = []
+        if not is_alone:
+            least = 0
         else:
-            self._rules[f"{name}[lazy]"] = f"{characters} {self._close}"
+            wanted = [lexeme for each in case.keywords("pattern") if (lexeme := searched(each["pattern"]))]
+        if least or (most is not None and most <= MOST_ENFORCED_CHARS):
+            least = min(least, MOST_ENFORCED_CHARS)
+            wanted.append(f"/[\\s\\S]{{{least},{'' if most is None or most > MOST_ENFORCED_CHARS else int(most)}}}/")
+        return self._closed_text(name if wanted else "any_text", " & ".join(wanted))
+
+    def _closed_literal(self, text: str) -> str:
+        """A listed text, and the tag that closes it: one lexeme if the tag is text, as in `_closed_text`."""
+        if self._is_special(self._tags.close):
+            return f"{literal(text)} {self._close}"
+        return literal(f"{text}{self._line and chr(10)}{self._tags.close}")
+
+    def _closed_text(self, name: str, wanted: str) -> str:
+        """A text, and the tag that closes it. `wanted` are lexemes that it matches; `name` is that of the rule.
+
+        The text does not contain the tag, with which the scanner would end it.
+        """
+        if self._is_special(self._tags.close):
+            self._rules[name.upper()] = wanted or f"/{ANY}/"
+            return " ".join(filter(None, (name.upper(), self._line, self._spelled(self._tags.close))))
+        close = literal(f"{chr(10) if self._line else ''}{self._tags.close}")
+        other = f"~(/{ANY}/ {literal(self._tags.close)} /{ANY}/)"
+        if not wanted and not self._line:  # which ends at the first tag
+            self._rules[f"{name}[lazy]"] = f"/{ANY}/ {close}"
+        else:
+            self._rules[f"{name}[lazy]"] = f"({' & '.join(filter(None, (wanted, other)))}) {close}"
+        return name
 
     @property
-    def _after_text(self) -> str:
-        return f" {self._close}" if self._is_special(self._tags.close) else ""
+    def _close(self) -> str:
+        return " ".join(filter(None, (self._line, self._spelled(self._tags.close))))
 
     def _is_special(self, mark: str) -> bool:
         return mark in self._marks and self._spell(mark).startswith("<[")
 
-    def _spelled(self, tag: str, *, before: str = "", after: str = "") -> str:
-        """A tag with what stands around it."""
-        if self._is_special(tag):
-            around = (literal(before) if before else "", self._spell(tag), literal(after) if after else "")
-            return " ".join(filter(None, around))
-        return literal(f"{before}{tag}{after}")
-
-    @staticmethod
-    def _either(expressions: Sequence[str]) -> str:
-        return f"({' | '.join(dict.fromkeys(expressions))})"
-
-
-def _count(schema: Schema, key: str) -> int | None:
-    """A number of characters that can be enforced; None without one."""
-    number = schema.get(key)
-    fits = isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MOST_ENFORCED_CHARS
-    return number if fits else None
+    def _spelled(self, tag: str) -> str:
+        return self._spell(tag) if self._is_special(tag) else literal(tag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ from router.text.answer.part import CallPart, Part
 from router.text.calls.function import Function
 from router.text.calls.pattern import Found, Missing
 from router.text.calls.scanner import Layout, MarkedScanner
-from router.text.calls.tagged_value import TEXT_ONLY, as_json, kinds_of, written
+from router.text.calls.tagged_value import ValueReader, as_json, reader_of, written
+from router.text.schema.keywords import Unenforceable
 
 MAX_KEY_CHARS = 256
 """Of an argument's name: a longer one is text, not a call."""
@@ -18,9 +20,10 @@ MAX_KEY_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class ArgumentTags:
-    """What stands around an argument: `open` KEY `key_end`, white space, `value` VALUE `close`.
+    """The tags of an argument: `open` KEY `key_end`, white space, `value` VALUE `close`.
 
-    `lined`: a line break behind the last opening tag and one before the closing one do not belong to the value.
+    `lined`: a line break after the last opening tag and one before the closing one do not belong to the value.
+    `python`: lists and dictionaries are in Python's syntax.
     """
 
     open: str
@@ -28,6 +31,34 @@ class ArgumentTags:
     value: str
     close: str
     lined: bool = False
+    python: bool = False
+
+
+class _ValueEnd:
+    """Finds the tag that closes a value, as its text arrives. With `quoted`, a tag in quotes does not close it."""
+
+    def __init__(self, close: str, *, quoted: bool) -> None:
+        self._close, self._quoted = close, quoted
+        self._piece = re.compile(rf"\\[\s\S]?|[\"']|{re.escape(close)}")
+        self._place, self._quote = 0, ""
+
+    def find(self, text: str) -> int:
+        """The place of the tag in `text`, all that has arrived so far; -1 if it has not."""
+        if not self._quoted:
+            found = text.find(self._close, self._place)
+            self._place = max(self._place, len(text) - len(self._close) + 1)
+            return found
+        for piece in self._piece.finditer(text, self._place):
+            mark = piece[0]
+            if mark == "\\":  # which may escape what comes next
+                return -1
+            self._place = piece.end()
+            if not self._quote and mark == self._close:
+                return piece.start()
+            if mark in ("'", '"') and self._quote in ("", mark):
+                self._quote = "" if self._quote else mark
+        self._place = max(self._place, len(text) - len(self._close) + 1)
+        return -1
 
 
 class TaggedScanner(MarkedScanner):
@@ -45,10 +76,12 @@ class TaggedScanner(MarkedScanner):
     ) -> None:
         self._tags, self._functions = tags, functions
         self._function: Function | None = None
+        self._known_keys: list[str] = []  # the longest first
         self._keys: set[str] = set()
-        self._kinds: frozenset[str] | None = None
+        self._reader: ValueReader | None = None
+        self._end_of_value = _ValueEnd(tags.close, quoted=False)
         self._is_again = self._is_begun = False
-        """Of the argument that is being read: whether it is there already, and whether its text has begun."""
+        """State of the argument that is being read: whether it occurred before, and whether its text has begun."""
         super().__init__(openings, layouts, start=start, only_calls=only_calls)
 
     @property
@@ -57,6 +90,7 @@ class TaggedScanner(MarkedScanner):
 
     def _call(self, found: Found, parts: list[Part]) -> bool:
         self._function, self._keys = self._functions.get(found.name), set()
+        self._known_keys = self._names_of_arguments()
         return super()._call(found, parts)
 
     def _arguments(self, parts: list[Part]) -> bool:
@@ -72,7 +106,14 @@ class TaggedScanner(MarkedScanner):
     def _key(self, held: str, parts: list[Part]) -> bool:
         """From the tag that opens an argument to its value."""
         tags = self._tags
-        key, end, rest = held[len(tags.open) :].partition(tags.key_end)
+        named = held[len(tags.open) :]
+        known = next((key for key in self._known_keys if _may_begin(named, key + tags.key_end)), None)
+        if known is not None and len(named) < len(known + tags.key_end):
+            return False
+        if known is None:
+            key, end, rest = named.partition(tags.key_end)
+        else:
+            key, end, rest = known, tags.key_end, named[len(known + tags.key_end) :]
         rest = rest.lstrip() if tags.value else rest
         if not end or not rest.startswith(tags.value):
             may_come = tags.value.startswith(rest) if end else len(key) <= MAX_KEY_CHARS
@@ -82,7 +123,9 @@ class TaggedScanner(MarkedScanner):
             return self._move_to(self._gap)
         self._is_again, self._is_begun = key in self._keys, False
         self._keys.add(key)
-        self._kinds = self._kinds_of(key)
+        self._reader = self._reader_of(key)
+        quoted = self._reader is not None and not self._reader.may_be_text
+        self._end_of_value = _ValueEnd(tags.close, quoted=quoted)
         if not self._is_again:
             self._give(f"{'{' if len(self._keys) == 1 else ', '}{written(key)}: ", parts)
         self._held = rest[len(tags.value) :]
@@ -90,20 +133,23 @@ class TaggedScanner(MarkedScanner):
 
     def _value(self, parts: list[Part]) -> bool:
         tags = self._tags
-        if self._kinds == TEXT_ONLY and not self._is_begun:
+        is_text = self._reader is not None and self._reader.is_text
+        if is_text and not self._is_begun:
             if tags.lined and not self._held:
                 return False
             self._held = self._held.removeprefix("\n") if tags.lined else self._held
             self._is_begun = True
             self._give('"', parts)
-        place = self._held.find(tags.close)
+        place = self._held.find(tags.close) if is_text else self._end_of_value.find(self._held)
         if place < 0:
             return self._more_text(parts)
         text = self._held[:place].removesuffix("\n") if tags.lined else self._held[:place]
         if self._is_begun:
             self._give(written(text)[1:], parts)
         else:
-            self._give(as_json(text.removeprefix("\n") if tags.lined else text, self._kinds), parts)
+            self._give(
+                as_json(text.removeprefix("\n") if tags.lined else text, self._reader, python=tags.python), parts
+            )
         return self._move_to(self._arguments, place + len(tags.close))
 
     def _more_text(self, parts: list[Part]) -> bool:
@@ -121,9 +167,25 @@ class TaggedScanner(MarkedScanner):
         if arguments and not (self._is_again and self._step == self._value):
             parts.append(CallPart(self.num_calls - 1, arguments=arguments))
 
-    def _kinds_of(self, key: str) -> frozenset[str] | None:
+    def _reader_of(self, key: str) -> ValueReader | None:
         if self._function is None:
             return None
-        schema = self._function.arguments
-        members = schema.get("properties")
-        return kinds_of(members.get(key), schema) if isinstance(members, Mapping) else None
+        try:
+            return reader_of(self._function.shapes, key)
+        except Unenforceable:  # for which a request with a grammar is refused
+            return None
+
+    def _names_of_arguments(self) -> list[str]:
+        """The names in the function's schema, the longest first."""
+        if self._function is None:
+            return []
+        try:
+            names = {name for shape in self._function.shapes.root_objects for name in shape.named}
+        except Unenforceable:
+            return []
+        return sorted(names, key=len, reverse=True)
+
+
+def _may_begin(text: str, begin: str) -> bool:
+    """Whether `text`, of which more may come, begins with `begin`."""
+    return text.startswith(begin) or begin.startswith(text)

@@ -3,78 +3,81 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from router.text.answer.closed_schema import target_of
+from router.text.python_syntax.grammar import python_text
+from router.text.python_syntax.literal import NotLiteralError, read_value
+from router.text.schema.shapes import Schemas, Shapes
 
 TEXT_ONLY = frozenset({"string"})
-MOST_REFERENCES = 8
-"""Behind each other; with more a schema says nothing of its type."""
 AS_PYTHON = {"True": "true", "False": "false", "None": "null"}
 """What models write that have read more Python than JSON."""
+SPELLINGS = {True: ("true", "True"), False: ("false", "False"), None: ("null", "None")}
 
-Schema = Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class ValueReader:
+    """Reads the texts of one argument. Its value matches all of the schemas in one of `alternatives`."""
+
+    shapes: Shapes
+    alternatives: Sequence[Schemas]
+    types: frozenset[str]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether every value is a text."""
+        return self.types == TEXT_ONLY
+
+    @property
+    def may_be_text(self) -> bool:
+        return "string" in self.types
+
+    def accepts(self, value: Any) -> bool:
+        return any(self.shapes.accepts(value, *schemas) for schemas in self.alternatives)
 
 
-def kinds_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str] | None:
-    """The types of values that a schema takes; None where it does not say. `root` has what it refers to."""
-    if not isinstance(schema, Mapping) or depth > MOST_REFERENCES:
+def reader_of(shapes: Shapes, name: str) -> ValueReader | None:
+    """The reader of an argument; None if the schema says nothing about its value."""
+    alternatives = shapes.members(name)
+    cases = [case for schemas in alternatives for case in shapes.cases(*schemas)]
+    if not cases or any(case.is_any for case in cases):
         return None
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        return frozenset(map(kind_of, values))
-    if "$ref" in schema:
-        try:
-            return kinds_of(target_of(schema["$ref"], root), root, depth + 1)
-        except LookupError:
-            return None
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list) and schema[key]:
-            found = [kinds_of(one, root, depth + 1) for one in schema[key]]
-            return None if None in found else frozenset[str]().union(*(kinds for kinds in found if kinds is not None))
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return frozenset({kinds})
-    return frozenset(kinds) if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds) else None
+    return ValueReader(shapes, alternatives, frozenset[str]().union(*(case.types for case in cases)))
 
 
-def kind_of(value: Any) -> str:
-    """The type of a value of JSON. A whole number is an integer, in whatever form it is written."""
-    match value:
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "integer" if value.is_integer() else "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case None:
-            return "null"
-    return "object"
+def as_json(text: str, reader: ValueReader | None, *, python: bool = False) -> str:
+    """What a model wrote for a value, as JSON: a string where the schema accepts no other reading.
 
-
-def as_json(text: str, kinds: frozenset[str] | None) -> str:
-    """What a model wrote for a value of these types, as JSON: a string where it can be nothing else."""
-    if kinds == TEXT_ONLY:
+    With `python`, lists and dictionaries may be in Python's syntax.
+    """
+    if reader is not None and reader.is_text:
         return written(text)
     try:
-        value = json.loads(AS_PYTHON.get(text.strip(), text), parse_constant=_no_number)
+        value = _read(text, python)
         made = json.dumps(value, ensure_ascii=False, allow_nan=False)
         made.encode()  # half of a surrogate pair can be written in JSON, and not be sent
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, NotLiteralError):
         return written(text)
-    if isinstance(value, str) or (kinds is not None and "string" in kinds and not _is_of(kind_of(value), kinds)):
+    if isinstance(value, str) or (reader is not None and reader.may_be_text and not reader.accepts(value)):
         return written(text)
     return made
 
 
-def as_text(value: Any) -> str:
-    """A value of JSON as these models write it: strings as they are."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def spellings(value: Any, *, python: bool = False) -> list[str]:
+    """How these models write a value of JSON: strings as they are, `None` for null and the like."""
+    if isinstance(value, str):
+        return [value]
+    if value is None or isinstance(value, bool):
+        return list(SPELLINGS[value])
+    texts = [json.dumps(value, ensure_ascii=False)]
+    return [*texts, python_text(value)] if python else texts
+
+
+def as_text(value: Any, *, python: bool = False) -> str:
+    """The last of the spellings in Python, the first otherwise."""
+    return spellings(value, python=python)[-1 if python else 0]
 
 
 def written(text: str) -> str:
@@ -82,8 +85,13 @@ def written(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _is_of(kind: str, kinds: frozenset[str]) -> bool:
-    return kind in kinds or (kind == "integer" and "number" in kinds)
+def _read(text: str, python: bool) -> Any:
+    try:
+        return json.loads(AS_PYTHON.get(text.strip(), text), parse_constant=_no_number)
+    except ValueError:
+        if not python or text.lstrip()[:1] not in ("[", "{"):
+            raise
+        return read_value(text)
 
 
 def _no_number(name: str) -> float:

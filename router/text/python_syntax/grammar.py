@@ -1,20 +1,22 @@
-"""Grammar rules for arguments in Python's syntax, from their JSON schema.
-
-Types, members, enumerations, references, alternatives, bounds of numbers, lengths, patterns and formats of texts and
-numbers of items are enforced, and the other keywords of JSON Schema are not.
-"""
+"""Grammar rules for arguments in Python's syntax, from the schema of a function."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from router.text.answer.closed_schema import target_of
-from router.text.answer.grammar import json_expression, literal, rule
+from router.text.answer.grammar import document_expression, literal
+from router.text.schema.canonical import Document
+from router.text.schema.regexes import names_lexeme
+from router.text.schema.shapes import ArrayShape, Case, ObjectShape, Schemas, Shapes, Unnamed
 
 COMMA = "/, ?/"
+COLON = "/: ?/"
 KEYWORD = re.compile(r"[^\W\d][\w.$-]*")
+UNKNOWN_KEYWORD = r"/[a-zA-Z_][a-zA-Z0-9_.$-]*/"
+"""Names of keywords that the schema does not name."""
 ESCAPES = (
     r"\\[\"'\\nrtbf]|\\x[0-9a-fA-F]{2}|\\u([0-9a-cA-CeEfF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"  # no surrogates
 )
@@ -22,114 +24,182 @@ LEXEMES = {
     "py_string": " | ".join([rf"/{quote}([^{quote}\\\x00-\x1f]|{ESCAPES})*{quote}/" for quote in ('"', "'")]),
     "py_integer": r"/-?(0|[1-9][0-9]{0,18})/",
     "py_number": r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
-    "py_boolean": '"True" | "False"',
-    "py_null": '"None"',
+    "py_boolean": '"True" | "False" | "true" | "false"',
+    "py_null": '"None" | "null"',
     "py_array": f'"[" (py_any ({COMMA} py_any)*)? "]"',
     "py_object": f'"{{" (py_member ({COMMA} py_member)*)? "}}"',
-    "py_member": "py_string /: ?/ py_any",
+    "py_member": f"py_string {COLON} py_any",
     "py_any": "py_string | py_number | py_boolean | py_null | py_array | py_object",
 }
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-BOUNDS = {"integer": NUMBERS, "number": NUMBERS, "string": ("minLength", "maxLength", "pattern", "format")}
-"""Keywords of scalars that are enforced as in JSON: such numbers and texts are written there as in Python."""
-LOOKS = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
-"""What a pattern may have that the library does not: look-around and back-references. It is not enforced then."""
+BOUNDS = {"number": NUMBERS, "string": ("minLength", "maxLength", "pattern", "format")}
+"""Keywords of scalars, which are enforced as in JSON: such numbers and texts are written there as in Python."""
+QUOTED = r'/"([^"\\\x00-\x1f]|\\["\\nrtbf]|\\x[01][0-9a-fA-F])*"/'
+"""Names in a dictionary, each with one spelling."""
+UNESCAPED = r'/[^"\\\x00-\x1f]*/'
 MAX_ITEMS = 1024
 """Above it the number of items of a list is not enforced."""
 NEEDED = {"py_array": ("py_any",), "py_object": ("py_member",), "py_member": ("py_string", "py_any")}
 NEEDED["py_any"] = ("py_string", "py_number", "py_boolean", "py_null", "py_array", "py_object")
 
-Schema = Mapping[str, Any]
+Part = tuple[str, bool]
+"""The right side of a rule for an item of a list, and whether it must be there."""
 
 
 class PythonRules:
-    """Collects rules; `text` is all of them."""
+    """Adds rules for values that have `shapes` to `rules`; their names begin with `prefix`."""
 
-    def __init__(self) -> None:
-        self._rules: dict[str, str] = {}
-        self._references: dict[tuple[int, str], str] = {}
-        self._roots: list[Schema] = []
+    def __init__(self, shapes: Shapes, rules: dict[str, str], prefix: str) -> None:
+        self._shapes, self._rules, self._prefix = shapes, rules, prefix
+        self._names: dict[tuple[int, ...], str] = {}
+        self._open: set[str] = set()  # names of values that are being written and were not referred to
+        self._same: dict[str, str] = {}
+        self._num_names = 0
 
-    @property
-    def text(self) -> str:
-        return "".join([rule(name, expression) for name, expression in self._rules.items()])
+    def arguments(self) -> str:
+        """The right side of a rule for the keywords of a call, in the schema's order. Raises Unenforceable.
 
-    def arguments(self, name: str, schema: Schema) -> None:
-        """The rule `name` for the keywords of a call, in the schema's order."""
-        self._roots.append(schema)
-        members = schema.get("properties")
-        if not isinstance(members, Mapping) or not (members or schema.get("additionalProperties") is False):
-            self._rules[name] = f"(py_keyword ({COMMA} py_keyword)*)?"
-            self._rules["py_keyword"] = f"/[a-zA-Z_][a-zA-Z0-9_]*/ {literal('=')} {self._known('py_any')}"
-            return
-        self._members(name, {key: literal(f"{key}=") for key in members if KEYWORD.fullmatch(key)}, schema)
+        Names that are no keywords follow as `**{"name": value}`.
+        """
+        return self._either([self._call(shape) for shape in self._shapes.root_objects])
 
-    def _members(self, name: str, heads: Mapping[str, str], schema: Schema) -> None:
-        """The rule `name` for members of an object, each written as its head, a right side, and a value."""
-        wanted = schema.get("required")
-        required = set(wanted) if isinstance(wanted, list) else set()
-        keys = list(heads)
-        values = [
-            f"{heads[key]} {self._value(schema['properties'][key], f'{name}_v{i}')}" for i, key in enumerate(keys)
-        ]
-        # From behind: what may follow once a member came, and while none did.
-        following, first = '""', '""'
-        for i in reversed(range(len(keys))):
-            optional = keys[i] not in required
-            after, begin = f"{name}_m{i}", f"{name}_f{i}"
-            self._rules[after] = f"{COMMA} {values[i]} {following}" + (f" | {following}" if optional else "")
-            self._rules[begin] = f"{values[i]} {following}" + (f" | {first}" if optional else "")
-            following, first = after, begin
-        self._rules[name] = first
+    def of_cases(self, cases: Sequence[Case], *, without: Collection[str] = ()) -> str:
+        """The right side of a rule for values of one of the cases, but for those of some types."""
+        found: list[str] = []
+        for case in cases:
+            if case.values is not None:
+                found += [literal(text) for value in case.values for text in _spellings(value)]
+            else:
+                found += [
+                    expression for kind in sorted(case.types - {*without}) if (expression := self._typed(kind, case))
+                ]
+        return self._either(found)
 
-    def _value(self, schema: Any, name: str) -> str:
-        """The right side of a rule for a value; `name` begins the names of rules that it needs."""
-        if not isinstance(schema, Mapping):
-            return self._known("py_any")
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return self._either([literal(text) for value in values for text in _spellings(value)])
-        if "$ref" in schema:
-            return self._reference(schema["$ref"])
-        for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list) and schema[key]:
-                return self._either([self._value(one, f"{name}_{i}") for i, one in enumerate(schema[key])])
-        kinds = schema.get("type")
-        if isinstance(kinds, list) and kinds:
-            return self._either([self._typed(kind, schema, f"{name}_{i}") for i, kind in enumerate(kinds)])
-        return self._typed(kinds, schema, name)
+    def _call(self, shape: ObjectShape) -> str:
+        keywords = {name: each for name, each in shape.named.items() if KEYWORD.fullmatch(name)}
+        rest = {name: each for name, each in shape.named.items() if name not in keywords}
+        parts = [(f"{literal(f'{n}=')} {self._value(each)}", n in shape.required) for n, each in keywords.items()]
+        unnamed = []
+        for kind in shape.unnamed:
+            name = self._terminal(names_lexeme(UNKNOWN_KEYWORD, kind.patterns, kind.without, shape.taken))
+            unnamed.append(f"{name} {literal('=')} {self._value(kind.schemas)}")
+        is_open = bool(shape.unnamed) and not shape.least and shape.most is None
+        last: list[Part] = []
+        if rest or is_open:
+            required = shape.required & rest.keys()
+            others = ObjectShape(rest, required, shape.taken, shape.unnamed if is_open else (), 0, None)
+            last = [(f"{literal('**')} {self._object(others)}", bool(required))]
+        return self._members(parts, unnamed, shape.least, shape.most, last)
 
-    def _typed(self, kind: object, schema: Schema, name: str) -> str:
-        bounds = {key: schema[key] for key in BOUNDS.get(str(kind), ()) if key in schema}
-        if LOOKS.search(str(bounds.get("pattern", ""))):
-            del bounds["pattern"]
-        if bounds:
-            self._rules[name] = json_expression({"type": kind, **bounds}, lenient=True)
-            return name
-        if kind == "array" and not schema.keys().isdisjoint(("items", "minItems", "maxItems")):
-            item = self._value(schema.get("items"), f"{name}_i")
-            self._rules[name] = _list_of(item, _count(schema, "minItems") or 0, _count(schema, "maxItems"))
-            return name
-        members = schema.get("properties")
-        if kind == "object" and isinstance(members, Mapping) and members:
-            quoted = {key: self._either(list(map(literal, _spellings(key)))) for key in members}
-            self._members(f"{name}_o", {key: f"{spellings} /: ?/" for key, spellings in quoted.items()}, schema)
-            self._rules[name] = f'"{{" {name}_o "}}"'
-            return name
-        known = f"py_{kind}"
-        return self._known(known if known in LEXEMES else "py_any")
-
-    def _reference(self, reference: object) -> str:
-        root = self._roots[-1]
-        key = (len(self._roots), str(reference))
-        if key not in self._references:
-            try:
-                schema = target_of(reference, root)
-            except LookupError:
+    def _value(self, schemas: Schemas) -> str:
+        """The name of the rule for a value of these schemas."""
+        key = tuple(map(id, schemas))
+        if key not in self._names:
+            cases = self._shapes.cases(*schemas)
+            if any(case.is_any for case in cases):
                 return self._known("py_any")
-            name = self._references[key] = f"ref_{len(self._references)}"
-            self._rules[name] = self._value(schema, f"{name}_v")
-        return self._references[key]
+            self._names[key] = name = self._new_name()
+            self._open.add(name)
+            expression = self.of_cases(cases)
+            if name in self._open:
+                self._names[key] = self._rule(expression)
+            else:  # a part of the value is such a value
+                self._rules[name] = expression
+        self._open.discard(self._names[key])
+        return self._names[key]
+
+    def _typed(self, kind: str, case: Case) -> str:
+        """The right side of a rule for the values of one type; "" if there are none."""
+        if kind in BOUNDS:
+            type_name = "integer" if kind == "number" and case.is_whole else kind
+            bounds = case.keywords(*BOUNDS[kind])
+            if not bounds:
+                return self._known(f"py_{type_name}")
+            schema = {"type": type_name, **(bounds[0] if len(bounds) == 1 else {"allOf": bounds})}
+            return self._rule(document_expression(Document(schema), lenient=True))
+        if kind == "array":
+            items = self._shapes.array_shape(case)
+            return "" if items is None else self._array(items)
+        if kind == "object":
+            shapes = self._shapes.object_shapes(case)
+            return self._either(list(map(self._object, shapes))) if shapes else ""
+        return self._known(f"py_{kind}")
+
+    def _array(self, shape: ArrayShape) -> str:
+        if shape == ArrayShape((), (), 0, None):
+            return self._known("py_array")
+        num_first, least = len(shape.first), min(shape.least, MAX_ITEMS)
+        most = None if shape.most is None or shape.most > MAX_ITEMS else shape.most
+        following = '""'
+        if most is None or most > num_first:
+            rest = None if most is None else most - num_first
+            others = self._value(shape.others)
+            if not num_first:
+                return self._rule(f'"[" {self._members([], [others], least, rest)} "]"')
+            following = _repeated(others, least - num_first, rest)
+        for i in reversed(range(num_first)):
+            item = f"{COMMA if i else ''} {self._value(shape.first[i])} {following}"
+            following = self._rule(item if i < least else f"({item})?")
+        return self._rule(f'"[" {following} "]"')
+
+    def _object(self, shape: ObjectShape) -> str:
+        if shape == ObjectShape({}, frozenset(), (), (Unnamed((), (), ()),), 0, None):
+            return self._known("py_object")
+        parts = [
+            (f"{self._either(list(map(literal, _spellings(n))))} {COLON} {self._value(each)}", n in shape.required)
+            for n, each in shape.named.items()
+        ]
+        unnamed = [f"{self._key(kind, shape.taken)} {COLON} {self._value(kind.schemas)}" for kind in shape.unnamed]
+        return self._rule(f'"{{" {self._members(parts, unnamed, shape.least, shape.most)} "}}"')
+
+    def _key(self, kind: Unnamed, taken: Sequence[str]) -> str:
+        """The name of a terminal for names in quotes that the schema does not name."""
+        if not (kind.patterns or kind.without):
+            return self._terminal(names_lexeme(QUOTED, (), (), [python_text(name) for name in taken]))
+        plain = names_lexeme(UNESCAPED, kind.patterns, kind.without, taken)
+        return self._terminal(f"{literal(chr(34))} ({plain}) {literal(chr(34))}")
+
+    def _members(
+        self, parts: Sequence[Part], unnamed: Sequence[str], least: int, most: int | None, last: Sequence[Part] = ()
+    ) -> str:
+        """The right side of a rule for a list of parts, then `least` to `most` unnamed members, then `last` parts.
+
+        It is written from the end: what may follow once an item came, and while none did.
+        """
+        following, first = '""', '""'
+        for part in reversed(last):
+            following, first = self._before(part, following, first)
+        if unnamed and most != 0:
+            one = self._either(unnamed)
+            none = [] if least else [first]
+            more = _repeated(one, least - 1, None if most is None else most - 1)
+            first = self._rule(" | ".join((f"{one} {more} {following}", *none)))
+            following = self._rule(f"{_repeated(one, least, most)} {following}")
+        for part in reversed(parts):
+            following, first = self._before(part, following, first)
+        return first
+
+    def _before(self, part: Part, following: str, first: str) -> tuple[str, str]:
+        text, is_required = part
+        after = f"{COMMA} {text} {following}" + ("" if is_required else f" | {following}")
+        begin = f"{text} {following}" + ("" if is_required else f" | {first}")
+        return self._rule(after), self._rule(begin)
+
+    def _rule(self, expression: str) -> str:
+        """The name of the rule for an expression."""
+        if expression not in self._same:
+            self._same[expression] = name = self._new_name()
+            self._rules[name] = expression
+        return self._same[expression]
+
+    def _terminal(self, expression: str) -> str:
+        name = self._new_name().upper()
+        self._rules[name] = expression
+        return name
+
+    def _new_name(self) -> str:
+        self._num_names += 1
+        return f"{self._prefix}_p{self._num_names}"
 
     def _known(self, name: str) -> str:
         if name not in self._rules:
@@ -150,28 +220,28 @@ def python_text(value: Any) -> str:
         return '"' + re.sub(r"[\x00-\x1f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
     if isinstance(value, list):
         return f"[{', '.join(map(python_text, value))}]"
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return "{" + ", ".join([f"{python_text(key)}: {python_text(inner)}" for key, inner in value.items()]) + "}"
     return repr(value)
 
 
-def _count(schema: Schema, key: str) -> int | None:
-    """A number of items that can be enforced; None without one."""
-    number = schema.get(key)
-    fits = isinstance(number, int | float) and number == int(number) and 0 <= number <= MAX_ITEMS
-    return int(number) if fits and number is not None else None
+def python_keywords(arguments: Mapping[str, Any]) -> str:
+    """Arguments as keywords of a call; names that are none follow as `**{"name": value}`."""
+    texts = [f"{name}={python_text(value)}" for name, value in arguments.items() if KEYWORD.fullmatch(name)]
+    rest = {name: value for name, value in arguments.items() if not KEYWORD.fullmatch(name)}
+    return ", ".join([*texts, f"**{python_text(rest)}"] if rest else texts)
 
 
-def _list_of(item: str, least: int, most: int | None) -> str:
-    """The right side of a rule for a list of at least and at most so many items."""
-    if most is not None and most < max(1, least):
-        return '"[" "]"'
-    more = f"({COMMA} {item}){{{max(0, least - 1)},{'' if most is None else most - 1}}}"
-    return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
+def _repeated(item: str, least: int, most: int | None) -> str:
+    """The right side of a rule for `least` to `most` further items of a list."""
+    return "" if most == 0 else f"({COMMA} {item}){{{max(0, least)},{'' if most is None else most}}}"
 
 
 def _spellings(value: Any) -> list[str]:
+    """How models write a listed value; some templates print the words of JSON."""
     text = python_text(value)
+    if value is None or isinstance(value, bool):
+        return [text, json.dumps(value)]
     if isinstance(value, str) and "'" not in value and "\\" not in text:
         return [text, f"'{value}'"]
     return [text]

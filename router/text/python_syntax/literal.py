@@ -82,6 +82,15 @@ def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
     place = _blank(text, 0)
     try:
         while not text.startswith(")", place):
+            if text.startswith("**", place):
+                given, place = _value(text, place + 2, 0)
+                if not isinstance(given, dict) or not found.keys().isdisjoint(given):
+                    raise NotLiteralError
+                place, more = _separator(text, place, ")")
+                found |= given
+                if not more:
+                    return found, True
+                continue
             keyword = KEYWORD.match(text, place)
             if keyword is None:
                 if place == len(text) or KEYWORD.match(text + "=", place):
@@ -97,6 +106,17 @@ def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
     except UnfinishedError:
         return found, False
     return found, True
+
+
+def read_value(text: str) -> Any:
+    """A value that is all of `text`. Raises NotLiteralError."""
+    try:
+        value, place = _value(text, 0, 0)
+    except UnfinishedError as error:
+        raise NotLiteralError from error
+    if _blank(text, place) < len(text):
+        raise NotLiteralError
+    return value
 
 
 def _value(text: str, place: int, depth: int) -> tuple[Any, int]:

@@ -15,14 +15,17 @@ from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart, joine
 from router.text.calls.deepseek import DeepSeekForm
 from router.text.calls.form import CallForm
 from router.text.calls.function import Function
+from router.text.calls.glm import GLMForm
 from router.text.calls.harmony import HarmonyForm
 from router.text.calls.hermes import HermesForm
 from router.text.calls.kimi import KimiForm
 from router.text.calls.llama3 import Llama3Form
+from router.text.calls.minimax import MiniMaxForm
 from router.text.calls.mistral import MistralForm
 from router.text.calls.pythonic import PythonicForm
-from router.text.calls.tagged import GLMForm, MiniMaxForm, QwenCoderForm
-from router.text.calls.tagged_value import as_json, kinds_of
+from router.text.calls.qwen_coder import QwenCoderForm
+from router.text.calls.seed_oss import SeedOSSForm
+from router.text.calls.tagged_value import as_json, reader_of
 
 from ...examples import examples
 
@@ -42,10 +45,11 @@ ROWS: dict[str, CallForm] = {
     "qwen3-coder": QwenCoderForm(),
     "glm": GLMForm(),
     "minimax": MiniMaxForm(),
+    "seed-oss": SeedOSSForm(),
     "kimi": KimiForm(),
 }
 """Forms without channels."""
-TAGGED = ("qwen3-coder", "glm", "minimax")
+TAGGED = ("qwen3-coder", "glm", "minimax", "seed-oss")
 
 Item = str | tuple[str, str] | ThoughtPart
 
@@ -236,11 +240,34 @@ def test_other_ways_to_write_calls(name: str, text: str, expected: list[Item]) -
         ("NaN", {"type": "number"}, '"NaN"'),
         (r'["\ud800"]', {}, r'"[\"\\ud800\"]"'),
         ("x", {"$ref": "#/$defs/loop"}, '"x"'),
+        ("5", {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 9}]}, '"5"'),
+        ("9", {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 9}]}, "9"),
+        ("[1]", {"type": ["string", "array"], "items": {"type": "string"}}, '"[1]"'),
+        ('["1"]', {"type": ["string", "array"], "items": {"type": "string"}}, '["1"]'),
+        ("True", {"type": ["boolean", "string"]}, "true"),
+        ("2", {"allOf": [{"$ref": "#/$defs/letter"}, {"type": "string"}]}, '"2"'),
     ],
 )
 def test_a_text_becomes_what_its_schema_says(text: str, schema: dict[str, Any], expected: str) -> None:
-    root = {"$defs": {"letter": {"enum": ["a", "b", 2]}, "loop": {"$ref": "#/$defs/loop"}}}
-    assert as_json(text, kinds_of(schema, root)) == expected
+    definitions = {"letter": {"enum": ["a", "b", 2]}, "loop": {"$ref": "#/$defs/loop"}}
+    function = Function("f", None, {"properties": {"x": schema}, "$defs": definitions})
+    assert as_json(text, reader_of(function.shapes, "x")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("['a', {'k': None}]", '["a", {"k": null}]'),
+        ("{'b': True, 'c': (1, 2.5)}", '{"b": true, "c": [1, 2.5]}'),
+        ('["a"]', '["a"]'),
+        ("None", "null"),
+        ("['a'", "\"['a'\""),
+        ("(1, 2)", '"(1, 2)"'),
+        ("{1: 2}", '"{1: 2}"'),
+    ],
+)
+def test_lists_may_be_as_python_prints_them(text: str, expected: str) -> None:
+    assert as_json(text, None, python=True) == expected
 
 
 def test_arguments_come_as_they_are_made() -> None:

@@ -16,13 +16,16 @@ from common.model_files.tokenizer import Tokenizer
 from router.text.calls.deepseek import DeepSeekForm
 from router.text.calls.form import CallForm, Wanted
 from router.text.calls.function import Function
+from router.text.calls.glm import GLMForm
 from router.text.calls.harmony import HarmonyForm
 from router.text.calls.hermes import HermesForm
 from router.text.calls.kimi import KimiForm
 from router.text.calls.llama3 import Llama3Form
+from router.text.calls.minimax import MiniMaxForm
 from router.text.calls.mistral import MistralForm
 from router.text.calls.pythonic import PythonicForm
-from router.text.calls.tagged import GLMForm, MiniMaxForm, QwenCoderForm
+from router.text.calls.qwen_coder import QwenCoderForm
+from router.text.calls.seed_oss import SeedOSSForm
 from router.text.text_pipeline import TextPipeline
 
 WEATHER = Function(
@@ -51,9 +54,10 @@ FORMS: dict[str, CallForm] = {
     "qwen3-coder": QwenCoderForm(),
     "glm": GLMForm(),
     "minimax": MiniMaxForm(),
+    "seed-oss": SeedOSSForm(),
     "kimi": KimiForm(),
 }
-TAGGED = ("qwen3-coder", "glm", "minimax")
+TAGGED = ("qwen3-coder", "glm", "minimax", "seed-oss")
 GOOD = [
     [("now", "{}")],
     [("get_weather", '{"city": "Paris"}')],
@@ -80,11 +84,11 @@ class Vocabulary:
         self.text = TextPipeline(Tokenizer(inner), None, max_model_len=100, threads=1)
         self.spell = self.text.spell
         words: Any = _Words(self.text.tokenizer, EOS)
-        self._library = llguidance.LLTokenizer(words, n_vocab=self.text.tokenizer.vocab_size, eos_token=[EOS])
+        self.library = llguidance.LLTokenizer(words, n_vocab=self.text.tokenizer.vocab_size, eos_token=[EOS])
 
     def accepts(self, grammar: str, text: str) -> bool:
         """Whether the text is an answer, whole and nothing but it."""
-        matcher = llguidance.LLMatcher(self._library, grammar, log_level=0, limits=limits())
+        matcher = llguidance.LLMatcher(self.library, grammar, log_level=0, limits=limits())
         assert not matcher.is_error(), matcher.get_error()
         ids = self.text.tokenizer.encode(text, add_special_tokens=False)
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())

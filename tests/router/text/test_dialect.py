@@ -12,7 +12,18 @@ from router.text.calls.dialect import FORMS, dialect_of
 from router.text.calls.function import Function
 from router.text.chat_prompt import chat_prompt
 
-from ..templates import DEEPSEEK, HARMONY, KIMI, LLAMA3, MISTRAL, PLAIN, STRICT, TEMPLATES
+from ..templates import (
+    DEEPSEEK,
+    HARMONY,
+    KIMI,
+    LLAMA3,
+    LLAMA3_SINGLE,
+    MISTRAL,
+    PLAIN,
+    STRICT,
+    TEMPLATES,
+    VARIANTS,
+)
 
 WEATHER = Function("get_weather", "Weather of a city", {"properties": {"city": {"type": "string"}}})
 USER = {"role": "user", "content": "Weather?"}
@@ -105,3 +116,31 @@ def test_harmonys_template_gets_one_call_a_message_and_thoughts_by_its_name() ->
     shown = chat_prompt(ChatTemplate(HARMONY), messages, functions=[WEATHER])
     places = [shown.index(text) for text in ("Hm.\nWait.", "functions.get_weather", "by a", "functions.now", "by b")]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(("kind", "source"), VARIANTS.items())
+def test_variants_of_a_format_are_recognised(kind: str, source: str) -> None:
+    dialect = dialect_of(ChatTemplate(source))
+    assert dialect.native and dialect.form.name == kind
+    assert dialect.single_calls is (kind == "llama3")
+
+
+def test_only_templates_that_show_one_call_a_message_get_one() -> None:
+    single = {name for name, source in TEMPLATES.items() if dialect_of(ChatTemplate(source)).single_calls}
+    assert single == {"harmony"}
+
+
+def test_a_template_that_refuses_two_calls_gets_them_one_after_the_other() -> None:
+    messages = [USER, turn(call("a"), call("b", "now"), content="Wait."), result("b"), result("a"), USER]
+    shown = chat_prompt(ChatTemplate(LLAMA3_SINGLE), messages, functions=[WEATHER])
+    places = [
+        shown.index(text) for text in ('{"name": "get_weather"', "by a", '{"name": "now"', "by b", "[user]Weather?")
+    ]
+    assert places[:4] == sorted(places[:4]) and shown.rindex("[user]Weather?") > places[3]
+
+
+def test_results_that_are_missing_leave_the_calls_in_order() -> None:
+    messages = [USER, turn(call("a"), call("b", "now")), result("b")]
+    shown = chat_prompt(ChatTemplate(LLAMA3_SINGLE), messages, functions=[WEATHER])
+    assert shown.index("get_weather") < shown.index('{"name": "now"') < shown.index("by b")
+    assert shown.count("by b") == 1

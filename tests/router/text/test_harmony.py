@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart, joined
+from router.text.calls.dialect import Dialect
 from router.text.calls.function import Function
 from router.text.calls.harmony import HarmonyForm
 from router.text.calls.harmony_scanner import ChannelTokens
@@ -141,7 +142,7 @@ def test_each_call_of_a_message_is_one_of_its_own_before_its_result() -> None:
     results = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("b", "a")]
     user = {"role": "user", "content": "hi"}
     turn = {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm.", "tool_calls": calls}
-    assert FORM.messages([user, turn, *results, user]) == [
+    assert Dialect(FORM, single_calls=True).messages([user, turn, *results, user]) == [
         user,
         {"role": "assistant", "content": "", "thinking": "Hm.\nWait.", "tool_calls": calls[:1]},
         results[1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import time
@@ -267,7 +268,7 @@ def test_a_template_without_tools_gets_them_in_words() -> None:
     system, user, assistant, results = shown.split("\n[")
     assert system.startswith("[system]Be kind.\n\nYou can call")
     described = [json.loads(line) for line in system.splitlines() if line.startswith('{"type"')]
-    assert described[0]["function"] == WEATHER._asdict()
+    assert described[0]["function"] == dataclasses.asdict(WEATHER)
     assert described[1]["function"]["name"] == "now" and described[1]["function"]["parameters"]["type"] == "object"
     assert user == "user]Weather in Paris?"
     assert assistant == f"assistant]{CALL}\n{OTHER}"

@@ -1,0 +1,46 @@
+"""The format of GLM since 4.5, with line breaks, and since 4.7 without:
+
+<tool_call>get_weather
+<arg_key>city</arg_key>
+<arg_value>Paris</arg_value>
+</tool_call>
+
+<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.text.answer.grammar import literal
+from router.text.calls.form import BREAK, Spell
+from router.text.calls.hermes import CLOSE, OPEN
+from router.text.calls.pattern import Pattern, function_name, peek_one_of, space
+from router.text.calls.scanner import Layout
+from router.text.calls.tagged import TaggedForm
+from router.text.calls.tagged_scanner import ArgumentTags
+
+KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+
+
+class GLMForm(TaggedForm):
+    name = "glm"
+    marks = (OPEN, CLOSE, KEY, END_KEY, VALUE, END_VALUE)
+    openings = (OPEN,)
+    tags = ArgumentTags(KEY, END_KEY, VALUE, END_VALUE)
+    layouts = (
+        Layout(
+            Pattern(OPEN, space, function_name, space, peek_one_of(KEY, CLOSE)),
+            Pattern(space, CLOSE),
+        ),
+    )
+
+    def called(self, name: str, arguments: str, spell: Spell) -> str:
+        return f"{BREAK} {literal(name)} {BREAK} {arguments}"
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        texts = []
+        for name, arguments in calls:
+            given = [f"{KEY}{key}{END_KEY}\n{VALUE}{value}{END_VALUE}\n" for key, value in self.texts(arguments)]
+            texts.append(f"{OPEN}{name}\n{''.join(given)}{CLOSE}")
+        return "\n".join(texts)

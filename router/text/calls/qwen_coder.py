@@ -1,0 +1,52 @@
+"""The format of Qwen3-Coder, whose white space belongs to the values. The model may forget the outer tags:
+
+<tool_call>
+<function=get_weather>
+<parameter=city>
+Paris
+</parameter>
+</function>
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from router.text.answer.grammar import literal
+from router.text.calls.form import BREAK, Spell
+from router.text.calls.hermes import CLOSE, OPEN
+from router.text.calls.pattern import Part, Pattern, function_name, peek_one_of, space
+from router.text.calls.scanner import Layout
+from router.text.calls.tagged import TaggedForm
+from router.text.calls.tagged_scanner import ArgumentTags
+
+FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
+BEGUN: tuple[str | Part, ...] = (FUNCTION, function_name, ">", space, peek_one_of(PARAMETER, END_FUNCTION))
+
+
+def function_layouts(opened: str, closed: str) -> tuple[Layout, Layout]:
+    """Rows of calls between an opening and a closing tag, or without the opening one."""
+    tail, again, close = Pattern(space, END_FUNCTION), Pattern(space, *BEGUN), Pattern(space, closed)
+    return Layout(Pattern(opened, space, *BEGUN), tail, again, close), Layout(Pattern(*BEGUN), tail, again, close)
+
+
+class QwenCoderForm(TaggedForm):
+    name = "qwen3-coder"
+    marks = (OPEN, CLOSE)
+    openings: ClassVar[tuple[str, ...]] = (OPEN, FUNCTION)
+    tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, lined=True)
+    layouts = function_layouts(OPEN, CLOSE)
+
+    def called(self, name: str, arguments: str, spell: Spell) -> str:
+        return f"{BREAK} {literal(f'{FUNCTION}{name}>')} {BREAK} {arguments} {literal(END_FUNCTION)} {BREAK}"
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        opened, closed = self.marks
+        line = "\n" if self.tags.lined else ""
+        texts = []
+        for name, arguments in calls:
+            given = [f"{PARAMETER}{key}>{line}{value}{line}{END_PARAMETER}\n" for key, value in self.texts(arguments)]
+            texts.append(f"{opened}\n{FUNCTION}{name}>\n{''.join(given)}{END_FUNCTION}\n{closed}")
+        return "\n".join(texts)
