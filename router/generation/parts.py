@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from router.generation.choices.choice import AnswerChoice, Piece
@@ -13,6 +13,8 @@ from router.request.fields import ChatRequest, SamplingFields
 from router.text.answer.part import Part, TextPart, ThoughtPart, joined
 from router.text.calls.harmony_scanner import ChannelTokens
 from router.text.calls.scanner import CallScanner
+from router.text.content_stops import ContentStops
+from router.text.stop_strings import StopScanner
 from router.text.thinking import TAIL_TOKENS, ThinkingScanner, ThoughtTokens, begins_inside, open_thought
 
 
@@ -66,6 +68,12 @@ class AnswerParts:
         """The tokens of all thoughts so far, with their marks."""
         return sum(scanners.num_reasoning_tokens for scanners in self._scanners.values())
 
+    def stops_of(self, stops: StopScanner, prompt_token_ids: Sequence[int]) -> StopScanner | ContentStops:
+        """The scanner of stop strings in the content of one answer."""
+        if self.only_text:
+            return stops
+        return ContentStops(stops, self._thinking_of(prompt_token_ids), self._calls_from if self._is_scanned else None)
+
     def taken_apart(self, choice: AnswerChoice, piece: Piece) -> list[Part]:
         """The parts that a piece adds, in the order of the text; neighbours differ in kind, or in their call."""
         scanners = self._scanners_of(choice)
@@ -78,9 +86,7 @@ class AnswerParts:
         if not self._is_scanned:
             return [*parts, TextPart(text, start)] if text else parts
         if scanners.calls is None and text:
-            scanners.calls = self._form.scanner(
-                start=start, only_calls=self._only_calls, functions=self._functions, thoughts=self._has_thoughts
-            )
+            scanners.calls = self._calls_from(start)
         if scanners.calls is not None:
             found = scanners.calls.push(text)
             if piece.finish_reason:
@@ -110,8 +116,14 @@ class AnswerParts:
     def _scanners_of(self, choice: AnswerChoice) -> _Scanners:
         scanners = self._scanners.get(choice.index)
         if scanners is None:
-            scanners = self._scanners[choice.index] = _Scanners(self._thinking_of(choice), self._thought_tokens())
+            thinking = self._thinking_of(choice.request.prompt_token_ids)
+            scanners = self._scanners[choice.index] = _Scanners(thinking, self._thought_tokens())
         return scanners
+
+    def _calls_from(self, start: int) -> CallScanner:
+        return self._form.scanner(
+            start=start, only_calls=self._only_calls, functions=self._functions, thoughts=self._has_thoughts
+        )
 
     def _thought_tokens(self) -> ThoughtTokens | ChannelTokens | None:
         if self._thinks:
@@ -120,10 +132,10 @@ class AnswerParts:
             return ChannelTokens(self._text.token_bytes)
         return None
 
-    def _thinking_of(self, choice: AnswerChoice) -> ThinkingScanner | None:
+    def _thinking_of(self, prompt_token_ids: Sequence[int]) -> ThinkingScanner | None:
         if not self._thinks:
             return None
-        tail = self._text.tokenizer.decode(choice.request.prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+        tail = self._text.tokenizer.decode(prompt_token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
         return ThinkingScanner(inside=begins_inside(tail), continued=self._continues_thought)
 
 

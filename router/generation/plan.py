@@ -16,13 +16,14 @@ from router.generation.beams.client import BeamSettings
 from router.generation.choices.choice import AnswerChoice
 from router.generation.choices.logprob_budget import MAX_PROMPT_LOGPROBS
 from router.generation.choices.origin import Origin
+from router.generation.parts import AnswerParts
 from router.generation.service import Service
 from router.generation.token_rules import thinking_budget
 from router.request.errors import InvalidField
-from router.request.fields import SamplingFields
+from router.request.fields import ChatRequest, SamplingFields
 from router.streams.client import GenerationRequest
 from router.streams.prompt import Prompt
-from router.text.answer.marks import NO_MARKS, MarkTokens
+from router.text.content_stops import ContentStops
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 
@@ -133,19 +134,20 @@ def make_plan(
     echo: bool = False,
     grammar: str = "",
     bad_words: tuple[tuple[int, ...], ...] = (),
-    marks: MarkTokens = NO_MARKS,
+    marks: frozenset[int] = frozenset(),
     pooled: bool = False,
 ) -> AnswerPlan:
     """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
 
     `num_prompt_logprobs` is -1 for none. Every answer must match `grammar`, unless it is "", has none of the
-    `bad_words`, and its text has `marks`; `pooled`: it is the prompt's vector instead. The prefix caches share entries
-    of the origin's key only with its own group.
+    `bad_words`, and its text has the special tokens `marks`; `pooled`: it is the prompt's vector instead. The prefix
+    caches share entries of the origin's key only with its own group.
     """
     num_logprobs = _num_logprobs(service, fields, prompts)
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
     answer_id = f"{prefix}{secrets.token_hex(16)}"
     choices: list[AnswerChoice] = []
+    parts = AnswerParts(service, fields) if fields.stops and isinstance(fields, ChatRequest) else None
     salt, adapter = origin.key.salt(fields.cache_salt or ""), service.adapter_of(fields.model)
     for number, prompt in enumerate(prompts):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
@@ -174,6 +176,7 @@ def make_plan(
                     number,
                     request,
                     marks=marks,
+                    parts=parts,
                     echo=prompt.text if echo else "",
                     silent=not prompt.max_tokens,
                 )
@@ -227,20 +230,26 @@ def _choice(
     prompt: int,
     request: GenerationRequest,
     *,
-    marks: MarkTokens,
+    marks: frozenset[int],
+    parts: AnswerParts | None,
     echo: str,
     silent: bool,
 ) -> AnswerChoice:
+    """A choice. `parts` tells its content from its thoughts and calls."""
     include_stop = bool(fields.include_stop_str_in_output)
+    stops: StopScanner | ContentStops | None = None
+    if fields.stops:
+        stops = StopScanner(fields.stops, include_stop=include_stop)
+        if parts is not None:
+            stops = parts.stops_of(stops, request.prompt_token_ids)
     skip_special = fields.skip_special_tokens is not False
     return AnswerChoice(
         index,
         prompt,
         request,
-        Detokenizer(service.text.tokenizer, skip_special_tokens=skip_special, kept=marks.kept),
-        StopScanner(fields.stops, include_stop=include_stop) if fields.stops else None,
+        Detokenizer(service.text.tokenizer, skip_special_tokens=skip_special, kept=marks),
+        stops,
         include_stop=include_stop,
-        marks=marks,
         echo=echo,
         silent=silent,
     )

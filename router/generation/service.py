@@ -32,7 +32,6 @@ from router.planner.loop import Outlook
 from router.request.body import LARGE_BYTES, BodyBudget, BodyLease, parse, read_body
 from router.request.large_body import LargeBodies
 from router.streams.client import GenerationClient
-from router.text.answer.marks import MarkTokens
 from router.text.calls.dialect import Dialect, dialect_of
 from router.text.json_values import MAX_NUMBERS
 from router.text.text_pipeline import TextPipeline
@@ -108,7 +107,7 @@ class Service:
     prompt_logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
     unread: UnreadBudget = field(default_factory=UnreadBudget)
     dialect: Dialect = field(init=False)
-    marks: MarkTokens = field(init=False)
+    marks: frozenset[int] = field(init=False)
     task: ServedTask = field(init=False)
     models: Models[Service] = field(init=False)
 

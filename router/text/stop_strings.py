@@ -64,7 +64,7 @@ class StopScanner:
         self._held = known[safe:]
         return known[:safe], False
 
-    def flush(self) -> str:
+    def flush(self, *, cut: bool = False) -> str:
         """The held text, at the end of a text that no stop string cut."""
         held, self._held, self._node = self._held, "", self._root
         return held

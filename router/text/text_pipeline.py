@@ -12,7 +12,6 @@ from common.model_files.files import ModelFiles
 from common.model_files.template import ChatTemplate
 from common.model_files.tokenizer import Tokenizer
 from router.text.answer.grammar import literal, without_place
-from router.text.answer.marks import MarkTokens
 from router.text.calls.dialect import Dialect
 from router.text.calls.form import CallForm
 from router.text.calls.function import Function
@@ -216,13 +215,9 @@ class TextPipeline:
         token_id = self._special_id(mark)
         return literal(mark) if token_id is None else f"<[{token_id}]>"
 
-    def mark_tokens(self, form: CallForm) -> MarkTokens:
-        """The special tokens among a form's marks."""
-        kept, hides, shows = (
-            frozenset(token_id for mark in marks if (token_id := self._special_id(mark)) is not None)
-            for marks in (form.marks, form.hides, form.shows)
-        )
-        return MarkTokens(kept, hides, shows)
+    def mark_tokens(self, form: CallForm) -> frozenset[int]:
+        """The special tokens among a form's marks, which the text of an answer keeps for the scanners."""
+        return frozenset(token_id for mark in form.marks if (token_id := self._special_id(mark)) is not None)
 
     def _special_id(self, mark: str) -> int | None:
         token_id = self.tokenizer.token_to_id(mark)

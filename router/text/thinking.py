@@ -72,6 +72,11 @@ class ThinkingScanner:
         self.is_thought = self._place is _Place.THOUGHT
         """Whether the answer begins with a thought, as far as is known."""
 
+    @property
+    def num_undecided(self) -> int:
+        """The number of characters that may begin a thought or the answer."""
+        return len(self._held) if self._place is _Place.BEGIN else 0
+
     def push(self, text: str) -> tuple[str, str]:
         """The text that this adds to the thought, and to the answer behind it."""
         self._held += text

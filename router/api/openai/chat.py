@@ -16,7 +16,6 @@ from router.generation.service import Service
 from router.generation.structure import answer_grammar, tool_calling
 from router.generation.token_rules import bad_words, truncated
 from router.request.fields import ChatRequest, TokenizeRequest
-from router.text.answer.marks import NO_MARKS
 from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
 from router.text.calls.function import Function
 from router.text.thinking import OPEN, open_thought
@@ -54,7 +53,7 @@ async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, pr
         num_prompt_logprobs=num_prompt_logprobs(service, fields),
         grammar=grammar,
         bad_words=await bad_words(service, fields),
-        marks=service.marks if is_scanned(service, calling) else NO_MARKS,
+        marks=service.marks if is_scanned(service, calling) else frozenset(),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from common.wire.sampling_params import TokenLogprobs
 from router.observe.request_record import ChoiceRecord
 from router.streams.client import GenerationRequest, RequestTimeline, TokenEvent
-from router.text.answer.marks import NO_MARKS, MarkTokens
+from router.text.content_stops import ContentStops
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 
@@ -46,10 +46,10 @@ class Piece:
 class AnswerChoice:
     """Choice `index` of an answer.
 
-    `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. Stop strings
-    that end within the first `params.min_tokens` tokens do not count, nor do those at `marks` or in what they hide. A
-    `silent` choice shows no generated token: its client asked about the prompt alone. `prompt_logprobs`, there with the
-    first piece, begin at the prompt's second token. `pooled` is the vector of a prompt that is pooled.
+    `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. A stop string
+    that ends within the first `params.min_tokens` tokens does not count. A `silent` choice shows no generated token:
+    its client asked about the prompt alone. `prompt_logprobs`, there with the first piece, begin at the prompt's second
+    token. `pooled` is the vector of a prompt that is pooled.
     """
 
     def __init__(
@@ -58,16 +58,14 @@ class AnswerChoice:
         prompt: int,
         request: GenerationRequest,
         detokenizer: Detokenizer,
-        scanner: StopScanner | None,
+        scanner: StopScanner | ContentStops | None,
         *,
         include_stop: bool = False,
-        marks: MarkTokens = NO_MARKS,
         echo: str = "",
         silent: bool = False,
     ) -> None:
         self.index, self.prompt, self.request, self.echo = index, prompt, request, echo
         self._detokenizer, self._scanner, self._include_stop = detokenizer, scanner, include_stop
-        self._marks, self._hidden = marks, False
         self._held: deque[TokenWithLogprobs] = deque()
         self._decoded = self._given = 0  # characters made by the detokenizer, and those that passed the scanner
         self.num_tokens = self.num_cached_tokens = 0
@@ -127,7 +125,7 @@ class AnswerChoice:
         if event.logprobs:
             self._sum_logprobs += sum([event.logprobs[i].logprob for i in range(len(piece.token_ids))])
         if event.finish_reason and not stopped:
-            stopped = self._flush(piece)
+            stopped = self._flush(piece, cut=event.finish_reason == "length")
         self.finish_reason = piece.finish_reason = "stop" if stopped else event.finish_reason
         piece.with_logprobs = self._released()
         return piece
@@ -153,7 +151,7 @@ class AnswerChoice:
                 if event.logprobs:
                     self._held.append(TokenWithLogprobs(token_id, event.logprobs, i, start, start))
                 return False
-            text, stopped = self._scan_token(token_id, self.num_tokens + len(piece.token_ids))
+            text, stopped = self._scan(self._decode((token_id,)), self.num_tokens + len(piece.token_ids))
             piece.text += text
             self._given += len(text)
             if event.logprobs:
@@ -167,25 +165,17 @@ class AnswerChoice:
         self._decoded += len(text)
         return text
 
-    def _scan_token(self, token_id: int, num_tokens: int) -> tuple[str, bool]:
-        """The token's text, past the scanner if it is a mark or in a part that marks hide."""
-        text, marks = self._decode((token_id,)), self._marks
-        if token_id not in marks.kept and not self._hidden:
-            return self._scan(text, num_tokens)
-        self._hidden = token_id in marks.hides or (self._hidden and token_id not in marks.shows)
-        before = self._scanner.flush() if self._scanner is not None and self._scanner.stop is None else ""
-        return before + text, False
-
     def _scan(self, text: str, num_tokens: int) -> tuple[str, bool]:
         if self._scanner is None:
             return text, False
         return self._scanner.push(text, may_end=num_tokens > self.request.params.min_tokens)
 
-    def _flush(self, piece: Piece) -> bool:
-        """Release an unfinished character, and text held back as the beginning of a stop string."""
+    def _flush(self, piece: Piece, *, cut: bool) -> bool:
+        """Release an unfinished character, and the text that the scanner holds. True if a stop string ended it."""
         rest, stopped = self._scan(self._detokenizer.flush(), self.num_tokens)
         if self._scanner is not None and not stopped:
-            rest += self._scanner.flush()
+            rest += self._scanner.flush(cut=cut)
+            stopped = self._scanner.stop is not None
         piece.text += rest
         self._given += len(rest)
         self._decoded = self._given

@@ -3,22 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class MarkTokens:
-    """Special tokens that are marks. `kept` ones are part of the text that is decoded for the scanners.
-
-    From one that `hides` to one that `shows`, text is a part of the form, in which no stop string is looked for.
-    """
-
-    kept: frozenset[int] = frozenset()
-    hides: frozenset[int] = frozenset()
-    shows: frozenset[int] = frozenset()
-
-
-NO_MARKS = MarkTokens()
 
 
 def overlap(text: str, mark: str) -> int:

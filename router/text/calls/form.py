@@ -39,15 +39,12 @@ class Wanted:
 class CallForm(ABC):
     """One form in which models write calls.
 
-    `marks` may be special tokens, which the text of an answer shows only to the scanner. Of these, `hides` begin text
-    that is not the answer's, such as the head of a message, and `shows` end it: stop strings are not looked for there.
+    `marks` may be special tokens, which the text of an answer shows only to the scanner.
     `has_channels`: every answer is in this form, with or without tools, and the scanner tells thoughts apart too.
     """
 
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]] = ()
-    hides: ClassVar[tuple[str, ...]] = ()
-    shows: ClassVar[tuple[str, ...]] = ()
     has_channels: ClassVar[bool] = False
 
     @abstractmethod

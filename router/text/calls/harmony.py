@@ -33,8 +33,6 @@ class HarmonyForm(CallForm):
 
     name = "harmony"
     marks = (CHANNEL, MESSAGE, START, END, CALL, CONSTRAIN, RETURN)
-    hides = (START, CHANNEL)
-    shows = (MESSAGE,)
     has_channels = True
 
     def scanner(

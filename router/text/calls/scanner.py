@@ -24,6 +24,11 @@ class CallScanner(ABC):
         self._step: Callable[[list[Part]], bool] = self._begin
 
     @property
+    def place(self) -> int:
+        """The place in the answer up to which its text belongs to parts that were given out, or to marks."""
+        return self._end - len(self._held)
+
+    @property
     @abstractmethod
     def calls_are_whole(self) -> bool:
         """Whether each call that was begun has all of its arguments."""

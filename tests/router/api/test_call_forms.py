@@ -179,7 +179,7 @@ async def test_with_reasoning_none_thoughts_are_text(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("per_event", [1, 1000])
-async def test_stop_strings_are_not_looked_for_in_heads(serve: Serve, per_event: int) -> None:
+async def test_stop_strings_are_not_looked_for_in_heads_and_thoughts(serve: Serve, per_event: int) -> None:
     running = await serve(HARMONY, FINAL, per_event)
     for stop, content in (("analysis", "Hello, final!"), ("<|", "Hello, final!"), ("assistant", "Hello, final!"),
                           ("!", "Hello, final"), (".<|end|>", "Hello, final!")):  # fmt: skip
@@ -188,8 +188,8 @@ async def test_stop_strings_are_not_looked_for_in_heads(serve: Serve, per_event:
         assert choice["message"]["reasoning_content"] == "Hm, final."
         streamed = (await running.events("chat", stop=[stop]))[:-1]
         assert "".join(event["choices"][0]["delta"].get("content") or "" for event in streamed) == content
-    thought = (await running.chat(stop=["final"])).json()["choices"][0]["message"]
-    assert (thought["content"], thought["reasoning_content"]) == ("", "Hm, ")
+    both = (await running.chat(stop=["final"])).json()["choices"][0]["message"]
+    assert (both["content"], both["reasoning_content"]) == ("Hello, ", "Hm, final.")
 
 
 async def test_log_probabilities_belong_to_the_text(serve: Serve) -> None:

@@ -54,15 +54,17 @@ class Client:
         await self.openai.close()
         await self.anthropic.close()
 
-    async def ask(self, api: str, *, stream: bool, max_tokens: int = 3000, required: bool = False) -> Answer:
+    async def ask(
+        self, api: str, *, stream: bool, max_tokens: int = 3000, required: bool = False, stops: Sequence[str] = ()
+    ) -> Answer:
         ask = {"chat": self._chat, "responses": self._response, "messages": self._message}[api]
-        return await ask(stream, max_tokens, required)
+        return await ask(stream, max_tokens, required, list(stops))
 
-    async def _chat(self, stream: bool, max_tokens: int, required: bool) -> Answer:
+    async def _chat(self, stream: bool, max_tokens: int, required: bool, stops: list[str]) -> Answer:
         asked: Any = {
             "model": MODEL, "messages": HI, "tools": CHAT_TOOLS, "max_tokens": max_tokens,
             "logprobs": self.with_logprobs,
-            "tool_choice": "required" if required else "auto",
+            "tool_choice": "required" if required else "auto", "stop": stops or None,
         }  # fmt: skip
         if stream:
             async with self.openai.chat.completions.stream(**asked) as events:
@@ -76,10 +78,11 @@ class Client:
         with_logprobs = [token.model_dump() for token in (choice.logprobs and choice.logprobs.content) or ()]
         return Answer([*filter(None, [choice.message.content]), *calls], choice.finish_reason, with_logprobs)
 
-    async def _response(self, stream: bool, max_tokens: int, required: bool) -> Answer:
+    async def _response(self, stream: bool, max_tokens: int, required: bool, stops: list[str]) -> Answer:
         asked: Any = {
             "model": MODEL, "input": "hi", "tools": RESPONSES_TOOLS, "max_output_tokens": max_tokens,
             "include": ["message.output_text.logprobs"], "tool_choice": "required" if required else "auto",
+            "extra_body": {"stop": stops or None},
         }  # fmt: skip
         with_logprobs: list[Any] = []
         if stream:
@@ -103,10 +106,10 @@ class Client:
         statuses = [getattr(item, "status", None) for item in response.output]
         return Answer([*filter(None, items)], response.status, [whole, statuses])
 
-    async def _message(self, stream: bool, max_tokens: int, required: bool) -> Answer:
+    async def _message(self, stream: bool, max_tokens: int, required: bool, stops: list[str]) -> Answer:
         asked: Any = {
             "model": MODEL, "messages": HI, "tools": MESSAGES_TOOLS, "max_tokens": max_tokens,
-            "tool_choice": {"type": "any" if required else "auto"},
+            "tool_choice": {"type": "any" if required else "auto"}, "stop_sequences": stops,
         }  # fmt: skip
         if stream:
             async with self.anthropic.messages.stream(**asked) as events:
@@ -281,14 +284,40 @@ async def test_a_complete_call_is_complete_wherever_the_next_one_is_cut_off(aski
             assert rest == (["completed" if whole else "incomplete"] if len(answer.items) > 1 else [])
 
 
-async def test_a_call_that_a_stop_string_cuts_off_is_no_reason_to_call(start: Any, tools: Any) -> None:
-    running = await start(tools.Engine(text=CALL, eos_after=len(CALL)))
-    for stop, reason in (("days", "stop"), ("</tool_call>", "tool_calls")):
-        choice = (await running.chat(tools=CHAT_TOOLS, stop=stop)).json()["choices"][0]
-        assert choice["finish_reason"] == reason and len(choice["message"]["tool_calls"]) == 1
-    fields = {"messages": HI, "max_tokens": 900, "tools": MESSAGES_TOOLS, "stop_sequences": ["days"]}
-    message = (await running.http.post("/v1/messages", json=fields)).json()
-    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "days")
+IN_MARKUP = ("days", "Paris", '"', "\n", "</tool_call>", "<", "get_weather", "}")
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_have_no_stop_strings(asking: Any, engine: Any, api: str, stream: bool) -> None:
+    engine.say(f"{CALL}\n{OTHER}", (3,))
+    whole = await asking.ask(api, stream=stream, required=True)
+    assert whole.items == [("get_weather", ARGUMENTS), ("now", "{}")]
+    assert await asking.ask(api, stream=stream, required=True, stops=IN_MARKUP) == whole
+    assert await asking.ask(api, stream=stream, stops=IN_MARKUP) == whole
+    for max_tokens in range(3, len(CALL), 9):  # as cut off by its length as without stop strings
+        cut = await asking.ask(api, stream=stream, required=True, max_tokens=max_tokens)
+        assert await asking.ask(api, stream=stream, required=True, max_tokens=max_tokens, stops=IN_MARKUP) == cut
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_content_around_calls_has_stop_strings(asking: Any, engine: Any, api: str, stream: bool) -> None:
+    asking.with_logprobs = False
+    engine.say(f"I look at Rome. {CALL} Bern it was.", (3,))
+    before = await asking.ask(api, stream=stream, stops=["Rome"])
+    assert before.items == ["I look at "] and before.reason in ("stop", "completed", "stop_sequence")
+    after = await asking.ask(api, stream=stream, stops=["Bern", "Paris"])
+    assert ("get_weather", ARGUMENTS) in after.items
+    assert "".join(item for item in after.items if isinstance(item, str)).rstrip() == "I look at Rome."
+
+
+async def test_a_stop_string_after_a_call_is_the_reason(start: Any, tools: Any) -> None:
+    text = f"{CALL} Done."
+    running = await start(tools.Engine(text=text, eos_after=len(text)))
+    choice = (await running.chat(tools=CHAT_TOOLS, stop="D")).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "D")
+    assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1
 
 
 async def test_json_that_shows_a_calls_mark_is_the_answer(start: Any, tools: Any) -> None:

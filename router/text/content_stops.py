@@ -1,0 +1,105 @@
+"""Stop strings in the content of an answer that also has thoughts and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from router.text.answer.part import Part, TextPart
+from router.text.calls.scanner import CallScanner
+from router.text.stop_strings import StopScanner
+from router.text.thinking import ThinkingScanner
+
+
+class ContentStops:
+    """Looks for stop strings in content only: not in thoughts, not in calls, and not in the marks of either.
+
+    It returns the answer as the model wrote it, like a `StopScanner`. It holds back what may become content that a stop
+    string cuts: the possible beginning of a mark, and that of a stop string. A call ends the text before it.
+    `calls_from` makes a scanner of calls for an answer that begins at a place; None: there are none.
+    """
+
+    def __init__(
+        self,
+        stops: StopScanner,
+        thinking: ThinkingScanner | None,
+        calls_from: Callable[[int], CallScanner] | None,
+    ) -> None:
+        self._stops, self._thinking, self._calls_from = stops, thinking, calls_from
+        self._calls: CallScanner | None = None
+        self._is_begun = thinking is None
+        """Whether the content has begun."""
+        self._unread, self._num_chars = "", 0
+        """Text that was not returned yet, and the number of characters in all."""
+        self._text_end = self._num_held = self._cut = self._first_end = 0
+        """Where the latest content ends, and how much of it the stop scanner holds; where a stop string cut the answer;
+        before which place none may end."""
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was found."""
+        return self._stops.stop
+
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
+        """The text that may be shown now, and whether a stop string ended it; see `StopScanner.push`."""
+        if self.stop is not None:
+            return "", True
+        self._unread += text
+        self._num_chars += len(text)
+        if not may_end:
+            self._first_end = self._num_chars
+        if self._thinking is None:
+            return self._read(text), self.stop is not None
+        return self._read(self._thinking.push(text)[1]), self.stop is not None
+
+    def flush(self, *, cut: bool = False) -> str:
+        """The held text at the end of an answer, up to a stop string in it. `cut`: it has reached its length."""
+        if self.stop is not None:
+            return ""
+        said = "" if self._thinking is None else self._thinking.flush(cut=cut)[1]
+        shown = self._read(said)
+        if self.stop is None and self._calls is not None and self._finds_stop(self._calls.flush(cut=cut)):
+            return shown + self._released(self._cut)
+        return shown if self.stop is not None else shown + self._released(self._num_chars)
+
+    def _read(self, said: str) -> str:
+        """Read more of the text after the thought; what may be shown of the answer now."""
+        self._is_begun = self._is_begun or bool(said)
+        if not self._is_begun:
+            undecided = 0 if self._thinking is None else self._thinking.num_undecided
+            return self._released(self._num_chars - undecided)
+        start = self._num_chars - len(said)
+        if self._calls_from is None:
+            parts: Sequence[Part] = [TextPart(said, start)]
+        else:
+            self._calls = self._calls or self._calls_from(start)
+            parts = self._calls.push(said)
+        if self._finds_stop(parts):
+            return self._released(self._cut)
+        end = self._num_chars if self._calls is None else self._calls.place
+        return self._released(end - self._num_held if end == self._text_end else end)
+
+    def _finds_stop(self, parts: Sequence[Part]) -> bool:
+        for part in parts:
+            if not isinstance(part, TextPart):
+                continue
+            if part.start != self._text_end:  # after a call
+                self._stops.flush()
+                self._num_held = 0
+            self._text_end = part.start + len(part.text)
+            num_first = max(0, self._first_end - part.start)
+            for text, start, may_end in (
+                (part.text[:num_first], part.start, False),
+                (part.text[num_first:], part.start + num_first, True),
+            ):
+                shown, stopped = self._stops.push(text, may_end=may_end)
+                if stopped:
+                    self._cut = start - self._num_held + len(shown)
+                    return True
+                self._num_held += len(text) - len(shown)
+        return False
+
+    def _released(self, end: int) -> str:
+        """The text up to a place in the answer that was not returned before."""
+        length = max(0, end - (self._num_chars - len(self._unread)))
+        shown, self._unread = self._unread[:length], self._unread[length:]
+        return shown
