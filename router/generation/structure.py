@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from router.text.answer.grammar import ANY_OBJECT
 from router.text.calls.form import Wanted
 from router.text.calls.function import Function
 from router.text.grammar_writer import CallsDemand, ChoiceDemand, Demand, JsonDemand, RegexDemand, RulesDemand
+from router.text.schema.keywords import Unenforceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,12 @@ class ToolCalling:
     functions: tuple[Function, ...]
     required: bool
     several: bool
+
+    def read_schemas(self) -> None:
+        """Compute the shapes of all arguments, which the functions keep."""
+        for function in self.functions:
+            with suppress(Unenforceable):
+                function.read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +102,14 @@ async def answer_grammar(
     wanted = forms[0] if calling is None else _form_of_calls(service, calling, forms[0] if forms else None)
     salt, param = key.salt(fields.cache_salt or ""), wanted.param
     try:
-        return await service.text.grammar(wanted.demand(), salt=salt, owner=key.name)
+        grammar = await service.text.grammar(wanted.demand(), salt=salt, owner=key.name)
     except ValueError as error:
         raise InvalidField(f"{param}: cannot be used", f": {error}", param=param) from error
     except RecursionError as error:
         raise InvalidRequest(f"{param}: nested too deeply", param=param) from error
+    if calling is not None and service.dialect.form.reads_schemas:
+        await service.text.apart(calling.read_schemas)  # long ones would hold up the event loop when a call is read
+    return grammar
 
 
 def _form_of_calls(service: Service, calling: ToolCalling, form: Form | None) -> Form:

@@ -46,6 +46,8 @@ class CallForm(ABC):
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]] = ()
     has_channels: ClassVar[bool] = False
+    reads_schemas: ClassVar[bool] = False
+    """Whether the scanner needs the schemas of the functions to read a call."""
 
     @abstractmethod
     def scanner(

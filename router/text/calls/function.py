@@ -41,3 +41,7 @@ class Function:
     def shapes(self) -> Shapes:
         """The shapes of the arguments. Raises as `arguments` does."""
         return Shapes(self.arguments)
+
+    def read(self) -> None:
+        """Compute the shapes, which the function keeps. Raises as `arguments` does."""
+        _ = self.shapes

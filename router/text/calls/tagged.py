@@ -22,6 +22,7 @@ class TaggedForm(CallForm):
     openings: ClassVar[tuple[str, ...]]
     layouts: ClassVar[Sequence[Layout]]
     tags: ClassVar[ArgumentTags]
+    reads_schemas = True
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
