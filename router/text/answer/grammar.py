@@ -18,13 +18,14 @@ from common.grammar.vocabulary import MAX_PROBLEM_CHARS
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.text.answer.closed_schema import closed
 from router.text.schema.canonical import Document, canonical
+from router.text.schema.controls import has_controls, without_open_objects
 from router.text.schema.loops import without_loops
 from router.text.schema.rewrite import rewritten
 
 WHITESPACE = r"\n[ \t]{0,32}| "
 """White space allowed between the parts of a JSON text; with more, small models fill their answers with blanks."""
 ESCAPES = 'nrbtf\\"'
-"""Letters behind a backslash in JSON texts: no `u`, with which a model could spell the name of a member twice."""
+"""Letters after a backslash in JSON texts: no `u`, with which a model could spell the name of a member twice."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[ \t\n\r\f\v]"}
@@ -41,7 +42,8 @@ def json_expression(schema: Mapping[str, Any] | bool) -> str:
     """The right side of a rule for JSON text that matches a schema with closed objects. Raises Unenforceable."""
     if not isinstance(schema, Mapping):
         return f"%json {json.dumps(schema)}"
-    return document_expression(enforceable(canonical(schema)))
+    document = enforceable(canonical(schema))
+    return document_expression(without_open_objects(document) if has_controls(document) else document)
 
 
 def document_expression(document: Document, *, lenient: bool = False) -> str:
@@ -51,7 +53,7 @@ def document_expression(document: Document, *, lenient: bool = False) -> str:
     """
     options = {
         "whitespace_pattern": WHITESPACE,
-        "json_allowed_escapes": ESCAPES,
+        "json_allowed_escapes": ESCAPES + ("u" if has_controls(document) else ""),
         **({"lenient": True} if lenient else {}),
     }
     whole = document.whole()

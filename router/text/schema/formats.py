@@ -1,11 +1,34 @@
-"""Formats that the grammar library does not know, as regular expressions: those of JSON Schema that have a grammar.
+r"""Formats as regular expressions: those that the grammar library does not know, and those that it reads too widely.
 
-`idn-email`, `idn-hostname` and `regex` stay annotations, as all names that JSON Schema does not define.
+Dates and times are RFC 3339's, of the years 0001 to 9999 and without leap seconds, which most libraries refuse.
+Host names have no labels like `ab--c`, of which only some `xn--` are valid. `idn-email`, `idn-hostname` and `regex`
+stay annotations, as all names that JSON Schema does not define.
 """
 
 from __future__ import annotations
 
 from typing import Final
+
+_BYTE: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4: Final = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
+
+
+def _ipv6() -> str:
+    """RFC 4291: eight groups, the last two of which may be an IPv4 address, with `::` for one or more that are zero."""
+    group = "[0-9A-Fa-f]{1,4}"
+    last = f"(?:{group}:{group}|{_IPV4})"
+    forms = [f"(?:{group}:){{6}}{last}"]
+    for after in range(5, -1, -1):  # groups between `::` and the last two
+        forms.append(f"{_groups(group, 5 - after)}::(?:{group}:){{{after}}}{last}")
+    forms += [f"{_groups(group, 6)}::{group}", f"{_groups(group, 7)}::"]
+    return f"(?:{'|'.join(forms)})"
+
+
+def _groups(group: str, most: int) -> str:
+    return f"(?:(?:{group}:){{0,{most - 1}}}{group})?" if most > 0 else ""
+
+
+_IPV6: Final = _ipv6()
 
 
 def _reference(letters: str, *, is_relative: bool) -> str:
@@ -13,7 +36,8 @@ def _reference(letters: str, *, is_relative: bool) -> str:
     coded = "%[0-9A-Fa-f]{2}"
     plain = rf"{letters}A-Za-z0-9\-._~!$&'()*+,;="
     inside, segment = rf"(?:[{plain}@]|{coded})", rf"(?:[{plain}:@]|{coded})"
-    host = rf"(?:\[[0-9A-Fa-f:.]+\]|(?:[{plain}]|{coded})*)"
+    literal = rf"\[(?:{_IPV6}|[vV][0-9A-Fa-f]+\.[A-Za-z0-9\-._~!$&'()*+,;=:]+)\]"
+    host = rf"(?:{literal}|(?:[{plain}]|{coded})*)"
     authority = rf"(?:(?:[{plain}:]|{coded})*@)?{host}(?::[0-9]*)?"
     path = rf"(?:/{segment}*)*"
     rooted = rf"//{authority}{path}|/(?:{segment}+{path})?"
@@ -24,25 +48,45 @@ def _reference(letters: str, *, is_relative: bool) -> str:
 
 
 def _template() -> str:
-    """RFC 6570: text with expressions like `{?first,second*}`."""
+    """RFC 6570: text with expressions like `{?first,second*}`, without the operators that it reserves."""
     coded = "%[0-9A-Fa-f]{2}"
     letter = rf"(?:[A-Za-z0-9_]|{coded})"
     variable = rf"{letter}(?:\.?{letter})*(?::[1-9][0-9]{{0,3}}|\*)?"
     text = rf"[!#$&(-;=?-\[\]_a-z~{_LETTERS}]"
-    return rf"^(?:{text}|{coded}|\{{[+#./;?&=,!@|]?{variable}(?:,{variable})*\}})*$"
+    return rf"^(?:{text}|{coded}|\{{[+#./;?&]?{variable}(?:,{variable})*\}})*$"
 
 
 _LETTERS: Final = r"\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\u{10000}-\u{1fffd}\u{20000}-\u{2fffd}\u{30000}-\u{3fffd}"
 """Beyond ASCII: RFC 3987's, those of planes that have any."""
+_YEAR: Final = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR: Final = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY: Final = "(?:0[1-9]|1[0-9]|2[0-8])"
+_DATE: Final = (
+    rf"(?:{_YEAR}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)|{_LEAP_YEAR}-02-29)"
+)
+_HOUR_MINUTE: Final = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME: Final = rf"{_HOUR_MINUTE}:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+\-]{_HOUR_MINUTE})"
+_ALNUM: Final = "[A-Za-z0-9]"
+_LABEL: Final = (
+    f"(?:{_ALNUM}(?:[A-Za-z0-9\\-]{{0,2}}{_ALNUM})?|"
+    f"{_ALNUM}[A-Za-z0-9\\-](?:{_ALNUM}[A-Za-z0-9\\-]|-{_ALNUM})[A-Za-z0-9\\-]{{0,58}}{_ALNUM})"
+)
+_HOST: Final = rf"{_LABEL}(?:\.{_LABEL})*"
 _POINTER: Final = "(?:/(?:[^~/]|~[01])*)*"
 _NUMBER: Final = "(?:0|[1-9][0-9]*)"
 PATTERNS: Final = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}$",
+    "hostname": f"^{_HOST}$",
+    "ipv6": f"^{_IPV6}$",
+    "uri": _reference("", is_relative=False),
     "uri-reference": _reference("", is_relative=True),
     "iri": _reference(_LETTERS, is_relative=False),
     "iri-reference": _reference(_LETTERS, is_relative=True),
     "uri-template": _template(),
     "json-pointer": f"^{_POINTER}$",
-    "relative-json-pointer": rf"^{_NUMBER}(?:[+\-]{_NUMBER})?(?:#|{_POINTER})$",
+    "relative-json-pointer": rf"^{_NUMBER}(?:#|{_POINTER})$",
 }
 
 

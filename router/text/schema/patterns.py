@@ -1,8 +1,9 @@
-r"""Regular expressions as JSON Schema has them (ECMA-262), in the form that the grammar library reads.
+r"""Regular expressions of ECMA-262 (JSON Schema's) and of Python, in the form that the grammar library reads.
 
-Within brackets that library knows sets in sets and their differences: `[[a-z]*[-]?[a-z]*]*` would be one set with a `*`
-in it, where it is a set, a `-` and another set. And its `.` is any character but `\n`, where ECMA's is no `\r` either.
-(Nor U+2028 and U+2029, which stay: without them masks of `.{1,200}` take fourteen times as long.)
+Within brackets that library reads sets in sets and their differences: `[[a-z]*[-]?[a-z]*]*` would be one set with a `*`
+after it, where both dialects read a set, a `-` and another set. It refuses braces that are no quantifier, and `\0`.
+And its `.` is any character but `\n`, where ECMA's is no `\r` either. (Nor U+2028 and U+2029, which stay: without them
+masks of `.{1,200}` take fourteen times as long.) All functions take time linear in the pattern.
 """
 
 from __future__ import annotations
@@ -12,37 +13,101 @@ from collections.abc import Iterator
 
 SPECIAL = "[]&~-^"
 """Characters that may mean more than themselves within brackets."""
-ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|.)", re.DOTALL)
+ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}"
+    r"|[ux]\{[0-9a-fA-F]{1,8}\}|[pP]\{[^{}]{0,64}\}|c[a-zA-Z]|0[0-7]{0,2}|[1-3][0-7]{2}|.)",
+    re.DOTALL,
+)
+PAIR = 12
+"""Characters of an escaped pair of surrogates."""
 SETS = "dDwWsSpP"
-"""Letters behind a backslash that stand for several characters, so they begin and end no range."""
-NO_BREAK = r"[^\n\r]"
-HAS_FLAGS = re.compile(r"\(\?[a-zA-Z]*[sx]")
-"""Flags of other dialects, with which a dot or a blank means something else."""
+"""Letters after a backslash that stand for several characters, so they begin and end no range."""
+ASCII_SETS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
+ECMA_DOT = r"[^\n\r]"
+FLAGS = re.compile(r"\(\?([aiLmsux]+)(-[imsx]+)?([:)])")
+QUANTIFIER = re.compile(r"\{[0-9]+(?:,[0-9]*)?\}")
+OPEN_QUANTIFIER = re.compile(r"\{,([0-9]*)\}")
+"""Python reads 0 where the first number is missing; in ECMA-262 such braces are text."""
+LITERALS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "a": 7}
+CONTROLS = frozenset((*range(0x20), 0x7F)) - {8, 9, 10, 12, 13}
+r"""Characters that JSON texts can only spell as `\u00XX`, not as a letter after a backslash."""
+LAST = 0x10FFFF
 
 
-def portable(pattern: str) -> str:
-    """The pattern, with the same matches in the library as in ECMA-262; unchanged where it is not closed."""
-    if HAS_FLAGS.search(pattern):
-        return pattern
-    written, at = [], 0
+def portable(pattern: str, *, python: bool = False) -> str:
+    r"""The pattern, with the same matches in the library as in ECMA-262, or in Python with `re.ASCII`.
+
+    Unchanged where brackets or a comment are not closed. Raises ValueError for Python's possessive quantifiers.
+    """
+    flags = "".join(found[1] for found in FLAGS.finditer(pattern))
+    reader, dot = _Reader(python, "x" in flags), "." if python or "s" in flags else ECMA_DOT
+    written: list[str] = []
+    at, is_repeated = 0, False
     while at < len(pattern):
+        was_repeated, is_repeated = is_repeated, False
+        here = pattern[at]
         if found := ESCAPE.match(pattern, at):
-            written.append(found[0][1] if found[0] in (r"\<", r"\>") else found[0])
+            written.append(reader.escape(found[0]))
             at = found.end()
-        elif pattern[at] == "[":
+        elif here == "[":
             end = _end_of_class(pattern, at)
             if not end:
                 return pattern
-            written.append(_class(pattern[at:end]))
+            written.append(reader.set(pattern[at:end]))
             at = end
+        elif here == "{" and (found := QUANTIFIER.match(pattern, at)):
+            written.append(found[0])
+            at, is_repeated = found.end(), True
+        elif here == "{" and python and (found := OPEN_QUANTIFIER.match(pattern, at)):
+            written.append(f"{{0,{found[1]}}}")
+            at, is_repeated = found.end(), True
+        elif python and pattern.startswith("(?#", at):
+            at, is_repeated = pattern.find(")", at) + 1, was_repeated
+            if not at:
+                return pattern
+        elif python and here == "(" and (found := FLAGS.match(pattern, at)):
+            written.append(_group(found))
+            at = found.end()
+        elif python and was_repeated and here == "+":
+            raise ValueError("possessive quantifiers cannot be enforced")
         else:
-            written.append(NO_BREAK if pattern[at] == "." else pattern[at])
+            is_repeated = here in "*+?" and not was_repeated
+            written.append({"{": r"\{", ".": dot}.get(here, here))
             at += 1
     return "".join(written)
 
 
+def demands_controls(pattern: str) -> bool:
+    """Whether a portable pattern names one of `CONTROLS`, other than in a set with other characters."""
+    at = 0
+    while at < len(pattern):
+        if found := ESCAPE.match(pattern, at):
+            here, at = found[0], found.end()
+        elif pattern[at] == "[":
+            end = _end_of_class(pattern, at)
+            if not end:
+                return False
+            if _is_of_controls(pattern[at:end]):
+                return True
+            at = end
+            continue
+        else:
+            here, at = pattern[at], at + 1
+        if _code_point(here) in CONTROLS:
+            return True
+    return False
+
+
+def _group(found: re.Match[str]) -> str:
+    """A group's flags, without those that select how Python reads `\\w` and the like."""
+    flags = "".join(flag for flag in found[1] if flag not in "aLu") + (found[2] or "")
+    if found[3] == ")":
+        return f"(?{flags})" if flags else ""
+    return f"(?{flags}:"
+
+
 def _end_of_class(pattern: str, begin: int) -> int:
-    """Behind the bracket that closes the class; 0 where none does. One at the begin of a class is a member of it."""
+    """After the bracket that closes the class; 0 where none does. One at the begin of a class is a member of it."""
     at = begin + 1
     at += pattern[at : at + 1] == "^"
     at += pattern[at : at + 1] == "]"
@@ -56,20 +121,69 @@ def _end_of_class(pattern: str, begin: int) -> int:
     return 0
 
 
-def _class(text: str) -> str:
-    """A class, of single characters and ranges of two alone."""
+class _Reader:
+    """Writes escapes and sets of a dialect as the library reads them."""
+
+    def __init__(self, python: bool, verbose: bool) -> None:
+        self._python = python
+        self._special = SPECIAL + " #\t\n\r\f\v" if verbose else SPECIAL
+
+    def escape(self, text: str) -> str:
+        """An escape outside of brackets."""
+        if self._python and (chosen := ASCII_SETS.get(text[1:].lower())):
+            return f"[{'^' if text[1].isupper() else ''}{chosen}]"
+        if self._python and text == r"\Z":
+            return r"\z"
+        return self._character(text)
+
+    def set(self, text: str) -> str:
+        """A set in brackets, of single characters, ranges and sets that an escape names."""
+        is_negated, ranges = _ranges(text)
+        written = [
+            self._member(low) if low == high else f"{self._member(low)}-{self._member(high)}" for low, high in ranges
+        ]
+        return f"[{'^' if is_negated else ''}{''.join(written)}]"
+
+    def _member(self, member: str) -> str:
+        if self._python and (chosen := ASCII_SETS.get(member[1:].lower())):
+            return f"[^{chosen}]" if member[1].isupper() else chosen
+        if member == r"\b":  # within brackets a backspace
+            return r"\x08"
+        if len(member) == 1 and member in self._special:
+            return f"\\x{ord(member):02x}" if member.isspace() else "\\" + member
+        return self._character(member)
+
+    def _character(self, text: str) -> str:
+        """A single character, or an escape that means the same in brackets and outside."""
+        if len(text) == 1 or text == "\\":
+            return text
+        letter = text[1]
+        if (
+            len(text) == PAIR
+            or letter == "0"
+            or (letter == "c" and len(text) == 3)
+            or text[1:].isdigit()
+            and len(text) == 4
+        ):
+            return f"\\x{{{_code_point(text):x}}}"
+        return letter if letter in "<>" or not letter.isascii() else text
+
+
+def _ranges(text: str) -> tuple[bool, list[tuple[str, str]]]:
+    """Whether a set is negated, and its ranges. A single character, or an escape of several, is a range of itself."""
     is_negated = text.startswith("[^")
     members = list(_members(text[2 if is_negated else 1 : -1]))
-    written, at = [], 0
+    found: list[tuple[str, str]] = []
+    at = 0
     while at < len(members):
         ends = members[at : at + 3]
         if len(ends) == 3 and ends[1] == "-" and not any(_is_set(end) for end in (ends[0], ends[2])):
-            written.append(f"{_alone(ends[0])}-{_alone(ends[2])}")
+            found.append((ends[0], ends[2]))
             at += 3
         else:
-            written.append(_alone(members[at]))
+            found.append((members[at], members[at]))
             at += 1
-    return f"[{'^' if is_negated else ''}{''.join(written)}]"
+    return is_negated, found
 
 
 def _members(inside: str) -> Iterator[str]:
@@ -85,7 +199,34 @@ def _is_set(member: str) -> bool:
     return len(member) > 1 and member[1] in SETS
 
 
-def _alone(member: str) -> str:
-    if member == r"\b":  # within brackets a backspace
-        return r"\x08"
-    return "\\" + member if member in SPECIAL else member
+def _is_of_controls(text: str) -> bool:
+    """Whether a set names some of `CONTROLS` by themselves, or leaves nothing else."""
+    is_negated, ranges = _ranges(text)
+    known = [(_code_point(low), _code_point(high)) for low, high in ranges if not _is_set(low)]
+    if not is_negated:
+        return any(0 <= high - low < 0x20 and low in CONTROLS and high in CONTROLS for low, high in known)
+    left: list[tuple[int, int]] = []
+    at = 0
+    for low, high in [*sorted(known), (LAST + 1, LAST + 1)]:
+        if at < low:
+            left.append((at, low - 1))
+        at = max(at, high + 1)
+    return all(high < 0x20 or low == high == 0x7F for low, high in left)
+
+
+def _code_point(text: str) -> int:
+    """The code point of a character or its escape; -1 for an escape of several, or of a place."""
+    if len(text) == 1:
+        return ord(text)
+    letter, rest = text[1:2], text[2:]
+    if len(text) == PAIR:
+        return 0x10000 + ((int(text[2:6], 16) & 0x3FF) << 10) + (int(text[8:], 16) & 0x3FF)
+    if letter in "uxU" and rest:
+        return int(rest.strip("{}"), 16)
+    if letter == "c" and rest:
+        return ord(rest) % 32
+    if text[1:].isdigit() and (letter == "0" or len(text) == 4):
+        return int(text[1:], 8)
+    if letter in LITERALS:
+        return LITERALS[letter]
+    return -1 if letter.isalnum() else ord(letter or "\\")

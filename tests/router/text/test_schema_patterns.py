@@ -39,7 +39,13 @@ TEXTS = st.text("[]-&~^ab*+,0", max_size=2)
         (r"\<a\>\b", r"<a>\b"),
         (r"a.b\.c[.]", r"a[^\n\r]b\.c[.]"),
         (r"\[a.", r"\[a[^\n\r]"),
-        ("(?s).[[]", "(?s).[[]"),
+        ("(?s).[[]", r"(?s).[\[]"),
+        ("(?x)[ ]", r"(?x)[\x20]"),
+        ("{a}{2}x{", r"\{a}{2}x\{"),
+        ("a{,2}", r"a\{,2}"),
+        (r"\0[\cA]", r"\x{0}[\x{1}]"),
+        (r"[\ud83d\ude00-\ud83d\ude02]", r"[\x{1f600}-\x{1f602}]"),
+        ("\\\u00e9", "\u00e9"),
         ("[a", "[a"),
         ("^[a-z0-9_]+$", "^[a-z0-9_]+$"),
         ("a\\", "a\\"),
@@ -96,14 +102,18 @@ def test_two_ways_to_write_one_pattern_keep_both_schemas() -> None:
     [
         (
             "uri-reference",
-            ["", "a/b", "//h:80/x", "?q", "#f", "a%20b", "x:y@z", "http://[::1]/a?b#c"],
-            ["://", "a b", "%zz", "1:x", "a<b", "[::1]", "\u00e9"],
+            ["", "a/b", "//h:80/x", "?q", "#f", "a%20b", "x:y@z", "http://[::1]/a?b#c", "//[v1.x]"],
+            ["://", "a b", "%zz", "1:x", "a<b", "[::1]", "//[:::]", "\u00e9"],
         ),
         ("iri", ["http://\u00e9.fr/\u00fc?q#f", "a:", "urn:x:y"], ["not-an-iri", "", "a b:", "x:%1", "//a"]),
         ("iri-reference", ["\u00e9", "//\u00e9/", ""], ["<", "\u00e9 "]),
-        ("uri-template", ["", "http://e.com/{a}{?b,c*}{/d:3}", "{x.y}", "\u00e9"], ["x/{", "{}", "{a", "a b", "{a:0}"]),
+        (
+            "uri-template",
+            ["", "http://e.com/{a}{?b,c*}{/d:3}", "{x.y}", "\u00e9"],
+            ["x/{", "{}", "a b", "{a:0}", "{=a}"],
+        ),
         ("json-pointer", ["", "/", "/a/~0~1", "//"], ["a", "/~2", "/~"]),
-        ("relative-json-pointer", ["0", "1/a", "0#", "2+1/b"], ["01", "-1", "/a", "0#/a"]),
+        ("relative-json-pointer", ["0", "1/a", "0#", "24/b"], ["01", "-1", "/a", "0#/a", "2+1/b"]),
     ],
 )
 def test_texts_of_a_format(name: str, matching: list[str], others: list[str]) -> None:

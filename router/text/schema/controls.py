@@ -1,0 +1,88 @@
+r"""Control characters that a schema demands, and that JSON texts can only spell as `\u00XX`.
+
+The grammar library spells them so only if that escape is allowed, and drops them from constants otherwise. Where it is
+allowed, a model may escape any character of a member's name: in an object that names members and allows others, a named
+member could come a second time. So only schemas that demand the escape get it, in a form without such objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from router.text.schema.canonical import Document
+from router.text.schema.finite import mapping, names
+from router.text.schema.keywords import Schema, Unenforceable, children
+from router.text.schema.patterns import CONTROLS, demands_controls
+from router.text.schema.texts import none_of
+
+
+def has_controls(document: Document) -> bool:
+    """Whether a constant of the schema has such a character, or a pattern names one."""
+    return any(map(_has_controls, _schemas(document)))
+
+
+def without_open_objects(document: Document) -> Document:
+    """The same schema, in which no object names members and allows others by `additionalProperties`.
+
+    The others match a pattern of all further names instead. Raises Unenforceable where that takes two patterns.
+    """
+    definitions = {name: _closed(child, f"#/$defs/{name}") for name, child in document.definitions.items()}
+    return Document(_closed(document.root, "#"), definitions, document.places)
+
+
+def _schemas(document: Document) -> Iterator[Mapping[str, Any]]:
+    left: list[Schema] = [document.root, *document.definitions.values()]
+    while left:
+        schema = left.pop()
+        if isinstance(schema, Mapping):
+            yield schema
+            left += [child for _, child in children(schema)]
+
+
+def _has_controls(schema: Mapping[str, Any]) -> bool:
+    patterns = [schema["pattern"]] if "pattern" in schema else []
+    constants = [schema[key] for key in ("const", "enum") if key in schema]
+    found = any(
+        isinstance(each, str) and demands_controls(each) for each in (*patterns, *mapping(schema, "patternProperties"))
+    )
+    return found or any(ord(character) in CONTROLS for text in _texts(constants) for character in text)
+
+
+def _texts(values: list[Any]) -> Iterator[str]:
+    """All strings within values, other than names of members: the library spells those by itself."""
+    left = [*values]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, Mapping):
+            left += value.values()
+
+
+def _closed(schema: Schema, place: str) -> Schema:
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties") and isinstance(value, Mapping):
+            found[key] = {name: _closed(child, f"{place}/{key}") for name, child in value.items()}
+        elif isinstance(value, list) and key in ("allOf", "anyOf", "prefixItems"):
+            found[key] = [_closed(child, f"{place}/{key}") for child in value]
+        else:
+            found[key] = _closed(value, f"{place}/{key}") if key in ("items", "additionalProperties") else value
+    others = found.get("additionalProperties", True)
+    named = mapping(found, "properties")
+    known = {**named, **{name: others for name in names(schema) if name not in named}}
+    patterns = mapping(found, "patternProperties")
+    if others is False or not (known or patterns):
+        return found
+    if patterns:
+        raise Unenforceable(place, "members without a pattern cannot be enforced next to `\\u00XX` in texts")
+    try:
+        pattern = none_of(known)
+    except ValueError as error:
+        raise Unenforceable(place, str(error)) from error
+    return {**found, "properties": known, "patternProperties": {pattern: others}, "additionalProperties": False}
