@@ -13,7 +13,7 @@ from router.auth.keys import ApiKey
 from router.generation.service import Service
 from router.request.errors import InvalidField
 from router.request.extensions import JsonSchema
-from router.request.fields import ChatRequest, NamedTool, SamplingFields, Tool
+from router.request.fields import ChatRequest, NamedTool, ResponseFormat, SamplingFields, Tool
 from router.text.answer.grammar import ANY_OBJECT
 from router.text.calls.form import Wanted
 from router.text.calls.function import Function
@@ -123,22 +123,46 @@ def _form_of_calls(service: Service, calling: ToolCalling, form: Form | None) ->
 
 def _forms(fields: SamplingFields) -> list[Form]:
     """Every demand of the fields on the answer's form."""
-    forms: list[Form] = []
-    wanted, outputs = fields.response_format, fields.structured_outputs
-    if wanted is not None and wanted.type == "json_object":
-        forms.append(_json("response_format", ANY_OBJECT))
-    elif wanted is not None and wanted.type == "json_schema":
-        if wanted.json_schema is None or wanted.json_schema.json_schema is None:
-            raise InvalidRequest(
-                "response_format.json_schema.schema: is required with type 'json_schema'", param="response_format"
-            )
-        forms.append(_json("response_format.json_schema.schema", wanted.json_schema.json_schema))
+    outputs = fields.structured_outputs
+    forms = [] if fields.response_format is None else _response_form(fields.response_format)
     if outputs is not None:
         if outputs.json_object:
             forms.append(_json("structured_outputs.json_object", ANY_OBJECT))
         forms += _named("structured_outputs.", outputs.json_schema, outputs.regex, outputs.choice, outputs.grammar)
     guided = (fields.guided_json, fields.guided_regex, fields.guided_choice, fields.guided_grammar)
-    return forms + _named("guided_", *guided)
+    forms += _named("guided_", *guided)
+    if fields.json_schema not in (None, ""):
+        forms.append(_json("json_schema", _parsed(fields.json_schema, "json_schema")))
+    forms += _named("", None, fields.regex or None, None, fields.grammar or None)
+    if ebnf := fields.ebnf:
+        forms.append(Form("ebnf", partial(RulesDemand, ebnf)))
+    return forms
+
+
+def _response_form(wanted: ResponseFormat) -> list[Form]:
+    """The demand of a `response_format`. Its schema stands where OpenAI, llama.cpp or TGI has it."""
+    named, kind = wanted.json_schema, wanted.type
+    places: dict[str, JsonSchema | str | None] = {
+        "json_schema.schema": None if named is None else named.json_schema,
+        "schema": wanted.bare_schema,
+        "value": wanted.value,
+    }
+    given = [(f"response_format.{name}", value) for name, value in places.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"{given[0][0]}, {given[1][0]}: only one of these can be had", param=given[1][0])
+    if not given:
+        if kind in ("json_schema", "json", "regex"):
+            place = "json_schema.schema" if kind == "json_schema" else "value"
+            raise InvalidRequest(f"response_format.{place}: is required with type {kind!r}", param="response_format")
+        return [_json("response_format", ANY_OBJECT)] if kind == "json_object" else []
+    ((param, value),) = given
+    if kind == "text" or (kind == "regex") is not isinstance(value, str):
+        raise InvalidRequest(f"{param}: not allowed with type {kind!r}", param=param)
+    if isinstance(value, str):
+        return [Form(param, partial(RegexDemand, value))]
+    if kind == "json_schema" and isinstance(value, dict) and isinstance(inner := value.get("schema"), dict):
+        value = inner  # TGI's value has the name as well
+    return [_json(param, value)]
 
 
 def _named(

@@ -16,6 +16,7 @@ CHANGES_SCORES: Mapping[str, object] = {
 NEEDS_ONE_ANSWER: Mapping[str, object] = {
     **dict.fromkeys(("structured_outputs", "response_format", "tools")),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
+    **dict.fromkeys(("json_schema", "grammar", "regex", "ebnf")),
     "thinking_token_budget": -1,
 }
 """Fields that a worker keeps along an answer; each step of a search is an answer of its own, of one token."""

@@ -25,6 +25,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHARS_OF_A_STOP)]
 JsonSchema = dict[str, Any] | bool
 GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+OptionalText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+"""Like a `GrammarText`, where "" asks for nothing."""
 AllowedTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)]
 BadWords = Annotated[list[StopText], Field(max_length=MAX_WORDS, fail_fast=True)]
 Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_STRUCTURED_CHOICES, fail_fast=True)]
@@ -60,6 +62,7 @@ class StructuredOutputs(Fields):
     grammar: GrammarText | None = Field(None, description="rules in the form of Lark or GBNF")
     structural_tag: Refused = None
     whitespace_pattern: Refused = None
+    disable_any_whitespace: Refused = None
 
 
 class Extensions(Fields):
@@ -98,10 +101,14 @@ class Extensions(Fields):
     service_tier: Any = Field(None, description="flex: class batch, priority: class interactive, where these exist")
 
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: what the answer must match")
-    guided_json: JsonSchema | Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
+    guided_json: JsonSchema | OptionalText | None = None
     guided_regex: GrammarText | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
+    json_schema: JsonSchema | OptionalText | None = Field(None, description="llama.cpp's and SGLang's")
+    grammar: OptionalText | None = Field(None, description="llama.cpp's")
+    regex: OptionalText | None = Field(None, description="SGLang's")
+    ebnf: OptionalText | None = Field(None, description="SGLang's")
 
     # vLLM or SGLang have these, this server has not, or not in this API.
     best_of: Annotated[Any, Only((1,))] = None
@@ -114,9 +121,6 @@ class Extensions(Fields):
     documents: Refused = None
     vllm_xargs: Refused = None
     input_ids: Refused = None
-    regex: Refused = None
-    ebnf: Refused = None
-    json_schema: Refused = None
     stop_regex: Refused = None
     no_stop_trim: Refused = None
     separate_reasoning: Annotated[Any, Only((True,))] = None

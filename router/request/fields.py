@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, T
 from common.errors import InvalidRequest
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS
 from router.request.beams import check_beams
-from router.request.extensions import Extensions, Fields, JsonSchema, StopText, TokenId
+from router.request.extensions import Extensions, Fields, GrammarText, JsonSchema, StopText, TokenId
 from router.request.refused import Only, Refused
 from router.text.calls.function import Function
 
@@ -49,8 +49,12 @@ class NamedSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    type: Literal["text", "json_object", "json_schema"]
+    """OpenAI's, with the places that llama.cpp (`schema`) and TGI (`value`) have for a schema or an expression."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: NamedSchema | None = Field(None, description='with type "json_schema"')
+    bare_schema: JsonSchema | None = Field(None, alias="schema", description="a JSON schema")
+    value: JsonSchema | GrammarText | None = Field(None, description='a JSON schema; with type "regex" an expression')
 
 
 class SamplingFields(Extensions):

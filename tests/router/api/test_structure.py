@@ -29,6 +29,21 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [  # fields, an answer, no answer
     ({"guided_regex": "a+"}, "a", ""),
     ({"guided_choice": ["yes"]}, "yes", "y"),
     ({"guided_grammar": 'start: "x"'}, "x", "xx"),
+    # of llama.cpp, TGI with huggingface_hub, and SGLang
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json", "value": SCHEMA}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json_schema", "value": {"name": "n", "schema": SCHEMA}}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json_schema", "value": SCHEMA}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "regex", "value": "a+"}}, "aa", "b"),
+    ({"json_schema": SCHEMA, "grammar": "", "regex": ""}, '{"a": 1}', "{}"),
+    ({"json_schema": '{"type": "null"}'}, "null", "nul"),
+    ({"json_schema": {}}, "[1]", "a"),
+    ({"grammar": 'root ::= "x" | "y"'}, "y", "z"),
+    ({"regex": "a+"}, "a", ""),
+    ({"ebnf": 'root ::= "x"'}, "x", "xx"),
 ]
 CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOL]}, "Any text.", CALL.replace("1", '"1"')),
@@ -64,7 +79,7 @@ async def test_workers_get_the_grammar_of_calls(running: Any, fields: dict[str, 
 @pytest.mark.parametrize(
     "fields",
     [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": {"regex": None}},
-     {"response_format": None, "guided_json": None}],
+     {"response_format": None, "guided_json": None}, {"grammar": "", "json_schema": None, "regex": "", "ebnf": ""}],
 )  # fmt: skip
 async def test_what_asks_for_nothing_leaves_the_answer_free(running: Any, fields: dict[str, Any]) -> None:
     assert (await running.completion(max_tokens=1, **fields)).status_code == 200
@@ -94,6 +109,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # fields, param, part of the
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "only one"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "only one"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs.disable_any_", "not supported"),
+    ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema", "not allowed with type 'text'"),
+    ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema", "'text'"),
+    ({"response_format": {"type": "json_object", "value": "a"}}, "response_format.value", "not allowed"),
+    ({"response_format": {"type": "regex", "value": SCHEMA}}, "response_format.value", "not allowed"),
+    ({"response_format": {"type": "regex"}}, "response_format", "value: is required with type 'regex'"),
+    ({"response_format": {"type": "json"}}, "response_format", "value: is required with type 'json'"),
+    ({"response_format": {"type": "json", "value": {}, "schema": {}}}, "response_format.value", "only one"),
+    ({"response_format": {"type": "json_object", "schema": 1}}, "response_format.schema", "must be"),
+    ({"grammar": {"type": "json", "value": SCHEMA}}, "grammar", "must be"),
+    ({"grammar": 'root ::= "a"', "json_schema": SCHEMA}, "grammar", "only one"),
+    ({"json_schema": "{"}, "json_schema", "is not JSON"),
+    ({"ebnf": "root ::= ("}, "ebnf", "cannot be used"),
     ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex", f"{MAX_GRAMMAR_CHARS}"),
     ({"guided_choice": ["x" * 70_000, "y" * 70_000]}, "guided_choice", f"{MAX_GRAMMAR_CHARS:,}"),
 ]

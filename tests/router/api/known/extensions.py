@@ -31,6 +31,11 @@ EVERYWHERE: Table = {
     "guided_regex": served(guided_regex="a+"),
     "guided_choice": served(guided_choice=["a"]),
     "guided_grammar": served(guided_grammar='start: "a"'),
+    "structured_outputs.disable_any_whitespace": refused(structured_outputs={"disable_any_whitespace": True}),
+    "json_schema": served(json_schema={"type": "integer"}),
+    "grammar": served(grammar='root ::= "a"'),
+    "regex": served(regex="a+"),
+    "ebnf": served(ebnf='root ::= "a"'),
     "allowed_token_ids": served(allowed_token_ids=[65]),
     "bad_words": served(bad_words=["x"]),
     "truncate_prompt_tokens": served(truncate_prompt_tokens=1),
@@ -45,7 +50,7 @@ EVERYWHERE: Table = {
     **each(
         (
             *("logits_processors", "custom_logit_processor", "guided_whitespace_pattern", "structural_tag"),
-            *("documents", "vllm_xargs", "input_ids", "regex", "ebnf", "json_schema", "stop_regex", "lora_path"),
+            *("documents", "vllm_xargs", "input_ids", "stop_regex", "lora_path"),
             *("session_params",),
         ),
         "{}",
@@ -69,6 +74,8 @@ OPENAI: Table = EVERYWHERE | {
     "prompt_logprobs": served(prompt_logprobs=1),
     "logprob_token_ids": served(logprobs=1, logprob_token_ids=[65]),
     "response_format": served(response_format={"type": "json_object"}),
+    "response_format.schema": served(response_format={"type": "json_object", "schema": {"type": "object"}}),
+    "response_format.value": served(response_format={"type": "regex", "value": "a+"}),
     "stream_options.continuous_usage_stats": served(stream=True, stream_options={"continuous_usage_stats": True}),
 }
 
