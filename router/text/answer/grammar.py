@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
 
-from common.grammar.vocabulary import MAX_PROBLEM_CHARS
+from common.grammar.gbnf import gbnf_to_lark, is_gbnf
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.text.answer.closed_schema import closed
 from router.text.schema.canonical import Document, canonical
 from router.text.schema.controls import has_controls, without_open_objects
 from router.text.schema.loops import without_loops
+from router.text.schema.patterns import portable
 from router.text.schema.rewrite import rewritten
 
 WHITESPACE = r"\n[ \t]{0,32}| "
@@ -27,8 +27,10 @@ WHITESPACE = r"\n[ \t]{0,32}| "
 ESCAPES = 'nrbtf\\"'
 """Letters after a backslash in JSON texts: no `u`, with which a model could spell the name of a member twice."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[ \t\n\r\f\v]"}
+LARK_PRIORITY = re.compile(r"^([ \t]*[?!]{0,2}[_a-zA-Z][\w-]*)\.-?[0-9]{1,9}(?=[ \t]*[:\[])", re.MULTILINE)
+"""A rule's priority, which says which reading of a text Lark prefers, and nothing of the texts themselves."""
+LARK_MARKS = re.compile(r"^([ \t]*)\?!(?=[_a-z])", re.MULTILINE)
+"""Marks of a rule that the library knows in the other order only."""
 PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")
 """The place of an error in our rules, which means nothing to the client."""
 
@@ -74,9 +76,11 @@ def enforceable(document: Document, *, lenient: bool = False) -> Document:
 
 
 def regex_grammar(pattern: str) -> str:
-    r"""A grammar of text that a regular expression matches as a whole; `\d`, `\w` and `\s` match ASCII only."""
-    ascii_only = ESCAPE.sub(lambda found: ASCII_CLASSES.get(found[1], found[0]), pattern)
-    return str(llguidance.LLMatcher.grammar_from_regex(ascii_only))
+    r"""A grammar of text that a regular expression of Python's matches as a whole; `\d`, `\w` and `\s` are ASCII's.
+
+    Raises ValueError for possessive quantifiers.
+    """
+    return str(llguidance.LLMatcher.grammar_from_regex(portable(pattern, python=True)))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -85,11 +89,10 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def free_grammar(text: str) -> str:
-    """A client's grammar, in Lark's or GBNF's form. Raises ValueError for GBNF that cannot be parsed."""
-    try:
-        return str(any_to_lark(text))
-    except Exception as error:  # the library's GBNF parser raises exceptions of many types
-        raise ValueError(str(error)[:MAX_PROBLEM_CHARS]) from error
+    """A client's grammar, in Lark's or GBNF's form. Raises GbnfError, a ValueError, for GBNF that cannot be parsed."""
+    if is_gbnf(text):
+        return gbnf_to_lark(text)
+    return LARK_MARKS.sub(r"\1!?", LARK_PRIORITY.sub(r"\1", text))
 
 
 def rule(name: str, expression: str) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.text.answer.grammar import (
@@ -85,6 +89,24 @@ def test_a_regular_expression_matches_the_whole_answer(pattern: str, text: str, 
     assert accepts(regex_grammar(pattern), text) is expected
 
 
+@pytest.mark.parametrize(
+    ("grammar", "texts"),
+    [
+        ('?start: "a" | "b"\n', ["a", "b"]),
+        ('// start\n\n?!start: "a"', ["a"]),
+        ('!?start.2: A | b\nA.-1: "a"\n?b.3: "b" -> c', ["a", "b"]),
+        ('start: "x.1: y" /a.2:/', ["x.1: ya.2:"]),
+        ('# root ::= "a"\nstart: "b"', ["b"]),
+        ('%llguidance {}\nstart: _x\n_x: "::="', ["::="]),
+        ('start ::= "y"\nroot ::= start "!"', ["y!"]),
+        ('# start: "b"\nroot ::= "a"', ["a"]),
+    ],
+)
+def test_the_form_of_a_grammar_is_found(grammar: str, texts: list[str]) -> None:
+    written = checked(free_grammar(grammar))
+    assert all(is_answer(written, text) for text in texts) and not is_answer(written, "c")
+
+
 @pytest.mark.parametrize("grammar", ['start: "ab" N+\nN: /[0-9]/', 'root ::= "ab" n\nn ::= [0-9] | [0-9] n'])
 def test_rules_of_lark_and_of_gbnf(grammar: str) -> None:
     assert accepts(free_grammar(grammar), "ab12") and not accepts(free_grammar(grammar), "ab")
@@ -101,7 +123,11 @@ def test_rules_of_lark_and_of_gbnf(grammar: str) -> None:
         (lambda: regex_grammar("(a"), "unclosed group"),
         (lambda: free_grammar("start: nothing"), 'unknown name: "nothing"'),
         (lambda: free_grammar("root ::= nothing"), "nothing"),
-        (lambda: free_grammar("::= ((("), "Expected name"),
+        (lambda: free_grammar("::= ((("), "line 1: expected a rule"),
+        (lambda: free_grammar('root ::= "a" (\n'), "line 1: `(` without `)`"),
+        (lambda: free_grammar('x ::= "a"'), "there is no rule `root`"),
+        (lambda: regex_grammar("a*+a"), "possessive"),
+        (lambda: regex_grammar(r"(a)\1"), "backreferences"),
         (lambda: choice_grammar(["x" * MAX_GRAMMAR_CHARS]), f"at most {MAX_GRAMMAR_CHARS:,}"),
     ],
 )
@@ -118,3 +144,44 @@ def test_a_schema_nested_deeply_is_refused_and_not_a_crash() -> None:
         deep = {"type": "object", "properties": {"a": deep}}
     with pytest.raises(ValueError, match="recursion"):
         checked(json_grammar(json.loads(json.dumps(deep))))
+
+
+MEMBERS = st.sampled_from(
+    [*"]^-&|~[a0_", "a-c", "+--", r"\]", r"\d", r"\W", r"\S", r"\b", r"\x41", r"\n", r"\101", "&&", "--", "||", "~~"]
+)
+SETS = st.builds("[{}{}]".format, st.sampled_from(["", "^"]), st.lists(MEMBERS, min_size=1, max_size=4).map("".join))
+ATOMS = st.one_of(
+    SETS,
+    st.sampled_from(
+        ["a", "b", "]", "}", "{", "{a}", "{,}", ".", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"\{", r"\<", r"\0", "/"]
+    ),
+    st.sampled_from(["(?:a|b)", "(a)", "(?P<n>b)", "(?#[)", "(?i:a)", "(?s:.)", "|", r"\012", r"\u00e9", "\u00e9"]),
+)
+PATTERNS = st.builds(
+    "{}{}{}".format,
+    st.sampled_from(["", "", "", "^", "(?s)", "(?a)", r"\A"]),
+    st.lists(
+        st.tuples(ATOMS, st.sampled_from(["", "", "", "*", "+", "?", "{2}", "{,1}", "{1,}", "*?", "{1,2}?"])),
+        max_size=4,
+    ).map(lambda parts: "".join(map("".join, parts))),
+    st.sampled_from(["", "", "$", r"\Z"]),
+)
+WORDS = st.lists(st.text("ab]^-&|~[{}0_/<, \n\r\0A\u00e9\u0663+*", max_size=4), min_size=6, max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PATTERNS, WORDS)
+def test_regular_expressions_match_what_python_says(pattern: str, texts: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sets in sets, which may come
+        try:
+            expected = re.compile(pattern, re.ASCII)
+        except (re.error, ValueError):
+            return
+    try:
+        grammar = checked(regex_grammar(pattern))
+    except ValueError as error:  # of what cannot be a whole text, and of `$` within a text
+        assert not any(expected.fullmatch(text) for text in texts) or "lookarounds" in str(error), (pattern, error)
+        return
+    for text in texts:
+        assert is_answer(grammar, text) is bool(expected.fullmatch(text)), (pattern, text)
