@@ -101,7 +101,7 @@ def rule(name: str, expression: str) -> str:
 
 def literal(text: str) -> str:
     """The right side of a rule for exactly this text."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def bounded(grammar: str) -> str:

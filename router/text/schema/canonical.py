@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.text.schema.finite import mapping, names
 from router.text.schema.keywords import (
     EXTRA,
     FORMATS,
@@ -26,6 +27,7 @@ from router.text.schema.keywords import (
 )
 from router.text.schema.patterns import portable
 from router.text.schema.resources import Place, Resources
+from router.text.schema.texts import texts_of
 
 MAX_DEPTH = 64
 """Of nested schemas. llguidance's own bound of recursion is 128 objects and lists, two of which make a member."""
@@ -91,7 +93,7 @@ class _Writer:
                 self._write(key, value, place, depth + 1, found)
             elif key == "const":
                 found[EXTRA] = [*found.get(EXTRA, ()), {"const": value}]
-        return found
+        return _without_used_patterns(found)
 
     def _write(self, key: str, value: Any, place: Place, depth: int, found: dict[str, Any]) -> None:
         """Adds a keyword to those that are `found`."""
@@ -162,6 +164,27 @@ class _Writer:
             self.places[name] = target.pointer
             self.left.append((name, target))
         return REFERENCE + name
+
+
+def _without_used_patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema without patterns of which every name has a schema by itself.
+
+    The library would allow a comma for a further member of such a name, after which nothing can follow.
+    """
+    patterns = mapping(schema, "patternProperties")
+    known = {**dict.fromkeys(names(schema)), **mapping(schema, "properties")}
+    used = {pattern: texts[0] for pattern in patterns if (texts := texts_of(pattern)) and texts[1]}
+    used = {pattern: texts for pattern, texts in used.items() if all(text in known for text in texts)}
+    if not used:
+        return schema
+    properties = dict(mapping(schema, "properties"))
+    for pattern, texts in used.items():
+        for text in texts:
+            child = patterns[pattern]
+            properties[text] = {"allOf": [properties[text], child]} if text in properties else child
+    left = {pattern: child for pattern, child in patterns.items() if pattern not in used}
+    found = {**schema, "properties": properties, "patternProperties": left}
+    return found if left else {key: value for key, value in found.items() if key != "patternProperties"}
 
 
 def _portable_names(children: Mapping[str, Schema]) -> dict[str, Schema]:

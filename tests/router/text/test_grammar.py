@@ -64,7 +64,9 @@ def test_a_client_does_not_set_the_librarys_own_options() -> None:
     assert not accepts(json_grammar(schema), "{         }")
 
 
-@pytest.mark.parametrize("choice", ["yes", 'say "hi"', "back\\slash", "two\nlines", "été", "/.*/", "%json {}", "a|b"])
+@pytest.mark.parametrize(
+    "choice", ["yes", 'say "hi"', "back\\slash", "two\nlines", "été", "/.*/", "%json {}", "a|b", "\x7f\0\x1b"]
+)
 def test_a_choice_is_taken_as_it_is(choice: str) -> None:
     grammar = choice_grammar(["no", choice])
     assert accepts(grammar, choice) and accepts(grammar, "no")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import warnings
 
@@ -10,6 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schemas.documents import Documents
+from common.grammar.vocabulary import compile_grammar
+from common.model_files.resolve import resolve_model
 from router.text.answer.grammar import json_grammar
 from router.text.schema.patterns import portable
 
@@ -95,6 +99,19 @@ def test_two_ways_to_write_one_pattern_keep_both_schemas() -> None:
     grammar = json_grammar({"type": "object", "patternProperties": wanted, "additionalProperties": False})
     assert is_answer(grammar, '{"a":2}') and is_answer(grammar, '{"-":3}')
     assert not is_answer(grammar, '{"a":1}') and not is_answer(grammar, '{"a":4}')
+
+
+def test_a_pattern_of_which_all_names_are_used_allows_no_further_member() -> None:
+    """A comma after them would be the end of the answer: no name could follow."""
+    wanted = {"^a$": {"minimum": 2}, "^(a|b)$": {"maximum": 9}}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 4, 10]}}, "required": ["a", "b"]}
+    grammar = json_grammar({**schema, "patternProperties": {**wanted, "^c": {"type": "null"}}})
+    assert is_answer(grammar, '{"a":4,"b":9}') and is_answer(grammar, '{"a":4,"b":"x","c":null}')
+    assert not any(is_answer(grammar, f'{{"a":{a},"b":{b}}}') for a, b in ((1, 9), (10, 9), (4, 10)))
+    documents = Documents(resolve_model("tiny-random"))
+    matcher, _ = compile_grammar(documents.vocabulary, json_grammar({**schema, "patternProperties": wanted}))
+    for seed in range(20):
+        assert documents.draw(matcher, random.Random(seed)) is not None  # or ValueError: nothing can follow
 
 
 @pytest.mark.parametrize(
