@@ -173,8 +173,11 @@ def _without_used_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     """
     patterns = mapping(schema, "patternProperties")
     known = {**dict.fromkeys(names(schema)), **mapping(schema, "properties")}
-    used = {pattern: texts[0] for pattern in patterns if (texts := texts_of(pattern)) and texts[1]}
-    used = {pattern: texts for pattern, texts in used.items() if all(text in known for text in texts)}
+    used: dict[str, list[str]] = {}
+    for pattern in patterns:
+        texts, is_whole = texts_of(pattern) or ([], False)
+        if is_whole and all(text in known for text in texts):
+            used[pattern] = texts
     if not used:
         return schema
     properties = dict(mapping(schema, "properties"))

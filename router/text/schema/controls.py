@@ -13,8 +13,10 @@ from typing import Any
 from router.text.schema.canonical import Document
 from router.text.schema.finite import mapping, names
 from router.text.schema.keywords import Schema, Unenforceable, children
-from router.text.schema.patterns import CONTROLS, demands_controls
+from router.text.schema.patterns import CONTROLS, demands_controls, without_quotes_for_controls
 from router.text.schema.texts import none_of
+
+IN_LISTS = ("allOf", "anyOf", "prefixItems")
 
 
 def has_controls(document: Document) -> bool:
@@ -29,6 +31,34 @@ def without_open_objects(document: Document) -> Document:
     """
     definitions = {name: _closed(child, f"#/$defs/{name}") for name, child in document.definitions.items()}
     return Document(_closed(document.root, "#"), definitions, document.places)
+
+
+def with_exact_sets(document: Document) -> Document:
+    """The same schema, whose patterns the library writes into JSON texts exactly (`without_quotes_for_controls`)."""
+    definitions = {name: _with_exact_sets(child) for name, child in document.definitions.items()}
+    return Document(_with_exact_sets(document.root), definitions, document.places)
+
+
+def _with_exact_sets(schema: Schema) -> Schema:
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "properties" and isinstance(value, Mapping):
+            found[key] = {name: _with_exact_sets(child) for name, child in value.items()}
+        elif key == "patternProperties" and isinstance(value, Mapping):
+            patterns: dict[str, Schema] = {}
+            for name, child in value.items():
+                exact, written = without_quotes_for_controls(name), _with_exact_sets(child)
+                patterns[exact] = {"allOf": [patterns[exact], written]} if exact in patterns else written
+            found[key] = patterns
+        elif isinstance(value, list) and key in IN_LISTS:
+            found[key] = [_with_exact_sets(child) for child in value]
+        elif key == "pattern" and isinstance(value, str):
+            found[key] = without_quotes_for_controls(value)
+        else:
+            found[key] = _with_exact_sets(value) if key in ("items", "additionalProperties") else value
+    return found
 
 
 def _schemas(document: Document) -> Iterator[Mapping[str, Any]]:
@@ -69,7 +99,7 @@ def _closed(schema: Schema, place: str) -> Schema:
     for key, value in schema.items():
         if key in ("properties", "patternProperties") and isinstance(value, Mapping):
             found[key] = {name: _closed(child, f"{place}/{key}") for name, child in value.items()}
-        elif isinstance(value, list) and key in ("allOf", "anyOf", "prefixItems"):
+        elif isinstance(value, list) and key in IN_LISTS:
             found[key] = [_closed(child, f"{place}/{key}") for child in value]
         else:
             found[key] = _closed(value, f"{place}/{key}") if key in ("items", "additionalProperties") else value

@@ -27,10 +27,13 @@ ECMA_DOT = r"[^\n\r]"
 FLAGS = re.compile(r"\(\?([aiLmsux]+)(-[imsx]+)?([:)])")
 QUANTIFIER = re.compile(r"\{[0-9]+(?:,[0-9]*)?\}")
 OPEN_QUANTIFIER = re.compile(r"\{,([0-9]*)\}")
-"""Python reads 0 where the first number is missing; in ECMA-262 such braces are text."""
+"""Python reads 0 where the first number is missing. In ECMA-262 such braces are text: left to the library to refuse."""
 LITERALS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "a": 7}
 CONTROLS = frozenset((*range(0x20), 0x7F)) - {8, 9, 10, 12, 13}
 r"""Characters that JSON texts can only spell as `\u00XX`, not as a letter after a backslash."""
+QUOTED = frozenset(b'"\\')
+BLANKS = frozenset(b"\t\n\v\f\r")
+ESCAPED_OR_CONTROL = QUOTED | frozenset(range(0x20))
 LAST = 0x10FFFF
 
 
@@ -58,8 +61,8 @@ def portable(pattern: str, *, python: bool = False) -> str:
         elif here == "{" and (found := QUANTIFIER.match(pattern, at)):
             written.append(found[0])
             at, is_repeated = found.end(), True
-        elif here == "{" and python and (found := OPEN_QUANTIFIER.match(pattern, at)):
-            written.append(f"{{0,{found[1]}}}")
+        elif here == "{" and (found := OPEN_QUANTIFIER.match(pattern, at)):
+            written.append(f"{{0,{found[1]}}}" if python else found[0])
             at, is_repeated = found.end(), True
         elif python and pattern.startswith("(?#", at):
             at, is_repeated = pattern.find(")", at) + 1, was_repeated
@@ -96,6 +99,43 @@ def demands_controls(pattern: str) -> bool:
         if _code_point(here) in CONTROLS:
             return True
     return False
+
+
+def without_quotes_for_controls(pattern: str) -> str:
+    r"""A portable pattern without U+0000 in sets like `[^"]`, of all control characters but not of `"` and `\\`.
+
+    For a set of all control characters, or of all but `\n`, the library writes any letter after a backslash, and with
+    that `\"` and `\\\\` as well.
+    """
+    written: list[str] = []
+    at = 0
+    while at < len(pattern):
+        end = at + 1
+        if found := ESCAPE.match(pattern, at):
+            end = found.end()
+        elif pattern[at] == "[":
+            end = _end_of_class(pattern, at)
+            if not end:
+                return pattern
+            written.append(_without_null(pattern[at:end]))
+            at = end
+            continue
+        written.append(pattern[at:end])
+        at = end
+    return "".join(written)
+
+
+def _without_null(text: str) -> str:
+    is_negated, ranges = _ranges(text)
+    points = [(_code_point(low), _code_point(high)) for low, high in ranges if not _is_set(low)]
+    named = {each for each in ESCAPED_OR_CONTROL if any(low <= each <= high for low, high in points)}
+    named |= BLANKS if any(low == r"\s" for low, _ in ranges) else frozenset()
+    if is_negated:
+        return f"[^\\x00{text[2:]}" if named & QUOTED and named <= QUOTED | {10} else text
+    if named >= QUOTED or not named >= ESCAPED_OR_CONTROL - QUOTED - {10}:
+        return text
+    left = [(r"\x01" if _code_point(low) == 0 else low, high) for low, high in ranges if _code_point(high) != 0]
+    return "[" + "".join(low if low == high else f"{low}-{high}" for low, high in left) + "]"
 
 
 def _group(found: re.Match[str]) -> str:

@@ -3,6 +3,7 @@ r"""Control characters that a schema demands are part of its answers, which spel
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -95,3 +96,35 @@ def test_no_member_of_an_open_object_comes_twice() -> None:
 )  # fmt: skip
 def test_patterns_that_demand_controls(pattern: str, expected: bool) -> None:
     assert demands_controls(pattern) is expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "others"),
+    [
+        ('^[^"]*$', ["", "a\n", "\\", "\t/"], ['"', 'a"b']),
+        (r"^[^\\]*$", ["", 'a"\n'], ["\\", "a\\b"]),
+        (r'^[^"\\]+$', ["a\n\r"], ['"', "\\", ""]),
+        (r'^[^"\n]$', ["\r", "\\"], ["\n", '"']),
+        (r"^[\x00-\x1f]$", ["\n", "\x01", "\x1f"], ['"', "\\", " "]),
+        (r"^[\x00-\x1f\"]$", ["\n", '"'], ["\\", " "]),
+        (r"^[^\x20-\uffff]$", ["\n", "\t"], ['"', "\\", " "]),
+        ("^[^a]$", ['"', "\\", "\n"], ["a"]),
+        (r"^[\s\S]\S.$", ['"\\"', "\n\\\\"], ['"\n"']),
+    ],
+)
+def test_sets_of_control_characters_have_no_quotes(pattern: str, matching: list[str], others: list[str]) -> None:
+    grammar = json_grammar({"type": "string", "pattern": pattern})
+    assert [text for text in matching if not is_answer(grammar, spelled(text))] == []
+    assert [text for text in others if is_answer(grammar, spelled(text))] == []
+    assert all(re.search(pattern, text) for text in matching) and not any(re.search(pattern, text) for text in others)
+
+
+def test_quotes_that_other_keywords_leave_out() -> None:
+    assert not is_answer(json_grammar({"type": "string", "not": {"const": '"'}}), r'"\""')
+    for schema in ({"patternProperties": {'^[^"]$': True}}, {"propertyNames": {"pattern": '^[^"]$'}}):
+        grammar = json_grammar({"type": "object", "additionalProperties": False, **schema})
+        assert is_answer(grammar, '{"a":1}') is ("patternProperties" in schema)
+        assert not is_answer(grammar, r'{"\"":1}')
+    both = {'^[^"]$': {"minimum": 2}, r'^[^\x00"]$': {"maximum": 3}}
+    grammar = json_grammar({"type": "object", "patternProperties": both, "additionalProperties": False})
+    assert is_answer(grammar, '{"a":2}') and not is_answer(grammar, '{"a":1}') and not is_answer(grammar, '{"a":4}')
