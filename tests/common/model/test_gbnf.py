@@ -170,7 +170,7 @@ def some_rules(names: list[str]) -> SearchStrategy[Rules]:
 
 
 RULES = st.integers(1, 4).flatmap(lambda count: some_rules(list(NAMES[:count])))
-LIMITS = settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+LIMITS = settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
 
 
 @LIMITS
