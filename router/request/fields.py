@@ -53,8 +53,10 @@ class ResponseFormat(Fields):
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: NamedSchema | None = Field(None, description='with type "json_schema"')
-    bare_schema: JsonSchema | None = Field(None, alias="schema", description="a JSON schema")
-    value: JsonSchema | GrammarText | None = Field(None, description='a JSON schema; with type "regex" an expression')
+    bare_schema: JsonSchema | None = Field(default=None, alias="schema", description="a JSON schema")
+    value: JsonSchema | GrammarText | None = Field(
+        default=None, description='a JSON schema; with type "regex" an expression'
+    )
 
 
 class SamplingFields(Extensions):

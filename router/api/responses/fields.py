@@ -328,5 +328,5 @@ def _response_format(text: TextOptions | None) -> ours.ResponseFormat | None:
         return None
     if wanted.type == "json_schema" and wanted.json_schema is None:
         raise InvalidRequest("text.format.schema: is required with type 'json_schema'", param="text")
-    schema = ours.NamedSchema(name=wanted.name, schema=wanted.json_schema) if wanted.type == "json_schema" else None
+    schema = ours.NamedSchema(name=wanted.name, schema=wanted.json_schema)
     return ours.ResponseFormat(type=wanted.type, json_schema=schema)

@@ -320,6 +320,7 @@ async def test_the_form_comes_back(running: Any) -> None:
             r"tools\[0\].tools\[0\].type",
         ),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema: not allowed with type 'text'"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "none of the tools"),
         ({"tool_choice": "required"}, "there are no tools"),
