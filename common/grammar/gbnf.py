@@ -397,7 +397,7 @@ class _Regular:
                 return whole
             case Repetition(item=item, least=least, most=most):
                 part = self.facts(item)
-                times = max(least, most or 1)
+                times = max(least, 2) if most is None else most
                 return _Facts(part.is_nullable or not least, part.first, part.every, part.size * times)
             case Reference(name=name):
                 return self.facts(self._rules[name])
@@ -650,15 +650,15 @@ class _Conversion:
                 kinds[writer.key(symbol.terminal)].append(symbol)
         if len(kinds) == 1 and len(self._symbols) == 1:
             return []
-        terminals = [(found[0], self._regular.facts(found[0].node), _union(found)) for found in kinds.values()]
+        terminals = [(found, self._regular.facts(found[0].node), _union(found)) for found in kinds.values()]
         if len(terminals) > MAX_TERMINALS:
             return None
         disputed: dict[_Symbol, None] = {}
-        for one, facts, follow in terminals:
-            for other, others, _ in terminals:
-                is_close = others.size > 1 and facts.first & others.first and others.every & follow
-                if is_close and self._goes_on(self._automaton(one), self._automaton(other), follow):
-                    disputed.update(dict.fromkeys(kinds[writer.key(other.node)]))
+        for ones, facts, follow in terminals:
+            for others, other, _ in terminals:
+                is_close = other.size > 1 and facts.first & other.first and other.every & follow
+                if is_close and self._goes_on(self._automaton(ones[0]), self._automaton(others[0]), follow):
+                    disputed.update(dict.fromkeys(others))
         return [*disputed] if self._steps <= MAX_STEPS else None
 
     def _automaton(self, symbol: _Symbol) -> _Automaton | None:
@@ -807,7 +807,7 @@ class _Writer:
         self._lines: list[str] = []
         self._rule_names: dict[str, str] = {}
         self._terminals: dict[str, str] = {}
-        self._of_rules: dict[str, str] = {}
+        self._names: dict[Node, str] = {}
         self._number = 0
         self._left: list[tuple[str, Node]] = []
 
@@ -836,19 +836,18 @@ class _Writer:
         if (expression := _expression(node)) is not None:
             return f"/{expression}/" if expression else '""'
         if isinstance(node, Reference):
-            if node.name not in self._of_rules:
-                self._of_rules[node.name] = self._named(self._rules[node.name])
-            return self._of_rules[node.name]
+            return self._named(self._rules[node.name])
         if isinstance(node, Repetition):
             part = self._part(node.item)
             return (f"({part})" if isinstance(node.item, Repetition) else part) + _times(node)
         return self._named(node)
 
     def _named(self, node: Node) -> str:
-        name = f"T{self._number}"
-        self._number += 1
-        self._left.append((name, node))
-        return name
+        if node not in self._names:
+            self._names[node] = f"T{self._number}"
+            self._number += 1
+            self._left.append((self._names[node], node))
+        return self._names[node]
 
     def _alternatives(self, symbol: _Symbol) -> str:
         if symbol.terminal is None and isinstance(symbol.node, Choice):

@@ -210,6 +210,12 @@ def test_every_answer_is_a_text_of_its_grammar(rules: Rules, seed: int) -> None:
         ('root ::= a-b a_b\na-b ::= "x"\na_b ::= "y"', ["xy"], []),
         ('root ::= x "b"\nx ::= "a" | "ab"', ["ab", "abb"], ["a"]),
         ('root ::= "if" "x" | e\ne ::= [a-z]+ "!" | "(" e ")"', ["ifx", "if!", "ifx!", "(if!)"], ["if", "(ifx)"]),
+        (
+            'root ::= "(" root ")" | "a" ("b" | y) u\ny ::= "b" "c"\nu ::= "c" root | "d"',
+            ["abd", "abcabd", "abcd", "(abccabd)"],
+            ["abc", "abcab"],
+        ),
+        ('root ::= item | "a"*\nitem ::= [ab] root', ["aab", "aabaa", ""], ["c"]),
         ('root ::= "a" |\n  "b" # c\n  | "c"\n\n\n# d ::= "\n', ["a", "b", "c"], ["d"]),
         ('root ::= (\n "a"\n # b\n "c" )*\r\n', ["", "acac"], ["a"]),
         ('root ::= | "a"', ["", "a"], []),
