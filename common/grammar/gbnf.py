@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_DEPTH = 64
@@ -587,14 +587,19 @@ class _Conversion:
     # ------------------------------------------------------------ what may come first, and next
 
     def _analyse(self) -> None:
+        terminals = [symbol for symbol in self._symbols if symbol.terminal is not None]
         for symbol in self._symbols:
             if symbol.terminal is not None:
-                facts = self._regular.facts(symbol.node)
-                symbol.is_nullable, symbol.first = facts.is_nullable, facts.first
+                symbol.first = self._regular.facts(symbol.node).first
             elif isinstance(symbol.node, Reference):
                 symbol.items = [self._bodies[symbol.node.name]]
                 symbol.items[0].parents.append(symbol)
-        self._find_nullables()
+        whole = self._derived(terminals)
+        for name, body in self._bodies.items():
+            if body not in whole:
+                raise GbnfError(f"the rule `{name[:64]}` has no text: it never ends")
+        for symbol in self._derived(each for each in terminals if self._regular.facts(each.node).is_nullable):
+            symbol.is_nullable = True
         begins: dict[_Symbol, list[_Symbol]] = defaultdict(list)
         for symbol in self._symbols:
             for item in symbol.items:
@@ -604,21 +609,24 @@ class _Conversion:
         _spread(self._symbols, begins, "first")
         _spread(self._symbols, self._ends(), "follow")
 
-    def _find_nullables(self) -> None:
+    def _derived(self, terminals: Iterable[_Symbol]) -> set[_Symbol]:
+        """The symbols that some of these terminals make whole: with them, or with nothing, a text of theirs ends."""
         missing: dict[_Symbol, int] = {}
+        found = set(terminals)
         for symbol in self._symbols:
             is_sequence = isinstance(symbol.node, Concatenation | Literal)
             missing[symbol] = len(symbol.items) if is_sequence else 1
-            if symbol.terminal is None:
-                is_optional = isinstance(symbol.node, Repetition) and not symbol.node.least
-                symbol.is_nullable = is_optional or not missing[symbol]
-        left = [symbol for symbol in self._symbols if symbol.is_nullable]
+            is_optional = isinstance(symbol.node, Repetition) and not symbol.node.least
+            if symbol.terminal is None and (is_optional or not missing[symbol]):
+                found.add(symbol)
+        left = [*found]
         while left:
             for parent in left.pop().parents:
                 missing[parent] -= 1
-                if not missing[parent] and not parent.is_nullable:
-                    parent.is_nullable = True
+                if not missing[parent] and parent not in found:
+                    found.add(parent)
                     left.append(parent)
+        return found
 
     def _ends(self) -> dict[_Symbol, list[_Symbol]]:
         """The symbols with which each symbol may end. Notes what follows the others within it."""

@@ -250,6 +250,8 @@ def test_texts(text: str, texts: list[str], others: list[str]) -> None:
         ("root ::= *", "nothing before"),
         ('root ::= "a"{2,1}', "ends before"),
         ('root ::= "a"{x}', "not expected"),
+        ("root ::= root", "`root` has no text"),
+        ('root ::= "a" x\nx ::= x "b" | y\ny ::= ("c" x)+', "`root` has no text"),
         ("root ::= <think>", "'<' is not expected"),
         ('root ::= x y ::= "a"', "begins before"),
         ('root ::= |\nx ::= "a"', "begins before"),
