@@ -307,8 +307,8 @@ GROWING = {
     "doubling": lambda n: "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(n)) + f'r{n} ::= ""\nroot ::= r0',
     "lines": lambda n: 'root ::= "a"' + "\n" * 10 * n,
     "comments": lambda n: "#\n" * 10 * n + 'root ::= "a"',
-    "recursive choices": lambda n: "root ::= " + " | ".join(f"[^{chr(200 + i)}] root" for i in range(n)),
-    "nullable parts": lambda n: "root ::= root " + '"a"? ' * n,
+    "recursive choices": lambda n: 'root ::= "" | ' + " | ".join(f"[^{chr(200 + i)}] root" for i in range(n)),
+    "nullable parts": lambda n: 'root ::= "" | root ' + '"a"? ' * n,
     "unclosed": lambda n: "root ::= " + "[" * 10 * n,
 }  # fmt: skip
 
