@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import llguidance
@@ -39,14 +41,18 @@ def limits() -> llguidance.LLParserLimits:
 
 
 def build_vocabulary(tokenizer: Path, ends: Sequence[int], vocab_size: int) -> llguidance.LLTokenizer:
-    """The tokens of a tokenizer.json as the library wants them, with `vocab_size` rows. Raises ModelError.
+    """The tokens of a tokenizer.json in the library's form, padded or cut to `vocab_size`, the rows of the logits.
 
-    `ends` are the tokens that end an answer. Holds the GIL for 1.3 s at 262,144 tokens.
+    `ends` are the tokens that end an answer. Holds the GIL for 1.3 s at 262,144 tokens. Raises ModelError.
     """
-    if not ends:
+    sampled_ends = [token_id for token_id in ends if token_id < vocab_size]
+    if not sampled_ends:
         raise ModelError("the model has no end token, so nothing could end an answer")
-    words = _Words(Tokenizer.from_file(tokenizer), ends[0])
-    return llguidance.LLTokenizer(words, n_vocab=vocab_size, eos_token=list(ends))  # type: ignore[arg-type]
+    words = _Words(Tokenizer.from_file(tokenizer), sampled_ends[0], vocab_size)
+    vocabulary = llguidance.LLTokenizer(words, eos_token=sampled_ends)  # type: ignore[arg-type]
+    if vocabulary.vocab_size != vocab_size:
+        raise ModelError(f"grammars know {vocabulary.vocab_size} tokens, but the model's logits have {vocab_size} rows")
+    return vocabulary
 
 
 def compile_grammar(vocabulary: llguidance.LLTokenizer, grammar: str) -> tuple[llguidance.LLMatcher, str]:
@@ -70,16 +76,40 @@ def brief(message: str) -> str:
 
 
 class _Words:
-    """A tokenizer as the library wants it: each token's bytes, and the tokens that are no text."""
+    """A tokenizer in the library's form: each token's bytes, and the tokens that are no text.
+
+    The library makes masks of as many tokens as there are here. A row of the logits without a token has no bytes and
+    is never allowed; a token without a row cannot be sampled and does not exist here: text is spelled without it.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
-        self._tokenizer, self.eos_token_id = tokenizer, eos_token_id
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-        self.special_token_ids = sorted(tokenizer.special_ids)
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int, vocab_size: int) -> None:
+        self._tokenizer, self.eos_token_id, self._vocab_size = tokenizer, eos_token_id, vocab_size
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
 
     def __call__(self, text: bytes | str) -> list[int]:
         whole = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(whole, add_special_tokens=False)
+        token_ids = self._tokenizer.encode(whole, add_special_tokens=False)
+        if max(token_ids, default=0) < self._vocab_size:
+            return token_ids
+        has_row = [(token_id,) if token_id < self._vocab_size else self._spelled(token_id) for token_id in token_ids]
+        return list(chain.from_iterable(has_row))
+
+    def _spelled(self, token_id: int) -> tuple[int, ...]:
+        """The longest tokens with rows, from left to right, that spell a token without one."""
+        left, found = self._tokenizer.token_bytes(token_id), list[int]()
+        while left:
+            size = next((size for size in range(len(left), 0, -1) if left[:size] in self._with_row), 0)
+            if not size:
+                break  # nothing spells it: the library then allows no token, and the request fails with a reason
+            found.append(self._with_row[left[:size]])
+            left = left[size:]
+        return tuple(found)
+
+    @cached_property
+    def _with_row(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {text: token_id for token_id, text in enumerate(self.tokens) if token_id not in special}

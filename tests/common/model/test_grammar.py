@@ -67,6 +67,44 @@ def test_what_follows_an_end_that_does_not_end_the_answer_is_another_end(grammar
     assert constraint.problem == ""
 
 
+@pytest.mark.parametrize("rows", [IM_END, VOCAB_SIZE, VOCAB_SIZE + 32, VOCAB_SIZE + 1000])
+def test_masks_have_as_many_bits_as_the_logits_have_rows(rows: int) -> None:
+    made = Grammars(resolve_model("tiny-random"), rows)
+    try:
+        constraint, text, tokens = made.constraint(JSON), '{"a":22}', list[int]()
+        logits = torch.zeros(1, rows)
+        logits[0, VOCAB_SIZE:] = 50.0
+        while not tokens or tokens[-1] not in ENDS:
+            assert not constraint.problem and len(tokens) < len(text) + 2
+            assert len(constraint.allowed(tokens)) == -(-rows // 32)
+            sampled = SamplingRow(
+                SamplingParams(max_tokens=99, temperature=2.0, seed=len(tokens)), 0, tokens, constraint=constraint
+            )
+            tokens.append(Sampler(rows).sample(logits, [sampled])[0].token_id)
+        assert bytes(tokens[:-1]).decode() in (text, '{"a":1}') and not constraint.problem
+    finally:
+        made.close()
+
+
+def test_a_token_without_a_row_is_never_forced() -> None:
+    """The tokenizer has 49,152 tokens, many of which spell the forced text."""
+    files = resolve_model("smollm2-135m")
+    rows, tokenizer = 2_000, Tokenizer.from_file(files.tokenizer)
+    text = "configuration management infrastructure"
+    assert max(tokenizer.encode(text, add_special_tokens=False)) >= rows
+    made = Grammars(files, rows)
+    try:
+        constraint, tokens = made.constraint(f'start: "{text}"'), list[int]()
+        while set(found := torch.nonzero(bits_allowed(constraint.allowed(tokens), rows)).flatten().tolist()).isdisjoint(
+            files.eos_token_ids
+        ):
+            assert found and all(token_id < rows for token_id in (*found, *constraint.forced(tokens)))
+            tokens.append(found[0])
+        assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text
+    finally:
+        made.close()
+
+
 def test_an_answer_goes_on_elsewhere_as_it_would_have_here(grammars: Grammars) -> None:
     """The place in the grammar is a function of the tokens alone."""
     here = grammars.constraint(JSON)
