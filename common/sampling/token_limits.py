@@ -10,7 +10,8 @@ import numpy as np
 
 from common.grammar.vocabulary import MASK_BITS
 from common.sampling.finish import banned_tokens
-from common.wire.sampling_params import SamplingParams, ThinkingBudget
+from common.wire.message_fields import TOKEN_BYTES, pack_tokens
+from common.wire.sampling_params import BadWord, SamplingParams, ThinkingBudget
 
 KEPT_MASKS = 64
 """Bit masks of token lists that requests repeat, of a bit a token: 16 KiB each for a vocabulary of 131,072."""
@@ -30,11 +31,11 @@ class TokenLimits:
 FREE = TokenLimits()
 
 
-def num_output_needed(params: SamplingParams) -> int:
-    """How many of an answer's last tokens `token_limits` needs."""
-    longest = max([len(word) for word in params.bad_words], default=1)
-    mark = params.thinking.num_tokens + len(params.thinking.end) if params.thinking is not None else 0
-    return max(longest - 1, mark)
+def num_output_needed(params: SamplingParams, num_output_tokens: int) -> int:
+    """How many of an answer's last tokens `token_limits` needs after `num_output_tokens` tokens."""
+    longest = max([len(beginning) for beginning, _ in params.bad_words], default=0) // TOKEN_BYTES
+    budget = params.thinking
+    return num_output_tokens if budget is not None and _is_due(budget, num_output_tokens) else longest
 
 
 def token_limits(
@@ -42,7 +43,7 @@ def token_limits(
 ) -> TokenLimits:
     """The limits of the token behind `num_output_tokens` tokens, of which `output_end` are the last.
 
-    They are all of them, or at least `num_output_needed(params)`.
+    They are all of them, or at least `num_output_needed`.
     """
     banned = banned_tokens(params, eos_token_ids, num_output_tokens)
     budget = params.thinking
@@ -53,14 +54,10 @@ def token_limits(
     return TokenLimits(banned + _ends_of_bad_words(params.bad_words, output_end), forced)
 
 
-def _ends_of_bad_words(bad_words: Sequence[Sequence[int]], output_end: Sequence[int]) -> tuple[int, ...]:
+def _ends_of_bad_words(bad_words: Sequence[BadWord], output_end: Sequence[int]) -> tuple[int, ...]:
     """The last token of each bad word whose other tokens end the output."""
-    found = []
-    for word in bad_words:
-        beginning = len(word) - 1
-        if not beginning or tuple(output_end[-beginning:]) == tuple(word[:-1]):
-            found.append(word[-1])
-    return tuple(found)
+    end = pack_tokens(output_end)
+    return tuple([last for beginning, last in bad_words if end.endswith(beginning)])
 
 
 def _is_due(budget: ThinkingBudget, num_output_tokens: int) -> bool:
@@ -70,14 +67,20 @@ def _is_due(budget: ThinkingBudget, num_output_tokens: int) -> bool:
 
 def _next_of_end(budget: ThinkingBudget, output: Sequence[int]) -> int | None:
     """The next token of the mark that ends the thought; None for an answer without a thought, or behind it."""
-    output, end = tuple(output), budget.end
-    if output[: len(budget.start)] != budget.start:
+    end = budget.end
+    if tuple(output[: len(budget.start)]) != budget.start or _contains(pack_tokens(output), pack_tokens(end)):
         return None
-    if any(output[place : place + len(end)] == end for place in range(len(output) - len(end) + 1)):
-        return None
-    longest = min(len(end) - 1, len(output))
-    written = next(size for size in range(longest, -1, -1) if output[len(output) - size :] == end[:size])
+    last = tuple(output[max(0, len(output) - len(end) + 1) :])
+    written = next(size for size in range(len(last), -1, -1) if last[len(last) - size :] == end[:size])
     return end[written]
+
+
+def _contains(output: bytes, mark: bytes) -> bool:
+    """Whether packed tokens contain others: in milliseconds for a million, as a step waits for it."""
+    place = output.find(mark)
+    while place >= 0 and place % TOKEN_BYTES:
+        place = output.find(mark, place + 1)
+    return place >= 0
 
 
 @lru_cache(maxsize=KEPT_MASKS)

@@ -8,7 +8,7 @@ from common.errors import WireError
 from common.sampling.finish import finish_reason
 from common.sampling.token_limits import TokenLimits, num_output_needed, token_limits
 from common.sequences.sequence import WorkerSequence
-from common.wire.message_fields import unpack_tokens
+from common.wire.message_fields import TOKEN_BYTES, unpack_tokens
 from common.wire.messages import DecodeRequest, PrefillRequest
 from common.wire.sampling_params import Pooling
 
@@ -45,6 +45,8 @@ class RequestRules:
             raise WireError(f"{request.num_output_tokens} of the prompt's {len(token_ids)} tokens cannot be output")
         if request.params.thinking is not None and max(request.params.thinking.end) >= self.vocab_size:
             raise WireError(f"a thought cannot end with token {max(request.params.thinking.end)}")
+        if any(len(word.beginning) % TOKEN_BYTES for word in request.params.bad_words):
+            raise WireError("a bad word is no list of token ids")
         if request.params.grammar and not self._knows_grammars:
             raise WireError("this worker knows no grammars")
         return token_ids
@@ -64,11 +66,13 @@ class RequestRules:
         Bad words and the end of a thought are only right without unseen tokens.
         """
         params = sequence.params
+        num_output = sequence.num_output_tokens + num_unseen + len(drafted)
         end: tuple[int, ...] = ()
         if params.bad_words or params.thinking is not None:
-            first = max(sequence.num_prompt_tokens, sequence.num_tokens - num_output_needed(params))
+            needed = num_output_needed(params, num_output)
+            first = max(sequence.num_prompt_tokens, sequence.num_tokens - needed)
             end = (*sequence.token_ids[first:], *drafted)
-        return token_limits(params, self._eos, sequence.num_output_tokens + num_unseen + len(drafted), end)
+        return token_limits(params, self._eos, num_output, end)
 
     def finish_reason(self, sequence: WorkerSequence, token_id: int, num_more: int = 0) -> str:
         """ "stop", "length" or "" (go on) once `token_id` is the sequence's last token.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
+
+from common.wire.message_fields import TOKEN_BYTES, pack_tokens
 
 MAX_STOP_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_ALLOWED_TOKENS = 128, 1024, 65_536
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 1024, 1024
@@ -22,10 +25,24 @@ LOGPROB_FLOOR = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
-BadWord = Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 Pooling = Literal["", "last", "mean"]
 """How a prompt's hidden states become one vector: the last token's, or the mean of all; "" where text is generated."""
 Mark = Annotated[tuple[int, ...], Meta(max_length=MAX_THINKING_MARK)]
+
+
+class BadWord(NamedTuple):
+    """Tokens that an answer must not contain: all but the last, packed to be compared at once, and the last."""
+
+    beginning: Annotated[bytes, Meta(max_length=TOKEN_BYTES * (MAX_BAD_WORD_TOKENS - 1))]
+    last: Annotated[int, Meta(ge=0)]
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> BadWord:
+        return cls(pack_tokens(token_ids[:-1]), token_ids[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.beginning) // TOKEN_BYTES + 1
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):

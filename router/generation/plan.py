@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.errors import ContextLengthExceeded, InvalidRequest
-from common.wire.sampling_params import MAX_TOP_LOGPROBS, Pooling, SamplingParams, ThinkingBudget
+from common.wire.sampling_params import MAX_TOP_LOGPROBS, BadWord, Pooling, SamplingParams, ThinkingBudget
 from router.generation.beams.client import BeamSettings
 from router.generation.choices.choice import AnswerChoice
 from router.generation.choices.logprob_budget import MAX_PROMPT_LOGPROBS
@@ -133,7 +133,7 @@ def make_plan(
     num_prompt_logprobs: int = -1,
     echo: bool = False,
     grammar: str = "",
-    bad_words: tuple[tuple[int, ...], ...] = (),
+    bad_words: tuple[BadWord, ...] = (),
     marks: frozenset[int] = frozenset(),
     pooled: bool = False,
 ) -> AnswerPlan:
@@ -264,7 +264,7 @@ def sampling_params(
     *,
     grammar: str = "",
     num_prompt_logprobs: int = -1,
-    bad_words: tuple[tuple[int, ...], ...] = (),
+    bad_words: tuple[BadWord, ...] = (),
     thinking: ThinkingBudget | None = None,
     pooling: Pooling = "",
 ) -> SamplingParams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
-from common.wire.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, ThinkingBudget
+from common.wire.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord, ThinkingBudget
 from router.generation.service import Service
 from router.request.fields import SamplingFields
 from router.text.thinking import CLOSE, OPEN, TAIL_TOKENS, begins_inside, open_thought
@@ -26,12 +26,12 @@ def truncated(token_ids: list[int], fields: SamplingFields, max_model_len: int, 
     return token_ids[:keep] if fields.truncation_side == "right" else token_ids[-keep:]
 
 
-async def bad_words(service: Service, fields: SamplingFields) -> tuple[tuple[int, ...], ...]:
+async def bad_words(service: Service, fields: SamplingFields) -> tuple[BadWord, ...]:
     """Each way in which the tokenizer writes a bad word. Raises InvalidRequest, Unavailable."""
     if not fields.bad_words:
         return ()
     words = await service.text.spellings(fields.bad_words)
-    longest = max(map(len, words), default=0)
+    longest = max([word.num_tokens for word in words], default=0)
     if longest > MAX_BAD_WORD_TOKENS or len(words) > MAX_BAD_WORDS:
         raise InvalidRequest(
             f"bad_words: {len(words):,} spellings of up to {longest:,} tokens, at most {MAX_BAD_WORDS:,} of "

@@ -11,6 +11,7 @@ from common.grammar.checks import GrammarChecks
 from common.model_files.files import ModelFiles
 from common.model_files.template import ChatTemplate
 from common.model_files.tokenizer import Tokenizer
+from common.wire.sampling_params import BadWord
 from router.text.answer.grammar import literal, without_place
 from router.text.calls.dialect import Dialect
 from router.text.calls.form import CallForm
@@ -157,13 +158,13 @@ class TextPipeline:
 
         return await self._threads.run(job, len(token_ids))
 
-    async def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def spellings(self, words: Sequence[str]) -> tuple[BadWord, ...]:
         """The tokens of each word as it is, and as it follows a space; each once. Raises as `encode` does."""
 
-        def job() -> tuple[tuple[int, ...], ...]:
+        def job() -> tuple[BadWord, ...]:
             texts = [text for word in words for text in (word, word.lstrip(), " " + word.lstrip()) if text]
-            found = [tuple(self._encode(text, False, 0, 0, "bad_words")) for text in texts]
-            return tuple(dict.fromkeys(filter(None, found)))
+            found = [self._encode(text, False, 0, 0, "bad_words") for text in texts]
+            return tuple(dict.fromkeys(map(BadWord.of, filter(None, found))))
 
         return await self._threads.run(job, len(words) * max(map(len, words), default=0))
 

@@ -11,7 +11,7 @@ import pytest
 from common.runner.runner import ModelRunner
 from common.runner.step_thread import StepThread
 from common.sampling.sampler import Sampler
-from common.wire.sampling_params import ThinkingBudget
+from common.wire.sampling_params import BadWord, ThinkingBudget
 from decode_worker import speculation
 from decode_worker.drafting import row_costs
 from decode_worker.drafting.draft_tokens import NOTHING
@@ -28,7 +28,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "temperature": 0.5},
     "logprobs": {"min_tokens": 30, "logprobs": 2},
     "bias": {"logit_bias": ((5, 4.0), (6, 4.0)), "temperature": 1.0},
-    "allowed": {"allowed_token_ids": (65, 66, 67), "bad_words": ((65, 65), (67, 66, 67)), "temperature": 1.0},
+    "allowed": {
+        "allowed_token_ids": (65, 66, 67),
+        "bad_words": (BadWord.of((65, 65)), BadWord.of((67, 66, 67))),
+        "temperature": 1.0,
+    },
     "thoughts": {"thinking": ThinkingBudget(9, (70, 71, 72))},
     "grammar": {"grammar": r"start: /[a-p]{30,60}/", "temperature": 1.0},
 }

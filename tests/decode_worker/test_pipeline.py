@@ -13,6 +13,7 @@ from common.kv.block_hash import block_hashes
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
 from common.wire.messages import AbortRequest, KVGrant
+from common.wire.sampling_params import BadWord
 
 from .lazy_device import LazyDevice
 
@@ -179,7 +180,7 @@ KINDS: dict[str, dict[str, object]] = {
     "logprobs": {"logprobs": 2},
     "bias": {"logit_bias": ((65, 4.0), (66, -9.0)), "min_tokens": 30, "temperature": 1.0, "seed": 5},
     "grammar": {"grammar": "start: /[a-z]{26}[0-9]{9}/", "temperature": 1.0, "seed": 7},
-    "bad_words": {"bad_words": ((66,), (67, 68)), "temperature": 1.5, "seed": 3},
+    "bad_words": {"bad_words": (BadWord.of([66]), BadWord.of([67, 68])), "temperature": 1.5, "seed": 3},
 }
 
 

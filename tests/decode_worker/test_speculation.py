@@ -11,7 +11,7 @@ from common.runner.runner import ModelRunner
 from common.runner.step_thread import StepThread
 from common.sampling.sampler import Sampler
 from common.wire.messages import AbortRequest, RequestFailed, TokenOutput
-from common.wire.sampling_params import SampledToken, ThinkingBudget
+from common.wire.sampling_params import BadWord, SampledToken, ThinkingBudget
 
 from ..engine_rig import prompt
 from .handover_pair import Pair
@@ -71,7 +71,11 @@ def truth(rig: Rig, tokens: list[int], count: int = 40, **params: Any) -> list[i
         {"repetition_penalty": 1.1, "temperature": 0.5},
         {"min_tokens": 30, "logprobs": 2},
         {"logit_bias": ((5, 50.0), (6, 50.0)), "temperature": 1.0},
-        {"allowed_token_ids": (65, 66, 67, 68), "bad_words": ((65, 65), (66,), (67, 68, 67)), "temperature": 1.0},
+        {
+            "allowed_token_ids": (65, 66, 67, 68),
+            "bad_words": tuple(map(BadWord.of, [(65, 65), (66,), (67, 68, 67)])),
+            "temperature": 1.0,
+        },
         {"thinking": ThinkingBudget(9, (70, 71, 72))},
     ],
     ids=lambda params: "-".join(params) or "greedy",

@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 
 from common.sampling.sampler import Sampler, SamplingRow
 from common.sampling.token_limits import FREE, TokenLimits, num_output_needed, token_limits, token_mask
-from common.wire.sampling_params import SamplingParams, ThinkingBudget
+from common.wire.sampling_params import BadWord, SamplingParams, ThinkingBudget
 
 VOCAB, EOS = 40, 39
 
 
+def packed(*words: Sequence[int]) -> tuple[BadWord, ...]:
+    return tuple(map(BadWord.of, words))
+
+
 def limits(output: Sequence[int], **fields: object) -> TokenLimits:
     params = SamplingParams(max_tokens=100, **fields)  # type: ignore[arg-type]
-    kept = output[max(0, len(output) - num_output_needed(params)) :]
+    kept = output[max(0, len(output) - num_output_needed(params, len(output))) :]
     return token_limits(params, (EOS,), len(output), kept)
 
 
@@ -42,12 +46,12 @@ def test_nothing_is_limited_by_default() -> None:
 
 
 def test_a_bad_word_of_one_token_never_comes(logits: torch.Tensor) -> None:
-    assert generate(logits, 3, bad_words=((0,), (2,))) == [1, 1, 1]
+    assert generate(logits, 3, bad_words=packed((0,), (2,))) == [1, 1, 1]
 
 
 def test_the_last_token_of_a_bad_word_does_not_follow_the_others(logits: torch.Tensor) -> None:
-    assert generate(logits, 6, bad_words=((0, 0),)) == [0, 1, 0, 1, 0, 1]
-    assert generate(logits, 6, bad_words=((0, 0, 0),)) == [0, 0, 1, 0, 0, 1]
+    assert generate(logits, 6, bad_words=packed((0, 0))) == [0, 1, 0, 1, 0, 1]
+    assert generate(logits, 6, bad_words=packed((0, 0, 0))) == [0, 0, 1, 0, 0, 1]
 
 
 @given(
@@ -55,7 +59,7 @@ def test_the_last_token_of_a_bad_word_does_not_follow_the_others(logits: torch.T
     st.lists(st.integers(0, 3), max_size=12),
 )
 def test_bad_words_ban_exactly_what_would_complete_one(words: list[tuple[int, ...]], output: list[int]) -> None:
-    found = limits(output, bad_words=tuple(words))
+    found = limits(output, bad_words=packed(*words))
     complete = {token for token in range(4) for word in words if (*output, token)[-len(word) :] == word}
     assert set(found.banned) == complete
 
@@ -90,6 +94,18 @@ def test_a_thought_that_ended_before_is_left_alone() -> None:
     assert limits([5, 5, 20], thinking=budget).forced == 21  # the model had begun the mark itself
     assert limits([5, 20, 5], thinking=budget).forced == 20
     assert limits([5] * 9, thinking=budget) is FREE
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 256, 2**24]), max_size=12),
+    st.lists(st.sampled_from([0, 1, 256]), min_size=1, max_size=3),
+)
+def test_a_mark_is_found_wherever_it_is(output: list[int], end: list[int]) -> None:
+    """Packed tokens contain each other's bytes at other places, too."""
+    found = limits(output, thinking=ThinkingBudget(len(output), tuple(end))).forced
+    is_there = any(output[place : place + len(end)] == end for place in range(len(output)))
+    written = max(size for size in range(len(end)) if not size or output[-size:] == end[:size])
+    assert found == (None if is_there else end[written])
 
 
 def test_an_answer_without_a_thought_is_left_alone() -> None:
