@@ -207,7 +207,7 @@ class Admission:
         shed = [
             (state, _shed(now - state.progress_at, later_s, limit_s))
             for state, later_s in waits
-            if later_s > limit_s and self.class_of(state.request).name == name
+            if later_s > limit_s and not state.request.continues and self.class_of(state.request).name == name
         ]
         self._counters.num_refused[name] += len(shed)
         log.warning(

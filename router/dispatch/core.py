@@ -236,14 +236,15 @@ class DispatchCore:
 
     # ------------------------------------------------------------ a request's life
 
-    def _check_bounds(self) -> None:
-        if len(self.states) >= self._config.max_inflight:
-            num = self._config.max_inflight
-            raise Unavailable(f"{num} requests are in flight, the most this router takes", retry_after_s=RETRY_AFTER_S)
+    def _check_bounds(self, num_new: int = 1) -> None:
+        if len(self.states) + num_new > self._config.max_inflight:
+            why = f"{len(self.states)} requests are in flight, this router takes at most {self._config.max_inflight}"
+            raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
 
     def _admit(self, request: GenerationRequest, now: float) -> tuple[RequestState, tuple[Choice, RequestShape] | None]:
         """The request's state, and where it would be placed."""
-        self._check_bounds()
+        if not request.continues:
+            self._check_bounds(request.num_at_once)
         if request.request_id in self.states:
             raise InvalidRequest(f"request {request.request_id} is already being served", param="request_id")
         if not request.prompt_token_ids:
@@ -259,7 +260,8 @@ class DispatchCore:
         num_cached = max(shape.hits.values(), default=0) if shape else 0
         self._roles.arrived(state.num_tokens, num_cached, state.num_remaining, now)
         num_expected = shape.num_expected if shape else 0
-        self._admission.check(choice, now, request_class, request.key, state.num_tokens, num_expected)
+        if not request.continues:
+            self._admission.check(choice, now, request_class, request.key, state.num_tokens, num_expected)
         self.states[request.request_id] = state
         self._decoding.add(state)
         self._quiet.add(state)

@@ -35,7 +35,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     `cache_salt` keeps prefix cache entries of different tenants apart. `traceparent` is W3C's, or empty. Requests that
     answer the same prompt share `prompt`, which has the same tokens and salt. With `params.pooling` the answer is one
     vector of `pooled_width` numbers. `adapter` is the digest of the LoRA weights that it uses, "" for the base model.
-    `sink` is offered events in the middle of the answer: see `Sink`.
+    `sink` is offered events in the middle of the answer: see `Sink`. A request that `continues` is a later step of an
+    answer that was admitted, so admission does not judge it again; the first step announces that up to `num_at_once`
+    follow at a time.
     """
 
     request_id: str
@@ -54,6 +56,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     pooled_width: int = 0
     adapter: str = ""
     sink: Sink | None = None
+    continues: bool = False
+    num_at_once: int = 1
 
     @property
     def lane(self) -> str:

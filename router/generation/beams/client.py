@@ -1,7 +1,8 @@
 """Answers by beam search: each step asks the pools for a token of every beam; prefix caches share the beams' blocks.
 
 A step is an answer of one token, whose worker knows no beam. So the rules on an answer's tokens are kept here: a step
-asks for as many alternatives as there may be banned ones, or for the allowed tokens' log-probabilities.
+asks for as many alternatives as there may be banned ones, or for the allowed tokens' log-probabilities. Admission
+judges a search once, at its first step: one that began is not refused later.
 """
 
 from __future__ import annotations
@@ -111,23 +112,22 @@ class BeamClient:
         if remaining_s <= 0:
             raise DeadlineExceeded(_too_long(request))
         try:
+            tasks: list[asyncio.Task[TokenEvent]] = []
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self._token(
-                            msgspec.structs.replace(
-                                request,
-                                request_id=f"{request.request_id}-{step}-{i}",
-                                prompt_token_ids=[*request.prompt_token_ids, *beam.token_ids],
-                                params=_params(request.params, search.num_candidates + len(bans), step),
-                                prompt=None,
-                                deadline_s=remaining_s,
-                                sink=None,
-                            )
-                        )
+                for i, (beam, bans) in enumerate(zip(search.running, banned, strict=True)):
+                    one = msgspec.structs.replace(
+                        request,
+                        request_id=f"{request.request_id}-{step}-{i}",
+                        prompt_token_ids=[*request.prompt_token_ids, *beam.token_ids],
+                        params=_params(request.params, search.num_candidates + len(bans), step),
+                        prompt=None,
+                        deadline_s=remaining_s,
+                        sink=None,
+                        continues=step > 0,
+                        num_at_once=self._settings.width,
                     )
-                    for i, (beam, bans) in enumerate(zip(search.running, banned, strict=True))
-                ]
+                    tasks.append(group.create_task(self._token(one)))
+                    await asyncio.sleep(0)  # a long prompt takes a millisecond to submit, and others wait
         except ExceptionGroup as errors:  # the first failed and the others were aborted
             raise errors.exceptions[0] from errors
         return [task.result() for task in tasks]

@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from common.wire.sampling_params import TokenLogprobs
 
@@ -32,6 +33,20 @@ class Beam:
             self.sum_logprobs + logprobs.logprob,
             finish_reason,
         )
+
+
+class _Candidate(NamedTuple):
+    """A beam that may grow by a token. Most do not go on, so its tokens are not copied before it is chosen."""
+
+    sum_logprobs: float
+    beam: Beam
+    token_id: int
+    logprob: float
+    alternatives: TokenLogprobs
+
+    def grown(self, finish_reason: str = "") -> Beam:
+        own = TokenLogprobs(self.logprob, self.alternatives.top)
+        return self.beam.followed_by(self.token_id, own, finish_reason)
 
 
 class BeamSearch:
@@ -55,16 +70,16 @@ class BeamSearch:
 
         Those of a beam's `banned` tokens do not count, and of the others no more than `num_candidates`.
         """
-        grown: list[Beam] = []
+        grown: list[_Candidate] = []
         for beam, alternatives, bans in zip(self.running, found, banned, strict=True):
             free = (each for each in alternatives.top if each[0] not in bans)
             for token_id, logprob in islice(free, self.num_candidates):
-                own = TokenLogprobs(logprob, alternatives.top)
+                one = _Candidate(beam.sum_logprobs + logprob, beam, token_id, logprob, alternatives)
                 if token_id in self._end_token_ids:
-                    self._finished.append(beam.followed_by(token_id, own, "stop"))
+                    self._finished.append(one.grown("stop"))
                 else:
-                    grown.append(beam.followed_by(token_id, own))
-        self.running = heapq.nlargest(self._width, grown, key=lambda beam: beam.sum_logprobs)
+                    grown.append(one)
+        self.running = [one.grown() for one in heapq.nlargest(self._width, grown, key=lambda one: one.sum_logprobs)]
         if self.running and len(self.running[0].token_ids) >= self._max_tokens:
             self._finished += [Beam(b.token_ids, b.logprobs, b.sum_logprobs, "length") for b in self.running]
             self.running = []

@@ -154,6 +154,8 @@ async def test_the_likeliest_answer_is_not_the_greedy_one(pools: tuple[Any, Pool
     assert body["usage"] == body["usage"] | {"prompt_tokens": 2, "completion_tokens": 6}
     assert len(client.asked) == 1 + 2 + 2 and {request.params.max_tokens for request in client.asked} == {1}
     assert len({request.request_id for request in client.asked}) == 5
+    assert [request.continues for request in client.asked] == [False] + 4 * [True]
+    assert client.asked[0].num_at_once == 2
 
 
 async def test_more_beams_than_choices_and_streams(pools: tuple[Any, Pools]) -> None:

@@ -153,12 +153,25 @@ def test_a_request_that_cannot_be_taken_leaves_nothing_behind() -> None:
     rig = Rig(max_inflight=1)
     rig.greet()
     rig.core.submit(request("a"), 0.0)
-    with pytest.raises(Unavailable, match="1 requests are in flight"):
+    with pytest.raises(Unavailable, match="1 requests are in flight, this router takes at most 1"):
         rig.core.submit(request("b"), 0.0)
     rig.core.end(rig.core.states["a"])
     with pytest.raises(InvalidRequest, match="no tokens"):
         rig.core.submit(GenerationRequest("c", [], SamplingParams(max_tokens=4)), 0.0)
     assert not rig.core.states and not rig.later
+
+
+def test_a_first_step_needs_room_for_the_later_ones_which_are_not_refused() -> None:
+    rig = Rig(max_inflight=4)
+    rig.greet()
+    with pytest.raises(Unavailable, match="at most 4"):
+        rig.core.submit(request("wide", num_at_once=5), 0.0)
+    rig.core.end(rig.core.submit(request("first", num_at_once=4), 0.0))
+    rig.core.submit(request("other"), 0.0)
+    for number in range(4):
+        rig.core.submit(request(f"step-{number}", continues=True), 0.0)
+    with pytest.raises(Unavailable, match="at most 4"):
+        rig.core.submit(request("new"), 0.0)
 
 
 def test_closing_fails_what_runs() -> None:

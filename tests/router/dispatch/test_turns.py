@@ -72,11 +72,14 @@ class Rig:
                 call(self.now)
         self.now = until
 
-    def ask(self, name: str, num_tokens: int = 100, of: str = "default", key: str = "") -> RequestState:
+    def ask(
+        self, name: str, num_tokens: int = 100, of: str = "default", key: str = "", *, continues: bool = False
+    ) -> RequestState:
         one = self.classes[of]
         wanted = GenerationRequest(
             name, [next(self.numbers)] * num_tokens, SamplingParams(max_tokens=8), ttft_s=one.ttft_s, tpot_s=one.tpot_s,
             priority=one.priority, request_class=of, key=key, share=one.share,
+            continues=continues,
         )  # fmt: skip
         return self.core.submit(wanted, self.now)
 
@@ -203,6 +206,28 @@ def test_a_patient_class_waits_no_longer_than_requests_may() -> None:
         rig.ask(f"b{i}", 300, of="batch")
     with pytest.raises(Overloaded, match=r"about 2\.1 s, the most it may is 2 s"):
         rig.ask("late", of="batch")
+
+
+def test_a_later_step_of_an_answer_is_not_refused() -> None:
+    rig = Rig(max_wait_s=2.0)
+    for i in range(7):
+        rig.ask(f"b{i}", 300, of="batch")
+    with pytest.raises(Overloaded, match=r"about 2\.1 s, the most it may is 2 s"):
+        rig.ask("late", of="batch")
+    rig.ask("step", of="batch", continues=True)
+    assert "step" in rig.held
+
+
+def test_a_later_step_of_an_answer_is_held_for_as_long_as_it_takes() -> None:
+    rig, _ = full(queue_timeout_s=1.0)
+    first, step = rig.ask("first"), rig.ask("step", continues=True)
+    for _ in range(12):
+        rig.beat(rig.addresses[0], waiting_s=5.0, num_waiting=2)
+        rig.run(rig.now + 0.1)
+        rig.core.on_tick(rig.now)
+    with pytest.raises(Unavailable):
+        first.take_event()
+    assert rig.held == ["step"] and step.take_event() is None
 
 
 def test_those_that_are_held_will_take_places_of_the_batch_too() -> None:
