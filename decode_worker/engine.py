@@ -12,6 +12,7 @@ from common.kv.block_pool import BlockCounts
 from common.latency.link_model import Links
 from common.latency.step_model import StepShape
 from common.sampling.logprobs import separate
+from common.sampling.sampler import UNSAMPLED
 from common.sequences.engine import RequestEngine
 from common.sequences.parts import NO_PARTS, EngineParts
 from common.transfer.incoming import TransferCompleted, TransferFailed, TransferOpened
@@ -25,6 +26,7 @@ from decode_worker.drafting.model_drafts import DraftBounds
 from decode_worker.grants import TransferEnds
 from decode_worker.handover import Handovers
 from decode_worker.limits import DecodeLimits
+from decode_worker.masks import StepMasks
 from decode_worker.pace import StepPace
 from decode_worker.pipeline import DecodeModel, Pipeline, StepInFlight, by_chunk
 from decode_worker.remote_prefill import RemotePrefills
@@ -86,6 +88,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             transfer_timeout_s=limits.transfer_timeout_s,
         )
         self._pipeline = Pipeline(scheduler, model.launcher, parts.hidden)
+        self._masks = StepMasks(rules, self._grammars)
         bounds = DraftBounds(limits.max_draft_tokens, scheduler.max_num_seqs, scheduler.goal)
         self._speculation = Speculation(rules, bounds, model.drafter)
         self._pace, self._gaps = StepPace(scheduler.goal), TokenGaps(scheduler.goal)
@@ -150,6 +153,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             self._drain()
             self._free_adapters()
         self._pause_due(now)
+        self._masks.ask_slow(self.scheduler.running)
         output = self.scheduler.schedule(
             now, self.step_fit.model, self._withdraw, lambda each: self._read_tiers(each, now)
         )
@@ -167,7 +171,7 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
             self._num_rows = shape.num_tokens + shape.num_rows
             self.planned(shape)
         if prepared := self._pipeline.prepare(chunks):
-            self._pipeline.launch(chunks, prepared, self._rules, now, self._complete_step)
+            self._pipeline.launch(chunks, prepared, self._masks, now, self._complete_step)
         else:
             self._drain()
             self._flush()  # the tokens of the step that was in flight: the next step may take long
@@ -189,13 +193,15 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
                     num_sent = max(chunk.sequence.num_logprobs_sent, chunk.start + chunk.num_tokens)
                     chunk.sequence.num_logprobs_sent = num_sent
                     self._reports.report_prompt_logits(chunk.sequence, chunk.start, of_prompt)
-            rows_of = [self._rules.rows(chunk) if chunk.sample else [] for chunk in chunks]
+            made = iter(self._masks.rows([chunk for chunk in chunks if chunk.sample]))
+            rows_of = [(next(made) or [UNSAMPLED] * chunk.num_spans) if chunk.sample else [] for chunk in chunks]
             sampled = self._sampler.sample(logits, [row for rows in rows_of for row in rows])
             self._runner.wait()  # the blocks of a sequence that ends now go to others
         done_at = time.monotonic()
-        for chunk in chunks:
-            self.scheduler.advance(chunk)
-        self._process_outputs(chunks, by_chunk(sampled, [len(rows) for rows in rows_of]), done_at, done_at - now)
+        tokens_of = by_chunk(sampled, [len(rows) for rows in rows_of])
+        wanted = [self.scheduler.advance(chunk) for chunk in chunks]
+        tokens_of = [tokens if is_wanted else [] for tokens, is_wanted in zip(tokens_of, wanted, strict=True)]
+        self._process_outputs(chunks, tokens_of, done_at, done_at - now)
 
     def _complete_step(self, step: StepInFlight) -> None:
         """Wait for a step that was launched, and process its tokens."""
@@ -280,7 +286,8 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def tell_progress(self, *, has_stepped: bool) -> None:
         for sequence in self.scheduler:
-            if sequence.status is RequestStatus.TRANSFERRING or (has_stepped and sequence.awaits_turn):
+            is_due = has_stepped and sequence.awaits_turn
+            if is_due or sequence.awaits_mask or sequence.status is RequestStatus.TRANSFERRING:
                 self._reports.add(sequence)
         self._reports.flush()
 
@@ -349,6 +356,9 @@ class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):
 
     def _on_tokens(self, sequence: DecodeSequence, sampled: Sequence[SampledToken], now: float) -> int:
         """Append a sequence's next tokens, all but the last drafted before; how many it takes before it ends."""
+        if sequence.problems:
+            self._fail(sequence, "sampling", sequence.problems[0], retryable=False)
+            return 0
         for place, token in enumerate(sampled):
             if token.token_id >= self._rules.vocab_size:  # not a token: the next step would fail with the whole batch
                 if place:  # report the tokens before it first, as without draft tokens

@@ -24,7 +24,7 @@ from common.sampling.sampler import Sampler, SamplingRow
 from common.sequences.hidden_places import HiddenPlaces, RowPlaces
 from common.wire.sampling_params import SampledToken
 from decode_worker.drafting.token_drafter import TokenDrafter
-from decode_worker.rules import DecodeRules
+from decode_worker.masks import StepMasks
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step import DecodeChunk
 
@@ -106,7 +106,7 @@ class Pipeline:
         self,
         chunks: Sequence[DecodeChunk],
         prepared: Sequence[SequenceChunk],
-        rules: DecodeRules,
+        masks: StepMasks,
         now: float,
         complete: Callable[[StepInFlight], None],
     ) -> None:
@@ -126,13 +126,13 @@ class Pipeline:
             self._scheduler.launched(chunk)
         self.in_flight = StepInFlight(tuple(chunks), step, now)
         special = [chunk for chunk in chunks if not chunk.is_plain]
-        follows = any(rules.follows_tokens(chunk.sequence) for chunk in special)
+        follows = any(masks.follows_tokens(chunk.sequence) for chunk in special)
         if not follows:
-            step.sample(self._rows(chunks, rules) if special else {})
+            step.sample(self._rows(chunks, masks) if special else {})
         if before is not None:
             complete(before)
         if follows:
-            step.sample(self._rows(chunks, rules))
+            step.sample(self._rows(chunks, masks))
 
     def complete(self, step: StepInFlight) -> list[Sequence[SampledToken]]:
         """Wait for a step: the tokens of each chunk's rows, none for ended sequences. Raises the device's error."""
@@ -148,15 +148,16 @@ class Pipeline:
         rows_of = by_chunk(tokens, [chunk.num_spans for chunk in step.chunks])
         return [rows if is_wanted else [] for rows, is_wanted in zip(rows_of, wanted, strict=True)]
 
-    def _rows(self, chunks: Sequence[DecodeChunk], rules: DecodeRules) -> dict[int, SamplingRow]:
+    def _rows(self, chunks: Sequence[DecodeChunk], masks: StepMasks) -> dict[int, SamplingRow]:
         """How the rows of a launched step sample that need more than their parameters.
 
-        Those of a sequence that has ended with the step before do not: their tokens are dropped.
+        Those of a deferred sequence, or of one that has ended with the step before, do not: their tokens are dropped.
         """
+        firsts = zip(chunks, starts_of([chunk.num_spans for chunk in chunks]), strict=True)
+        special = [pair for pair in firsts if not pair[0].is_plain and self._scheduler.has(pair[0].sequence)]
         rows: dict[int, SamplingRow] = {}
-        for chunk, first in zip(chunks, starts_of([chunk.num_spans for chunk in chunks]), strict=True):
-            if not chunk.is_plain and self._scheduler.has(chunk.sequence):
-                rows.update(enumerate(rules.rows(chunk), first))
+        for (_, first), found in zip(special, masks.rows([chunk for chunk, _ in special]), strict=True):
+            rows.update(enumerate(found, first))
         return rows
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from common.errors import WireError
 from common.kv.window import Window
 from common.sampling.penalties import TokenCounts, needs_counts
-from common.sampling.sampler import SamplingRow
+from common.sampling.sampler import UNSAMPLED, SamplingRow, allowed_mask
 from common.sequences.rules import RequestRules
 from common.wire.message_fields import unpack_tokens
 from common.wire.messages import KVDone
@@ -21,8 +21,13 @@ class DecodeRules(RequestRules):
 
     def rows(self, chunk: DecodeChunk) -> list[SamplingRow]:
         """How to sample behind a chunk's last token, and behind each of its draft tokens."""
-        draft, num_unseen = chunk.draft.token_ids, chunk.start + chunk.num_tokens - chunk.sequence.num_tokens
-        return [self.row(chunk.sequence, draft[:count], num_unseen) for count in range(len(draft) + 1)]
+        sequence, draft = chunk.sequence, chunk.draft.token_ids
+        num_unseen = chunk.start + chunk.num_tokens - sequence.num_tokens
+        try:
+            return [self.row(sequence, draft[:count], num_unseen) for count in range(len(draft) + 1)]
+        except Exception as error:  # whatever a request asks for: the step has other requests
+            sequence.note_problem(error)
+            return [UNSAMPLED] * chunk.num_spans
 
     def follows_tokens(self, sequence: DecodeSequence) -> bool:
         """Whether the tokens before a row say how it is sampled: then all of them must be known."""
@@ -30,7 +35,12 @@ class DecodeRules(RequestRules):
         return bool(needs_counts(params) or params.grammar or params.bad_words or params.thinking is not None)
 
     def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """How many of `num_tokens` draft tokens behind the next token fit into the sequence's greatest length."""
+        """How many of `num_tokens` draft tokens after the next token fit into the sequence's greatest length.
+
+        None for a slow grammar: only the mask thread may follow it.
+        """
+        if sequence.constraint is not None and sequence.constraint.is_slow:
+            return 0
         num_output = sequence.num_output_tokens + sequence.num_pending
         left = min(sequence.params.max_tokens - num_output, self.max_model_len - sequence.num_planned)
         return min(num_tokens, left - 1)
@@ -56,8 +66,11 @@ class DecodeRules(RequestRules):
         """
         num_prompt, params = sequence.num_prompt_tokens, sequence.params
         position = sequence.num_tokens + num_unseen + len(drafted)
+        if sequence.allowed_mask is None:
+            sequence.allowed_mask = allowed_mask(params, self.vocab_size)
+        own, problems = sequence.allowed_mask, sequence.problems
         if position - num_prompt >= params.min_tokens and not self.follows_tokens(sequence):
-            return SamplingRow(params, position)  # most rows, in large batches
+            return SamplingRow(params, position, allowed=own, problems=problems)  # most rows, in large batches
         if needs_counts(params):
             sequence.counts = sequence.counts or TokenCounts(sequence.token_ids[:num_prompt])
             sequence.counts.push(sequence.token_ids[num_prompt + sequence.counts.num_output_tokens :])
@@ -69,6 +82,8 @@ class DecodeRules(RequestRules):
             constraint=sequence.constraint.copy() if sequence.constraint and drafted else sequence.constraint,
             counts=sequence.counts,
             draft=drafted,
+            allowed=own,
+            problems=problems,
         )
 
     def received_tokens(

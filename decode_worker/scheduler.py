@@ -65,7 +65,8 @@ class DecodeScheduler(DecodeQueue):
 
     @property
     def has_work(self) -> bool:
-        return any(sequence.read is None for sequence in self.running) or self._next() is not None
+        is_due = any(sequence.read is None and not sequence.awaits_mask for sequence in self.running)
+        return is_due or self._next() is not None
 
     @property
     def lacks_blocks(self) -> bool:
@@ -160,7 +161,9 @@ class DecodeScheduler(DecodeQueue):
         granted = self._admit(now, restore)
         remaining = [sequence.num_remaining for sequence in self.running]
         chunks = [
-            DecodeChunk(s, s.num_computed, 1) for s, left in zip(self.running, remaining, strict=True) if left == 1
+            DecodeChunk(s, s.num_computed, 1)
+            for s, left in zip(self.running, remaining, strict=True)
+            if left == 1 and not s.sits_out
         ]
         prompts = [s for s, left in zip(self.running, remaining, strict=True) if left > 1 and s.read is None]
         rows = StepShape.of_rows(len(chunks), sum(chunk.start + 1 for chunk in chunks))
@@ -172,13 +175,18 @@ class DecodeScheduler(DecodeQueue):
         ]
         return SchedulerOutput(chunks, granted, preempted)
 
-    def advance(self, chunk: DecodeChunk) -> None:
-        """Record a computed chunk and publish the blocks it completed."""
-        sequence = chunk.sequence
-        sequence.num_computed = chunk.start + chunk.num_tokens
+    def advance(self, chunk: DecodeChunk) -> bool:
+        """Record a computed chunk and publish the blocks it completed.
+
+        False when its tokens are to be dropped: its sequence was deferred, and its last token is computed again.
+        """
+        sequence, is_wanted = chunk.sequence, not chunk.sequence.deferred
+        sequence.deferred = False
+        sequence.num_computed = chunk.start + chunk.num_tokens - (not is_wanted)
         self.pool.wrote(sequence.blocks, chunk.start, sequence.num_computed)
         self._publish_full(sequence)
         self._slide(sequence)
+        return is_wanted
 
     def restored(self, sequence: DecodeSequence, num_blocks: int) -> None:
         super().restored(sequence, num_blocks)
@@ -211,8 +219,14 @@ class DecodeScheduler(DecodeQueue):
         chunk.sequence.num_drafted = len(chunk.draft.token_ids)
 
     def completed(self, chunk: DecodeChunk) -> bool:
-        """Record that a step in flight has computed `chunk`; False when its sequence has ended, so drop its tokens."""
+        """Record that a step in flight has computed `chunk`.
+
+        False when its tokens are to be dropped: its sequence has ended, or was deferred.
+        """
         if not self._end_step_of(chunk.sequence):
+            return False
+        if chunk.sequence.deferred:
+            chunk.sequence.deferred, chunk.sequence.num_computed = False, chunk.start
             return False
         self.pool.wrote(chunk.sequence.blocks, chunk.start, chunk.start + chunk.num_tokens)
         self._publish_full(chunk.sequence)
@@ -222,6 +236,7 @@ class DecodeScheduler(DecodeQueue):
     def failed(self, chunk: DecodeChunk) -> None:
         """Record that a step in flight failed: its slots hold anything, so nothing of `chunk` is ever published."""
         self._end_step_of(chunk.sequence)
+        chunk.sequence.deferred = False
 
     def remove(self, sequence: DecodeSequence, num_received: int = 0) -> None:
         """Forget a request in any state and release its blocks, once no step in flight writes to them.

@@ -53,6 +53,8 @@ class DecodeSequence(WorkerSequence):
     Where the request wants log-probabilities of its prompt, the router has those that follow the first
     `num_logprobs_sent` tokens.
 
+    A step in flight that has `deferred` it samples nothing for it: its last token is computed again.
+
     From `plain_from` tokens on a row is sampled by parameters and position alone; never: infinity.
 
     Output token i (from `num_prompt_tokens` on) is reported to the router once; `num_reported` counts those reported
@@ -64,6 +66,7 @@ class DecodeSequence(WorkerSequence):
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_pending: int = 0
     num_drafted: int = 0
+    deferred: bool = False
     num_logprobs_sent: int = 0
     num_received_blocks: int = 0
     first_block: int = 0
@@ -130,6 +133,13 @@ class DecodeSequence(WorkerSequence):
             and not self.request.num_output_tokens
             and self.num_logprobs_sent + 1 < self.num_request_tokens
         )
+
+    @property
+    def sits_out(self) -> bool:
+        """Whether the next step must not sample for it: the mask of its next token is not computed yet."""
+        if self.awaits_mask or self.deferred:
+            return True
+        return self.num_pending > 0 and self.constraint is not None and self.constraint.is_slow
 
     @property
     def num_cacheable(self) -> int:

@@ -67,7 +67,7 @@ class Speculation:
         if self._model is not None and self._model.wants_tokens(running):
             return True
         is_possible = self._max_tokens and len(running) <= min(MAX_SEQUENCES, self._max_rows - 1)
-        if not is_possible or all(sequence.constraint is None for sequence in running):
+        if not is_possible or all(each.constraint is None or each.constraint.is_slow for each in running):
             return False
         return bool(self._costs.worthwhile(len(running), [1.0], self._goal))
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from common.grammar.grammar import unsampled
 from common.kv.block_hash import BlockHasher
 from common.latency.step_model import StepShape
-from common.sampling.sampler import SamplingRow
+from common.sampling.sampler import UNSAMPLED, SamplingRow
 from common.sequences.engine import RequestEngine
 from common.sequences.parts import NO_PARTS, EngineParts
 from common.sequences.reports import Reports
@@ -228,6 +228,9 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self.metrics.computed_tokens.inc(sequence.num_tokens - sequence.num_cached)
 
     def _on_sampled(self, sequence: PrefillSequence, sampled: SampledToken, num_ready: int) -> None:
+        if sequence.problems:
+            self._fail(sequence, "sampling", sequence.problems[0], retryable=False)
+            return
         if sampled.token_id >= self._launcher.vocab_size:
             self._fail(sequence, *unsampled(sequence.params, sequence.constraint, "prefill"), retryable=False)
             return
@@ -286,13 +289,19 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
         self._reports.flush()
 
     def _row(self, sequence: PrefillSequence) -> SamplingRow:
+        try:
+            limits = self._rules.limits(sequence)
+        except Exception as error:  # whatever a request asks for: the step has other requests
+            sequence.note_problem(error)
+            return UNSAMPLED
         return SamplingRow(
             sequence.params,
             position=sequence.num_tokens,
             output_token_ids=sequence.output_token_ids,
             prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
-            limits=self._rules.limits(sequence),
+            limits=limits,
             constraint=sequence.constraint,
+            problems=sequence.problems,
         )
 
     def _fail(self, sequence: PrefillSequence, phase: str, why: str, *, retryable: bool) -> None:

@@ -7,7 +7,9 @@ continues there as it would have here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import llguidance
 import numpy as np
@@ -17,47 +19,90 @@ from torch import Tensor
 from common.grammar.vocabulary import MASK_BITS, brief
 from common.wire.sampling_params import SamplingParams
 
+SLOW_MASK_S = 0.01
+"""Processor time of one mask from which its grammar counts as slow. JSON takes a tenth of a millisecond as a rule, a
+schema of two thousand optional members up to 60 ms."""
+FAST_AGAIN = 64
+"""Faster masks in a row after which a grammar no longer counts as slow."""
+MASKS_S, MASKS_PER_TOKEN_S = 1.0, 0.05
+"""Processor time that the masks of one answer may take in all, and in addition for each of its tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class GrammarState:
+    """What the answers of one compiled grammar share: the library's automaton, and with it the lock around it.
+
+    While a grammar `is_slow`, only the mask thread may use its constraints: any other thread could wait for the lock
+    with the GIL held. A grammar `is_spoilt` once an answer has exceeded the library's bounds.
+    """
+
+    is_spoilt: bool = False
+    _num_fast_due: int = 0
+
+    @property
+    def is_slow(self) -> bool:
+        return self._num_fast_due > 0
+
+    def took(self, mask_s: float) -> None:
+        """Record the processor time of a mask."""
+        self._num_fast_due = max(0, self._num_fast_due - 1)
+        self.note_slow(mask_s)
+
+    def note_slow(self, seconds: float) -> None:
+        """Record the processor time of other work, which does not make a slow grammar fast again."""
+        if seconds > SLOW_MASK_S:
+            self._num_fast_due = FAST_AGAIN
+
 
 class Constraint:
-    """One answer's place in its grammar. The sequence that samples the answer owns it."""
+    """One answer's place in its grammar. The sequence that samples the answer owns it. Not thread-safe."""
 
     def __init__(
         self,
         matcher: llguidance.LLMatcher | None,
         vocab_size: int,
         problem: str = "",
-        on_problem: Callable[[], None] = lambda: None,
+        state: GrammarState | None = None,
     ) -> None:
-        """`matcher` is None if the grammar has a `problem`. `on_problem` is called when a problem comes up later."""
-        self._matcher, self._vocab_size, self._on_problem = matcher, vocab_size, on_problem
+        """Without a matcher the grammar has a `problem`."""
+        self._matcher, self._vocab_size, self._state = matcher, vocab_size, state or GrammarState()
         self._num_taken = 0
         self._forced: list[int] = []
+        self._mask: tuple[int, Tensor] | None = None  # and the number of tokens that it follows
+        self.spent_s = 0.0
+        """Processor time of all masks so far."""
         self.problem = problem
         """Why no token can follow, or ""."""
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether only the mask thread may compute the next mask."""
+        return self._state.is_slow
+
+    def has_mask(self, num_tokens: int) -> bool:
+        """Whether `allowed` returns at once for an answer of `num_tokens` tokens."""
+        return bool(self.problem) or (self._mask is not None and self._mask[0] == num_tokens)
+
     def allowed(self, output_token_ids: Sequence[int]) -> Tensor:
-        """The tokens that may follow these: a bit for each token, 32 in each int32.
+        """The tokens that may follow these: a bit for each token, 32 in each int32. Must not be changed.
 
         `output_token_ids` begin with those of the call before. An end token is allowed where the grammar is satisfied.
-        No token is allowed after a `problem`: tokens outside of the grammar, or a grammar beyond the library's bounds.
+        No token is allowed after a `problem`: tokens outside of the grammar, or a grammar beyond the library's bounds
+        or the time that an answer may take. The mask is kept until the answer grows.
         """
-        mask = np.zeros(-(-self._vocab_size // MASK_BITS), dtype=np.int32)
-        if self._matcher is not None and not self.problem:
-            self._follow(self._matcher, output_token_ids)
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error():
-                self.problem = brief(self._matcher.get_error())
-                self._on_problem()
-                mask[:] = 0
-        return torch.from_numpy(mask)
+        if self._mask is None or self._mask[0] != len(output_token_ids) or self.problem:
+            self._mask = len(output_token_ids), self._computed(output_token_ids)
+        return self._mask[1]
 
     def forced(self, output_token_ids: Sequence[int]) -> list[int]:
         """The tokens that must follow these, as a tokenizer spells the forced text; empty where no text is forced."""
         if self._matcher is None or self.problem:
             return []
+        began_s = time.thread_time()
         self._follow(self._matcher, output_token_ids)
         if not self._forced and not self._matcher.is_stopped() and not self._matcher.is_error():
             self._forced = self._matcher.compute_ff_tokens()
+        self._state.note_slow(time.thread_time() - began_s)
         return self._forced
 
     def num_allowed(self, output_token_ids: Sequence[int], drafted: Sequence[int]) -> int:
@@ -68,11 +113,37 @@ class Constraint:
         return 0 if self._matcher.is_stopped() else self._matcher.validate_tokens(list(drafted))
 
     def copy(self) -> Constraint:
-        """An independent constraint at the same place."""
+        """An independent constraint at the same place, whose masks have taken no time yet."""
         matcher = self._matcher and self._matcher.deep_copy()
-        copied = Constraint(matcher, self._vocab_size, self.problem, self._on_problem)
-        copied._num_taken = self._num_taken
+        copied = Constraint(matcher, self._vocab_size, self.problem, self._state)
+        copied._num_taken, copied._mask = self._num_taken, self._mask
         return copied
+
+    def _computed(self, output_token_ids: Sequence[int]) -> Tensor:
+        mask = np.zeros(-(-self._vocab_size // MASK_BITS), dtype=np.int32)
+        if self._matcher is None or self.problem:
+            return torch.from_numpy(mask)
+        began_s = time.thread_time()
+        try:
+            self._follow(self._matcher, output_token_ids)
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error():
+                self._state.is_spoilt = True
+                self.problem = brief(self._matcher.get_error())
+        except Exception as error:  # the library's: it must not fail a step of other answers
+            self._state.is_spoilt = True
+            self.problem = f"the grammar cannot be used: {brief(str(error))}"
+        took_s = time.thread_time() - began_s
+        self._state.took(took_s)
+        self.spent_s += took_s
+        if not self.problem and self.spent_s > MASKS_S + MASKS_PER_TOKEN_S * len(output_token_ids):
+            self.problem = (
+                f"the grammar is too ambiguous: finding what may follow {len(output_token_ids)} tokens of the answer "
+                f"has taken {self.spent_s:.1f} s of a processor"
+            )
+        if self.problem:
+            mask[:] = 0
+        return torch.from_numpy(mask)
 
     def _follow(self, matcher: llguidance.LLMatcher, output_token_ids: Sequence[int]) -> None:
         for token_id in output_token_ids[self._num_taken :]:

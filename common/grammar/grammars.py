@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -12,10 +13,12 @@ import llguidance
 
 from common.errors import RequestError
 from common.grammar.checks import GrammarChecks, Verdict
-from common.grammar.grammar import Constraint
+from common.grammar.grammar import Constraint, GrammarState
+from common.grammar.mask_thread import MaskThread
 from common.grammar.vocabulary import brief, build_vocabulary, compile_grammar
 from common.model_files.files import ModelFiles
 
+log = logging.getLogger(__name__)
 KEPT, KEPT_BYTES = 64, 256 * 2**20
 """Grammars that are kept, and their bytes. They grow as answers use them, each up to `MAX_LEXER_STATES`."""
 MAX_SALTS = 4096
@@ -26,29 +29,31 @@ GRAMMAR_TIMEOUT_S = 20.0
 
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar's matcher, or its `problem`, which `is_final` where every worker would find it.
+    """A grammar at the beginning of an answer, or its `problem`, which `is_final` where every worker would find it.
 
     Answers share the library's automaton, and with it the error of an answer that exceeded the library's bounds: such a
-    grammar `is_spoilt`, and the next request compiles it anew.
+    grammar `is_spoilt`, and the next request compiles it again.
     """
 
     grammar: str
-    vocab_size: int
-    matcher: llguidance.LLMatcher | None = None
-    problem: str = ""
+    first: Constraint
     is_final: bool = True
     num_bytes: int = 0
-    is_spoilt: bool = False
+    state: GrammarState = field(default_factory=GrammarState)
     salts: set[str] = field(default_factory=set)
     """Of the requests that waited for it. To others it is unknown, so that its use by one tenant shows to no other."""
 
-    def constraint(self) -> Constraint:
-        """A constraint at the beginning of an answer."""
-        matcher = self.matcher and self.matcher.deep_copy()
-        return Constraint(matcher, self.vocab_size, self.problem, self._spoil)
+    @property
+    def problem(self) -> str:
+        return self.first.problem
 
-    def _spoil(self) -> None:
-        self.is_spoilt = True
+    @property
+    def is_spoilt(self) -> bool:
+        return self.state.is_spoilt
+
+    def constraint(self) -> Constraint:
+        """A constraint at the beginning of an answer, with the mask of the first token."""
+        return self.first.copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class GrammarReady:
 
 
 OnReady = Callable[[CompiledGrammar], None]
+OnMask = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -82,7 +88,7 @@ class Grammars:
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._problem = ""
         self._checks = checks or GrammarChecks(files, vocab_size)
-        self._lanes, self._lock = _Lanes(), threading.Lock()
+        self._lanes, self._lock, self._masks = _Lanes(), threading.Lock(), MaskThread()
         self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._waiting: dict[str, list[tuple[str, OnReady]]] = {}
         self._num_users = 1
@@ -90,6 +96,7 @@ class Grammars:
             self._vocabulary = build_vocabulary(files.tokenizer, files.eos_token_ids, vocab_size)
         except Exception as error:  # a damaged tokenizer: requests without grammars still work
             self._problem = f"the grammar cannot be used: {brief(str(error))}"
+            log.warning("requests for tools or structured answers will be refused: %s", self._problem)
 
     def start(self) -> None:
         """Starts the checking process before the first grammar comes."""
@@ -102,7 +109,7 @@ class Grammars:
         Only a request of the same `salt` finds what was compiled; others wait as if it had not been.
         """
         if self._problem:
-            return CompiledGrammar(grammar, self._vocab_size, problem=self._problem)
+            return self._refused(grammar, self._problem)
         with self._lock:
             known = self._compiled.get(grammar)
             if known is not None and not known.is_spoilt and salt in known.salts:
@@ -117,6 +124,10 @@ class Grammars:
         except (RequestError, ValueError) as error:
             self._settle(self._failed(grammar, error))
         return None
+
+    def compute_mask(self, constraint: Constraint, output_token_ids: Sequence[int], on_ready: OnMask) -> None:
+        """Compute `constraint.allowed` on the mask thread, which calls `on_ready` then. Nobody may use it meanwhile."""
+        self._masks.submit(constraint, output_token_ids, on_ready)
 
     def constraint(self, grammar: str) -> Constraint:
         """Waits for `grammar`, and begins an answer in it: for measurements and references, not for engines."""
@@ -139,6 +150,7 @@ class Grammars:
         self._checks.close()
         self._lanes.quick.shutdown(wait=False, cancel_futures=True)
         self._lanes.slow.shutdown(wait=False, cancel_futures=True)
+        self._masks.close()
 
     # ------------------------------------------------------------ on other threads
 
@@ -146,7 +158,7 @@ class Grammars:
         try:
             verdict = found.result()
             if verdict.problem:
-                self._settle(CompiledGrammar(grammar, self._vocab_size, problem=verdict.problem))
+                self._settle(self._refused(grammar, verdict.problem))
             else:
                 lane = self._lanes.quick if verdict.is_quick else self._lanes.slow
                 lane.submit(self._compile, grammar, verdict.num_bytes)
@@ -157,14 +169,19 @@ class Grammars:
         try:
             assert self._vocabulary is not None  # else nothing is checked
             matcher, problem = compile_grammar(self._vocabulary, grammar)
-            found = CompiledGrammar(grammar, self._vocab_size, matcher, problem, num_bytes=num_bytes)
+            state = GrammarState()
+            first = Constraint(matcher, self._vocab_size, problem, state)
+            first.allowed(())
+            found = CompiledGrammar(grammar, first, num_bytes=num_bytes, state=state)
         except Exception as error:  # of the library
             found = self._failed(grammar, error)
         self._settle(found)
 
     def _failed(self, grammar: str, error: Exception) -> CompiledGrammar:
-        problem = f"the grammar cannot be used: {brief(str(error))}"
-        return CompiledGrammar(grammar, self._vocab_size, problem=problem, is_final=False)
+        return self._refused(grammar, f"the grammar cannot be used: {brief(str(error))}", is_final=False)
+
+    def _refused(self, grammar: str, problem: str, *, is_final: bool = True) -> CompiledGrammar:
+        return CompiledGrammar(grammar, Constraint(None, self._vocab_size, problem), is_final=is_final)
 
     def _settle(self, found: CompiledGrammar) -> None:
         with self._lock:

@@ -8,8 +8,9 @@ cumulative distribution in token id order at one uniform number, which is a coun
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 import numpy as np
@@ -17,12 +18,15 @@ import torch
 from torch import Tensor
 
 from common.grammar.grammar import Constraint
+from common.grammar.vocabulary import MASK_BITS
 from common.sampling.logprobs import WantedLogprobs, launch_logprobs
 from common.sampling.penalties import Adjustment, LogitChanges, TokenCounts, needs_counts
 from common.sampling.sampled import LaunchedTokens
 from common.sampling.token_limits import FREE, TokenLimits, token_mask
 from common.wire.sampling_params import SampledToken, SamplingParams
 from kernels import Draw, SamplingTensors, on_device, sample, to_device
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,11 @@ class SamplingRow:
     `constraint`, or the request itself, allows. With one, `output_token_ids` are all of the answer so far.
 
     `counts` are those of the prompt and the output but for the last tokens, which are a `draft`. Without them penalties
-    count `prompt_token_ids` and `output_token_ids` anew.
+    count `prompt_token_ids` and `output_token_ids` again.
+
+    `allowed` is `allowed_mask(params)`, which a sequence computes once; without it each step does.
+
+    `problems` receives why the row cannot be sampled, if its parameters raise an error.
     """
 
     params: SamplingParams
@@ -44,6 +52,12 @@ class SamplingRow:
     constraint: Constraint | None = None
     counts: TokenCounts | None = None
     draft: tuple[int, ...] = ()
+    allowed: Tensor | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+UNSAMPLED = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
+"""A row whose token is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +96,29 @@ class Sampler:
         return [token.token_id for token in self.launch(logits, prepared).read()]
 
     def prepare(self, rows: Sequence[SamplingRow | None]) -> PreparedRows:
-        """What the host does for a step's rows, whose sequences' tokens must all be known where rows depend on them."""
+        """What the host does for a step's rows, whose sequences' tokens must all be known where rows depend on them.
+
+        A row whose parameters raise an error gets no token. The other rows are not affected.
+        """
+        try:
+            return self._prepare(rows)
+        except Exception:  # of one row: find it
+            is_sound = [row is None or self._is_sound(row) for row in rows]
+        prepared = self._prepare([row if sound else UNSAMPLED for row, sound in zip(rows, is_sound, strict=True)])
+        nothing = torch.zeros(-(-self.vocab_size // MASK_BITS), dtype=torch.int32)
+        masks = [mask if sound else nothing for mask, sound in zip(prepared.allowed, is_sound, strict=True)]
+        return replace(prepared, allowed=masks)
+
+    def _is_sound(self, row: SamplingRow) -> bool:
+        try:
+            self._prepare([row])
+        except Exception as error:
+            log.exception("a row cannot be sampled")
+            row.problems.append(f"it cannot be sampled: {type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _prepare(self, rows: Sequence[SamplingRow | None]) -> PreparedRows:
         wanted = [(i, row) for i, row in enumerate(rows) if row is not None]
         adjusted = [(i, row) for i, row in wanted if _adjusts(row)]
         return PreparedRows(
@@ -122,13 +158,23 @@ def _adjusts(row: SamplingRow) -> bool:
     return bool(row.limits.banned or row.params.logit_bias or needs_counts(row.params))
 
 
+def allowed_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
+    """The request's own list of tokens as bits: int32 [ceil(vocab_size / 32)]; None without one."""
+    if not params.allowed_token_ids:
+        return None
+    return torch.from_numpy(token_mask(params.allowed_token_ids, vocab_size))
+
+
 def _allowed(row: SamplingRow, vocab_size: int) -> Tensor | None:
     """The tokens that the grammar, the request's own list and a forced token allow together, as bits; None: any."""
     masks: list[Tensor] = []
     if row.constraint is not None:
         masks.append(row.constraint.allowed(row.output_token_ids))
-    if row.params.allowed_token_ids:
-        masks.append(torch.from_numpy(token_mask(row.params.allowed_token_ids, vocab_size)))
+        if len(masks[0]) != -(-vocab_size // MASK_BITS):  # the kernels read as many words as the logits need
+            raise ValueError(f"its grammar's mask has {len(masks[0])} words of 32 tokens, the logits {vocab_size} rows")
+    own = row.allowed if row.allowed is not None else allowed_mask(row.params, vocab_size)
+    if own is not None:
+        masks.append(own)
     if row.limits.forced is not None:
         masks.append(torch.from_numpy(token_mask((row.limits.forced,), vocab_size)))
     return reduce(torch.bitwise_and, masks) if masks else None

@@ -1,8 +1,10 @@
-"""The grammars that an engine's requests wait for outside of its batch."""
+"""The grammars and masks that an engine's requests wait for outside of its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from common.grammar.grammar import Constraint
@@ -19,6 +21,14 @@ class Fail(Protocol[Failed]):
     def __call__(self, sequence: Failed, phase: str, why: str, *, retryable: bool) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class MaskReady:
+    """The event that the mask of a sequence's next token is computed."""
+
+    sequence: WorkerSequence
+    constraint: Constraint
+
+
 class AwaitedGrammars(Generic[S]):
     """Belongs to an engine and its thread. `notify` brings an event to that thread, `constrain` ends a sequence's wait.
 
@@ -28,7 +38,7 @@ class AwaitedGrammars(Generic[S]):
     def __init__(
         self,
         grammars: Grammars | None,
-        notify: Callable[[GrammarReady], None],
+        notify: Callable[[GrammarReady | MaskReady], None],
         constrain: Callable[[S, Constraint], None],
         fail: Fail[S],
     ) -> None:
@@ -46,8 +56,21 @@ class AwaitedGrammars(Generic[S]):
     def ready(self, compiled: CompiledGrammar, sequences: Iterable[S]) -> None:
         """Constrain, or fail, the `sequences` that wait for this grammar."""
         for sequence in list(sequences):
-            if sequence.awaits_grammar and sequence.params.grammar == compiled.grammar:
+            if sequence.awaits_grammar and not sequence.awaits_mask and sequence.params.grammar == compiled.grammar:
                 self._settle(sequence, compiled)
+
+    def ask_mask(self, sequence: WorkerSequence, constraint: Constraint) -> None:
+        """Have the mask of the sequence's next token computed outside of its steps."""
+        assert self._grammars is not None  # they made the constraint
+        sequence.awaits_mask = True
+        on_ready = partial(self._notify, MaskReady(sequence, constraint))
+        self._grammars.compute_mask(constraint, sequence.output_token_ids, on_ready)
+
+    def on_mask(self, sequence: S, constraint: Constraint) -> None:
+        """End a sequence's wait for a mask."""
+        sequence.awaits_mask = False
+        if sequence.awaits_grammar:
+            self._constrain(sequence, constraint)
 
     def expire(self, sequence: S, now: float) -> None:
         """Fail a sequence that has waited for too long."""
@@ -62,5 +85,7 @@ class AwaitedGrammars(Generic[S]):
     def _settle(self, sequence: S, compiled: CompiledGrammar) -> None:
         if compiled.problem:
             self._fail(sequence, "grammar", compiled.problem, retryable=not compiled.is_final)
+        elif sequence.has_output:  # the parser has to read all of it, which may take long
+            self.ask_mask(sequence, compiled.constraint())
         else:
             self._constrain(sequence, compiled.constraint())

@@ -13,7 +13,7 @@ from common.grammar.grammars import GrammarReady
 from common.kv.block_hash import BlockHasher
 from common.kv.block_pool import BlockCounts
 from common.latency.step_model import StepShape
-from common.sequences.awaited_grammars import AwaitedGrammars
+from common.sequences.awaited_grammars import AwaitedGrammars, MaskReady
 from common.sequences.knobs import KnobLog
 from common.sequences.parts import EngineParts
 from common.sequences.reports import Reports
@@ -95,6 +95,9 @@ class RequestEngine(Engine, Generic[R, S]):
                 self._end_reads([read])
             case GrammarReady(compiled):
                 self._grammars.ready(compiled, self.scheduler)
+            case MaskReady(sequence, constraint):
+                if (waiting := self.scheduler.find(sequence.request_id)) is sequence:
+                    self._grammars.on_mask(waiting, constraint)
             case _:
                 raise TypeError(f"unknown command {command!r}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,7 +14,11 @@ from common.wire.messages import DecodeRequest, PrefillRequest
 from common.wire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
+    from torch import Tensor
+
     from common.grammar.grammar import Constraint
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +31,9 @@ class WorkerSequence:
     found in a prefix cache, `num_restored` of these in a tier below memory; `num_expected_hits` were there when the
     request came, or are being read by `read`, during which nothing of it is computed. Times are engine clock, in
     seconds: the first token is due at `due_at`, infinity without a goal. `adapter`: the place of the one that it uses.
+    While it `awaits_mask`, the mask thread uses its constraint, and no step samples for it. `allowed_mask` has the bits
+    of the request's own list of tokens, once a step needed them. `problems` are the errors that keep it from being
+    sampled; it fails with the first.
     """
 
     router: bytes
@@ -45,6 +53,9 @@ class WorkerSequence:
     num_expected_hits: int = 0
     admitted_at: float = 0.0
     constraint: Constraint | None = None
+    awaits_mask: bool = False
+    allowed_mask: Tensor | None = None
+    problems: list[str] = field(default_factory=list)
     read: BlockRead | None = None
     num_restored: int = 0
     adapter: int = -1
@@ -74,6 +85,11 @@ class WorkerSequence:
     def awaits_grammar(self) -> bool:
         """Whether the grammar of its answer is still being compiled: it gets no blocks before that."""
         return bool(self.params.grammar) and self.constraint is None
+
+    def note_problem(self, error: Exception) -> None:
+        """Record an error that keeps the sequence from being sampled. It fails with the first."""
+        log.error("request %s cannot be sampled", self.request_id, exc_info=error)
+        self.problems.append(f"it cannot be sampled: {type(error).__name__}: {error}")
 
     @property
     def owned_blocks(self) -> list[int]:

@@ -109,4 +109,4 @@ def refusal(failed: RequestFailed, reason: str, remaining_s: float) -> RequestEr
     """
     if remaining_s < DEADLINE_SLACK_S:
         return DeadlineExceeded(reason)
-    return InvalidRequest(failed.message) if failed.phase in ("queue", "grammar") else InternalError(reason)
+    return InvalidRequest(failed.message) if failed.phase in ("queue", "grammar", "sampling") else InternalError(reason)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from common.runner.step_thread import StepThread
 from common.wire.messages import AbortRequest
+from common.wire.sampling_params import BadWord
 from decode_worker.sequence import RequestStatus
 
 from ..engine_rig import ENDLESS, SLOW, Compiler, prompt
@@ -168,3 +170,125 @@ def test_a_worker_without_grammars_refuses_them(make_engine: Callable[..., Any])
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures()
     assert failed.phase == "queue" and "knows no grammars" in failed.message
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize(("slow_s", "step_s"), [(0.0, 60.0), (60.0, -1.0)], ids=["all slow", "all late"])
+def test_answers_whose_masks_are_computed_outside_of_steps_are_those_of_the_oracle(
+    make_engine: Callable[..., Any],
+    launcher: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    slow_s: float,
+    step_s: float,
+    drafts: int,
+) -> None:
+    """With blocks for fewer than run, so that some are preempted meanwhile."""
+    monkeypatch.setattr("common.grammar.grammar.SLOW_MASK_S", slow_s)
+    monkeypatch.setattr("decode_worker.masks.STEP_S", step_s)
+    long = 'start: /[a-p]{20}/ "forced text" /[0-9]{20}/'
+    rig = make_engine(grammars=True, launcher=launcher, num_blocks=9, max_num_seqs=4, max_draft_tokens=drafts)
+    for i in range(5):
+        rig.ask(prompt(20, i), f"r{i}", max_tokens=60, **({} if i == 4 else {"grammar": long}))
+    rig.until(lambda: rig.is_clean)
+    for i in range(5):
+        expected = rig.oracle(prompt(20, i), 60, **({} if i == 4 else {"grammar": long}))
+        assert rig.tokens(f"r{i}") == expected, f"r{i}"
+
+
+def test_a_stream_goes_on_while_a_mask_is_computed(
+    make_engine: Callable[..., Any], launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.grammar.grammar.SLOW_MASK_S", 0.0)
+    rig = make_engine(grammars=True, launcher=launcher, num_blocks=64)
+    held: list[Any] = []
+    compute = rig.grammars.compute_mask
+    rig.grammars.compute_mask = lambda *job: held.append(job)
+    rig.ask(prompt(30), "slow", grammar=DATE, max_tokens=30)
+    rig.until(lambda: held)
+    rig.ask(prompt(20), "running", max_tokens=40, ignore_eos=True)
+    rig.until(lambda: rig.deltas("running") and rig.deltas("running")[-1].finish_reason)
+    rig.until(lambda: not rig.engine.has_work)
+    assert rig.tokens("running") == rig.oracle(prompt(20), 40, ignore_eos=True)
+    assert rig.progress("slow") == ["slow"], "its router must not take the worker for silent"
+    assert len(held) == 1 and not rig.engine.is_empty
+    rig.grammars.compute_mask = compute
+    compute(*held[0])
+    rig.until(lambda: rig.is_clean)
+    assert rig.tokens("slow") == rig.oracle(prompt(30), 30, grammar=DATE)
+
+
+def test_what_waits_for_its_mask_can_be_aborted(
+    make_engine: Callable[..., Any], launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.grammar.grammar.SLOW_MASK_S", 0.0)
+    rig = make_engine(grammars=True, launcher=launcher)
+    held: list[Any] = []
+    compute = rig.grammars.compute_mask
+    rig.grammars.compute_mask = lambda *job: held.append(job)
+    rig.ask(prompt(30), "slow", grammar=DATE, max_tokens=30)
+    rig.until(lambda: held)
+    rig.tell(AbortRequest(request_id="slow", attempt=0))
+    rig.until(lambda: rig.is_clean)
+    compute(*held[0])
+    rig.grammars.compute_mask = compute
+    rig.ask(prompt(31), "slow", attempt=1, grammar=DATE, max_tokens=30)
+    rig.until(lambda: rig.is_clean)
+    assert rig.tokens("slow", attempt=1) == rig.oracle(prompt(31), 30, grammar=DATE)
+
+
+def test_an_answer_whose_masks_take_too_long_fails_alone(
+    make_engine: Callable[..., Any], launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_engine(grammars=True, launcher=launcher)
+    rig.ask(prompt(31), "good", max_tokens=30)
+    monkeypatch.setattr("common.grammar.grammar.MASKS_S", 0.0)
+    monkeypatch.setattr("common.grammar.grammar.MASKS_PER_TOKEN_S", 0.0)
+    rig.ask(prompt(30), "bad", grammar=DATE)
+    rig.until(lambda: rig.is_clean)
+    (failed,) = rig.failures("bad")
+    assert failed.phase == "grammar" and not failed.retryable and "too ambiguous" in failed.message
+    assert rig.tokens("good") == rig.oracle(prompt(31), 30)
+
+
+def test_masks_of_another_size_than_the_logits_fail_their_request_alone(
+    make_engine: Callable[..., Any], launcher: Any
+) -> None:
+    rig = make_engine(grammars=True, launcher=launcher)
+    rig.ask(prompt(31), "good", max_tokens=30)
+    right, rig.grammars._vocab_size = rig.grammars._vocab_size, 64
+    rig.ask(prompt(30), "bad", grammar=DATE)
+    rig.until(lambda: rig.failures("bad"))
+    rig.grammars._vocab_size = right
+    rig.until(lambda: rig.is_clean)
+    (failed,) = rig.failures("bad")
+    assert failed.phase == "grammar" and "Invalid buffer size" in failed.message
+    assert rig.tokens("good") == rig.oracle(prompt(31), 30)
+
+
+@pytest.mark.parametrize("broken", ["common.sampling.sampler.token_mask", "common.sequences.rules.token_limits"])
+def test_parameters_that_raise_an_error_fail_their_request_alone(
+    make_engine: Callable[..., Any], launcher: Any, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Whatever the parameter: here a list of tokens that one request has."""
+    rig = make_engine(launcher=launcher)
+    module, _, name = broken.rpartition(".")
+    sound = getattr(import_module(module), name)
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        asked = arguments[0].allowed_token_ids if "limits" in broken else arguments[0]
+        if asked == (65, 66):
+            raise OverflowError("a parameter that nobody has thought of")
+        return sound(*arguments, **named)
+
+    monkeypatch.setattr(broken, fail)
+    bad_words = (BadWord.of([65, 66]),)
+    others = {"free": {}, "held": {"allowed_token_ids": (66, 67), "bad_words": bad_words}, "less": {"min_tokens": 3}}
+    for name, fields in others.items():
+        rig.ask(prompt(31), name, max_tokens=30, **fields)
+    rig.ask(prompt(30), "bad", allowed_token_ids=(65, 66), bad_words=bad_words, max_tokens=30)
+    rig.until(lambda: rig.is_clean)
+    (failed,) = rig.failures("bad")
+    assert (failed.phase, failed.retryable) == ("sampling", False)
+    assert "a parameter that nobody has thought of" in failed.message
+    for name, fields in others.items():
+        assert rig.tokens(name) == rig.oracle(prompt(31), 30, **fields)

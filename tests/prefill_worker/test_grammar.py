@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -91,3 +92,28 @@ def test_a_worker_without_grammars_refuses_them(make_engine: Callable[..., Any])
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures()
     assert failed.phase == "queue" and "knows no grammars" in failed.message
+
+
+@pytest.mark.parametrize("broken", ["common.sampling.sampler.token_mask", "common.sequences.rules.token_limits"])
+def test_parameters_that_raise_an_error_fail_their_request_alone(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    rig = make_engine()
+    module, _, name = broken.rpartition(".")
+    sound = getattr(import_module(module), name)
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        asked = arguments[0].allowed_token_ids if "limits" in broken else arguments[0]
+        if asked == (65, 66):
+            raise OverflowError("a parameter that nobody has thought of")
+        return sound(*arguments, **named)
+
+    monkeypatch.setattr(broken, fail)
+    for name, allowed in (("good", (67,)), ("bad", (65, 66)), ("other", ())):
+        rig.ask(prompt(20, len(allowed)), name, allowed_token_ids=allowed)
+    rig.until(lambda: rig.is_clean)
+    (failed,) = rig.failures("bad")
+    assert (failed.phase, failed.retryable) == ("sampling", False)
+    assert "a parameter that nobody has thought of" in failed.message
+    assert rig.deltas("good")[0].token_ids == (67,)
+    assert list(rig.deltas("other")[0].token_ids) == rig.oracle(prompt(20))
