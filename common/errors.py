@@ -150,3 +150,9 @@ class InternalError(RequestError):
 def quoted(text: str, most: int = MAX_SHOWN_CHARS) -> str:
     """A client's word as an error repeats it, in quotes: at most so many characters."""
     return repr(text if len(text) <= most else text[:most] + "…")
+
+
+def shown(value: object, most: int = MAX_SHOWN_CHARS) -> str:
+    """A file's value as an error repeats it: up to `most` characters."""
+    written = repr(value[:most] if isinstance(value, str | list | tuple) else value)
+    return written if len(written) <= most else written[:most] + "…"

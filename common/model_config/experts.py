@@ -7,22 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common.errors import shown
 from common.model_config.fields import FieldReader
 from common.model_config.latent import LATENT_TYPES
 
 DEEPSEEK_LIKE = (*LATENT_TYPES, "glm4_moe", "dots1", "solar_open", "exaone_moe")
 """Model types whose experts are described as DeepSeek's are."""
-PER_LAYER: dict[str, tuple[int, int]] = {
-    **{"mixtral": (8, 2), "gpt_oss": (128, 4), "minimax_m2": (256, 8)},
-    **{"olmoe": (64, 8), "granitemoe": (8, 2)},
-}
-"""Model types of which every layer has experts: how many there are, and how many a token takes, if nothing is said."""
-QWEN_LIKE: dict[str, tuple[int, int, int]] = {
-    "qwen2_moe": (60, 4, 1408),
-    "qwen3_moe": (128, 8, 768),
-    "qwen3_vl_moe_text": (60, 4, 1408),
-}
-"""Model types of which some layers have experts: how many, how many a token takes, and how wide, if nothing is said."""
+PER_LAYER = ("mixtral", "gpt_oss", "minimax_m2", "olmoe", "granitemoe")
+"""Model types of which every layer has experts."""
+QWEN_LIKE = ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")
+"""Model types of which some layers have experts, as `decoder_sparse_step` and `mlp_only_layers` say."""
 SIGMOID_GATING = 2
 """Of GGUF's `expert_gating_func`."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -86,33 +80,30 @@ class ExpertsConfig:
 
 
 def read_experts(model_type: str, fields: Mapping[str, Any], path: Path, num_layers: int) -> ExpertsConfig | None:
-    """The experts of a model; None where it has none. ModelError for a kind of them that is not supported."""
+    """The experts of a model whose fields are complete; None where it has none. ModelError for an unsupported kind."""
     reader = FieldReader(fields, path)
     if model_type in DEEPSEEK_LIKE:
         return _read_deepseek(reader, num_layers, model_type)
     if model_type in PER_LAYER:
-        sparse, (count, per_token) = (True,) * num_layers, PER_LAYER[model_type]
-        count, inner = _count(reader, count), reader.count("intermediate_size")
-        normalised, per_token = True, reader.count("num_experts_per_tok", per_token)
-        if model_type == "olmoe":
-            normalised = bool(fields.get("norm_topk_prob", False))
+        sparse, inner = (True,) * num_layers, reader.count("intermediate_size")
+        normalised = model_type != "olmoe" or reader.flag("norm_topk_prob")
     elif model_type in QWEN_LIKE:
-        dense, step = fields.get("mlp_only_layers") or [], reader.count("decoder_sparse_step", 1)
+        dense, step = fields["mlp_only_layers"], reader.count("decoder_sparse_step")
+        if not isinstance(dense, list | tuple):
+            raise reader.wrong("mlp_only_layers", dense, "a list of layers")
         sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
-        count, per_token, inner = QWEN_LIKE[model_type]
-        count, per_token = _count(reader, count), reader.count("num_experts_per_tok", per_token)
-        inner = reader.count("moe_intermediate_size", inner)
-        normalised = bool(fields.get("norm_topk_prob", False))
+        inner, normalised = reader.count("moe_intermediate_size"), reader.flag("norm_topk_prob")
     elif model_type == "ernie4_5_moe":
         return _read_ernie(reader, num_layers)
     else:
         return None
+    count, per_token = reader.count("num_experts"), reader.count("num_experts_per_tok")
     if per_token > count:
         raise reader.refuse(f"num_experts_per_tok {per_token} of {count} experts", "as many experts as a token takes")
     for name, value in {"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}.items():
         if model_type == "gpt_oss" and reader.number(name, value) != value:
-            raise reader.refuse(f"{name} {fields[name]!r}", f"{name} {value:g}")
-    shared = reader.count("shared_expert_intermediate_size", 5632) if model_type == "qwen2_moe" else 0
+            raise reader.refuse(f"{name} {shown(fields[name])}", f"{name} {value:g}")
+    shared = reader.count("shared_expert_intermediate_size") if model_type == "qwen2_moe" else 0
     corrected = model_type == "minimax_m2"
     return ExpertsConfig(
         *(count, per_token, inner, sparse, normalised, shared),
@@ -176,25 +167,20 @@ def _read_gguf_deepseek(
     )
 
 
-def _count(reader: FieldReader, default: int) -> int:
-    """How many experts there are: transformers 5 writes the one name for the other."""
-    return reader.count("num_local_experts", reader.count("num_experts", default))
-
-
 def _read_ernie(reader: FieldReader, num_layers: int) -> ExpertsConfig:
     """ERNIE 4.5's: the best of corrected softmaxes, in the layers of a range."""
     _expect(reader, "use_bias", reader.fields.get("use_bias"), None, False)
-    first, step = int(reader.number("moe_layer_start_index", 1)), reader.count("moe_layer_interval", 1)
-    last = int(reader.number("moe_layer_end_index", -1))
+    first, step = reader.whole("moe_layer_start_index"), reader.count("moe_layer_interval")
+    last = int(reader.number("moe_layer_end_index"))
     last = num_layers - 1 if last == -1 else last
-    count, per_token = reader.count("num_experts", 64), reader.count("num_experts_per_tok", 6)
+    count, per_token = reader.count("num_experts"), reader.count("num_experts_per_tok")
     _check_groups(reader, count, per_token, 1, 1, at_least=1)
-    inner = reader.count("moe_intermediate_size", 1536)
+    inner = reader.count("moe_intermediate_size")
     return ExpertsConfig(
         *(count, per_token, inner),
         tuple(first <= i <= last and (i + 1) % step == 0 for i in range(num_layers)),
         normalised=True,
-        shared_size=int(reader.number("moe_num_shared_experts", 2)) * inner,
+        shared_size=reader.whole("moe_num_shared_experts") * inner,
         shared_gated=False,
         corrected=True,
     )
@@ -204,54 +190,53 @@ def _read_deepseek(reader: FieldReader, num_layers: int, model_type: str) -> Exp
     """DeepSeek V2's, or V3's, which others have too; Mistral Small 4 has softmaxes in V3's way."""
     fields, third = reader.fields, model_type != "deepseek_v2"
     sigmoid = third and model_type != "mistral4"
-    count = reader.count("n_routed_experts", 256 if third else 64)
-    per_token = reader.count("num_experts_per_tok", 8 if third else None)
+    count, per_token = reader.count("n_routed_experts"), reader.count("num_experts_per_tok")
     method = fields.get("topk_method", "noaux_tc" if third else "greedy")
     allowed = ("noaux_tc",) if third else ("greedy", "group_limited_greedy")
     _expect(reader, "topk_method", method, *allowed)
-    _expect(reader, "scoring_func", fields.get("scoring_func"), None, "sigmoid" if sigmoid else "softmax")
+    scoring = ("sigmoid", "noaux_tc") if model_type == "dots1" else ("sigmoid" if sigmoid else "softmax",)
+    _expect(reader, "scoring_func", fields.get("scoring_func"), None, *scoring)
     _expect(reader, "moe_layer_freq", fields.get("moe_layer_freq"), None, 1)
     groups = kept = 1
     if method != "greedy":
-        groups, kept = (reader.count(name, 8 if third else None) for name in ("n_group", "topk_group"))
+        groups, kept = (reader.count(name) for name in ("n_group", "topk_group"))
     if model_type == "mistral4":  # its groups are chosen in a third way
         _expect(reader, "n_group", groups, 1)
-    normalised = fields.get("norm_topk_prob")
     if not third:  # transformers ignores it, DeepSeek's own code then leaves out the scale
-        _expect(reader, "norm_topk_prob", normalised, None, False)
+        _expect(reader, "norm_topk_prob", fields.get("norm_topk_prob"), None, False)
     _check_groups(reader, count, per_token, groups, kept, at_least=2 if third else 1)
-    inner = reader.count("moe_intermediate_size", 2048 if third else 1407)
+    inner = reader.count("moe_intermediate_size")
     return ExpertsConfig(
         count,
         per_token,
         inner,
-        _sparse_layers(reader, num_layers, 3 if third else 0),
-        bool(normalised) or (third and normalised is None),
-        int(reader.number("n_shared_experts", 0)) * inner,
+        _sparse_layers(reader, num_layers),
+        reader.flag("norm_topk_prob"),
+        reader.whole("n_shared_experts") * inner,
         shared_gated=False,
         sigmoid=sigmoid,
         corrected=sigmoid,
         groups=groups,
         kept_groups=kept,
-        scale=reader.number("routed_scaling_factor", 2.5 if third else 1.0),
+        scale=reader.number("routed_scaling_factor"),
     )
 
 
-def _sparse_layers(reader: FieldReader, num_layers: int, default: int) -> tuple[bool, ...]:
+def _sparse_layers(reader: FieldReader, num_layers: int) -> tuple[bool, ...]:
     """Which layers have experts: those that a list names (GLM-4.7-Flash), or all behind the first few."""
     kinds = reader.fields.get("mlp_layer_types")
     if isinstance(kinds, list):
-        if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
-            raise reader.refuse(f"mlp_layer_types {kinds} of {num_layers} layers", "dense or sparse layers")
+        if len(kinds) != num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
+            raise reader.refuse(f"mlp_layer_types {shown(kinds)} of {num_layers} layers", "dense or sparse layers")
         return tuple(kind == "sparse" for kind in kinds)
-    num_dense = int(reader.number("first_k_dense_replace", default))
+    num_dense = reader.whole("first_k_dense_replace")
     return tuple(i >= num_dense for i in range(num_layers))
 
 
 def _expect(reader: FieldReader, name: str, value: object, *allowed: object) -> None:
     if value not in allowed:
         named = " or ".join(repr(one) for one in allowed if one is not None)
-        raise reader.refuse(f"{name} {value!r} of {reader.fields['model_type']}", f"{name} {named}")
+        raise reader.refuse(f"{name} {shown(value)} of {reader.fields['model_type']}", f"{name} {named}")
 
 
 def _check_groups(reader: FieldReader, count: int, per_token: int, groups: int, kept: int, *, at_least: int) -> None:

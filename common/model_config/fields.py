@@ -1,4 +1,4 @@
-"""Typed access to the numbers of a model's description."""
+"""Typed access to the fields of a model's description."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import ModelError
+from common.errors import ModelError, shown
+
+MOST_LAYERS = 4096
+"""More than any model has: what is made for each layer stays small."""
 
 
 class FieldReader:
-    """Reads one document; every failure names the file, the field and what was expected."""
+    """Reads one document; every failure names the file, the field, its value and what was expected."""
 
     def __init__(self, fields: Mapping[str, Any], path: Path, prefix: str = "") -> None:
         self.fields, self.path, self.prefix = fields, path, prefix
@@ -18,30 +21,69 @@ class FieldReader:
     def number(self, name: str, default: float | None = None) -> float:
         value = self.fields.get(self.prefix + name)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelError(f"{self.path}: {self.prefix}{name} is {value!r}, expected a number: fetch the file again")
-        return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+            return float(value)
+        raise self.wrong(name, value, "a number")
 
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.number(name, default)
-        if not 0 < value < float("inf"):
-            raise ModelError(f"{self.path}: {self.prefix}{name} is {value!r}, expected a positive number")
+        if value <= 0:
+            raise self.wrong(name, value, "a positive number")
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
         if value != int(value) or not 0 < value < 2**31:
-            raise ModelError(f"{self.path}: {self.prefix}{name} is {value!r}, expected a positive whole number")
+            raise self.wrong(name, value, "a positive whole number")
         return int(value)
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """Like `count`, but 0 and null are allowed: the field counts what a model may have none of."""
+        return self.count(name, default) if self.fields.get(self.prefix + name, default) else 0
+
+    def layers(self, name: str) -> int:
+        """A number of layers."""
+        if (value := self.count(name)) > MOST_LAYERS:
+            raise self.wrong(name, value, f"at most {MOST_LAYERS:,} layers")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.fields.get(self.prefix + name)
+        value = default if value is None else value
+        if value not in (True, False):
+            raise self.wrong(name, value, "true or false")
+        return bool(value)
+
+    def text(self, name: str, default: str = "") -> str:
+        value = self.fields.get(self.prefix + name)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise self.wrong(name, value, "a text")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An object; an empty one for null, or without the field."""
+        value = self.fields.get(self.prefix + name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.wrong(name, value, "an object")
+        return dict(value or {})
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """A list of `length` positive numbers."""
         values = self.fields.get(self.prefix + name)
-        good = isinstance(values, list) and all(isinstance(v, int | float) and v > 0 for v in values)
-        if not isinstance(values, list) or not good or len(values) != length:
-            held = f"a list of {len(values)}" if isinstance(values, list) else repr(values)
+        if not isinstance(values, list):
+            raise self.wrong(name, values, f"{length} positive numbers")
+        good = all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e300 for v in values)
+        if not good or len(values) != length:
+            held = f"a list of {len(values)}"
             raise ModelError(f"{self.path}: {self.prefix}{name} is {held}, expected {length} positive numbers")
         return tuple(float(value) for value in values)
+
+    def wrong(self, name: str, value: object, expected: str) -> ModelError:
+        """The error for a field of a wrong type, or out of range."""
+        return ModelError(
+            f"{self.path}: {self.prefix}{name} is {shown(value)}, expected {expected}: fetch the file again"
+        )
 
     def refuse(self, what: str, supported: str) -> ModelError:
         return ModelError(f"{self.path}: {what} is not supported: use a model with {supported}")

@@ -55,19 +55,18 @@ def read_latent(model_type: str, fields: Mapping[str, Any], path: Path) -> Laten
         raise reader.refuse(
             f"num_key_value_heads {kv_heads} of {heads} heads with latents", f"num_key_value_heads {heads}"
         )
-    rope_dim = reader.count("qk_rope_head_dim", 64)
+    rope_dim = reader.count("qk_rope_head_dim")
     if rope_dim % 2:
         raise reader.refuse(f"qk_rope_head_dim {rope_dim}", "an even qk_rope_head_dim")
     if (share := reader.number("partial_rotary_factor", 1.0)) != 1.0:
         raise reader.refuse(f"partial_rotary_factor {share:g} of {model_type}", "partial_rotary_factor 1")
-    has_rank = "q_lora_rank" not in fields or fields["q_lora_rank"] is not None
     return LatentConfig(
-        query_rank=reader.count("q_lora_rank", 1536) if has_rank else 0,
-        rank=reader.count("kv_lora_rank", 512),
-        nope_dim=reader.count("qk_nope_head_dim", 128),
+        query_rank=reader.whole("q_lora_rank"),
+        rank=reader.count("kv_lora_rank"),
+        nope_dim=reader.count("qk_nope_head_dim"),
         rope_dim=rope_dim,
-        value_dim=reader.count("v_head_dim", 128),
-        interleaved=model_type == "deepseek_v2" or fields.get("rope_interleave") is not False,
+        value_dim=reader.count("v_head_dim"),
+        interleaved=model_type == "deepseek_v2" or reader.flag("rope_interleave"),
     )
 
 
@@ -92,5 +91,5 @@ def latent_scale(latent: LatentConfig, rope: Mapping[str, Any], path: Path) -> f
     all_dim = reader.number("mscale_all_dim", 0.0)
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not all_dim:
         return scale
-    factor = reader.number("factor")
+    factor = reader.positive("factor")
     return scale * (0.1 * all_dim * math.log(factor) + 1.0) ** 2 if factor > 1 else scale

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common.errors import shown
 from common.model_config.families import ASKED_FOR_WINDOWS, WINDOWED
 from common.model_config.fields import FieldReader
 from common.model_config.rope import RopeConfig, RopeReader
 
 KINDS = {"sliding_attention", "full_attention"}
-PATTERNS = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "olmo3": 4, "exaone4": 4, "exaone_moe": 4}
-"""By model type: the last layer of so many sees everything, the others have a window."""
+PATTERNS = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}
+"""By model type: the last layer of this many sees everything, the others have a window."""
 
 
 class LayerReader(FieldReader):
@@ -25,7 +26,7 @@ class LayerReader(FieldReader):
         """`rope_dim`: numbers of a head that rotary embedding sees, as neighbours if `interleaved`."""
         super().__init__(fields, path)
         self.num_layers, self.model_type = num_layers, str(fields["model_type"])
-        self.max_len = self.count("max_position_embeddings", 2048)
+        self.max_len = self.count("max_position_embeddings")
         self._rope_dim, self._interleaved = rope_dim, interleaved
 
     def windows(self) -> tuple[int, ...]:
@@ -38,11 +39,11 @@ class LayerReader(FieldReader):
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embedding of each layer."""
         reader = RopeReader(self.fields, self.path, self._rope_dim, self.max_len)
-        theta = self.number("rope_theta", 10000.0)
+        theta = self.positive("rope_theta")
         if self.model_type in ("gemma3_text", "olmo3"):
             found = self._by_kind(reader, theta)
         else:
-            found = (reader.read(rope_fields(self.fields), theta),) * self.num_layers
+            found = (reader.read(self.mapping("rope_parameters"), theta),) * self.num_layers
         found = tuple(replace(rope, interleaved=self._interleaved) for rope in found)
         return tuple(
             rope if rotates else RopeConfig(rope.theta, "off")
@@ -53,8 +54,7 @@ class LayerReader(FieldReader):
         """Whether some layer has a window."""
         if self.model_type not in WINDOWED or not self.fields.get("sliding_window"):
             return False
-        asked = not self.model_type.startswith(ASKED_FOR_WINDOWS) or bool(self.fields.get("use_sliding_window"))
-        return asked
+        return not self.model_type.startswith(ASKED_FOR_WINDOWS) or self.flag("use_sliding_window")
 
     def _rotates(self) -> list[bool]:
         """Whether each layer rotates queries and keys."""
@@ -64,7 +64,7 @@ class LayerReader(FieldReader):
             return [True] * self.num_layers
         given = self.fields.get("no_rope_layers")  # 1: the layer rotates
         if not isinstance(given, list):
-            interval = self.count("no_rope_layer_interval", 4)
+            interval = self.count("no_rope_layer_interval")
             return [(i + 1) % interval != 0 for i in range(self.num_layers)]
         if len(given) < self.num_layers:
             raise self.refuse(f"no_rope_layers of {len(given)} layers", f"one of {self.num_layers}")
@@ -72,12 +72,12 @@ class LayerReader(FieldReader):
 
     def _by_kind(self, reader: RopeReader, theta: float) -> tuple[RopeConfig, ...]:
         """Those of a model whose layers with a window have another one than the others."""
-        parameters = self.fields.get("rope_parameters") or {}
+        parameters = self.mapping("rope_parameters")
+        by_kind = FieldReader(parameters, self.path, "")
+        far, near = parameters, dict[str, Any]()
         if parameters.keys() & KINDS:
-            far, near = parameters.get("full_attention") or {}, parameters.get("sliding_attention") or {}
-        else:
-            far, near = parameters or self.fields.get("rope_scaling") or {}, {}
-        local_theta = theta if self.model_type == "olmo3" else self.number("rope_local_base_freq", 10000.0)
+            far, near = by_kind.mapping("full_attention"), by_kind.mapping("sliding_attention")
+        local_theta = theta if self.model_type == "olmo3" else self.positive("rope_local_base_freq")
         full, local = reader.read(far, theta), reader.read(near, local_theta)
         return tuple(local if kind == "sliding_attention" else full for kind in self._kinds())
 
@@ -85,24 +85,20 @@ class LayerReader(FieldReader):
         """The attention of each layer, sliding_attention or full_attention."""
         kinds, layers = self.fields.get("layer_types"), self.num_layers
         if isinstance(kinds, list):
-            if len(kinds) != layers or not set(kinds) <= KINDS:
-                raise self.refuse(f"layer_types {sorted(set(kinds))} of {layers} layers", "sliding or full attention")
+            if len(kinds) != layers or not all(kind in ("sliding_attention", "full_attention") for kind in kinds):
+                named = shown(sorted(set(map(str, kinds))))
+                raise self.refuse(f"layer_types {named} of {layers} layers", "sliding or full attention")
             return kinds
         model_type, pattern = self.model_type, PATTERNS.get(self.model_type, 0)
         if model_type in ("gemma3_text", "exaone4", "exaone_moe"):
-            pattern = self.count("sliding_window_pattern", pattern)
+            pattern = self.count("sliding_window_pattern")
         if pattern:
             return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
         if model_type == "smollm3":
             return ["full_attention" if rotates else "sliding_attention" for rotates in self._rotates()]
-        first = int(self.number("max_window_layers", 62 if model_type == "dots1" else 28))
+        first = self.whole("max_window_layers")
         if model_type in ("qwen2", "qwen3", "dots1"):
             return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
         if model_type == "qwen2_moe":
             return ["full_attention" if i % 2 or i >= first else "sliding_attention" for i in range(layers)]
         return ["sliding_attention"] * layers
-
-
-def rope_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a model with one rotary embedding, as transformers 5 and 4 name them."""
-    return dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.errors import shown
 from common.model_config.fields import FieldReader
 
 ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "mrope")
@@ -52,16 +53,16 @@ class RopeReader:
         kind = fields.get("rope_type", fields.get("type", "default"))
         if kind == "su" or (kind == "yarn" and "long_factor" in fields):
             kind = "longrope"  # its older names
-        theta, rotary_dim = reader.number("rope_theta", theta), self._rotary_dim(reader)
+        theta, rotary_dim = reader.positive("rope_theta", theta), self._rotary_dim(reader)
         if kind == "linear":
-            return RopeConfig(theta, "linear", reader.number("factor"), rotary_dim=rotary_dim)
+            return RopeConfig(theta, "linear", reader.positive("factor"), rotary_dim=rotary_dim)
         if kind == "llama3":
             return RopeConfig(
                 theta,
                 "llama3",
-                reader.number("factor"),
-                reader.number("low_freq_factor"),
-                reader.number("high_freq_factor"),
+                reader.positive("factor"),
+                reader.positive("low_freq_factor"),
+                reader.positive("high_freq_factor"),
                 reader.count("original_max_position_embeddings"),
                 rotary_dim=rotary_dim,
             )
@@ -70,7 +71,7 @@ class RopeReader:
         if kind == "longrope":
             return self._longrope(reader, theta, rotary_dim)
         if kind not in ROPE_SCALINGS:
-            raise self.whole.refuse(f"rope scaling {kind!r}", f"rope scaling {', '.join(ROPE_SCALINGS)}")
+            raise self.whole.refuse(f"rope scaling {shown(kind)}", f"rope scaling {', '.join(ROPE_SCALINGS)}")
         # Dynamic scaling begins behind max_position_embeddings, where contexts end here: it would change every key.
         return RopeConfig(theta, rotary_dim=rotary_dim)
 
@@ -91,7 +92,7 @@ class RopeReader:
     def _yarn(self, reader: FieldReader, theta: float, rotary_dim: int) -> RopeConfig:
         """YaRN (Peng et al., 2023); its magnitude as in transformers, DeepSeek's mscale included."""
         original = self._original_max_len(reader)
-        factor = reader.number("factor", self.max_len / original)
+        factor = reader.positive("factor", self.max_len / original)
 
         def magnitude(scale: float) -> float:
             return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -103,9 +104,9 @@ class RopeReader:
             "yarn",
             factor,
             original_max_len=original,
-            beta_fast=reader.number("beta_fast", 32.0),
-            beta_slow=reader.number("beta_slow", 1.0),
-            truncate=reader.fields.get("truncate") is not False,
+            beta_fast=reader.positive("beta_fast", 32.0),
+            beta_slow=reader.positive("beta_slow", 1.0),
+            truncate=reader.flag("truncate", True),
             magnitude=reader.number("attention_factor", inferred),
             rotary_dim=rotary_dim,
             query_growth=reader.number("llama_4_scaling_beta", 0.0),
@@ -117,7 +118,9 @@ class RopeReader:
         Those for long contexts, unless the model's own context ends where the short ones do.
         """
         original, half = self._original_max_len(reader), (rotary_dim or self.head_dim) // 2
-        factor = reader.number("factor", self.max_len / original)
+        factor = reader.positive("factor", self.max_len / original)
+        if original < 2:
+            raise self.whole.wrong("original_max_position_embeddings", original, "2 or more for longrope")
         inferred = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         short, long = reader.numbers("short_factor", half), reader.numbers("long_factor", half)
         return RopeConfig(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import ModelError
+from common.errors import ModelError, shown
 from common.model_config.experts import DEEPSEEK_LIKE, ExpertsConfig, read_experts
 from common.model_config.families import (
     ACTIVATIONS,
@@ -15,15 +14,20 @@ from common.model_config.families import (
     HEAD_NORMS,
     HF_FAMILIES,
     INTERLEAVED,
+    MLP_BIAS,
+    NO_BIAS,
     NO_OUTPUT_BIAS,
+    NULLS,
     RENAMED,
+    TEXT_DEFAULTS,
     WIDE_NORMS,
     WRAPPERS,
 )
 from common.model_config.fields import FieldReader
 from common.model_config.latent import LatentConfig, latent_scale, read_latent
-from common.model_config.layers import LayerReader, rope_fields
+from common.model_config.layers import LayerReader
 from common.model_config.rope import RopeConfig
+from common.model_files.json_file import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +107,7 @@ class ModelConfig:
 
 def from_hf(path: Path) -> ModelConfig:
     """Reads a config.json. ModelError when it is missing, damaged, or describes an unsupported model."""
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error}): give a folder that holds config.json") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): fetch the file again") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} does not hold a JSON object: fetch the file again")
-    return HFReader(raw, path).read()
+    return HFReader(read_json(path, required=True), path).read()
 
 
 def checked(config: ModelConfig, path: Path) -> ModelConfig:
@@ -127,15 +123,15 @@ class HFReader(FieldReader):
     """Hugging Face's config.json, in the layouts that transformers 4 and 5 write."""
 
     def read(self) -> ModelConfig:
-        model_type = self.fields.get("model_type")
-        around = model_type not in HF_FAMILIES or isinstance(self.fields.get("text_config"), dict)
-        if model_type in WRAPPERS and around:
-            return HFReader(self._text_fields(model_type), self.path).read()
-        model_type = self._supported(model_type)
-        self.fields = DEFAULTS.get(model_type, {}) | self._renamed(model_type)
+        wrapper = self.fields.get("model_type")
+        if isinstance(wrapper, str) and wrapper in WRAPPERS:
+            self.fields = self._text_fields(wrapper)
+        model_type = self._supported()
+        self.fields = self._completed(model_type)
         gemma = HF_FAMILIES[model_type] == "gemma"
         layers, heads, hidden = (
-            self.count(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+            self.layers("num_hidden_layers"),
+            *(self.count(name) for name in ("num_attention_heads", "hidden_size")),
         )
         latent = read_latent(model_type, self.fields, self.path)
         head_dim = self.count("head_dim", hidden // heads) if latent is None else latent.key_dim
@@ -146,10 +142,10 @@ class HFReader(FieldReader):
             rope_dim=head_dim if latent is None else latent.rope_dim,
             interleaved=model_type in INTERLEAVED,
         )
-        bias = bool(self.fields.get("attention_bias", False)) and model_type != "qwen2"
+        bias = model_type not in NO_BIAS and self.flag("attention_bias")
         # Granite adds r times a change to its residual. One that is 1 / r times as large adds the change as it is, and
         # has the same norms, where their eps is 1 / r^2 times as large.
-        residual = self.positive("residual_multiplier", 1.0)
+        residual = self.positive("residual_multiplier")
         config = ModelConfig(
             family=HF_FAMILIES[model_type],
             model_type=model_type,
@@ -161,69 +157,79 @@ class HFReader(FieldReader):
             intermediate_size=self.count("intermediate_size"),
             vocab_size=self.count("vocab_size"),
             max_model_len=of_layers.max_len,
-            rms_norm_eps=self.number("rms_norm_eps", 1e-6) / residual**2,
+            rms_norm_eps=self.positive("rms_norm_eps") / residual**2,
             layer_windows=of_layers.windows(),
             layer_ropes=of_layers.ropes(),
             attention_scale=self._attention_scale(model_type, head_dim, latent),
             activation="clamped_swiglu" if model_type == "gpt_oss" else self._activation(gemma),
             tie_embeddings=self._is_tied(),
-            qkv_bias=bias or model_type == "qwen2" or bool(self.fields.get("qkv_bias", False)),
+            qkv_bias=bias or model_type == "qwen2" or (model_type == "qwen2_moe" and self.flag("qkv_bias")),
             output_bias=self._output_bias(model_type, bias),
-            mlp_bias=bool(self.fields.get("mlp_bias", False)),
-            qk_norm=model_type in HEAD_NORMS or (model_type == "glm4_moe" and bool(self.fields.get("use_qk_norm"))),
+            mlp_bias=model_type in MLP_BIAS and self.flag("mlp_bias"),
+            qk_norm=model_type in HEAD_NORMS or (model_type == "glm4_moe" and self.flag("use_qk_norm")),
             wide_qk_norm=model_type in WIDE_NORMS,
             sinks=model_type == "gpt_oss",
             fused_qkv=model_type == "phi3",
             fused_gate_up=model_type in ("phi3", "glm", "glm4"),
             experts=read_experts(model_type, self.fields, self.path, layers),
-            embedding_scale=hidden**0.5 if gemma else self.number("embedding_multiplier", 1.0) / residual,
+            embedding_scale=hidden**0.5 if gemma else self.number("embedding_multiplier") / residual,
             attention_softcap=self.number("attn_logit_softcapping", 0.0),
             final_softcap=self.number("final_logit_softcapping", 0.0),
-            logits_divisor=self.positive("logits_scaling", 1.0),
+            logits_divisor=self.positive("logits_scaling"),
             latent=latent,
-            extra_layers=int(self.number("num_nextn_predict_layers", 0)) if self._has_extra_layers(latent) else 0,
+            extra_layers=self.whole("num_nextn_predict_layers") if self._has_extra_layers(latent) else 0,
         )
         return checked(config, self.path)
 
-    def _supported(self, model_type: object) -> str:
+    def _supported(self) -> str:
         """The model type. ModelError for what no other field needs to be read for."""
+        model_type = self.fields.get("model_type")
         if not isinstance(model_type, str) or model_type not in HF_FAMILIES:
-            raise self.refuse(f"model_type {model_type!r}", ", ".join(HF_FAMILIES))
+            raise self.refuse(f"model_type {shown(model_type)}", ", ".join(HF_FAMILIES))
         if self.fields.get("use_bidirectional_attention"):
             raise self.refuse("use_bidirectional_attention", "causal attention")
         if self.fields.get("clip_qkv") is not None:
-            raise self.refuse(f"clip_qkv {self.fields['clip_qkv']}", "queries, keys and values of any size")
+            raise self.refuse(f"clip_qkv {shown(self.fields['clip_qkv'])}", "queries, keys and values of any size")
         return model_type
 
-    def _renamed(self, model_type: str) -> dict[str, Any]:
-        """The fields, by the names that most families have for them."""
-        fields = dict(self.fields)
-        fields |= {ours: fields[theirs] for theirs, ours in RENAMED.get(model_type, ()) if theirs in fields}
-        if model_type == "minimax_m2" and fields.get("rotary_dim") is not None:
-            fields.setdefault("partial_rotary_factor", self.positive("rotary_dim") / self.positive("head_dim", 128))
-        rope = rope_fields(fields)
-        if model_type == "mistral4" and rope:  # qk_rope_head_dim tells the share that is rotated, too
-            fields["rope_parameters"] = {name: rope[name] for name in rope if name != "partial_rotary_factor"}
+    def _completed(self, model_type: str) -> dict[str, Any]:
+        """All fields, by the names that most families use: what the file leaves out is as transformers fills it in.
+
+        `rope_parameters` holds the rotary embedding in both layouts.
+        """
+        given = {name: value for name, value in self.fields.items() if value is not None or name in NULLS}
+        fields = DEFAULTS[model_type] | given
+        for theirs, ours in (("num_local_experts", "num_experts"), *RENAMED.get(model_type, ())):
+            if theirs in fields:
+                fields[ours] = fields[theirs]
+        reader = FieldReader(given, self.path)
+        rope = reader.mapping("rope_scaling") or reader.mapping("rope_parameters")
+        rope = rope or dict(fields.get("rope_parameters", {}))
+        if model_type == "mistral4":  # qk_rope_head_dim gives the share that is rotated, too
+            rope.pop("partial_rotary_factor", None)
+        fields["rope_parameters"] = rope
+        if model_type == "minimax_m2" and "rotary_dim" in given:
+            share = reader.positive("rotary_dim") / FieldReader(fields, self.path).positive("head_dim", 128)
+            fields.setdefault("partial_rotary_factor", share)
         return fields
 
     def _text_fields(self, wrapper: str) -> dict[str, Any]:
         """The language model of one that also sees; files of transformers 4 may have it all in one."""
-        within = self.fields.get("text_config")
-        text = dict(within if isinstance(within, dict) else self.fields)
-        if text.get("model_type") not in HF_FAMILIES:
+        text = self.mapping("text_config") or {name: self.fields[name] for name in self.fields if name != "text_config"}
+        if text.get("model_type") not in list(HF_FAMILIES):
             text["model_type"] = WRAPPERS[wrapper]
-        if wrapper != "gemma3":  # some such files tell it in neither place
+            text = TEXT_DEFAULTS.get(wrapper, {}) | {name: value for name, value in text.items() if value is not None}
+        if wrapper != "gemma3":  # some such files have it in neither place
             tied = self.fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
             text["tie_word_embeddings"] = tied
         return text
 
     def _is_tied(self) -> bool | None:
-        value = self.fields.get("tie_word_embeddings", False)
-        return None if value is None else bool(value)
+        return None if self.fields["tie_word_embeddings"] is None else self.flag("tie_word_embeddings")
 
     def _output_bias(self, model_type: str, bias: bool) -> bool:
         if model_type == "seed_oss":
-            return bool(self.fields.get("attention_out_bias", False))
+            return self.flag("attention_out_bias")
         return bias and model_type not in NO_OUTPUT_BIAS
 
     def _has_extra_layers(self, latent: LatentConfig | None) -> bool:
@@ -231,16 +237,16 @@ class HFReader(FieldReader):
 
     def _attention_scale(self, model_type: str, head_dim: int, latent: LatentConfig | None) -> float:
         if latent is not None:
-            return latent_scale(latent, rope_fields(self.fields), self.path)
+            return latent_scale(latent, self.mapping("rope_parameters"), self.path)
         if model_type in ("granite", "granitemoe"):
-            return self.number("attention_multiplier", 1.0)
+            return self.number("attention_multiplier")
         gemma = HF_FAMILIES[model_type] == "gemma"
-        scale: float = self.number("query_pre_attn_scalar") ** -0.5 if gemma else head_dim**-0.5
+        scale: float = self.positive("query_pre_attn_scalar") ** -0.5 if gemma else head_dim**-0.5
         return scale
 
     def _activation(self, gemma: bool) -> str:
         name = "hidden_activation" if gemma else "hidden_act"
-        value = self.fields.get(name) or ("gelu_pytorch_tanh" if gemma else "silu")
+        value = self.text(name)
         if value not in ACTIVATIONS:
-            raise self.refuse(f"{name} {value!r}", ", ".join(ACTIVATIONS))
+            raise self.refuse(f"{name} {shown(value)}", ", ".join(ACTIVATIONS))
         return ACTIVATIONS[value]

@@ -1,24 +1,70 @@
-"""The JSON files of a model's folder."""
+"""The text files of a model's folder, most of which hold JSON."""
 
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
 from common.errors import ModelError
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a file, without a byte order mark; None if there is no file.
+
+    Raises ModelError for anything else than a readable file of UTF-8, which a pointer of Git LFS is not.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ModelError(f"{path} is not a file: fetch it again")
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise ModelError(f"{path} is a link to a file that does not exist: fetch it again") from None
+        return None
+    except NotADirectoryError:
+        return None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not text of UTF-8 ({error}): fetch it again") from error
+    _refuse_pointer(path, text.encode()[: len(LFS_POINTER)])
+    return text
+
+
+def refuse_pointer(path: Path) -> None:
+    """ModelError for a file that Git LFS was to replace by the real one, or that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            _refuse_pointer(path, file.read(len(LFS_POINTER)))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _refuse_pointer(path: Path, beginning: bytes) -> None:
+    if beginning == LFS_POINTER:
+        raise ModelError(f"{path} is a pointer of Git LFS instead of the file: run `git lfs pull`, or fetch it again")
+
+
+def parse_json(text: str, path: Path) -> Any:
+    """The value that the text of a file holds. Raises ModelError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}): fetch it again") from error
+
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     """The object in a file; an empty one if there is no file and none is `required`. Raises ModelError."""
-    if not path.exists():
+    text = read_text(path)
+    if text is None:
         if required:
             raise ModelError(f"{path.parent} is not a model folder: it has no {path.name}")
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): fetch it again") from error
+    value = parse_json(text, path)
     if not isinstance(value, dict):
         raise ModelError(f"{path} should hold a JSON object, not {type(value).__name__}")
     return value

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from common.errors import ModelError
+from common.errors import ModelError, shown
 from common.model_files.json_file import read_json
 
 
@@ -99,7 +99,7 @@ class _Reader:
 
     def __init__(self, fields: Any, path: Path, prefix: str) -> None:
         if not isinstance(fields, dict):
-            raise ModelError(f"{path}: {prefix} is {fields!r}, expected an object: fetch the file again")
+            raise ModelError(f"{path}: {prefix} is {shown(fields)}, expected an object: fetch the file again")
         self.fields: Mapping[str, Any] = fields
         self.path, self.prefix = path, prefix
 
@@ -115,7 +115,7 @@ class _Reader:
             "fbgemm_fp8": self._float8,
             "mxfp4": lambda: QuantizationConfig(CheckpointLayout.MXFP4),
         }
-        if method not in readers:
+        if not isinstance(method, str) or method not in readers:
             raise self._refusal("quant_method", method, tuple(readers))
         return readers[method]()
 
@@ -133,7 +133,7 @@ class _Reader:
         return QuantizationConfig(CheckpointLayout.AWQ)
 
     def _float8(self) -> QuantizationConfig:
-        self._allow("fmt", (None, "e4m3"))
+        self._allow("fmt", (None, "e4m3", "float8_e4m3fn"))
         block = self.fields.get("weight_block_size")
         if block is None:
             return QuantizationConfig(CheckpointLayout.FLOAT8)
@@ -141,12 +141,12 @@ class _Reader:
 
     def _compressed(self) -> QuantizationConfig:
         self._allow("format", (None, *COMPRESSED_FORMATS))
-        sparsity = self.fields.get("sparsity_config") or {}
+        sparsity = self._object("sparsity_config")
         if sparsity.get("format", "dense") != "dense":
             raise self._refusal("sparsity_config.format", sparsity["format"], ("dense",))
-        transforms = (self.fields.get("transform_config") or {}).get("config_groups")
-        if transforms:
-            raise self._refusal("transform_config.config_groups", sorted(transforms), ("none",))
+        if transforms := self._object("transform_config").get("config_groups"):
+            named = list(transforms) if isinstance(transforms, dict) else transforms
+            raise self._refusal("transform_config.config_groups", named, ("none",))
         groups = self.fields.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise self._refusal("config_groups", groups, ("an object with a group of weights at least",))
@@ -168,6 +168,13 @@ class _Reader:
         strategy = inner._allow("strategy", INT_STRATEGIES if kind == "int" else FLOAT_STRATEGIES)
         return inner._block("block_structure", weights.get("block_structure")) if strategy == "block" else None
 
+    def _object(self, name: str) -> Mapping[str, Any]:
+        """An object; an empty one for null, or without the field."""
+        value = self.fields.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self._refusal(name, value, ("an object",))
+        return value or {}
+
     def _block(self, name: str, value: Any) -> tuple[int, int]:
         if isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value):
             return int(value[0]), int(value[1])
@@ -182,6 +189,6 @@ class _Reader:
     def _refusal(self, name: str, value: Any, allowed: Sequence[Any]) -> ModelError:
         choices = ", ".join("absent" if one is None else str(one) for one in allowed)
         return ModelError(
-            f"{self.path}: {self.prefix}.{name} is {value!r}, which is not supported ({choices} would be): "
+            f"{self.path}: {self.prefix}.{name} is {shown(value)}, which is not supported ({choices} would be): "
             "use a checkpoint with float weights, or a GGUF file"
         )
