@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from common.draft_heads.eagle3_form import Eagle3Form, is_eagle3, layer_fields, read_form
-from common.errors import ConfigError, ModelError
+from common.errors import ConfigError
 from common.model_config.rope import RopeConfig
 from common.model_files.config import HFReader, ModelConfig
 from common.model_files.files import ModelFiles
 from common.model_files.json_file import read_json
 from common.model_files.stamp import hash_weights
+from common.model_files.weight_files import weight_files
 
 MTP = "mtp"
 MTP_TYPES = ("deepseek_v3", "glm4_moe")
@@ -62,9 +63,7 @@ def _eagle(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError("draft_head", name, "mtp, or a folder with the config.json of an EAGLE head")
-    weights = tuple(sorted(folder.glob("*.safetensors")))
-    if not weights:
-        raise ModelError(f"{folder} has no .safetensors weights: convert the head (pickled weights are not loaded)")
+    weights = weight_files(folder)
     fields = read_json(folder / "config.json", required=True)
     is_third = is_eagle3(fields)
     of_layer = layer_fields(fields) if is_third else fields

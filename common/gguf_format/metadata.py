@@ -86,7 +86,7 @@ def read_gguf_head(path: Path) -> GGUFHead:
             return _parse(path, _Cursor(data))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    except (struct.error, ValueError, IndexError, KeyError, RecursionError, MemoryError) as error:
+    except (struct.error, ValueError, IndexError, KeyError, RecursionError, MemoryError, OverflowError) as error:
         raise ModelError(f"{path} is not a readable GGUF file ({error}): fetch or convert it again") from error
 
 
@@ -101,7 +101,7 @@ def rope_factors(path: Path, head: GGUFHead) -> dict[str, list[float]]:
             with path.open("rb") as file:
                 file.seek(tensor.offset)
                 found[ROPE_FACTORS[tensor.name]] = list(struct.unpack(f"<{count}f", file.read(4 * count)))
-        except (OSError, struct.error) as error:
+        except (OSError, struct.error, MemoryError, OverflowError) as error:
             raise ModelError(f"{path}: tensor {tensor.name} cannot be read ({error}): fetch the model again") from error
     return found
 
@@ -119,7 +119,9 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHead:
         name = cursor.string()
         metadata[name] = cursor.value(cursor.unpack("I")[0])
     tensors = [_tensor(cursor) for _ in range(num_tensors)]
-    alignment = int(metadata.get("general.alignment", 32))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}, expected a positive number")
     start = -(-cursor.at // alignment) * alignment
     placed = tuple(GGUFTensor(t.name, t.shape, t.type, start + t.offset) for t in tensors)
     _check_size(path, placed, len(cursor.data))

@@ -36,6 +36,8 @@ class GGUFFile:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             for tensor in head.tensors:
                 _check(part, tensor, len(data))
+                if tensor.name in self._tensors:
+                    raise ModelError(f"{part}: tensor {tensor.name} is there twice in the model's files: {AGAIN}")
                 self._tensors[tensor.name], self._maps[tensor.name] = tensor, data
 
     @property

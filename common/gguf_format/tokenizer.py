@@ -12,16 +12,15 @@ of merges. Both are rebuilt here to match the tokenizer the model was trained wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.errors import ModelError
-
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-"""GGUF's numbers of kinds of tokens."""
+from common.gguf_format.vocabulary import CONTROL, NORMAL, USER_DEFINED, GGUFVocabulary, flag
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -73,44 +72,40 @@ def convert_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
     Raises ModelError when the vocabulary is of a kind that is not supported, or inconsistent.
     """
-    kind = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not tokens:
-        raise ModelError("the GGUF file carries no vocabulary (tokenizer.ggml.tokens): use a file that does")
-    if kind == "gpt2":
-        tokenizer = _byte_level(metadata, tokens)
-    elif kind == "llama":
-        tokens = ["▁" * len(token) if set(token) == {" "} else token for token in tokens]
-        tokenizer = _sentencepiece(metadata, tokens)
-    else:
+    vocabulary = GGUFVocabulary.of(metadata)
+    if vocabulary.kind == "llama":
+        spaced = ["▁" * len(token) if set(token) == {" "} else token for token in vocabulary.tokens]
+        vocabulary = replace(vocabulary, tokens=spaced)
+    try:
+        if vocabulary.kind == "gpt2":
+            tokenizer = _byte_level(vocabulary)
+        else:
+            tokenizer = _sentencepiece(vocabulary, flag(metadata, "add_space_prefix", True))
+        _add_tokens(tokenizer, vocabulary)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises plain Exception for every kind of damage
+        raise ModelError(f"the GGUF vocabulary makes no tokenizer ({error}): convert the model again") from error
+    if (count := tokenizer.get_vocab_size(with_added_tokens=True)) != len(vocabulary.tokens):
         raise ModelError(
-            f"the GGUF file has a tokenizer of kind {kind!r}; 'gpt2' (BPE) and 'llama' (SPM) are supported"
+            f"the GGUF vocabulary has {len(vocabulary.tokens):,} tokens, of which {count:,} are distinct: "
+            "convert the model again"
         )
-    _add_tokens(tokenizer, metadata, tokens)
-    if tokenizer.get_vocab_size(with_added_tokens=True) != len(tokens):
-        raise ModelError(
-            f"the GGUF vocabulary has {len(tokens):,} tokens, of which "
-            f"{tokenizer.get_vocab_size(with_added_tokens=True):,} are distinct: convert the model again"
-        )
-    _add_processor(tokenizer, metadata, tokens, adds_bos(metadata))
+    _add_processor(tokenizer, vocabulary, bos=_adds_bos(metadata), eos=flag(metadata, "add_eos_token", False))
     return tokenizer
 
 
-def adds_bos(metadata: Mapping[str, Any]) -> bool:
+def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether plain text starts with the BOS token. Files without the flag follow llama.cpp's rule for their kind."""
     default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3_PRE
-    return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
+    return flag(metadata, "add_bos_token", default)
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
-    pre = metadata.get("tokenizer.ggml.pre")
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not merges:
-        raise ModelError("the GGUF file has a BPE vocabulary without merges: convert the model again")
-    vocab = {token: index for index, token in enumerate(tokens)}
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+def _byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
+    pre = vocabulary.pre
+    vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
     whole = pre in LLAMA3_PRE or pre in TEKKEN_PRE  # these look a word up whole before merging
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(vocabulary.merges), ignore_merges=whole))
     tokenizer.pre_tokenizer = _byte_level_split(pre)
     tokenizer.decoder = decoders.ByteLevel()
     if pre in QWEN2_PRE:
@@ -135,12 +130,12 @@ def _byte_level_split(pre: object) -> pre_tokenizers.PreTokenizer:
     )
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
+def _sentencepiece(vocabulary: GGUFVocabulary, prefix: bool) -> Tokenizer:
+    tokens = vocabulary.tokens
     vocab = {token: index for index, token in enumerate(tokens)}
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    unknown = tokens[int(metadata.get("tokenizer.ggml.unknown_token_id", 0))]
+    unknown = tokens[vocabulary.ids.get("unknown", 0)]
     model = models.BPE(
-        vocab=vocab, merges=_merges_by_score(metadata, tokens), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        vocab=vocab, merges=_merges_by_score(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     tokenizer = Tokenizer(model)
     spaces: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
@@ -150,44 +145,36 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
     return tokenizer
 
 
-def _merges_by_score(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     """Every way to make a normal piece of two others, best score first; ties go to the earlier token.
 
     Source: SentencePiece's bpe_model.cc, which merges the adjacent pair that forms the best-scored piece.
     """
-    scores = metadata.get("tokenizer.ggml.scores")
-    types = metadata.get("tokenizer.ggml.token_type")
-    if not scores or not types or not len(scores) == len(types) == len(tokens):
-        raise ModelError(
-            "the GGUF file has an SPM vocabulary without scores and types for each token: convert it again"
-        )
-    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
-    order = sorted((i for i, kind in enumerate(types) if kind == NORMAL), key=lambda i: (-scores[i], i))
+    scores, normal = vocabulary.scores, [i for i, kind in enumerate(vocabulary.types) if kind == NORMAL]
+    pieces = {vocabulary.tokens[i] for i in normal}
     merges: list[tuple[str, str]] = []
-    for index in order:
-        token = tokens[index]
+    for index in sorted(normal, key=lambda i: (-scores[i], i)):
+        token = vocabulary.tokens[index]
         splits = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         merges += [(left, right) for left, right in splits if left in pieces and right in pieces]
     return merges
 
 
-def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
+def _add_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
     """Control tokens (special) and user-defined ones (plain) are matched whole in the text.
 
     Runs of spaces are matched after normalization, once spaces are "▁"; all others before, in the raw text.
     """
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     added = {CONTROL: tokenizer.add_special_tokens, USER_DEFINED: tokenizer.add_tokens}
     for kind, add in added.items():
-        chosen = [token for token, its_kind in zip(tokens, types, strict=True) if its_kind == kind]
+        chosen = [token for token, own in zip(vocabulary.tokens, vocabulary.types, strict=True) if own == kind]
         add([AddedToken(token, special=kind == CONTROL, normalized=set(token) == {"▁"}) for token in chosen])
 
 
-def _add_processor(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], bos: bool) -> None:
+def _add_processor(tokenizer: Tokenizer, vocabulary: GGUFVocabulary, *, bos: bool, eos: bool) -> None:
     """Make `encode(..., add_special_tokens=True)` put BOS before and EOS after the text, where the model wants them."""
-    wanted = {"bos": bos, "eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False))}
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name, use in wanted.items() if use}
-    special = {name: (tokens[token_id], token_id) for name, token_id in ids.items() if token_id is not None}
+    wanted, ids = {"bos": bos, "eos": eos}, vocabulary.ids
+    special = {name: (vocabulary.tokens[ids[name]], ids[name]) for name, use in wanted.items() if use and name in ids}
     if special:
         template = [special["bos"][0]] if "bos" in special else []
         template += ["$A", *([special["eos"][0]] if "eos" in special else [])]

@@ -29,13 +29,21 @@ class SafetensorsWeights:
             raise ModelError("the model has no *.safetensors file: give a folder with safetensors weights")
         self.label = str(paths[0].parent)
         self._files: dict[str, tuple[Any, str]] = {}
+        holders: dict[str, str] = {}
         for path in paths:
             try:
                 file: Any = safe_open(str(path), framework="pt")
                 names = list(file.keys())
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path} is missing, truncated or damaged ({error}): fetch the model again") from error
-            self._files.update((self._plain(name), (file, name)) for name in names)
+            for name in names:
+                plain, holder = self._plain(name), f"{name} of {path.name}"
+                if plain in self._files:
+                    raise ModelError(
+                        f"{self.label}: tensor {plain} is there twice, as {holders[plain]} and as {holder}: keep the "
+                        "files of one model only"
+                    )
+                self._files[plain], holders[plain] = (file, name), holder
 
     @staticmethod
     def _plain(name: str) -> str:

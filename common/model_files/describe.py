@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-import struct
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.errors import ModelError
+from common.errors import ModelError, shown
 from common.gguf_format.metadata import GGUFHead, read_gguf_head, rope_factors
-from common.gguf_format.tokenizer import CONTROL, convert_gguf_tokenizer
+from common.gguf_format.tokenizer import convert_gguf_tokenizer
+from common.gguf_format.vocabulary import CONTROL, GGUFVocabulary
+from common.model_config.fields import FieldReader
 from common.model_files.cache_folder import make_folder, write_atomically
 from common.model_files.config import from_hf
 from common.model_files.files import ModelFiles
 from common.model_files.gguf_config import TensorFacts, from_gguf
-from common.model_files.json_file import read_json
+from common.model_files.json_file import read_json, read_text, refuse_pointer
 from common.model_files.stamp import hash_weights
+from common.model_files.tokenizer import Tokenizer
+from common.model_files.weight_files import check_safetensors, weight_files
 
+log = logging.getLogger(__name__)
+EMBEDDING = "token_embd.weight"
 # Control tokens that end a turn in some chat format. GGUF files name only one end token, so the others are found by
 # their text, as in llama.cpp.
 END_TOKENS = frozenset(
@@ -39,37 +45,55 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
     Raises ModelError when the file is damaged, or its model or its tokenizer is not supported.
     """
     path = parts[0]
+    for part in parts:
+        refuse_pointer(part)
     head = read_gguf_head(path)
-    tokens = head.metadata.get("tokenizer.ggml.tokens") or []
-    facts = TensorFacts.of({tensor.name for tensor in head.tensors}, len(tokens), rope_factors(path, head))
-    from_gguf(head.metadata, facts, path)  # refuses what is not supported before hashing weights
-    tokenizer = convert_gguf_tokenizer(head.metadata)
+    try:
+        vocabulary = GGUFVocabulary.of(head.metadata)
+        names = {tensor.name for tensor in head.tensors}
+        facts = TensorFacts.of(names, len(vocabulary.tokens), rope_factors(path, head))
+        config = from_gguf(head.metadata, facts, path)  # refuses what is not supported before hashing weights
+        tokenizer = convert_gguf_tokenizer(head.metadata)
+    except ModelError as error:
+        raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
+    _check_rows(path, head, vocabulary)
+    template = head.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise ModelError(f"{path}: tokenizer.chat_template is {shown(template)}, expected a text: convert it again")
     target = make_folder(folder) / "tokenizer.json"
     write_atomically(target, tokenizer.to_str().encode())
-    eos_token_ids = gguf_end_tokens(head, tokens)
-    bos = head.metadata.get("tokenizer.ggml.bos_token_id")
+    tokens, eos_token_ids = vocabulary.tokens, gguf_end_tokens(vocabulary)
     return ModelFiles(
         model_id=model_id,
         format="gguf",
         weights=tuple(parts),
         tokenizer=target,
-        chat_template=head.metadata.get("tokenizer.chat_template"),
-        bos_token=tokens[bos] if bos is not None else "",
+        chat_template=template,
+        bos_token=tokens[vocabulary.ids["bos"]] if "bos" in vocabulary.ids else "",
         eos_token=tokens[eos_token_ids[0]] if eos_token_ids else "",
         eos_token_ids=eos_token_ids,
-        max_model_len=_positive(head.metadata.get(f"{head.architecture}.context_length"), "context_length", path),
+        max_model_len=config.max_model_len,
         vocab_size=len(tokens),
         weights_hash=hash_weights(parts, progress=progress),
     )
 
 
-def gguf_end_tokens(head: GGUFHead, tokens: list[str]) -> tuple[int, ...]:
+def _check_rows(path: Path, head: GGUFHead, vocabulary: GGUFVocabulary) -> None:
+    """ModelError where the model has no row for some token."""
+    rows = next((tensor.shape[-1] for tensor in head.tensors if tensor.name == EMBEDDING and tensor.shape), None)
+    if rows is not None and rows < len(vocabulary.tokens):
+        raise ModelError(
+            f"{path}: tokenizer.ggml.tokens has {len(vocabulary.tokens):,} tokens, tensor {EMBEDDING} has {rows:,} "
+            "rows: convert the model again"
+        )
+
+
+def gguf_end_tokens(vocabulary: GGUFVocabulary) -> tuple[int, ...]:
     """The tokens that end an answer: those that the metadata name, and control tokens by their text."""
-    named = [head.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    types = head.metadata.get("tokenizer.ggml.token_type") or []
-    control = {tokens[i]: i for i, kind in enumerate(types) if kind == CONTROL}
+    named = [vocabulary.ids[name] for name in ("eos", "eot", "eom") if name in vocabulary.ids]
+    control = {vocabulary.tokens[i]: i for i, kind in enumerate(vocabulary.types) if kind == CONTROL}
     ends = END_TOKENS - {"<|end|>"} | HARMONY_ENDS if control.keys() >= HARMONY_ENDS else END_TOKENS
-    return _unique([*(i for i in named if i is not None), *(i for token, i in control.items() if token in ends)])
+    return _unique([*named, *(i for token, i in control.items() if token in ends)])
 
 
 def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: bool = True) -> ModelFiles:
@@ -77,33 +101,37 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
 
     Raises ModelError when one of them is missing, cut short or not readable, or the model is not supported.
     """
-    config = read_json(folder / "config.json", required=True)
-    config = {**config, **config.get("text_config", {})}
-    tokenizer_config = read_json(folder / "tokenizer_config.json")
-    generation = read_json(folder / "generation_config.json")
-    tokenizer = folder / "tokenizer.json"
-    if not tokenizer.exists():
+    path, tokenizer_path = folder / "config.json", folder / "tokenizer.json"
+    fields = read_json(path, required=True)
+    config = from_hf(path)  # refuses what is not supported before the weights are hashed
+    fields = {**fields, **FieldReader(fields, path).mapping("text_config")}
+    if read_text(tokenizer_path) is None:
         raise ModelError(
             f"{folder} has no tokenizer.json: write one with transformers' AutoTokenizer.from_pretrained(...)"
-            ".save_pretrained(...), and keep it beside config.json"
+            ".save_pretrained(...), and keep it in the folder"
         )
-    if weights:
-        from_hf(folder / "config.json")  # refuses what is not supported before the weights are hashed
-    shards = _safetensors(folder) if weights else ()
+    tokenizer = Tokenizer.from_file(tokenizer_path)
+    shards = weight_files(folder) if weights else ()
+    for shard in shards:
+        check_safetensors(shard)
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
     eos_token = _token_text(tokenizer_config.get("eos_token"))
+    listed = read_json(folder / "generation_config.json").get("eos_token_id", fields.get("eos_token_id"))
+    listed = listed if isinstance(listed, list) else [listed]
+    own = tokenizer.token_to_id(eos_token) if eos_token else None
     return ModelFiles(
         model_id=model_id,
         format="hf",
         weights=shards,
-        tokenizer=tokenizer,
-        config=folder / "config.json",
+        tokenizer=tokenizer_path,
+        config=path,
         chat_template=_chat_template(folder, tokenizer_config),
         bos_token=_token_text(tokenizer_config.get("bos_token")),
         eos_token=eos_token,
-        eos_token_ids=_folder_eos_token_ids(config, generation, tokenizer, eos_token),
-        max_model_len=_positive(config.get("max_position_embeddings"), "max_position_embeddings", folder),
-        vocab_size=_positive(config.get("vocab_size"), "vocab_size", folder),
-        weights_hash=hash_weights(shards, progress=progress, also=_computation(config)) if weights else "",
+        eos_token_ids=_end_tokens([own, *listed], config.vocab_size, folder),
+        max_model_len=config.max_model_len,
+        vocab_size=config.vocab_size,
+        weights_hash=hash_weights(shards, progress=progress, also=_computation(fields)) if weights else "",
     )
 
 
@@ -113,74 +141,37 @@ def _computation(config: dict[str, Any]) -> bytes:
     return json.dumps(kept, sort_keys=True).encode()
 
 
-def _folder_eos_token_ids(
-    config: dict[str, Any], generation: dict[str, Any], tokenizer: Path, eos_token: str
-) -> tuple[int, ...]:
-    """The tokenizer's own end token first (it ends a chat turn), then those of generation_config.json or config.json"""
-    from tokenizers import Tokenizer
+def _end_tokens(ids: Sequence[object], vocab_size: int, folder: Path) -> tuple[int, ...]:
+    """The tokenizer's own end token first (it ends a chat turn), then those of generation_config.json or config.json.
 
-    own = Tokenizer.from_file(str(tokenizer)).token_to_id(eos_token) if eos_token else None
-    listed = generation.get("eos_token_id", config.get("eos_token_id"))
-    listed = listed if isinstance(listed, list) else [listed]
-    return _unique(i for i in [own, *listed] if isinstance(i, int))
+    Ids that are none of the model's are left out: they never come.
+    """
+    given = [token_id for token_id in ids if isinstance(token_id, int) and not isinstance(token_id, bool)]
+    if unknown := [token_id for token_id in given if not 0 <= token_id < vocab_size]:
+        log.warning("%s: eos_token_id %s are not among the %d tokens of the model", folder, unknown, vocab_size)
+    return _unique(token_id for token_id in given if 0 <= token_id < vocab_size)
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
     """A chat_template.jinja file wins over tokenizer_config.json; of several named templates the default is taken."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if (source := read_text(folder / "chat_template.jinja")) is not None:
+        return source
+    path, template = folder / "tokenizer_config.json", tokenizer_config.get("chat_template")
+    if template is None:
+        path = folder / "chat_template.json"
+        template = read_json(path).get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _safetensors(folder: Path) -> tuple[Path, ...]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing or not names:
-            raise ModelError(
-                f"{index} lists {len(names)} shards, of which {missing} are missing: fetch the model again"
-            )
-        weights = [folder / name for name in names]
-    else:
-        weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise ModelError(f"{folder} has no .safetensors weights: convert the model (pickled weights are not loaded)")
-    for path in weights:
-        _check_safetensors(path)
-    return tuple(weights)
-
-
-def _check_safetensors(path: Path) -> None:
-    """Finds a file cut short before a worker maps it. Format: 8 bytes of length, JSON, then the data."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size - 8:
-                raise ValueError(f"its head should have {length:,} bytes")
-            head = json.loads(file.read(length))
-        expected = 8 + length + max((t["data_offsets"][1] for k, t in head.items() if k != "__metadata__"), default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} ({size:,} bytes) is not a safetensors file ({error}): fetch it again") from error
-    if size != expected:
-        raise ModelError(f"{path} is damaged: it has {size:,} bytes, its head says {expected:,}. Fetch it again")
+        if not all(isinstance(entry, dict) for entry in template):
+            raise ModelError(f"{path}: chat_template is {shown(template)}, expected named templates: fetch it again")
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    if not isinstance(template, str | None):
+        raise ModelError(f"{path}: chat_template is {shown(template)}, expected a text: fetch it again")
+    return template or None
 
 
 def _token_text(token: Any) -> str:
     """Special tokens are written as text or as an object with their matching rules."""
     return str(token.get("content", "")) if isinstance(token, dict) else token if isinstance(token, str) else ""
-
-
-def _positive(value: Any, name: str, where: Path) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{where} gives {name}={value!r}, not a positive number: the model cannot be served")
-    return value
 
 
 def _unique(ids: Iterable[int]) -> tuple[int, ...]:

@@ -20,12 +20,19 @@ from common.gguf_format.parts import gguf_name, gguf_parts
 from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel
 from common.model_files.cache_folder import cache_folder, locked, make_folder, write_atomically
 from common.model_files.files import ModelFiles
+from common.model_files.json_file import read_json
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
+from common.model_files.weight_files import weight_files
 from common.observe.progress import in_bytes
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION_VERSION = 3  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
+DESCRIPTION_VERSION = 4  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
+DESCRIBED = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""Files of a folder from which it is described, in addition to its weights."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_GGUF = re.compile(rf"({HUB_ID.pattern}):(\w[\w.-]*)")
 
@@ -129,13 +136,18 @@ def _resolve_gguf(path: Path, model_id: str = "", *, progress: bool) -> ModelFil
 
 def _resolve_folder(folder: Path, model_id: str, *, progress: bool, weights: bool) -> ModelFiles:
     """A Hugging Face folder, or one that holds a single model of .gguf files."""
-    ggufs = sorted(folder.glob("*.gguf"))
-    if not (folder / "config.json").exists() and len(set(map(gguf_name, ggufs))) == 1:
+    try:
+        found = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
+    ggufs = [path for path in found.values() if path.suffix == ".gguf"]
+    if "config.json" not in found and len(set(map(gguf_name, ggufs))) == 1:
         return _resolve_gguf(ggufs[0], progress=progress)
-    if not (folder / "config.json").exists() and ggufs:
+    if "config.json" not in found and ggufs:
         raise ModelError(f"{folder} holds {len(ggufs)} .gguf files: name one of them, such as {ggufs[0]}")
-    kinds = (".json", ".jinja", ".safetensors") if weights else (".json", ".jinja")
-    sources = [path for path in sorted(folder.iterdir()) if path.suffix in kinds]
+    read_json(folder / "config.json", required=True)
+    sources = [found[name] for name in DESCRIBED if name in found]
+    sources += weight_files(folder) if weights else []
 
     def describe() -> ModelFiles:
         from common.model_files.describe import describe_folder

@@ -8,17 +8,17 @@ is how much likelier "yes" comes next than "no", as Qwen3-Reranker has it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from common.errors import ModelError
+from common.errors import ModelError, shown
 from common.gguf_format.metadata import read_gguf_head
+from common.model_config.fields import FieldReader
 from common.model_files import config as configuration
 from common.model_files.files import ModelFiles
-from common.model_files.json_file import read_json
+from common.model_files.json_file import parse_json, read_json, read_text
 from common.wire.message_fields import Role
 from common.wire.sampling_params import Pooling
 
@@ -82,7 +82,8 @@ def served_task(files: ModelFiles, wanted: str = "auto") -> ServedTask:
 
 def _meant_for(fields: Mapping[str, Any], path: Path | None) -> Task:
     """What a folder is meant for."""
-    if any(str(name).endswith(CLASSIFIER) for name in fields.get("architectures") or ()):
+    named = fields.get("architectures")
+    if isinstance(named, list) and any(str(name).endswith(CLASSIFIER) for name in named):
         return "score"
     return "embed" if path is not None and path.with_name("modules.json").exists() else "generate"
 
@@ -103,14 +104,15 @@ def _answers(files: ModelFiles) -> tuple[int, int]:
 
 
 def _score(fields: Mapping[str, Any], files: ModelFiles) -> ServedTask:
-    labels = fields.get("num_labels") or len(fields.get("id2label") or {}) or 2  # 2: the default of transformers
+    reader = FieldReader(fields, files.config or files.tokenizer)
+    labels = fields.get("num_labels") or len(reader.mapping("id2label")) or 2  # 2: the default of transformers
     if labels != 1:
-        raise ModelError(f"{files.config}: a head of {labels} labels is not supported: use a reranker, which has one")
-    said = fields.get("sentence_transformers") or {}
-    activation = str(said.get("activation_fn") or fields.get("sbert_ce_default_activation_function") or "Sigmoid")
+        raise ModelError(f"{files.config}: a head of {shown(labels)} labels is not supported: use a reranker with one")
+    own = reader.mapping("sentence_transformers")
+    activation = str(own.get("activation_fn") or fields.get("sbert_ce_default_activation_function") or "Sigmoid")
     kind = activation.rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
-        raise ModelError(f"{files.config}: activation {activation!r} is not supported: Sigmoid or Identity are")
+        raise ModelError(f"{files.config}: activation {shown(activation)} is not supported: Sigmoid or Identity are")
     return ServedTask("score", "last", 1, sigmoid=kind == "Sigmoid")
 
 
@@ -131,10 +133,7 @@ def _of_modules(path: Path, task: ServedTask) -> ServedTask:
 
 
 def _modules(path: Path) -> list[dict[str, Any]]:
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): fetch it again") from error
+    modules = parse_json(read_text(path) or "", path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelError(f"{path} should hold a JSON list of objects: fetch it again")
     return modules

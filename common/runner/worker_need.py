@@ -15,6 +15,7 @@ from common.model.tensor_reader import StoredWeights
 from common.model_config.shard import Shard
 from common.model_files.config import ModelConfig
 from common.model_files.files import ModelFiles
+from common.model_files.weight_files import weight_files
 from common.runner.draft_model import DraftPlan
 from common.runner.held_bytes import HeldWeights
 from common.runner.memory_need import GIB, MemoryNeed
@@ -48,8 +49,10 @@ def _weight_bytes(config: ModelConfig, source: StoredWeights, form: WeightForm, 
     holding = HeldWeights(form.dtype, wanted, place.type == "cpu", bool(config.tie_embeddings), form.with_head)
     num_layers = config.num_layers + (draft_head == MTP)
     total = holding.of(tensor for tensor in source.stored() if tensor.is_of(num_layers))
-    if draft_head in ("", MTP) or not (found := sorted(Path(draft_head).expanduser().glob("*.safetensors"))):
+    folder = Path(draft_head).expanduser()
+    if draft_head in ("", MTP) or not folder.is_dir():
         return total
+    found = weight_files(folder)
     # A table and a head of its own may be the model's.
     return total + holding.of(one for one in Eagle3Tensors(found).stored() if one.name not in (*TABLE, *HEAD))
 

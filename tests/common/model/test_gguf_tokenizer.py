@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from common.errors import ModelError
-from common.gguf_format.metadata import GGUFHead
 from common.gguf_format.tokenizer import convert_gguf_tokenizer
+from common.gguf_format.vocabulary import GGUFVocabulary
 from common.model_files.describe import gguf_end_tokens
 from common.model_files.tokenizer import Tokenizer, byte_alphabet
 
@@ -102,13 +102,20 @@ def test_what_ends_an_answer(control: list[str], ends: list[int]) -> None:
     """In gpt-oss's vocabulary <|end|> ends a message of several."""
     tokens = [*control, *"abcdefgh"]
     types = [3] * len(control) + [1] * 8
-    head = GGUFHead({"tokenizer.ggml.eos_token_id": 9, "tokenizer.ggml.token_type": types}, ())
-    assert list(gguf_end_tokens(head, tokens)) == ends
+    vocabulary = GGUFVocabulary("gpt2", None, tokens, types, (), (), {"eos": 9})
+    assert list(gguf_end_tokens(vocabulary)) == ends
 
 
 def test_bos_and_eos_are_added_where_the_file_says_so() -> None:
     assert pieces(bpe("gpt-2", add_bos_token=True, add_eos_token=True), "ab") == ["<|end|>", "ab", "<|end|>"]
     assert pieces(bpe("llama-bpe", add_bos_token=False), "ab") == ["ab"]
+
+
+@pytest.mark.parametrize("token_id", [-1, 0xFFFF_FFFF])
+def test_an_id_of_minus_one_names_no_token(token_id: int) -> None:
+    metadata = bpe("gpt-2", add_bos_token=True, bos_token_id=token_id, eos_token_id=token_id)
+    assert pieces(metadata, "ab") == ["ab"]
+    assert GGUFVocabulary.of(metadata).ids == {}
 
 
 def test_merges_follow_the_scores() -> None:
@@ -131,12 +138,23 @@ def test_runs_of_spaces_are_user_defined_pieces() -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({}, "carries no vocabulary"),
+        ({}, "has no vocabulary"),
         (bpe("gpt-2") | {"tokenizer.ggml.model": "bert"}, "of kind 'bert'"),
         (bpe("my-own"), "pre-tokenizer 'my-own'"),
         (bpe("gpt-2") | {"tokenizer.ggml.merges": []}, "without merges"),
-        (spm() | {"tokenizer.ggml.scores": [0.0]}, "without scores and types"),
-        (bpe("gpt-2", tokens=[*ALPHABET, "12", "ab", "Ġa", "ĠĠ", "<|end|>", "<think>", "!", "!"]), "are distinct"),
+        (spm() | {"tokenizer.ggml.scores": []}, "without scores and types"),
+        (spm() | {"tokenizer.ggml.scores": [0.0]}, "scores is a list of 1, expected one for each of 267 tokens"),
+        (
+            bpe("gpt-2", tokens=[*ALPHABET, "12", "ab", "Ġa", "ĠĠ", "<|end|>", "<think>", "!", "!"]),
+            "'!' as tokens 33 and 263, expected distinct tokens",
+        ),
+        (bpe("gpt-2", token_type=[1]), "token_type is a list of 1, expected one for each of 264 tokens"),
+        (bpe("gpt-2", bos_token_id=264), "bos_token_id is 264, expected the id of one of 264 tokens"),
+        (bpe("gpt-2", bos_token_id="<s>"), "bos_token_id is '<s>', expected the id of one"),
+        (bpe("gpt-2", merges=["1 2", "ab"]), "merges.1. is 'ab', expected two tokens that make a third"),
+        (bpe("gpt-2", merges=["1 3"]), "merges.0. is '1 3', expected two tokens that make a third"),
+        (bpe("gpt-2", add_bos_token="yes"), "add_bos_token is 'yes', expected true or false"),
+        (bpe("gpt-2", tokens="abc"), "tokens is 'abc', expected a list of str"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(metadata: dict[str, Any], message: str) -> None:

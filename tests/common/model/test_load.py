@@ -52,9 +52,9 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 DOWN = "model.layers.1.mlp.down_proj.weight"
 REFUSED: dict[str, tuple[Damage, str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(), "cannot be read.*give a folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "not a model folder: it has no config.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "not valid JSON.*fetch"),
-    "config of another kind": (lambda f: (f / "config.json").write_text("[]"), "does not hold a JSON object"),
+    "config of another kind": (lambda f: (f / "config.json").write_text("[]"), "should hold a JSON object, not list"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights file.*fetch"),
     "truncated weights": (lambda f: cut(f / "model.safetensors", 0.5), "truncated or damaged.*fetch"),
     "empty weights": (lambda f: cut(f / "model.safetensors", 0.0), "truncated or damaged.*fetch"),
