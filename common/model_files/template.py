@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from enum import StrEnum
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -70,6 +72,28 @@ def _compiled(source: str) -> jinja2.Template:
     return template
 
 
+class ContentForm(StrEnum):
+    """The forms of a message's content that a template shows: a string, a list of text parts, or either."""
+
+    TEXT = "text"
+    PARTS = "parts"
+    EITHER = "either"
+
+
+FIRST, SECOND = "\ue0f2first\ue0f2", "\ue0f2second\ue0f2"  # no template contains private use characters
+PARTS = [{"type": "text", "text": FIRST}, {"type": "text", "text": SECOND}]
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "call_0001", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+BEFORE: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "system": (),
+    "developer": (),
+    "user": (),
+    "assistant": (USER,),
+    "tool": (USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
+}
+"""By role, a conversation that a message may follow."""
+
+
 class ChatTemplate:
     """One model's chat template, compiled. `source` is None for a base model: then every render is refused.
 
@@ -88,6 +112,31 @@ class ChatTemplate:
     def from_files(cls, files: ModelFiles) -> ChatTemplate:
         """The template of a resolved model."""
         return cls(files.chat_template, model_id=files.model_id, bos_token=files.bos_token, eos_token=files.eos_token)
+
+    @cached_property
+    def content_forms(self) -> Mapping[str, ContentForm]:
+        """By role, in which forms the template shows a message's content: found out by rendering it in both.
+
+        Transformers passes content on as it is, so templates that loop over parts decide how these are joined.
+        """
+        return {role: self._content_form(role) for role in BEFORE}
+
+    def _content_form(self, role: str) -> ContentForm:
+        """A template that writes the list itself, as Python or JSON shows it, does not read parts."""
+        _, is_shown, rest = self._shown(role, PARTS).partition(FIRST)
+        between, is_second, _ = rest.partition(SECOND)
+        if not is_shown or not is_second or "type" in between:
+            return ContentForm.TEXT
+        return ContentForm.EITHER if FIRST in self._shown(role, FIRST) else ContentForm.PARTS
+
+    def _shown(self, role: str, content: Any) -> str:
+        """A short conversation with such a message; "" where the template refuses it."""
+        message = {"role": role, "content": content} | ({"tool_call_id": CALL["id"]} if role == "tool" else {})
+        after = () if BEFORE[role] or role == "user" else (USER,)
+        try:
+            return self.render([*BEFORE[role], message, *after], add_generation_prompt=False)
+        except InvalidRequest:
+            return ""
 
     def render(
         self,

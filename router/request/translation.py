@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from common.errors import InvalidRequest, RequestError
 from router.request.errors import unsupported
-from router.request.fields import FunctionDefinition, FunctionName, NamedTool, Tool
+from router.request.fields import ContentPart, FunctionDefinition, FunctionName, NamedTool, Tool
 
 
 class MessagePart(Protocol):
@@ -20,8 +20,10 @@ class MessagePart(Protocol):
     def text(self) -> str | None: ...
 
 
-def joined_text(parts: Sequence[MessagePart], kinds: Collection[str], where: str, *, first: int = 0) -> str:
-    """The texts of parts, joined. `where` names the list of which they are elements, from number `first` on.
+def text_content(
+    parts: Sequence[MessagePart], kinds: Collection[str], where: str, *, first: int = 0
+) -> list[ContentPart]:
+    """The texts of parts, as those of a chat message. `where` names the list of their places, from number `first` on.
 
     Raises InvalidRequest for a part whose type is not in `kinds`, or that has no text.
     """
@@ -30,7 +32,12 @@ def joined_text(parts: Sequence[MessagePart], kinds: Collection[str], where: str
             raise unsupported(f"{where}[{j}].type", f"{part.type!r} here")
         if part.text is None:
             raise InvalidRequest(f"{where}[{j}].text: is required", param=where.partition("[")[0])
-    return "".join([part.text or "" for part in parts])
+    return [ContentPart(type="text", text=part.text, refusal=None) for part in parts]
+
+
+def as_content(parts: list[ContentPart]) -> str | list[ContentPart]:
+    """The content of a chat message of these texts: a single one as a string."""
+    return parts if len(parts) > 1 else "".join([part.text or "" for part in parts])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from common.errors import InvalidRequest
 from common.model_files.template import ChatTemplate
 from router.text.calls.dialect import Dialect, dialect_of
 from router.text.calls.function import Function
-from router.text.conversation import template_messages
+from router.text.conversation import in_content_forms, template_messages
 from router.text.tools import tools_as_text, uses_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -41,6 +41,7 @@ def chat_prompt(
         plain = dialect.messages(plain)
     elif functions or any(map(uses_tools, plain)):
         plain, tools = tools_as_text(plain, functions, dialect.form), None
+    plain = in_content_forms(plain, template.content_forms)
     _check_roles(template, plain, tools, extra)
     if not continue_final_message:
         return template.render(plain, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra)
@@ -80,7 +81,12 @@ def _open_ended(
 ) -> str:
     """Mark where the last message ends and cut the prompt there, as transformers' `apply_chat_template` does."""
     content = messages[-1]["content"]
-    marked = [*messages[:-1], {**messages[-1], "content": content + OPEN_END}]
+    if isinstance(content, list):
+        *before, last = content or [{"type": "text", "text": ""}]
+        content = [*before, {**last, "text": last["text"] + OPEN_END}]
+    else:
+        content += OPEN_END
+    marked = [*messages[:-1], {**messages[-1], "content": content}]
     text, mark, _ = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra).rpartition(OPEN_END)
     if not mark:
         raise InvalidRequest("the chat template hides the last message: it cannot be continued", param="messages")

@@ -7,19 +7,55 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
+from common.model_files.template import ContentForm
 from router.text.json_values import ValueCounter
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
+class JoinedParts(str):
+    """The text of a content of several parts, joined by line breaks as vLLM does. `parts` are the texts."""
+
+    parts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> str:
+        """A plain string for a single text."""
+        if len(texts) == 1:
+            return texts[0]
+        joined = cls("\n".join(texts))
+        joined.parts = tuple(texts)
+        return joined
+
+
 def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: bool = False) -> list[dict[str, Any]]:
-    """Messages with content as one string and the arguments of tool calls as objects.
+    """Messages with content as one string (of several parts: `JoinedParts`) and arguments of tool calls as objects.
 
     A "developer" message becomes a "system" message for a template without that role. Raises InvalidRequest for
     content that is not text, and for arguments of too many JSON values.
     """
     counter = ValueCounter("messages: the arguments of tool calls have", param="messages")
     return [_message(message, index, has_developer, counter) for index, message in enumerate(messages)]
+
+
+def in_content_forms(messages: Sequence[dict[str, Any]], forms: Mapping[str, ContentForm]) -> list[dict[str, Any]]:
+    """Messages of `template_messages` with lists of text parts where a template shows them.
+
+    Content of several parts becomes a list for roles whose template joins parts itself, and stays one string for
+    others. Any content becomes a list where the template shows nothing else.
+    """
+    return [_in_form(message, forms.get(message["role"], ContentForm.TEXT)) for message in messages]
+
+
+def _in_form(message: dict[str, Any], form: ContentForm) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, JoinedParts) and form is not ContentForm.TEXT:
+        texts = content.parts
+    elif isinstance(content, str) and form is ContentForm.PARTS:
+        texts = (content,) if content else ()
+    else:
+        return message
+    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
 
 
 def _message(message: Mapping[str, Any], index: int, has_developer: bool, counter: ValueCounter) -> dict[str, Any]:
@@ -33,14 +69,14 @@ def _message(message: Mapping[str, Any], index: int, has_developer: bool, counte
 
 
 def content_text(content: Any, index: int) -> str:
-    """The text of a message's content: a string, null, or text parts, joined by line breaks."""
+    """The text of a message's content: a string, null, or text parts (`JoinedParts`)."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise _refused(index, f"is {type(content).__name__}: send a string or text parts")
-    return "\n".join(_part_text(part, index) for part in content)
+    return JoinedParts.of([_part_text(part, index) for part in content])
 
 
 def _part_text(part: Any, index: int) -> str:

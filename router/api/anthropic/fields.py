@@ -15,7 +15,7 @@ from router.request.errors import ThreadUnsupported, unsupported
 from router.request.extensions import EXTENSIONS, Extensions, Fields, StopText
 from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort
 from router.request.refused import Only, Refused
-from router.request.translation import function_tool, joined_text, named_tool
+from router.request.translation import as_content, function_tool, named_tool, text_content
 
 TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))
@@ -207,8 +207,8 @@ class CountTokensRequest(Conversation):
 
 
 def _system(content: Content | None) -> Iterator[ours.Message]:
-    if text := _text(content, "system"):
-        yield ours.Message(role="system", content=text)
+    if system := _content(content, "system"):
+        yield ours.Message(role="system", content=system)
 
 
 def _messages(turn: Turn, where: str) -> Iterator[ours.Message]:
@@ -216,21 +216,21 @@ def _messages(turn: Turn, where: str) -> Iterator[ours.Message]:
     if isinstance(turn.content, str):
         yield ours.Message(role=turn.role, content=turn.content)
         return
-    texts: list[str] = []
+    texts: list[ours.ContentPart] = []
     calls: list[ours.ToolCall] = []
     for j, block in enumerate(turn.content):
         if block.type == "tool_use" and turn.role == "assistant":
             calls.append(_call(block, f"{where}[{j}]"))
         elif block.type == "tool_result" and turn.role == "user":
             if texts:
-                yield ours.Message(role="user", content="".join(texts))
+                yield ours.Message(role="user", content=as_content(texts))
                 texts = []
             yield _result(block, f"{where}[{j}]")
         elif block.type not in UNSEEN:
-            texts.append(joined_text([block], TEXT, where, first=j))
-    text = "".join(texts)
+            texts += text_content([block], TEXT, where, first=j)
     if texts or calls:
-        yield ours.Message(role=turn.role, content=text or (None if calls else ""), tool_calls=calls or None)
+        content = as_content(texts) or (None if calls else "")
+        yield ours.Message(role=turn.role, content=content, tool_calls=calls or None)
 
 
 def _call(block: Block, where: str) -> ours.ToolCall:
@@ -243,14 +243,17 @@ def _call(block: Block, where: str) -> ours.ToolCall:
 def _result(block: Block, where: str) -> ours.Message:
     if block.tool_use_id is None:
         raise InvalidRequest(f"{where}.tool_use_id: is required", param="messages")
-    text = _text(block.content, f"{where}.content")
+    content = _content(block.content, f"{where}.content")
     if block.is_error:  # a chat message has no member for it
-        text = f"Error: {text}"
-    return ours.Message(role="tool", content=text, tool_call_id=block.tool_use_id)
+        if isinstance(content, str):
+            content = f"Error: {content}"
+        else:
+            content = [content[0].model_copy(update={"text": f"Error: {content[0].text}"}), *content[1:]]
+    return ours.Message(role="tool", content=content, tool_call_id=block.tool_use_id)
 
 
-def _text(content: Content | None, where: str) -> str:
-    return content if isinstance(content, str) else joined_text(content or (), TEXT, where)
+def _content(content: Content | None, where: str) -> str | list[ours.ContentPart]:
+    return content if isinstance(content, str) else as_content(text_content(content or (), TEXT, where))
 
 
 def _tool(tool: MessageTool, index: int) -> ours.Tool:

@@ -17,7 +17,7 @@ from router.request.errors import unsupported
 from router.request.extensions import EXTENSIONS, Extensions, Fields, JsonSchema, StopText, at_most
 from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort
 from router.request.refused import Only, Refused
-from router.request.translation import function_tool, joined_text, named_tool
+from router.request.translation import as_content, function_tool, named_tool, text_content
 
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 MAX_ID_CHARS = 256
@@ -209,7 +209,7 @@ class ResponsesRequest(Extensions):
     def _messages(self, past: Sequence[Item]) -> Iterator[ours.Message]:
         if self.instructions:
             yield ours.Message(role="system", content=self.instructions)
-        said: str | None = None  # the assistant's text; calls that follow it belong to the same message
+        said: ours.Message | None = None  # the assistant's text; calls that follow it belong to the same message
         calls: list[ours.ToolCall] = []
         for i, item in enumerate((*past, *self.items), start=-len(past)):
             where = f"input[{i}]"
@@ -223,7 +223,7 @@ class ResponsesRequest(Extensions):
                 yield _answer(said, calls)
                 said, calls = None, []
             if message.role == "assistant":
-                said = str(message.content)
+                said = message
             else:
                 yield message
         if said is not None or calls:
@@ -285,8 +285,11 @@ def _function(tool: ResponseTool, where: str) -> ResponseTool:
     return tool
 
 
-def _answer(text: str | None, calls: Sequence[ours.ToolCall]) -> ours.Message:
-    return ours.Message(role="assistant", content=(text or None) if calls else text, tool_calls=list(calls) or None)
+def _answer(said: ours.Message | None, calls: Sequence[ours.ToolCall]) -> ours.Message:
+    content = said.content if said is not None else None
+    return ours.Message(
+        role="assistant", content=(content or None) if calls else content, tool_calls=list(calls) or None
+    )
 
 
 def _message(item: Item, where: str) -> ours.Message | None:
@@ -295,19 +298,19 @@ def _message(item: Item, where: str) -> ours.Message | None:
         case None | "message":
             if item.role is None or item.content is None:
                 raise InvalidRequest(f"{where}: a message has a role and content", param="input")
-            return ours.Message(role=item.role, content=_text(item.content, f"{where}.content"))
+            return ours.Message(role=item.role, content=_content(item.content, f"{where}.content"))
         case "function_call_output":
             if item.call_id is None or item.output is None:
                 raise InvalidRequest(f"{where}: the output of a call has a call_id and an output", param="input")
-            text = _text(item.output, f"{where}.output")
-            return ours.Message(role="tool", content=text, tool_call_id=item.call_id)
+            output = _content(item.output, f"{where}.output")
+            return ours.Message(role="tool", content=output, tool_call_id=item.call_id)
         case "reasoning":
             return None
     raise unsupported(f"{where}.type", f"{item.type!r}")
 
 
-def _text(content: Content, where: str) -> str:
-    return content if isinstance(content, str) else joined_text(content, TEXT_PARTS, where)
+def _content(content: Content, where: str) -> str | list[ours.ContentPart]:
+    return content if isinstance(content, str) else as_content(text_content(content, TEXT_PARTS, where))
 
 
 def _call(item: Item, where: str, functions: FunctionNames) -> ours.ToolCall:

@@ -9,9 +9,12 @@ from typing import Any
 
 import anthropic
 import pytest
+from msgspec.structs import replace
 
 from common.errors import InternalError, Overloaded
+from common.model_files.files import ModelFiles
 from router.api.anthropic.fields import MessagesRequest
+from router.text.text_pipeline import TextPipeline
 
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -109,10 +112,47 @@ async def test_its_prompt_is_that_of_the_same_conversation(running: Any) -> None
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     turns = [{"role": "user", "content": blocks}, {"role": "assistant", "content": "c"}, *HI]
     await post(running, messages=turns, system=[{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}])
-    same = [("system", "s"), ("user", "ab"), ("assistant", "c"), ("user", "hi")]
+    same = [("system", "s"), ("user", "a\nb"), ("assistant", "c"), ("user", "hi")]
     await running.chat(messages=[{"role": role, "content": content} for role, content in same])
     first, second = running.engine.requests
     assert first.prompt_token_ids == second.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<system>r\ns<user>a\nb"),
+        (
+            "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+            "{% else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}",
+            "<system>[r][s]<user>[a][b]",
+        ),
+    ],
+)
+async def test_text_parts_make_the_same_prompt_in_every_api(
+    start: Any, tools: Any, files: ModelFiles, template: str, shown: str
+) -> None:
+    """The template joins them, if it reads lists; line breaks do, if it does not."""
+    pipeline = TextPipeline.from_files(replace(files, chat_template=template), threads=1)
+    running = await start(tools.Engine(), pipeline=pipeline)
+
+    def parts(kind: str, *texts: str) -> list[dict[str, str]]:
+        return [{"type": kind, "text": text} for text in texts]
+
+    system, user = ("r", "s"), ("a", "b")
+    both = [{"role": "system", "content": parts("text", *system)}, {"role": "user", "content": parts("text", *user)}]
+    await running.chat(messages=both, max_tokens=1)
+    turn = {"role": "user", "content": parts("text", *user)}
+    assert (await post(running, system=parts("text", *system), messages=[turn])).status_code == 200
+    items = [
+        {"role": "system", "content": parts("input_text", *system)},
+        {"role": "user", "content": parts("input_text", *user)},
+    ]
+    assert (await running.http.post("/v1/responses", json={"input": items, "max_output_tokens": 1})).status_code == 200
+    found = [bytes(request.prompt_token_ids).decode() for request in running.engine.requests]
+    tokens = (await running.http.post("/tokenize", json={"messages": both})).json()["tokens"]
+    pipeline.close()
+    assert [*found, bytes(tokens).decode()] == [shown] * 4
 
 
 async def test_an_answer_begun_by_the_client_goes_on(running: Any) -> None:

@@ -3,8 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tokenizers
 
 from common.errors import InvalidRequest
+from common.model_files.resolve import resolve_model
 from common.model_files.template import ChatTemplate
 from router.text.chat_prompt import OPEN_END, chat_prompt
 
@@ -79,3 +81,61 @@ def test_roles_are_checked_in_one_pass(hidden: int | None) -> None:
     else:
         with pytest.raises(InvalidRequest, match=rf"messages\[{hidden}\].role: .* has no role 'critic'"):
             chat_prompt(template, messages)
+
+
+TWO = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+LOOPS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}[{{ part['text'] }}]{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+LOOPS_ONLY = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}[{{ part['text'] }}]{% endfor %}{% endfor %}"
+)
+LOOPS_FOR_USERS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' and m.content is not string %}"
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+SHOWN_AS_JSON = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else m.content | tojson }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (SOURCE, "<user>a\nb</><assistant>Hi</><user>Hi</>"),
+        (LOOPS, "<user>[a][b]<assistant>Hi<user>Hi"),
+        (LOOPS_ONLY, "<user>[a][b]<assistant>[Hi]<user>[Hi]"),
+        (LOOPS_FOR_USERS, "<user>[a][b]<assistant>Hi<user>Hi"),
+        (SHOWN_AS_JSON, "<user>a\nb<assistant>Hi<user>Hi"),
+    ],
+)
+def test_a_template_that_reads_parts_joins_them_itself(source: str, shown: str) -> None:
+    """As with transformers, which passes lists on. Others get one string, as with vLLM."""
+    messages = [{"role": "user", "content": TWO}, {"role": "assistant", "content": "Hi"}, USER]
+    assert chat_prompt(ChatTemplate(source), messages, add_generation_prompt=False) == shown
+
+
+def test_roles_whose_parts_a_template_does_not_read_get_one_string() -> None:
+    messages = [{"role": "system", "content": TWO}, {"role": "user", "content": TWO}]
+    assert chat_prompt(ChatTemplate(LOOPS_FOR_USERS), messages) == "<system>a\nb<user>[a][b]"
+
+
+@pytest.mark.parametrize("source", [LOOPS, LOOPS_ONLY])
+def test_a_final_message_of_parts_is_left_open(source: str) -> None:
+    opened = [USER, {"role": "assistant", "content": TWO}]
+    shown = chat_prompt(ChatTemplate(source), opened, add_generation_prompt=False, continue_final_message=True)
+    assert shown.endswith("<assistant>[a][b")
+
+
+@pytest.mark.parametrize("source", [LOOPS, LOOPS_ONLY, LOOPS_FOR_USERS])
+def test_parts_are_shown_as_transformers_shows_them(source: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    inner = tokenizers.Tokenizer.from_file(str(resolve_model("tiny-random").tokenizer))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=source)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}]
+    assert chat_prompt(ChatTemplate(source), messages) == theirs.apply_chat_template(messages, tokenize=False)
