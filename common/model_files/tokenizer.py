@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 
@@ -52,9 +53,13 @@ class Tokenizer:
     def from_file(cls, path: Path) -> Tokenizer:
         """Loads a tokenizer.json (`ModelFiles.tokenizer`). Raises ModelError when it cannot be read."""
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for every kind of damage
             raise ModelError(f"{path} is not a readable tokenizer.json ({error}): fetch or convert it again") from error
+        # What it cuts and pads unasked is of its last training; transformers leaves both out, too.
+        inner.no_truncation()
+        inner.no_padding()
+        return cls(inner)
 
     @cached_property
     def highest_id(self) -> int:
@@ -100,6 +105,34 @@ class Tokenizer:
         _check_unicode(second)
         return self._ids(first, second, True)
 
+    def encode_cut(
+        self,
+        text: str,
+        keep: int,
+        *,
+        second: str | None = None,
+        side: Literal["left", "right"] = "right",
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Token ids of a text, or of a pair, of which at most `keep` remain, as transformers' `truncation=True` cuts.
+
+        Tokens are cut on that `side` of the text, of a pair from the longer text first. Special tokens stay, unless
+        they alone are `keep` or more. Raises InvalidRequest as `encode` does.
+        """
+        texts = [text] if second is None else [text, second]
+        for one in texts:
+            _check_unicode(one)
+        encodings = self._inner.encode_batch(texts, add_special_tokens=False)
+        num_special = self._inner.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+        room = keep - num_special
+        if room > 0:
+            for encoding, length in zip(encodings, _cut_lengths([len(one) for one in encodings], room), strict=True):
+                encoding.truncate(length, direction=side)
+        pair = encodings[1] if second is not None else None
+        whole = self._inner.post_process(encodings[0], pair, add_special_tokens)
+        ids: list[int] = whole.ids
+        return ids[-keep:] if side == "left" else ids[:keep]
+
     def _ids(self, text: str, second: str | None, add_special_tokens: bool, alone: bool = False) -> list[int]:
         # `encode` and `decode` of the library hold the GIL until they are done, those of a batch do not: it is quicker,
         # because it notes no places in the text, but the GIL may be long in coming back where others want it.
@@ -143,6 +176,18 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it."""
         found: int | None = self._inner.token_to_id(token)
         return found
+
+
+def _cut_lengths(lengths: Sequence[int], room: int) -> list[int]:
+    """How many tokens remain of one or two texts that have `room` together: the longer one is cut first."""
+    if sum(lengths) <= room:
+        return list(lengths)
+    if len(lengths) == 1:
+        return [room]
+    shorter = min(*lengths, room // 2)
+    if lengths[0] <= lengths[1]:
+        return [shorter, room - shorter]
+    return [room - shorter, shorter]
 
 
 def _check_unicode(text: str) -> None:

@@ -11,18 +11,27 @@ from router.request.fields import SamplingFields
 from router.text.thinking import CLOSE, OPEN, TAIL_TOKENS, begins_inside, open_thought
 
 
-def truncated(token_ids: list[int], fields: SamplingFields, max_model_len: int, max_tokens: int) -> list[int]:
-    """What `truncate_prompt_tokens` keeps of a prompt, beside `max_tokens` of the answer. Raises InvalidRequest."""
+def num_kept(fields: SamplingFields, max_model_len: int, max_tokens: int) -> int:
+    """How many tokens `truncate_prompt_tokens` keeps of a prompt with an answer of `max_tokens`; 0: all.
+
+    Raises InvalidRequest.
+    """
     keep = fields.truncate_prompt_tokens
     if keep is None:
-        return token_ids
+        return 0
     if keep > max_model_len:
         raise InvalidRequest(
             f"truncate_prompt_tokens: {keep:,} are more than the {max_model_len:,} tokens that the model takes",
             param="truncate_prompt_tokens",
         )
-    if keep < 0:
-        keep = max(1, max_model_len - max_tokens)
+    return keep if keep > 0 else max(1, max_model_len - max_tokens)
+
+
+def truncated(token_ids: list[int], fields: SamplingFields, max_model_len: int, max_tokens: int) -> list[int]:
+    """What `truncate_prompt_tokens` keeps of a prompt with an answer of `max_tokens`. Raises InvalidRequest."""
+    keep = num_kept(fields, max_model_len, max_tokens)
+    if not keep:
+        return token_ids
     return token_ids[:keep] if fields.truncation_side == "right" else token_ids[-keep:]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from common.errors import ContextLengthExceeded, InvalidRequest
 from common.grammar.checks import GrammarChecks
@@ -102,16 +102,20 @@ class TextPipeline:
         limit: int = 0,
         max_bytes: int = 0,
         second: str | None = None,
+        keep: int = 0,
+        side: Literal["left", "right"] = "right",
     ) -> list[int]:
         """Token ids of a plain prompt, or of the pair that it makes with a `second` text.
 
+        At most `keep` of them remain (0: all), as `Tokenizer.encode_cut` cuts on that `side`.
         A text that surely has more than `limit` tokens (0: no limit), or has more than `max_bytes` of UTF-8 (0: no
         limit), is refused before it is tokenised; the number of tokens is not checked. Raises ContextLengthExceeded,
         InvalidRequest for too many bytes or text that is not Unicode, Unavailable.
         """
         size = len(text) + len(second or "")
         return await self._threads.run(
-            lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt", second), size
+            lambda: self._encode(text, add_special_tokens, limit, max_bytes, "prompt", second, keep=keep, side=side),
+            size,
         )
 
     async def encode_chat(
@@ -248,6 +252,9 @@ class TextPipeline:
         param: str,
         second: str | None = None,
         salt: str | None = None,
+        *,
+        keep: int = 0,
+        side: Literal["left", "right"] = "right",
     ) -> list[int]:
         if limit and (floor := self._floor.of(text) + self._floor.of(second or "")) > limit:
             raise ContextLengthExceeded(floor, limit, where=param, at_least=True)
@@ -255,7 +262,9 @@ class TextPipeline:
             raise InvalidRequest(
                 f"{param}: a prompt of {num_bytes:,} bytes, at most {max_bytes:,} are tokenised here", param=param
             )
-        if second is not None:
+        if keep:
+            ids = self.tokenizer.encode_cut(text, keep, second=second, side=side, add_special_tokens=add_special_tokens)
+        elif second is not None:
             ids = self.tokenizer.encode_pair(text, second)
         elif salt is None:
             ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

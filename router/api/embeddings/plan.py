@@ -65,9 +65,9 @@ class _Inputs:
     """Makes prompts of a request's texts, within its bounds."""
 
     def __init__(self, service: Service, fields: PoolingFields) -> None:
-        self._service, self._fields = service, fields
+        self._service = service
         self._limit, self._num_tokens = service.max_model_len, 0
-        self._keep = fields.truncate_prompt_tokens
+        self._keep, self._side = fields.truncate_prompt_tokens, fields.truncation_side or "right"
         if self._keep is not None and self._keep > self._limit:
             raise InvalidRequest(
                 f"truncate_prompt_tokens: {self._keep:,} are more than the {self._limit:,} tokens that the model takes",
@@ -83,7 +83,9 @@ class _Inputs:
         if isinstance(source, str):
             token_ids = await self._encoded(source, second, param, special)
         else:
-            token_ids = source if self._keep is None else self._cut(source, self._keep)
+            token_ids = source
+            if self._keep is not None:
+                token_ids = source[-self._keep :] if self._side == "left" else source[: self._keep]
         if not token_ids:
             raise InvalidRequest(f"{param}: must not be empty", param=param)
         if len(token_ids) > self._limit:
@@ -107,20 +109,5 @@ class _Inputs:
             except ContextLengthExceeded as error:
                 told = ContextLengthExceeded(error.num_prompt_tokens, self._limit, 0, where=param, at_least=True)
                 raise told from error
-        most = self._service.max_tokenize_bytes
-        whole = await encode(text, add_special_tokens=special, max_bytes=most, second=second)
-        if len(whole) <= keep or second is not None or not special:
-            return self._cut(whole, keep)
-        plain = await encode(text, add_special_tokens=False, max_bytes=most)
-        return self._cut_between(whole, plain, keep)
-
-    def _cut(self, token_ids: list[int], keep: int) -> list[int]:
-        return token_ids[-keep:] if self._fields.truncation_side == "left" else token_ids[:keep]
-
-    def _cut_between(self, whole: list[int], plain: list[int], keep: int) -> list[int]:
-        """Cut the text's own tokens and leave the special ones around them: the last may be the one that is pooled."""
-        num_special = len(whole) - len(plain)
-        first = next((i for i in range(num_special + 1) if whole[i : i + len(plain)] == plain), None)
-        if first is None or num_special >= keep:
-            return self._cut(whole, keep)
-        return whole[:first] + self._cut(plain, keep - num_special) + whole[first + len(plain) :]
+        most, side = self._service.max_tokenize_bytes, self._side
+        return await encode(text, add_special_tokens=special, max_bytes=most, second=second, keep=keep, side=side)

@@ -12,7 +12,7 @@ from router.generation.choices.shape import Object
 from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan, num_prompt_logprobs
 from router.generation.service import Service
 from router.generation.structure import answer_grammar
-from router.generation.token_rules import bad_words, truncated
+from router.generation.token_rules import bad_words, num_kept, truncated
 from router.request.fields import CompletionRequest
 from router.text.fill_in_middle import middle_form
 
@@ -77,7 +77,10 @@ async def _encoded(service: Service, fields: CompletionRequest, source: str) -> 
     special = fields.add_special_tokens is not False
     if fields.truncate_prompt_tokens is None:
         return await service.text.encode(source, add_special_tokens=special, limit=service.max_model_len)
-    return await service.text.encode(source, add_special_tokens=special, max_bytes=service.max_tokenize_bytes)
+    wanted = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    keep = 0 if fields.suffix else num_kept(fields, service.max_model_len, max(1, wanted))
+    most, side = service.max_tokenize_bytes, fields.truncation_side or "left"
+    return await service.text.encode(source, add_special_tokens=special, max_bytes=most, keep=keep, side=side)
 
 
 async def _around_middle(service: Service, fields: CompletionRequest, before: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import tokenizers
@@ -290,3 +290,43 @@ def test_a_pair_is_joined_as_the_models_template_has_it(text: str) -> None:
     for pair in ((text, "\ud800"), ("\ud800", text)):
         with pytest.raises(InvalidRequest, match="a lone surrogate at character 0"):
             tokenizer.encode_pair(*pair)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+@pytest.mark.parametrize(
+    "pair", [("what is it?", "a long text " * 9), ("a long text " * 9, "it"), ("ab" * 20, "cd" * 20)]
+)
+def test_a_text_is_cut_as_transformers_cuts_it(
+    pair: tuple[str, str], add_special_tokens: bool, side: Literal["left", "right"]
+) -> None:
+    """Special tokens stay where the model's template puts them, and of a pair the longer text is cut first."""
+    from transformers import PreTrainedTokenizerFast
+
+    inner = tokenizers.Tokenizer.from_file(str(resolve_model("tiny-random").tokenizer))
+    first, last = (inner.id_to_token(token_id) for token_id in (257, 258))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[(first, 257), (last, 258)],
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(inner.to_str()))
+    theirs.truncation_side = side
+    ours = Tokenizer(inner)
+    for keep in (4, 5, 8, 17, 30, 31, 200):
+        for texts in (pair, pair[:1]):
+            expected = theirs(*texts, truncation=True, max_length=keep, add_special_tokens=add_special_tokens)
+            second = texts[1] if len(texts) == 2 else None
+            found = ours.encode_cut(texts[0], keep, second=second, side=side, add_special_tokens=add_special_tokens)
+            assert found == expected["input_ids"], (keep, texts)
+
+
+def test_what_a_file_cuts_and_pads_unasked_is_left_out(tmp_path: Path) -> None:
+    """As transformers does: files of embedding models often have the settings of their last training in them."""
+    original = resolve_model("tiny-random").tokenizer
+    inner = tokenizers.Tokenizer.from_file(str(original))
+    inner.enable_truncation(5)
+    inner.enable_padding(length=16)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = "more than five"
+    assert Tokenizer.from_file(tmp_path / "tokenizer.json").encode(text) == Tokenizer.from_file(original).encode(text)

@@ -17,6 +17,7 @@ from openai.types.embedding_create_params import EmbeddingCreateParams
 
 from common.errors import Unavailable
 from common.model_files.files import ModelFiles
+from common.model_files.task import ServedTask
 from common.model_files.tokenizer import Tokenizer
 from router.api.embeddings.fields import EmbeddingRequest
 from router.streams.client import GenerationRequest, TokenEvent
@@ -180,6 +181,42 @@ async def test_special_tokens_stay_around_a_text_that_is_cut(
     running = await start(PoolingEngine(), task="embed", pipeline=framed)
     reply = await running.http.post("/v1/embeddings", json={"input": "0123456789", **fields})
     assert reply.status_code == 200 and running.engine.requests[-1].prompt_token_ids == kept
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 8}, [FIRST, *b"ab", LAST, *b"012", LAST]),
+        ({"truncate_prompt_tokens": 8, "truncation_side": "left"}, [FIRST, *b"ab", LAST, *b"789", LAST]),
+        ({"truncate_prompt_tokens": 5}, [FIRST, *b"a", LAST, *b"0", LAST]),
+    ],
+)
+async def test_special_tokens_stay_around_a_pair_that_is_cut(
+    start: Start,
+    framed: TextPipeline,
+    fields: dict[str, Any],
+    kept: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the model reads a score from may be the last of them."""
+    task = ServedTask("score", "last", 1, sigmoid=True)
+    monkeypatch.setattr("router.generation.service.served_task", lambda *_: task)
+    running = await start(PoolingEngine(width=1), pipeline=framed)
+    for path, body in (
+        ("/v1/score", {"text_1": "ab", "text_2": "0123456789"}),
+        ("/v1/rerank", {"query": "ab", "documents": ["0123456789"]}),
+    ):
+        assert (await running.http.post(path, json=body | fields)).status_code == 200
+        assert running.engine.requests[-1].prompt_token_ids == kept
+
+
+async def test_a_plain_prompt_keeps_its_special_tokens_when_it_is_cut(start: Start, framed: TextPipeline) -> None:
+    running = await start(pipeline=framed)
+    body = {"prompt": "0123456789", "max_tokens": 1, "truncate_prompt_tokens": 5}
+    for side, kept in (("left", b"789"), ("right", b"012")):
+        reply = await running.http.post("/v1/completions", json=body | {"truncation_side": side})
+        assert reply.status_code == 200
+        assert running.engine.requests[-1].prompt_token_ids == [FIRST, *kept, LAST]
 
 
 async def test_many_inputs_take_turns(start: Start) -> None:
