@@ -199,17 +199,18 @@ class HFReader(FieldReader):
         """
         given = {name: value for name, value in self.fields.items() if value is not None or name in NULLS}
         fields = DEFAULTS[model_type] | given
+        whole, reader = FieldReader(fields, self.path), FieldReader(given, self.path)
         for theirs, ours in (("num_local_experts", "num_experts"), *RENAMED.get(model_type, ())):
-            if theirs in fields:
-                fields[ours] = fields[theirs]
-        reader = FieldReader(given, self.path)
+            if theirs in fields:  # read by the file's own name, which errors then show
+                read = {"use_bias": whole.flag, "num_shared_experts": whole.whole}.get(theirs, whole.count)
+                fields[ours] = read(theirs)
         rope = reader.mapping("rope_scaling") or reader.mapping("rope_parameters")
         rope = rope or dict(fields.get("rope_parameters", {}))
         if model_type == "mistral4":  # qk_rope_head_dim gives the share that is rotated, too
             rope.pop("partial_rotary_factor", None)
         fields["rope_parameters"] = rope
         if model_type == "minimax_m2" and "rotary_dim" in given:
-            share = reader.positive("rotary_dim") / FieldReader(fields, self.path).positive("head_dim", 128)
+            share = reader.positive("rotary_dim") / whole.positive("head_dim", 128)
             fields.setdefault("partial_rotary_factor", share)
         return fields
 

@@ -112,8 +112,10 @@ class GGUFReader(FieldReader):
     def read(self) -> ModelConfig:
         model_type, gemma, gpt_oss = self.model_type, self.gemma, self.model_type == "gpt_oss"
         heads, hidden = (self.count(name) for name in ("attention.head_count", "embedding_length"))
-        extra = int(self.number("nextn_predict_layers", 0))
-        layers = self.count("block_count") - extra
+        extra = self.whole("nextn_predict_layers", 0)
+        layers = self.layers("block_count") - extra
+        if layers < 1:
+            raise self.wrong("nextn_predict_layers", extra, f"fewer than the {layers + extra} of block_count")
         latent = read_gguf_latent(self) if HF_FAMILIES[model_type] == "deepseek" else None
         head_dim = self._head_dim(hidden // heads) if latent is None else latent.key_dim
         windows = self._windows(layers)
