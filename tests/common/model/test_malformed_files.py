@@ -22,6 +22,7 @@ from common.model_files.task import served_task
 from common.model_files.template import ChatTemplate
 from common.model_files.tiny import make_tiny_model
 from common.weight_formats.quantization_config import read_kv_scheme, read_quantization_config
+from kernels import prepare
 
 from .generation import random_checkpoint
 from .gguf_checkpoint import write_gguf
@@ -85,6 +86,12 @@ def test_wrong_values_in_a_quantization_config(tmp_path: Path, method: str) -> N
         path.write_text(json.dumps(document))
         count += refused(tmp_path, lambda: read_quantization_config(path), lambda: read_kv_scheme(path), what=what)
     assert count > 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_built() -> None:
+    """In the usual cache, before tests have caches of their own, in which they would be compiled again."""
+    prepare("cpu")
 
 
 @pytest.fixture
