@@ -14,15 +14,15 @@ from torch import Tensor
 
 from common.device_memory.descriptor import NotGiven
 from common.device_memory.driver import DriverError
-from common.device_memory.memory import ExportedMemory
 from common.errors import BlockError, ModelError
-from common.kv.shared_memory import NotShared, SharedMemory
 from kernels.cpu.large_pages import prefer_large_pages
 from kernels.interface.attention_plan import KVLayout
 from kernels.interface.kernels import UNSCALED, KVScales
 from kernels.interface.kv_region import numbers_of, row_width, scales_of
 
 if TYPE_CHECKING:
+    from common.device_memory.memory import ExportedMemory
+    from common.kv.shared_memory import SharedMemory
     from common.model_files.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,9 @@ class KVCache:
     def _in_host_memory(self, shape: tuple[int, ...], share: bool) -> Tensor:
         num_bytes = math.prod(shape) * self.dtype.itemsize
         if share:
+            # Imported here, as below: only what other processes are offered needs the packages of the wire.
+            from common.kv.shared_memory import NotShared, SharedMemory
+
             try:
                 self.shared = SharedMemory(num_bytes)
             except NotShared as error:
@@ -157,6 +160,8 @@ class KVCache:
 
     def _in_exported_memory(self, shape: tuple[int, ...]) -> Tensor:
         num_bytes = math.prod(shape) * self.dtype.itemsize
+        from common.device_memory.memory import ExportedMemory
+
         self.exported = exported = ExportedMemory(num_bytes, self.device.index or 0)
         if self.device.type == "cpu":  # where the driver is one for tests
             flat = torch.from_numpy(np.asarray(exported.map))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -13,13 +13,13 @@ from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.kv.cache import KVCache
 from common.kv.window import Window
 from common.model_files.config import ModelConfig
-from common.wire.sampling_params import SamplingParams
 from kernels import NO_ADAPTER, AttentionPlan, QuerySpan, plan_attention, to_device
+
+if TYPE_CHECKING:
+    from common.wire.sampling_params import SamplingParams  # models run without the packages of the wire
 
 NO_PLACE, ROW_BEFORE = -1, -2
 """Where a hidden state is that is nowhere, or that the row before makes in the same step."""
-
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class SequenceChunk(NamedTuple):
@@ -28,7 +28,8 @@ class SequenceChunk(NamedTuple):
     `block_table` names the sequence's blocks in order, and may be longer than needed. Its entries that are out of the
     window of every layer may be holes (`common/kv/window.py`). With `sample`, the runner
     returns the logits that follow the chunk's last token, with `all_logits` those that follow each of its tokens.
-    `adapter` is the place of the adapter that its tokens use. A step that samples by itself does so by `params`.
+    `adapter` is the place of the adapter that its tokens use. A step that samples by itself does so by `params`, or
+    greedily without.
 
     For a model with a draft head, `before` is the place of the hidden state of the token before the chunk, or
     ROW_BEFORE, and `kept` where that of its last token goes.
@@ -40,7 +41,7 @@ class SequenceChunk(NamedTuple):
     sample: bool = True
     all_logits: bool = False
     adapter: int = NO_ADAPTER
-    params: SamplingParams = GREEDY
+    params: SamplingParams | None = None
     before: int = NO_PLACE
     kept: int = NO_PLACE
 

@@ -149,11 +149,13 @@ class Seats:
 
     def _sit_down(self, seat: int, chunk: SequenceChunk) -> Numbers:
         """Writes all of a seat: the places of what is written."""
-        params = chunk.params
-        temperature = 0.0 if params.greedy else params.temperature
-        bits = struct.unpack("<qqq", struct.pack("<dfifi", params.top_p, temperature, 0, params.min_p, 0))
-        fields = (chunk.start, FROM_HOST, chunk.token_ids[0], chunk.adapter, params.seed, *bits)
-        self._seats[seat, :TABLE] = (*fields, min(params.top_k, MAX_TOP_K))
+        temperature, top_p, min_p, top_k, seed = 0.0, 1.0, 0.0, 0, 0
+        if (params := chunk.params) is not None:
+            temperature = 0.0 if params.greedy else params.temperature
+            top_p, min_p, top_k, seed = params.top_p, params.min_p, params.top_k, params.seed
+        bits = struct.unpack("<qqq", struct.pack("<dfifi", top_p, temperature, 0, min_p, 0))
+        fields = (chunk.start, FROM_HOST, chunk.token_ids[0], chunk.adapter, seed, *bits)
+        self._seats[seat, :TABLE] = (*fields, min(top_k, MAX_TOP_K))
         self._tables[seat] = ()
         entries = self._note_table(seat, chunk.block_table)
         return np.arange(entries[0] - TABLE, entries[-1] + 1)

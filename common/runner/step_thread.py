@@ -18,7 +18,9 @@ from torch import Tensor
 from common.model.batch import ForwardBatch, SequenceChunk
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import PreparedRows, Sampler, SamplingRow
-from common.wire.sampling_params import SampledToken
+from common.wire.sampling_params import SampledToken, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class ThreadStep:
@@ -89,4 +91,4 @@ class StepThread:
 
 def rows_of(chunks: Sequence[SequenceChunk], rows: Mapping[int, SamplingRow]) -> list[SamplingRow]:
     """How each row samples: as `rows` say, or by its chunk's parameters alone."""
-    return [rows.get(row) or SamplingRow(chunk.params, chunk.start + 1) for row, chunk in enumerate(chunks)]
+    return [rows.get(row) or SamplingRow(chunk.params or GREEDY, chunk.start + 1) for row, chunk in enumerate(chunks)]
