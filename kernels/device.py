@@ -1,20 +1,81 @@
-"""What this machine lacks for kernels of a GPU, and which device a thread launches them on."""
+"""The GPUs that the kernels run on, what this machine lacks for them, and which device a thread launches them on."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+LEAST_TRITON = (3, 5)
+"""The oldest version with which every kernel is compiled in tests."""
+LEAST_CAPABILITY = (8, 0)
+"""NVIDIA's: the first chips that multiply bfloat16."""
+AMD_CHIPS = ("gfx90a", "gfx942", "gfx950")
+"""AMD's, with matrix cores for bfloat16 and programs of 64 KiB or more of shared memory."""
+
+
+def usable_gpus() -> tuple[int, str]:
+    """The number of GPUs, from the first, that torch and the kernels can use; if 0, why, as the end of a sentence."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0, f"torch {torch.__version__} is built without CUDA"
+    try:
+        with warnings.catch_warnings():  # it warns of what it also raises
+            warnings.simplefilter("ignore")
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            count = torch.cuda.device_count()
+    except (RuntimeError, AssertionError) as error:
+        return 0, f"torch finds no GPU ({_first_line(error)})"
+    if not count:
+        return 0, "torch finds no GPU"
+    if missing := missing_to_launch():
+        return 0, f"the GPU's kernels need {missing}"
+    for index in range(count):
+        if refusal := unsupported(index):
+            return index, "" if index else refusal
+    return count, ""
+
+
+def unsupported(index: int) -> str:
+    """Why the kernels do not run on a GPU, or ""."""
+    found = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        chip = found.gcnArchName.partition(":")[0]
+        return "" if chip in AMD_CHIPS else f"the kernels support {', '.join(AMD_CHIPS)}, and {found.name} is {chip}"
+    if (found.major, found.minor) >= LEAST_CAPABILITY:
+        return ""
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return f"the kernels need compute capability {least}, and {found.name} has {found.major}.{found.minor}"
+
 
 def missing_to_launch() -> str:
     """What this machine lacks for Triton to build its launchers, or "": Triton itself fails only in the first step."""
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton ({_first_line(error)})"
+    version = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
+    if version < LEAST_TRITON:
+        return f"Triton {LEAST_TRITON[0]}.{LEAST_TRITON[1]} or newer ({triton.__version__} is installed)"
     has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return "" if has_compiler else "a C compiler (gcc, clang, or what CC names)"
+
+
+def too_large(error: BaseException) -> str:
+    """What a kernel needed that the GPU does not have, if Triton's error says that; else ""."""
+    if type(error).__name__ != "OutOfResources":  # by its name: Triton may be missing
+        return ""
+    needed, limit, what = (getattr(error, name, 0) for name in ("required", "limit", "name"))
+    return f"a kernel needs {needed:,} bytes of {what}, and this GPU has {limit:,}"
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` the current one of this thread, which kernels are launched on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

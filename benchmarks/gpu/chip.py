@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu.shape import GPUShape
 from benchmarks.gpu.timer import Timer
+from kernels.gpu.tiles.chip import chip_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def versions(device: torch.device) -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30, 1),
+            "shared_kib": chip_of(device).shared_bytes / 2**10,
             "l2_mib": round(properties.L2_cache_size / 2**20, 1),
         }
     if find_spec("flashinfer") is not None:

@@ -16,7 +16,7 @@ from kernels.gpu import backend as triton_backend
 from kernels.gpu import decode_attention, prefill_attention, work_list
 from kernels.gpu.decode_attention import DecodeConfig, decode_config
 from kernels.gpu.prefill_attention import PrefillConfig, prefill_config
-from kernels.gpu.scores import capability
+from kernels.gpu.tiles.chip import chip_of
 
 DECODE = (
     DecodeConfig(tile=64, warps=4, stages=5, programs=2),
@@ -46,13 +46,13 @@ def measure_tiles(shape: GPUShape, chip: Chip, timer: Timer) -> Iterator[dict[st
     """One row for each choice of tiles, the kernels' own first: us and the share of the floor, or the error."""
     dry = timer.device.type != "cuda"
     kind = (shape.head_dim, shape.dtype)
-    chosen = decode_config(*kind, shape.dtype.itemsize, capability(timer.device))
+    chosen = decode_config(*kind, shape.dtype.itemsize, chip_of(timer.device))
     usual = work_list.SPLIT_TOKENS
     for config in (chosen, *(DRY_DECODE if dry else DECODE)):
         yield decode_row(shape, config, usual, chip, timer)
     for split in SPLITS:
         yield decode_row(shape, chosen, split, chip, timer)
-    first = prefill_config(*kind, capability(timer.device))
+    first = prefill_config(*kind, chip_of(timer.device))
     for tiles in (first, *(DRY_PREFILL if dry else PREFILL)):
         yield prefill_row(shape, tiles, chip, timer)
 

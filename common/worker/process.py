@@ -177,7 +177,7 @@ class WorkerProcess:
         # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
         grammars = await asyncio.to_thread(_grammars, files, loaded)
         self.metrics.describe_cache(self.config.block_tokens, loaded.kv.num_blocks, loaded.kv_dtype)
-        floor_s = FLOOR_S if self.config.device == "cpu" else DEVICE_FLOOR_S
+        floor_s = DEVICE_FLOOR_S if self.config.on_gpu else FLOOR_S
         times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s, token_s=loaded.token_s)
         self.duties.start(files, loaded, grammars, control, times)
         self.metrics.show_pinned(loaded.pinned_bytes)
@@ -367,6 +367,13 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
     except RuntimeError as error:
         log.error("%s: %s", error, error.__cause__)
         return 1
+    except Exception as error:
+        from kernels.device import too_large  # which imports torch, as a worker that launches kernels has
+
+        if not (problem := too_large(error)):
+            raise
+        log.error("cannot start: %s; --device cpu runs without it", problem)
+        return 2
     return 0
 
 

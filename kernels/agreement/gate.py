@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kernels.device import too_large
+
 TOLERANCE = {
     **{torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3},
     **{torch.float8_e4m3fn: 0.13, torch.int8: 4e-2},
@@ -84,9 +86,8 @@ class Finding(NamedTuple):
     def of_failure(cls, kernel: str, error: Exception) -> Finding:
         """Of a kernel that does not compile, or does not end."""
         words = (str(error).strip().splitlines() or ["no message"])[0]
-        return cls(
-            kernel, "at the first shape that failed", float("inf"), 0.0, f"{type(error).__name__}: {words[:300]}"
-        )
+        problem = too_large(error) or f"{type(error).__name__}: {words[:300]}"
+        return cls(kernel, "at the first shape that failed", float("inf"), 0.0, problem)
 
     def __str__(self) -> str:
         words = self.problem or "agrees"

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.device_plan import GPUPlan
-from kernels.gpu.scores import Scores, capability
+from kernels.gpu.scores import Scores
+from kernels.gpu.tiles.chip import Chip, chip_of
 from kernels.gpu.tiles.key_tile import attend_tile, with_sink
 from kernels.gpu.tiles.rounding import rounded
 
@@ -33,25 +34,32 @@ class DecodeConfig(NamedTuple):
 
 
 def decode_config(
-    head_dim: int, dtype: torch.dtype, element_bytes: int, chip: tuple[int, int], masked: bool = False
+    head_dim: int, dtype: torch.dtype, element_bytes: int, chip: Chip, masked: bool = False
 ) -> DecodeConfig:
-    """The configuration for queries of `dtype`, a cache of `element_bytes` a number, and a compute capability.
+    """The configuration for queries of `dtype`, a cache of `element_bytes` a number, and a chip.
 
     masked: a window cuts tiles, or heads are padded, which takes registers: 190 with Triton 3.6, 168 with 3.9.
 
     Chosen by the registers and the shared memory that the compiler reports: nothing spills, and `programs` of them fit
-    on one multiprocessor, with 64 KB or more of keys and values in flight, as its share of the memory bandwidth needs.
-    A tile is a block of 64 tokens, so a program reads one entry of the block table a tile.
+    on one multiprocessor. On chips with HBM 64 KB or more of keys and values are in flight, as a multiprocessor's share
+    of the memory bandwidth needs. A tile is a block of 64 tokens: a program reads one entry of the block table for it.
     """
     if dtype == torch.float32:  # exact products, on the ordinary cores with all operands in registers: for tests
         return DecodeConfig(tile=16, warps=8, stages=2, programs=1)
+    if chip.vendor == "amd":
+        return DecodeConfig(tile=32 if element_bytes == 1 or head_dim > 128 else 64, warps=4, stages=2, programs=2)
+    if chip.has_little_memory:
+        tile = 32 if head_dim > 128 else 64
+        if element_bytes == 1:
+            return DecodeConfig(tile, warps=4, stages=5, programs=2)
+        return DecodeConfig(tile, warps=4, stages=3, programs=4 if head_dim <= 64 else 2)
     if element_bytes == 1:  # half the bytes a tile, so more of them; the conversion takes registers
         return DecodeConfig(tile=32 if head_dim > 128 else 64, warps=4, stages=7, programs=2)
     if head_dim > 128:
         return DecodeConfig(tile=32, warps=4, stages=5, programs=2)
     if head_dim <= 64:
         return DecodeConfig(tile=64, warps=4, stages=5, programs=4)
-    return DecodeConfig(tile=64, warps=4, stages=5, programs=3 if chip >= (9, 0) and not masked else 2)
+    return DecodeConfig(tile=64, warps=4, stages=5, programs=3 if chip.multiplies_by_warpgroup and not masked else 2)
 
 
 @triton.jit
@@ -184,7 +192,7 @@ def decode_attention(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: S
     _, num_layers, kv_heads, block_size, _, dim = kv.shape
     heads, padded = q.shape[1], max(16, triton.next_power_of_2(dim))
     masked = scores.window > 0 or padded != dim
-    config = decode_config(dim, q.dtype, kv.element_size(), capability(q.device), masked)
+    config = decode_config(dim, q.dtype, kv.element_size(), chip_of(q.device), masked)
     work = plan.decode_work(scores.window)
     places = plan.num_places
     partial = torch.empty((places, heads, dim), dtype=torch.float32, device=q.device)

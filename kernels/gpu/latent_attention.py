@@ -18,7 +18,8 @@ from kernels.gpu.decode_attention import MIN_ROWS, combine, store_partials, with
 from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.prefill_attention import run_query_work
 from kernels.gpu.query_work import Tiling
-from kernels.gpu.scores import Scores, capability
+from kernels.gpu.scores import Scores
+from kernels.gpu.tiles.chip import Chip, chip_of
 from kernels.gpu.tiles.key_tile import dequantised, product
 from kernels.gpu.tiles.rounding import rounded
 
@@ -32,22 +33,28 @@ class LatentTile(NamedTuple):
     stages: int
 
 
-def decode_config(dtype: torch.dtype, chip: tuple[int, int]) -> LatentTile:
-    """For queries of `dtype` on a chip of that compute capability.
+def decode_config(dtype: torch.dtype, chip: Chip) -> LatentTile:
+    """For queries of `dtype` on a chip.
 
     Chosen by what the compiler reports: sums of 512 numbers a row are kept in registers, and nothing spills. With 32
     rows on 8.0 it does.
     """
     if dtype == torch.float32:  # exact products, on the ordinary cores: for tests
         return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)
-    return LatentTile(MIN_ROWS, tile=32, warps=8, stages=3 if chip >= (9, 0) else 2)
+    if chip.vendor == "amd":
+        return LatentTile(MIN_ROWS, tile=16, warps=4, stages=2)
+    if chip.has_little_memory:  # consumer Blackwell spills with tiles of 32, others in e4m3
+        return LatentTile(MIN_ROWS, tile=16, warps=8, stages=3)
+    return LatentTile(MIN_ROWS, tile=32, warps=8, stages=3 if chip.multiplies_by_warpgroup else 2)
 
 
-def prefill_config(dtype: torch.dtype) -> LatentTile:
+def prefill_config(dtype: torch.dtype, chip: Chip) -> LatentTile:
     """As `decode_config`, with as many rows as registers have sums for."""
     if dtype == torch.float32:
         return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)
-    return LatentTile(32, tile=32, warps=8, stages=2)
+    if chip.vendor == "amd":
+        return LatentTile(32, tile=16, warps=4, stages=2)
+    return LatentTile(32, tile=16 if chip.has_little_memory else 32, warps=8, stages=2)
 
 
 @triton.jit
@@ -226,7 +233,7 @@ def latent_attention(
 
 def _decode(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor) -> None:
     heads, rank = out.shape[1:]
-    config = decode_config(q.dtype, capability(q.device))
+    config = decode_config(q.dtype, chip_of(q.device))
     work = plan.decode_work(0)
     places = plan.num_places
     partial = torch.empty((places, heads, rank), dtype=torch.float32, device=q.device)
@@ -244,7 +251,7 @@ def _decode(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, ou
 
 def _prefill(q: Tensor, kv: Tensor, layer: int, plan: GPUPlan, scores: Scores, out: Tensor, split: bool) -> None:
     heads, rank = out.shape[1:]
-    config = prefill_config(q.dtype)
+    config = prefill_config(q.dtype, chip_of(q.device))
     group = min(heads, config.rows)
     groups = triton.cdiv(heads, group)
     work = plan.query_work(Tiling(config.rows // group, groups, heads), 0, split=split)

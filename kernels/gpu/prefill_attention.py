@@ -22,7 +22,8 @@ from torch import Tensor
 from kernels.gpu.decode_attention import combine, store_partials, within_split
 from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.query_work import QueryWork, Tiling
-from kernels.gpu.scores import Scores, capability
+from kernels.gpu.scores import Scores
+from kernels.gpu.tiles.chip import Chip, chip_of
 from kernels.gpu.tiles.key_box import attend_box, key_boxes
 from kernels.gpu.tiles.key_tile import attend_tile, with_sink
 from kernels.gpu.tiles.rounding import rounded
@@ -41,16 +42,22 @@ class PrefillConfig(NamedTuple):
     boxes: bool = False
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype, chip: tuple[int, int]) -> PrefillConfig:
-    """For queries of `dtype` on a chip of that compute capability.
+def prefill_config(head_dim: int, dtype: torch.dtype, chip: Chip) -> PrefillConfig:
+    """For queries of `dtype` on a chip.
 
     128 rows are the least that keep the second level cache from being the limit: half as many read keys and values
     twice as often. Two groups of four warps of 64 rows each are what Hopper's matrix instructions want.
     """
     if dtype == torch.float32:  # exact products, on the ordinary cores with all operands in registers: for tests
         return PrefillConfig(rows=16, tile=16, warps=8, stages=2)
-    if chip < (9, 0):  # a warp keeps its share of the keys in registers: larger tiles spill
-        return PrefillConfig(rows=64 if head_dim > 128 else 128, tile=32, warps=8, stages=3)
+    if chip.vendor == "amd":
+        if head_dim > 128:
+            return PrefillConfig(rows=64, tile=32, warps=4, stages=2)
+        return PrefillConfig(rows=128, tile=32, warps=8, stages=2)
+    if not chip.multiplies_by_warpgroup:  # a warp keeps its share of the keys in registers: larger tiles spill
+        if head_dim > 128:
+            return PrefillConfig(rows=64, tile=32, warps=8, stages=3)
+        return PrefillConfig(rows=128, tile=32, warps=8, stages=2 if chip.has_little_memory else 3)
     if head_dim > 128:
         return PrefillConfig(rows=128, tile=32, warps=8, stages=3)
     return PrefillConfig(rows=128, tile=64, warps=8, stages=5)
@@ -168,7 +175,7 @@ def prefill_attention(
     _, num_layers, kv_heads, block_size, _, dim = kv.shape
     heads = q.shape[1]
     group = heads // kv_heads
-    chip = capability(q.device)
+    chip = chip_of(q.device)
     config = prefill_config(dim, q.dtype, chip)
     rows = max(config.rows, triton.next_power_of_2(group))
     work = plan.query_work(Tiling(rows // group, kv_heads, heads), scores.window, split=split)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.gpu.tiles.chip import chip_of
 from kernels.interface.kernels import AttentionRule
 
 LOG2_E = math.log2(math.e)
-CONVERTS_FP8 = (8, 9)  # the first compute capability with instructions for e4m3
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; for a CPU, that of the chip which Triton's interpreter stands for."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 class Scores(NamedTuple):
@@ -40,8 +33,8 @@ class Scores(NamedTuple):
         scale = rule.scale * (rule.k_scale * LOG2_E)
         if rule.softcap:
             scale *= 2 / rule.softcap
-        old = kv.dtype == torch.float8_e4m3fn and capability(kv.device) < CONVERTS_FP8
-        return cls(scale, rule.softcap * LOG2_E, rule.window, rule.sinks, rule.v_scale, old)
+        by_bits = kv.dtype == torch.float8_e4m3fn and not chip_of(kv.device).converts_e4m3
+        return cls(scale, rule.softcap * LOG2_E, rule.window, rule.sinks, rule.v_scale, by_bits)
 
     def storage(self, kv: Tensor) -> Tensor:
         """The cache as the kernels read it."""

@@ -17,7 +17,7 @@ from benchmarks.gpu.timer import Timer
 from kernels.gpu import backend as triton_backend
 from kernels.gpu import prefill_attention
 from kernels.gpu.prefill_attention import prefill_config
-from kernels.gpu.scores import capability
+from kernels.gpu.tiles.chip import chip_of
 from kernels.gpu.tiles.key_box import refusal
 
 AWKWARD = "awkward lengths"
@@ -54,13 +54,13 @@ def prompt_row(shape: GPUShape, length: int, timer: Timer) -> dict[str, Any]:
 
 def form(shape: GPUShape, device: torch.device, *, boxes: bool) -> AbstractContextManager[None]:
     """The kernel's own tiles, in one form or the other."""
-    config = prefill_config(shape.head_dim, shape.dtype, capability(device))
+    config = prefill_config(shape.head_dim, shape.dtype, chip_of(device))
     return instead(prefill_attention, "prefill_config", config._replace(boxes=boxes))
 
 
 def refused_by(shape: GPUShape, device: torch.device) -> str:
     """As `refusal`, of a cache of this shape."""
-    chip = capability(device)
+    chip = chip_of(device)
     tile = prefill_config(shape.head_dim, shape.dtype, chip).tile
     sizes = (1, 1, shape.num_kv_heads, shape.block_size, 2, shape.head_dim)
     return refusal(torch.empty(sizes, dtype=shape.dtype, device="meta"), tile, chip)

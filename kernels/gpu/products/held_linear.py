@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.gpu.tiles.chip import KIB, Chip, chip_of
 from kernels.gpu.tiles.held_tile import add_dense_product, add_held_product, widened
 from kernels.gpu.tiles.rounding import rounded
 from kernels.interface.held_weight import HeldWeight
@@ -30,6 +31,7 @@ LEAST_ROWS, MOST_TILE_ROWS = 16, 64
 """Of a tile: as few as tensor cores take; as many as leave room for the numbers in registers."""
 PROGRAMS = 512
 """That there should be at least: a few for each multiprocessor."""
+FOUR_STAGES_BYTES = 84 * KIB
 LEAST_BLOCKS = 8
 """Of BLOCK_K inputs in a split: below, its start costs more than it gains."""
 WIDE_ROWS, WIDE_COLUMNS = 16, 256
@@ -179,7 +181,7 @@ def multiplied(
         FLOATS=held is not None and held.floats, OFFSET=held is not None and held.offset is not None,
         BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs // 2 if held and held.packed else tile.inputs,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        num_warps=tile.warps, num_stages=stages_on(chip_of(x.device), tile), enable_fp_fusion=False,
     )  # fmt: skip
     if in_parts:
         block = 256
@@ -188,6 +190,11 @@ def multiplied(
             enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def stages_on(chip: Chip, tile: Tile) -> int:
+    """Stages of the pipelined loop: 4 of weights of a byte take 84 KiB, more than AMD's 64. They change no bit."""
+    return min(tile.stages, 3) if chip.shared_bytes < FOUR_STAGES_BYTES else tile.stages
 
 
 def widened_weight(weight: HeldWeight, dtype: torch.dtype) -> Tensor:

@@ -7,17 +7,15 @@ its own, and a recorded launch keeps it.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.gpu.tiles.chip import Chip
 from kernels.gpu.tiles.key_tile import dequantised, product, weighed
 from kernels.gpu.tiles.rounding import rounded
 
-HAS_TMA = (9, 0)
-"""The first compute capability with it."""
 BOX_ALIGN_BYTES, LONGEST = 16, 256
 """Bytes between rows, in multiples; numbers of a box in any dimension."""
 MOST_ROWS = 2**31
@@ -44,7 +42,7 @@ def attend_box(
     return b_m, b_l, product(rounded(b_p, b_q.dtype), b_v, b_acc * b_shrink[:, None])
 
 
-def key_boxes(kv: Tensor, tile: int, chip: tuple[int, int]) -> TensorDescriptor | None:
+def key_boxes(kv: Tensor, tile: int, chip: Chip) -> TensorDescriptor | None:
     """Boxes of `tile` keys or values over the cache as rows [slots of all blocks, 2, head_dim]; None: see `refusal`.
 
     A box is as wide as the next power of two, and zero beyond head_dim.
@@ -55,12 +53,14 @@ def key_boxes(kv: Tensor, tile: int, chip: tuple[int, int]) -> TensorDescriptor 
     return TensorDescriptor.from_tensor(kv.view(-1, 2, dim), [tile, 1, triton.next_power_of_2(dim)])
 
 
-def refusal(kv: Tensor, tile: int, chip: tuple[int, int]) -> str:
-    """Why a chip of that compute capability cannot copy this cache by boxes, or ""."""
+def refusal(kv: Tensor, tile: int, chip: Chip) -> str:
+    """Why a chip cannot copy this cache by boxes, or ""."""
     block_size, dim = kv.shape[3], kv.shape[5]
     rows = kv.numel() // (2 * dim)
-    if torch.version.hip or chip < HAS_TMA:
-        return f"compute capability {chip[0]}.{chip[1]} has no TMA: it came with {HAS_TMA[0]}.{HAS_TMA[1]}"
+    if not chip.has_tma:
+        return (
+            "no TMA" + " on AMD" * (chip.vendor == "amd") + ", which NVIDIA's chips have from compute capability 9.0 on"
+        )
     if block_size % tile:
         return f"a tile of {tile} keys is no box: it lies in several blocks of {block_size} tokens"
     if dim * kv.itemsize % BOX_ALIGN_BYTES or kv.data_ptr() % BOX_ALIGN_BYTES:

@@ -19,8 +19,23 @@ sys.exit(main(sys.argv[1:]))
 """A worker on a host that has 300 MiB left."""
 
 
-def start(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", LIMITED, "--model", "tiny-random", "--dtype", "float32", *flags]
+TOO_LARGE = """
+import sys
+from triton.runtime.errors import OutOfResources
+from common.runner.loaded import LoadedModel
+
+def load(*_):
+    raise OutOfResources(102_400, 101_376, "shared memory")
+
+LoadedModel.load = load
+from decode_worker.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A worker on a GPU for which a kernel's tiles are too large: Triton says so at the first launch."""
+
+
+def start(*flags: str, program: str = LIMITED) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, "--model", "tiny-random", "--dtype", "float32", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -45,3 +60,15 @@ def test_ranks_of_a_host_share_its_memory(size: int) -> None:
     assert ended.returncode == 2, ended.stderr
     assert f"in {size} ranks, KV " in ended.stderr
     assert "steps and the rest 0.50 GiB" in ended.stderr
+
+
+def test_a_kernel_that_does_not_fit_is_a_sentence() -> None:
+    """And a worker that is started by itself says where it runs."""
+    ended = start(program=TOO_LARGE)
+    assert ended.returncode == 2, ended.stderr
+    assert (
+        "Traceback" not in ended.stderr
+        and ("cannot start: a kernel needs 102,400 bytes of shared memory, and this GPU has 101,376; --device cpu runs")
+        in ended.stderr
+    )
+    assert "--device auto: " in ended.stderr

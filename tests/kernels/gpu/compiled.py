@@ -16,12 +16,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels.gpu.tiles.chip import HOPPER, KIB, Chip
+
 ROOT = Path(__file__).resolve().parents[3]
 PROCESSES = 2
 WORTH_A_PROCESS = 3
 """Kernels that take as long as a process to start."""
 MULTIPROCESSOR_REGISTERS = 64 * 1024
-SHARED_BYTES_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # a program's, by capability
+Target = int | str
+"""NVIDIA's compute capability, 90 for 9.0, or AMD's chip."""
+CHIPS: dict[Target, Chip] = {
+    80: Chip("nvidia", (8, 0), 163 * KIB),
+    86: Chip("nvidia", (8, 6), 99 * KIB),
+    89: Chip("nvidia", (8, 9), 99 * KIB),
+    90: HOPPER,
+    100: Chip("nvidia", (10, 0), 227 * KIB),
+    120: Chip("nvidia", (12, 0), 99 * KIB),
+    "gfx942": Chip("amd", (9, 4), 64 * KIB),
+}
+"""An A100, A10, L4 or L40S, H100, B200, an RTX of Blackwell, an MI300X."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,7 @@ class Job:
     kernel: str
     signature: dict[str, str]
     constexprs: dict[str, Any]
-    capability: int = 90
+    capability: Target = 90
     num_warps: int = 4
     num_stages: int = 3
     aligned: tuple[str, ...] = ()
@@ -41,7 +54,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """spills: instructions that move registers to and from local memory."""
+    """spills: instructions that move registers to and from local memory; of AMD's chips the registers that are moved.
+
+    sass: the machine's instructions. ptx: "" for AMD's chips.
+    """
 
     ttir: str
     ptx: str
@@ -55,7 +71,7 @@ def compile_kernel(
     kernel: str,
     signature: dict[str, str],
     constexprs: dict[str, Any],
-    capability: int = 90,
+    capability: Target = 90,
     num_warps: int = 4,
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
@@ -104,11 +120,21 @@ def _compile(job: dict[str, Any]) -> Compiled:
     aligned = [n for n, type_ in types.items() if type_.startswith("*") or n in job["aligned"]]
     attributes = {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     source = ASTSource(function, types, {(function.arg_names.index(n),): v for n, v in constexprs.items()}, attributes)
-    target = GPUTarget("cuda", job["capability"], 32)
+    chip = job["capability"]
+    target = GPUTarget("hip", chip, 64) if isinstance(chip, str) else GPUTarget("cuda", chip, 32)
     options = {name: job[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     kernel = triton.compile(source, target=target, options=options)
-    sass, registers, spills = _inspect(kernel.asm["cubin"])
-    return Compiled(kernel.asm["ttir"], kernel.asm["ptx"], sass, registers, spills, kernel.metadata.shared)
+    sass, registers, spills = _noted(kernel.asm["amdgcn"]) if "amdgcn" in kernel.asm else _inspect(kernel.asm["cubin"])
+    return Compiled(kernel.asm["ttir"], kernel.asm.get("ptx", ""), sass, registers, spills, kernel.metadata.shared)
+
+
+def _noted(amdgcn: str) -> tuple[str, int, int]:
+    """The assembly of an AMD chip, registers a thread and spilled registers, by its notes."""
+    import re
+
+    counts = [re.search(rf"\.vgpr_{name}:\s*(\d+)", amdgcn) for name in ("count", "spill_count")]
+    registers, spills = (int(count[1]) for count in counts if count is not None)
+    return amdgcn, registers, spills
 
 
 def _inspect(cubin: bytes) -> tuple[str, int, int]:

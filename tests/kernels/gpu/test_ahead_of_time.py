@@ -17,7 +17,7 @@ from kernels.gpu.decode_attention import REDUCE_CHUNK, DecodeConfig, decode_conf
 from kernels.gpu.prefill_attention import prefill_config
 from kernels.gpu.work_list import MAX_SPLITS, SPLIT_TOKENS
 
-from .compiled import MULTIPROCESSOR_REGISTERS, SHARED_BYTES_LIMIT, Compiled, Job, compile_kernels
+from .compiled import CHIPS, MULTIPROCESSOR_REGISTERS, Compiled, Job, Target, compile_kernels
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600)]
 PACKAGE = "kernels.gpu"
@@ -58,7 +58,7 @@ class Shape:
             **({} if "sinks" in self.features else {"sinks": None}),
         }
 
-    def job(self, kernel: str, capability: int, warps: int, **constexprs: Any) -> Job:
+    def job(self, kernel: str, capability: Target, warps: int, **constexprs: Any) -> Job:
         signature = {**SIGNATURE, "kv": f"*{self.cache}"}
         known = self.constexprs() | constexprs
         return Job(f"{PACKAGE}.{kernel}", signature, known, capability, warps, aligned=ALIGNED)
@@ -85,21 +85,21 @@ PREFILL += [(shape, 90) for shape in OTHER_BLOCKS]
 SPLIT += [(shape, 90) for shape in OTHER_BLOCKS]
 
 
-def decode_config_of(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> DecodeConfig:
+def decode_config_of(shape: Shape, capability: Target, dtype: torch.dtype = torch.bfloat16) -> DecodeConfig:
     known = shape.constexprs()
     masked = known["WINDOW"] or known["BLOCK_D"] != shape.head_dim
     element_bytes = 1 if "8" in shape.cache else dtype.itemsize
-    return decode_config(shape.head_dim, dtype, element_bytes, divmod(capability, 10), masked)
+    return decode_config(shape.head_dim, dtype, element_bytes, CHIPS[capability], masked)
 
 
-def decode_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16) -> Job:
+def decode_job(shape: Shape, capability: Target, dtype: torch.dtype = torch.bfloat16) -> Job:
     config = decode_config_of(shape, capability, dtype)
     tiles = {"BLOCK_G": 16, "BLOCK_N": config.tile, "STAGES": config.stages}
     return shape.job("decode_attention:attend_splits", capability, config.warps, **tiles)
 
 
-def prefill_job(shape: Shape, capability: int, dtype: torch.dtype = torch.bfloat16, *, split: bool = False) -> Job:
-    config = prefill_config(shape.head_dim, dtype, divmod(capability, 10))
+def prefill_job(shape: Shape, capability: Target, dtype: torch.dtype = torch.bfloat16, *, split: bool = False) -> Job:
+    config = prefill_config(shape.head_dim, dtype, CHIPS[capability])
     tiles = {"BLOCK_M": config.rows, "BLOCK_N": config.tile, "STAGES": config.stages, "boxes": None, "SPLIT": split}
     tiles |= {} if split else {"partial": None, "lse": None}
     return shape.job("prefill_attention:attend_query_tiles", capability, config.warps, **tiles)
@@ -149,14 +149,14 @@ def compiled() -> dict[Any, Compiled]:
 
 @pytest.mark.parametrize(("shape", "capability"), DECODE)
 def test_decode_attention_fits_as_often_as_it_is_started(
-    compiled: dict[Any, Compiled], shape: Shape, capability: int
+    compiled: dict[Any, Compiled], shape: Shape, capability: Target
 ) -> None:
     found = compiled["decode", shape, capability]
     config = decode_config_of(shape, capability)
     assert found.spills == 0
     registers = -(-found.registers // 8) * 8 * 32 * config.warps
     assert registers * config.programs <= MULTIPROCESSOR_REGISTERS
-    assert (found.shared_bytes + 1024) * config.programs <= SHARED_BYTES_LIMIT[capability] + 1024
+    assert (found.shared_bytes + 1024) * config.programs <= CHIPS[capability].shared_bytes + 1024
     assert "HMMA" in found.sass
     assert re.search(r"LDGSTS\.E\S*\.128", found.sass), "keys and values are not copied 16 bytes at a time"
 
@@ -166,12 +166,12 @@ def test_decode_attention_fits_as_often_as_it_is_started(
     [*(("prefill", *case) for case in PREFILL), *(("split", *case) for case in SPLIT)],
 )
 def test_prefill_attention_multiplies_on_tensor_cores(
-    compiled: dict[Any, Compiled], kernel: str, shape: Shape, capability: int
+    compiled: dict[Any, Compiled], kernel: str, shape: Shape, capability: Target
 ) -> None:
     """Whole tiles, and splits of their keys."""
     found = compiled[kernel, shape, capability]
     assert found.spills == 0
-    assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
+    assert found.shared_bytes <= CHIPS[capability].shared_bytes
     assert ("HGMMA" if capability >= 90 else "HMMA") in found.sass
 
 

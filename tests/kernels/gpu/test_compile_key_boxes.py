@@ -12,7 +12,7 @@ import torch
 from common.config.worker import BLOCK_SIZES
 from kernels.gpu.tiles.key_box import refusal
 
-from .compiled import MULTIPROCESSOR_REGISTERS, SHARED_BYTES_LIMIT, Compiled, Job, compile_kernels
+from .compiled import CHIPS, MULTIPROCESSOR_REGISTERS, Compiled, Job, Target, compile_kernels
 from .test_ahead_of_time import GEMMA3, GPT_OSS, LLAMA, LLAMA_FLOAT8, PHI3, SMOLLM2, Shape, prefill_job
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ BARRIER_BYTES = 128
 """Of shared memory: TMA says through a barrier a stage that a box is there."""
 
 
-def boxes_job(shape: Shape, capability: int = 90, *, split: bool = False) -> Job:
+def boxes_job(shape: Shape, capability: Target = 90, *, split: bool = False) -> Job:
     job = prefill_job(shape, capability, split=split)
     known = {name: value for name, value in job.constexprs.items() if name != "boxes"}
     box = f"tensordesc<{shape.cache}[{known['BLOCK_N']}, 1, {known['BLOCK_D']}]>"
@@ -77,7 +77,7 @@ def test_sums_are_made_alike(compiled: CompiledForms, shape: Shape) -> None:
 def programs(found: Compiled) -> int:
     """How many a multiprocessor holds."""
     registers = -(-found.registers // 8) * 8 * 32 * WARPS
-    return min(MULTIPROCESSOR_REGISTERS // registers, (SHARED_BYTES_LIMIT[90] + 1024) // (found.shared_bytes + 1024))
+    return min(MULTIPROCESSOR_REGISTERS // registers, (CHIPS[90].shared_bytes + 1024) // (found.shared_bytes + 1024))
 
 
 def products(found: Compiled) -> list[str]:
@@ -98,7 +98,7 @@ def test_splits_are_copied_by_tma_too() -> None:
 def test_a_chip_without_tma_gets_no_boxes() -> None:
     """Triton would make pointers of them that copy 4 bytes at a time: the host asks for none there."""
     kv = torch.empty(9, SMOLLM2.layers, SMOLLM2.kv_heads, 64, 2, SMOLLM2.head_dim, dtype=torch.bfloat16, device="meta")
-    assert refusal(kv, 32, (8, 0)) and not refusal(kv, 64, (9, 0))
+    assert refusal(kv, 32, CHIPS[80]) and not refusal(kv, 64, CHIPS[90])
     (found,) = compile_kernels([boxes_job(SMOLLM2, 80)])
     assert TMA_COPY not in found.ptx and "LDGSTS.E " in found.sass
     assert not WIDE_COPY.search(found.sass)

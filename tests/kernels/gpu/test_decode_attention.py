@@ -15,6 +15,7 @@ from kernels.gpu.device_plan import GPUPlan
 from kernels.plain import reference
 
 from .attention_case import attend, error
+from .compiled import CHIPS
 
 pytestmark = pytest.mark.interpret
 LENGTHS = [1, 19, 64, 129, 512, 592, 1328]
@@ -75,7 +76,7 @@ def test_float8_cache(
 ) -> None:
     """Converted by the chip, and by shifting bits for chips that cannot; small numbers are subnormal ones in e4m3."""
     if by_bits:
-        monkeypatch.setattr("kernels.gpu.scores.capability", lambda device: (8, 0))
+        monkeypatch.setattr("kernels.gpu.scores.chip_of", lambda device: CHIPS[80])
     case = make_case([(1, 40), (1, 600)], block=64, dtype=dtype)
     case.kv[:, :, :, ::2] *= 0.01
     case.kv = case.kv.to(torch.float8_e4m3fn)

@@ -22,7 +22,7 @@ from kernels.plain import reference
 from ...common.model.generation import Pool, files_of, prompt
 from ...common.model.mxfp4_checkpoint import write_mxfp4
 from ...stand_in import StandIn
-from .compiled import SHARED_BYTES_LIMIT, Job, compile_kernels
+from .compiled import CHIPS, Job, Target, compile_kernels
 from .conftest import ON_GPU
 from .quantised_weights import KINDS, weight_of
 
@@ -134,31 +134,32 @@ def test_few_rows_take_small_tiles() -> None:
     assert rows_of_tile(8, 128) == FEW_ROWS and rows_of_tile(4096, 128) == MANY_ROWS
 
 
-@pytest.mark.cpu
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
-def test_compiled(capability: int, rows: int) -> None:
-    """Qwen3-30B-A3B's: on tensor cores, without spills, in shared memory that a chip has."""
+def dense_job(capability: Target, rows: int) -> Job:
+    """Of Qwen3-30B-A3B."""
     signature = SIGNATURE | {"weights": "*bf16"}
     constants = {
         **{"EXPERTS": 128, "PER_TOKEN": 8, "N": 1536, "K": 2048, "GATHER": True, "BIAS": False, "bias": None},
         **{"GROUP": 0, "PACKED": False, "FLOATS": False, "OFFSET": False, "scale": None, "offset": None},
         **{"BLOCK_E": 128, "BLOCK_M": rows, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K},
     }
-    job = Job("kernels.gpu.products.experts:multiply_grouped", signature, constants, capability, 4, 3)
-    (found,) = compile_kernels([job])
-    assert found.spills == 0
-    assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
-    assert ("HGMMA" if capability >= 90 and rows >= 64 else "HMMA") in found.sass
-    assert "LDGSTS" in found.sass, "weights are not copied ahead"
+    return Job("kernels.gpu.products.experts:multiply_grouped", signature, constants, capability, 4, 3)
 
 
 @pytest.mark.cpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [80, 90])
-def test_quantised_experts_compiled(capability: int) -> None:
-    """gpt-oss-20b's in 4-bit floats and Qwen3-30B-A3B's in fp8: on tensor cores, without spills in the loop."""
+@pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+def test_compiled(capability: int, rows: int) -> None:
+    """On tensor cores, without spills, in shared memory that a chip has."""
+    (found,) = compile_kernels([dense_job(capability, rows)])
+    assert found.spills == 0
+    assert found.shared_bytes <= CHIPS[capability].shared_bytes
+    assert ("HGMMA" if capability >= 90 and rows >= 64 else "HMMA") in found.sass
+    assert "LDGSTS" in found.sass, "weights are not copied ahead"
+
+
+def held_jobs(capability: Target) -> list[Job]:
+    """gpt-oss-20b's in 4-bit floats and Qwen3-30B-A3B's in fp8."""
     jobs = []
     for packed, rows in ((True, FEW_ROWS), (True, MANY_ROWS), (False, FEW_ROWS), (False, MANY_ROWS)):
         sizes = (32, 4, 5760, 2880, 32) if packed else (128, 8, 1536, 2048, 128)
@@ -170,7 +171,15 @@ def test_quantised_experts_compiled(capability: int) -> None:
         }
         signature = SIGNATURE | {"weights": "*u8", "scale": "*bf16" if packed else "*fp32"}
         jobs.append(Job("kernels.gpu.products.experts:multiply_grouped", signature, constants, capability, 4, 3))
-    for found in compile_kernels(jobs):
+    return jobs
+
+
+@pytest.mark.cpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_quantised_experts_compiled(capability: Target) -> None:
+    """On tensor cores, without spills in the loop."""
+    for found in compile_kernels(held_jobs(capability)):
         assert found.spills <= 2  # one register is put aside before the loop, and taken back behind it
-        assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
+        assert found.shared_bytes <= CHIPS[capability].shared_bytes
         assert "HMMA" in found.sass or "HGMMA" in found.sass

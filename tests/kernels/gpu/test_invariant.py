@@ -24,14 +24,14 @@ from kernels.gpu import backend as triton_backend
 from kernels.gpu import held_products
 from kernels.gpu.products import invariant
 from kernels.gpu.products.experts import MANY_ROWS, experts
-from kernels.gpu.products.held_linear import LEAST_BLOCKS, MOST_ROWS, Tile, num_splits
+from kernels.gpu.products.held_linear import LEAST_BLOCKS, MOST_ROWS, Tile, num_splits, stages_on
 from kernels.gpu.products.invariant import DENSE, DENSE_MANY, FLOAT32, HELD, invariant_linear
 from kernels.gpu.products.lora import add_lora
 from kernels.interface.lora import GroupedRows, LoraStack
 
 from ...common.model.generation import files_of, prompt, random_checkpoint
 from ...families import CASES
-from .compiled import SHARED_BYTES_LIMIT, Compiled, Job, compile_kernels
+from .compiled import CHIPS, Compiled, Job, Target, compile_kernels
 from .conftest import ON_GPU
 from .quantised_weights import held_on, weight_of
 
@@ -215,7 +215,7 @@ SHAPES = {"8B down": (4096, 14336), "70B gate and up": (57344, 8192), "head": (1
 MMA = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync\.\S+")
 
 
-def dense_job(shape: tuple[int, int], tile: Tile, capability: int, kind: str = "bf16") -> Job:
+def dense_job(shape: tuple[int, int], tile: Tile, capability: Target, kind: str = "bf16") -> Job:
     outputs, inputs = shape
     splits, whole = num_splits(outputs, inputs), tile is DENSE_MANY
     constants = {
@@ -227,7 +227,7 @@ def dense_job(shape: tuple[int, int], tile: Tile, capability: int, kind: str = "
     out = f"*{kind}" if whole or splits == 1 else "*fp32"
     signature = {"x": f"*{kind}", "numbers": f"*{kind}", **KINDS, "out": out}
     name = "kernels.gpu.products.held_linear:multiply_held"
-    return Job(name, signature, constants, capability, tile.warps, tile.stages)
+    return Job(name, signature, constants, capability, tile.warps, stages_on(CHIPS[capability], tile))
 
 
 def instructions(found: Compiled) -> set[str]:
@@ -245,7 +245,7 @@ def test_few_and_many_rows_are_multiplied_by_the_same_instruction(shape: str, ca
     assert len(instructions(few)) == 1 and instructions(few) == instructions(many)
     for found in (few, many):
         assert found.spills == 0
-        assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability]
+        assert found.shared_bytes <= CHIPS[capability].shared_bytes
         assert ("HGMMA" if capability >= 90 else "HMMA") in found.sass
         assert "LDGSTS" in found.sass, "weights are not copied ahead"
 

@@ -16,14 +16,16 @@ from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
 from kernels.gpu import prefill_attention
 from kernels.gpu.tiles import key_box
+from kernels.gpu.tiles.chip import Chip
 from kernels.gpu.tiles.key_box import refusal
 
 from .attention_case import attend, error
+from .compiled import CHIPS
 from .test_agreement import cache, shape_of
 
 pytestmark = pytest.mark.interpret
 attend_box, key_boxes, prefill_config = key_box.attend_box, key_box.key_boxes, prefill_attention.prefill_config
-TMA = (9, 0)
+TMA = CHIPS[90]
 
 
 @pytest.fixture
@@ -119,25 +121,24 @@ def test_a_worker_goes_by_pointers(make_case: Any, device: torch.device, monkeyp
 @pytest.mark.parametrize(
     ("shape", "tile", "chip", "words"),
     [
-        ((9, 2, 2, 64, 2, 128), 64, (8, 9), "compute capability 8.9 has no TMA"),
+        ((9, 2, 2, 64, 2, 128), 64, CHIPS[89], "no TMA, which NVIDIA's chips have from compute capability 9.0 on"),
         ((9, 2, 2, 32, 2, 128), 64, TMA, "a tile of 64 keys is no box: it lies in several blocks of 32 tokens"),
         ((9, 2, 2, 64, 2, 12), 64, TMA, "rows of 24 bytes do not begin at multiples of 16"),
         ((9, 2, 2, 64, 2, 320), 64, TMA, "a box of 64 rows of 320 numbers is longer than 256"),
         ((2**20, 32, 1, 64, 2, 8), 64, TMA, "2,147,483,648 rows are more than a coordinate of 32 bits counts"),
         ((9, 2, 2, 64, 2, 128), 64, TMA, ""),
-        ((9, 2, 2, 128, 2, 80), 64, (10, 0), ""),
+        ((9, 2, 2, 128, 2, 80), 64, CHIPS[100], ""),
     ],
 )
-def test_what_tma_cannot_copy_is_refused(shape: tuple[int, ...], tile: int, chip: tuple[int, int], words: str) -> None:
+def test_what_tma_cannot_copy_is_refused(shape: tuple[int, ...], tile: int, chip: Chip, words: str) -> None:
     kv = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     found = refusal(kv, tile, chip)
     assert found.startswith(words) and bool(found) == bool(words)
 
 
-def test_amd_has_no_tma(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MI300 has compute capability 9.4."""
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert refusal(torch.empty(9, 2, 2, 64, 2, 128), 64, (9, 4))
+def test_amd_has_no_tma() -> None:
+    """An MI300X, whose capability is above Hopper's."""
+    assert refusal(torch.empty(9, 2, 2, 64, 2, 128), 64, CHIPS["gfx942"]).startswith("no TMA on AMD")
 
 
 @triton.jit

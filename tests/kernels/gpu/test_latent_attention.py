@@ -15,11 +15,12 @@ from kernels.gpu.blocks import scatter_blocks as scatter_on_device
 from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.latent_attention import LatentTile, decode_config, prefill_config
 from kernels.gpu.latents import latent_tile, write_latents
+from kernels.gpu.tiles.chip import HOPPER
 from kernels.interface.kernels import AttentionRule
 from kernels.plain import backend as plain
 
 from .attention_case import attend, error
-from .compiled import SHARED_BYTES_LIMIT, Job, compile_kernels
+from .compiled import CHIPS, Job, Target, compile_kernels
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MIXED = [(1, 0), (3, 0), (1, 64), (20, 37), (1, 150), (2, 127)]
@@ -46,7 +47,7 @@ def test_the_sizes_of_deepseek(make_case: Any, device: torch.device) -> None:
 @pytest.mark.parametrize("by_bits", [False, True])
 def test_float8_cache(make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, by_bits: bool) -> None:
     if by_bits:
-        monkeypatch.setattr("kernels.gpu.scores.capability", lambda device: (8, 0))
+        monkeypatch.setattr("kernels.gpu.scores.chip_of", lambda device: CHIPS[80])
     case = make_case([(1, 70), (9, 20)], heads=4, kv_heads=1, dim=80, latent_dim=64, dtype=torch.float16)
     case.kv = case.kv.to(torch.float8_e4m3fn)
     assert error(case, attend(case, device)) < 3e-3
@@ -122,7 +123,7 @@ SPLIT = {"SPLIT": True}
 
 
 def job(
-    kernel: str, config: LatentTile, capability: int, heads: int, cache: str = "bf16", block: int = 64, **more: Any
+    kernel: str, config: LatentTile, capability: Target, heads: int, cache: str = "bf16", block: int = 64, **more: Any
 ) -> Job:
     """Of DeepSeek's attention."""
     signature = {
@@ -166,10 +167,10 @@ def test_writing_compiled(cache: str) -> None:
 @pytest.mark.cpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", [80, 90])
-def test_compiled(capability: int) -> None:
+def test_compiled(capability: Target) -> None:
     """Single rows of V2-Lite's 16 heads, chunks of V3's 128: on tensor cores, without spills, in a chip's memory."""
-    decode = decode_config(torch.bfloat16, divmod(capability, 10))
-    prefill = prefill_config(torch.bfloat16)
+    decode = decode_config(torch.bfloat16, CHIPS[capability])
+    prefill = prefill_config(torch.bfloat16, CHIPS[capability])
     tiles = {"BLOCK_M": prefill.rows, "GROUP": prefill.rows}
     jobs = [
         job("attend_latent_splits", decode, capability, 16, BLOCK_G=decode.rows),
@@ -177,7 +178,7 @@ def test_compiled(capability: int) -> None:
     ]
     for one, found in zip(jobs, compile_kernels(jobs), strict=True):
         assert found.spills == 0, one
-        assert found.shared_bytes <= SHARED_BYTES_LIMIT[capability], one
+        assert found.shared_bytes <= CHIPS[capability].shared_bytes, one
         assert "HMMA" in found.sass
         assert "LDGSTS" in found.sass, "keys are not copied ahead"
 
@@ -186,7 +187,7 @@ def test_compiled(capability: int) -> None:
 @pytest.mark.timeout(900)
 def test_compiled_for_every_size_of_block() -> None:
     """For Hopper; with blocks of 16, half a tile of keys, single rows spill three registers."""
-    decode, prefill = decode_config(torch.bfloat16, (9, 0)), prefill_config(torch.bfloat16)
+    decode, prefill = decode_config(torch.bfloat16, HOPPER), prefill_config(torch.bfloat16, HOPPER)
     sizes = [size for size in BLOCK_SIZES if size != 64]
     rows = [job("attend_latent_splits", decode, 90, 16, block=size, BLOCK_G=decode.rows) for size in sizes]
     tiles = {"BLOCK_M": prefill.rows, "GROUP": prefill.rows}

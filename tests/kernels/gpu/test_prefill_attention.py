@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .attention_case import attend, error
+from .compiled import CHIPS
 
 pytestmark = pytest.mark.interpret
 MIXED = [(13, 5), (1, 30), (64, 64), (2, 62), (129, 334), (5, 13)]
@@ -71,7 +72,7 @@ def test_float8_cache(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, by_bits: bool
 ) -> None:
     if by_bits:
-        monkeypatch.setattr("kernels.gpu.scores.capability", lambda device: (8, 0))
+        monkeypatch.setattr("kernels.gpu.scores.chip_of", lambda device: CHIPS[80])
     case = make_case([(20, 30), (9, 0)], block=64, dtype=dtype)
     case.kv = case.kv.to(torch.float8_e4m3fn)
     options = {"k_scale": 0.5, "v_scale": 2.5}

@@ -15,6 +15,7 @@ from kernels.gpu import decode_attention, prefill_attention, query_work
 from kernels.gpu.tiles import key_box
 
 from .attention_case import attend, error
+from .compiled import CHIPS
 from .test_agreement import cache, latents, shape_of
 
 pytestmark = pytest.mark.interpret
@@ -99,7 +100,7 @@ def test_float8_cache(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, rounds: list[int], by_bits: bool
 ) -> None:
     if by_bits:
-        monkeypatch.setattr("kernels.gpu.scores.capability", lambda device: (8, 0))
+        monkeypatch.setattr("kernels.gpu.scores.chip_of", lambda device: CHIPS[80])
     case = make_case([(20, 130), (9, 200)], block=64, dtype=torch.bfloat16)
     case.kv = case.kv.to(torch.float8_e4m3fn)
     options = {"k_scale": 0.5, "v_scale": 2.5}
