@@ -85,14 +85,15 @@ class DecodeDuty(Duty):
             receiver.take_quantised(quantised_incoming(loaded.kv, in_message))
         pool = self.new_pool(loaded)
         tiers = self.new_tiers(loaded, pool, lambda event: self._engine.notify(event))
+        places = settings.places_within(loaded.kv.num_blocks * loaded.kv.block_size)
         scheduler = DecodeScheduler(
             pool,
-            max_num_seqs=settings.places,
+            max_num_seqs=places,
             local_prefill_chunk=settings.step_tokens,
             watermark=settings.watermark,
             max_prompt_logprobs=max_prompt_logprobs(loaded.vocab_size),
             slo_tpot_s=settings.slo_tpot_ms / 1000,
-            usual_num_seqs=settings.usual_places,
+            usual_num_seqs=min(places, settings.usual_places),
             usual_chunk=settings.usual_step_tokens,
             window=loaded.window,
         )

@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEGAN] = time.monotonic()
+    os.environ.setdefault("DIPTYCH_DEVICE", "cpu")  # of whole systems, on a machine with a GPU too
     gc.disable()  # next to nothing of what is collected is garbage: searching for it was a quarter of the time
 
 

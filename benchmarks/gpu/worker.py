@@ -29,7 +29,7 @@ def load_random(shape: GPUShape, config: WorkerConfig) -> tuple[ModelFiles, Load
     """Files from `--model`, a folder that `write_folder` wrote, and random weights."""
     files = resolve_model(config.model, progress=False)
     torch.manual_seed(SEED)
-    return files, LoadedModel.of(lambda: random_model(shape, torch_device(config.device)), files, config)
+    return files, LoadedModel.of(lambda: random_model(shape, torch_device(config.torch_device)), files, config)
 
 
 class RandomWorker(WorkerProcess):

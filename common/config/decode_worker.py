@@ -12,6 +12,8 @@ from common.errors import ConfigError
 USUAL_SEQS, MOST_SEQS, USUAL_CHUNK, MOST_CHUNK = 64, 256, 128, 1024
 """Where flags that are not given stand, and how far a goal may turn the knob: what a step takes beside weights and KV
 cache, and the number of recorded steps, grow with it."""
+SEQ_TOKENS = 512
+"""KV tokens on a GPU for each request generated side by side: with fewer, long answers would preempt each other."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class DecodeWorkerConfig(WorkerConfig):
     kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free one", group="Sockets", **PORT)
     max_num_seqs: int = setting(
         0,
-        f"requests generated side by side, at most: --slo-tpot-ms may allow fewer; 0: {USUAL_SEQS}, or with "
-        f"--slo-tpot-ms as many as it allows, up to {MOST_SEQS}",
+        f"requests generated side by side, at most: --slo-tpot-ms may allow fewer; 0: {USUAL_SEQS}, on a GPU or with "
+        f"--slo-tpot-ms up to {MOST_SEQS}, on a GPU no more than have {SEQ_TOKENS} tokens of the KV cache each",
         group="Scheduling",
         ge=0,
         le=4096,
@@ -108,17 +110,23 @@ class DecodeWorkerConfig(WorkerConfig):
             raise ConfigError("max_draft_tokens", self.max_draft_tokens, allowed)
         if self.draft_model and self.draft_head:
             raise ConfigError("draft_model", self.draft_model, f"empty with --draft-head {self.draft_head}: one drafts")
-        if self.device != "cpu" and self.draft_quantization in ("int8", "int4"):
+        if self.on_gpu and self.draft_quantization in ("int8", "int4"):
             raise ConfigError("draft_quantization", self.draft_quantization, f"auto or none on {self.device}")
 
     @property
     def places(self) -> int:
-        return self.max_num_seqs or (MOST_SEQS if self.slo_tpot_ms else USUAL_SEQS)
+        return self.max_num_seqs or (MOST_SEQS if self.slo_tpot_ms or self.on_gpu else USUAL_SEQS)
+
+    def places_within(self, kv_tokens: int) -> int:
+        """`places`; on a GPU, unless they are given, at most as many as have `SEQ_TOKENS` of `kv_tokens` each."""
+        if self.max_num_seqs or not self.on_gpu:
+            return self.places
+        return max(1, min(self.places, kv_tokens // SEQ_TOKENS))
 
     @property
     def usual_places(self) -> int:
         """Requests that run side by side while no prediction says how many the goal allows."""
-        return self.max_num_seqs or USUAL_SEQS
+        return USUAL_SEQS if self.slo_tpot_ms and not self.max_num_seqs else self.places
 
     @property
     def step_tokens(self) -> int:
@@ -131,4 +139,4 @@ class DecodeWorkerConfig(WorkerConfig):
 
     @property
     def shares_kv(self) -> bool:
-        return self.maps_memory and self.device == "cpu"
+        return self.maps_memory and not self.on_gpu

@@ -11,6 +11,8 @@ from common.config.cores import CORES, parse_cores
 from common.config.field import DURATION, FILE, HOST, PORT, setting
 from common.errors import ConfigError
 
+AUTO = "auto"
+"""Value of `device` until a process that can see the GPUs replaces it (`common.machine.gpus`)."""
 BLOCK_SIZES = (16, 32, 64, 128)
 CPU_BLOCK, GPU_BLOCK = 16, 64
 """Tokens: on a GPU a tile of keys is a block of 64, so attention reads one entry of the block table a tile."""
@@ -113,11 +115,12 @@ class WorkerConfig(CommonConfig, PodSettings):
     )
     max_lora_rank: int = setting(64, "largest rank of a LoRA adapter", group="Model", ge=1, le=512)
     device: str = setting(
-        "cpu",
-        "where the model runs",
+        AUTO,
+        "where the model runs; auto: on a GPU, or on the CPU where torch finds none that the kernels support; the log "
+        "says which, and why",
         group="Device",
-        pattern=r"cpu|cuda(:[0-9]+)?",
-        expects="cpu, cuda or cuda:N",
+        pattern=r"auto|cpu|cuda(:[0-9]+)?",
+        expects="auto, cpu, cuda or cuda:N",
         metavar="DEVICE",
     )
     tensor_parallel_size: int = setting(
@@ -283,12 +286,14 @@ class WorkerConfig(CommonConfig, PodSettings):
             allowed = "127.0.0.1, ::1 or localhost unless --curve-key or --allow-remote is given"
             raise ConfigError("host", self.host, allowed)
         self.check_silence("router_timeout_s")
-        if self.kv_cache_dtype == "int8" and self.device != "cpu":
+        if self.on_gpu and self.quantization in ("int8", "int4"):
+            raise ConfigError("quantization", self.quantization, f"auto or none on {self.device}")
+        if self.kv_cache_dtype == "int8" and self.on_gpu:
             raise ConfigError("kv_cache_dtype", "int8", f"auto, native or fp8 on {self.device}")
         if self.kv_transport == "nixl" and self.curve_key:
             allowed = "auto, tcp or shm with --curve-key: NIXL neither encrypts KV nor asks who reads it"
             raise ConfigError("kv_transport", "nixl", allowed)
-        if self.exports_kv and (not self.on_gpu or self.tensor_parallel_size > 1):
+        if self.exports_kv and (self.device == "cpu" or self.tensor_parallel_size > 1):
             allowed = "auto, tcp, shm or nixl on CPUs and with several ranks: a GPU copies out of another's whole cache"
             raise ConfigError("kv_transport", "cuda-ipc", allowed)
         parse_cores(self.cores)
@@ -348,13 +353,22 @@ class WorkerConfig(CommonConfig, PodSettings):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the model runs on a GPU."""
-        return self.device != "cpu"
+        """Whether the model runs on a GPU. False for `auto`."""
+        return self.torch_device != "cpu"
+
+    @property
+    def torch_device(self) -> str:
+        """The device's name in torch. `auto` stands for the CPU until it is replaced."""
+        return "cpu" if self.device == AUTO else self.device
 
     @property
     def device_index(self) -> int:
         """Which GPU of its host it is on."""
         return int(self.device.partition(":")[2] or 0)
+
+    def places_within(self, kv_tokens: int) -> int:
+        """`places`, bounded by a KV cache of `kv_tokens` tokens."""
+        return self.places
 
     @property
     def block_tokens(self) -> int:

@@ -66,15 +66,15 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
     size = config.tensor_parallel_size
     task = task_of(files, config)
     whole, _ = open_for_ranks(files, size)
-    dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
+    dtype = native_dtype(config.torch_device) if config.dtype == "auto" else config.dtype
     kv = kv_form(files, config.kv_cache_dtype, dtype).cut(whole.num_layers)
     draft = None
     if isinstance(config, DecodeWorkerConfig) and config.draft_model:
         draft = DraftPlan.of(files, config, dtype)
-    form = WeightForm(dtype, config.device, config.quantization, task.generates)
+    form = WeightForm(dtype, config.torch_device, config.quantization, task.generates)
     need = need_of(files, config, form, kv.dtype, draft)
     of_others = need if draft is None else need_of(files, config, form, kv.dtype)
-    need.check(config.device, [of_others] * (config.ranks_per_host - 1))
+    need.check(config.torch_device, [of_others] * (config.ranks_per_host - 1))
     draft_bytes = draft.block_bytes if draft is not None else 0
     num_blocks = config.num_blocks
     if not num_blocks and config.kv_gib:
@@ -88,7 +88,7 @@ def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
             listener, meeting = meeting_of(hosts)
         others.start(plans(files, config, task, dtype, kv, meeting, of_others), hosts)
         others.wait_started()
-        group = RankGroup(Shard(0, size), meeting, torch.device(config.device), listener)
+        group = RankGroup(Shard(0, size), meeting, torch.device(config.torch_device), listener)
     except BaseException:
         if listener is not None:
             listener.close()
@@ -153,7 +153,7 @@ def plans(
             quantization=config.quantization,
             with_head=task.generates,
             batch_invariant=config.batch_invariant,
-            device=device_of(config.device, rank % config.ranks_per_host),
+            device=device_of(config.torch_device, rank % config.ranks_per_host),
             num_blocks=config.num_blocks,
             largest=LargestSteps.of(config, samples=task.generates),
             block_size=config.block_tokens,
@@ -214,14 +214,14 @@ def _load(
         Shard(0, size),
         ranks.group,
         dtype=dtype,
-        device=config.device,
+        device=config.torch_device,
         quantization=config.quantization,
         with_head=task.generates,
         batch_invariant=config.batch_invariant,
     )
 
     def cache(count: int) -> KVCache:
-        return ShardedCache(whole, size, count, config.block_tokens, form.dtype, config.device, form.scales)
+        return ShardedCache(whole, size, count, config.block_tokens, form.dtype, config.torch_device, form.scales)
 
     def joined(kv: KVCache) -> ModelRunner:
         assert isinstance(kv, ShardedCache)  # made above
@@ -241,7 +241,7 @@ def _load(
         if config.num_blocks:
             return config.num_blocks
         others.measure_together()
-        memory, least = CUDAMemory(torch.device(config.device)), ranks.group.least
+        memory, least = CUDAMemory(torch.device(config.torch_device)), ranks.group.least
         return blocks_left(model, config, form.dtype, memory, draft, samples=task.generates, least=least)
 
     loaded = LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places, num_blocks), task, form=form)
@@ -260,7 +260,7 @@ def _ranked_runner(
         ranks.processes,
         ranks.group.spread,
         ranks.deadline,
-        max_num_seqs=config.places,
+        max_num_seqs=config.places_within(kv.num_blocks * kv.block_size),
         max_model_len=config.max_model_len or max_model_len,
         adapts=config.lora_places > 0,
     )

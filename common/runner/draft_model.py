@@ -53,7 +53,7 @@ class DraftPlan:
         check_vocabulary(served, files, config.draft_model)
         shape, source = open_model(files)
         wanted = config.draft_quantization
-        if wanted == "auto" and config.device == "cpu" and not source.has_quantised:
+        if wanted == "auto" and config.torch_device == "cpu" and not source.has_quantised:
             wanted = Quantization.INT8.value
         return cls(files, dtype, wanted, block_bytes(shape, config.block_tokens, dtype))
 
@@ -65,10 +65,10 @@ class DraftPlan:
     def load(self, config: DecodeWorkerConfig, num_blocks: int, make_runner: MakeRunner) -> DraftModel:
         """Reads the weights and runs first steps. Raises ModelError or ConfigError."""
         try:
-            model = load_model(self.files, dtype=self.dtype, device=config.device, quantization=self.quantization)
+            model = load_model(self.files, dtype=self.dtype, device=config.torch_device, quantization=self.quantization)
         except ModelError as error:
             raise ModelError(f"the draft model cannot be loaded: {error}") from error
-        kv = KVCache(model.config, num_blocks, config.block_tokens, self.dtype, config.device)
+        kv = KVCache(model.config, num_blocks, config.block_tokens, self.dtype, config.torch_device)
         runner = warmed_up(lambda: make_runner(model, kv), config)
         profile = runner.profile
         token_s = profile.forward_s / max(1, profile.num_tokens)

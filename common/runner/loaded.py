@@ -153,13 +153,15 @@ class LoadedModel:
         task = task_of(files, config)
         if config.kv_cache_dtype == "int8" and open_model(files)[0].latent_dim:
             raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
-        dtype = native_dtype(config.device) if config.dtype == "auto" else config.dtype
-        options = {"dtype": dtype, "device": config.device, "quantization": config.quantization}
+        dtype = native_dtype(config.torch_device) if config.dtype == "auto" else config.dtype
+        options = {"dtype": dtype, "device": config.torch_device, "quantization": config.quantization}
         form = kv_form(files, config.kv_cache_dtype, dtype)
         plan = None
         if isinstance(config, DecodeWorkerConfig) and config.draft_model:
             plan = DraftPlan.of(files, config, dtype)
-        need_of(files, config, WeightForm(**options, with_head=task.generates), form.dtype, plan).check(config.device)
+        need_of(files, config, WeightForm(**options, with_head=task.generates), form.dtype, plan).check(
+            config.torch_device
+        )
         if config.draft_head:
             return cls._with_draft_head(files, config, task, options, form)
         loaded = cls.of(
@@ -211,7 +213,7 @@ class LoadedModel:
         model = load()
         adapters = bank_of(model, config, makers.places)
         shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
-        reserve_step_copies(LargestSteps.of(config, samples=task.generates), shape, torch.device(config.device))
+        reserve_step_copies(LargestSteps.of(config, samples=task.generates), shape, torch.device(config.torch_device))
         form = form or KVForm(config.kv_cache_dtype if config.kv_cache_dtype in SMALL_DTYPES else dtype)
         kv_dtype, scales = form.dtype, form.cut(shape.num_layers).scales
         check_wire(config, kv_dtype)
@@ -227,7 +229,7 @@ class LoadedModel:
             raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
         make_cache = makers.cache or (
             lambda count: KVCache(
-                shape, count, block_size, kv_dtype, config.device, share=share, export=export, scales=scales
+                shape, count, block_size, kv_dtype, config.torch_device, share=share, export=export, scales=scales
             )
         )
         kv = make_cache(num_blocks)
@@ -276,7 +278,7 @@ def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> 
     """Add the head of a model that scores. Raises ModelError as `load_score` does."""
     if loaded.task.name != "score":
         return loaded
-    weight = load_score(files, loaded.task.answers, config.device)
+    weight = load_score(files, loaded.task.answers, config.torch_device)
     return replace(loaded, score=Linear(weight, batch_invariant=config.batch_invariant))
 
 
@@ -310,7 +312,7 @@ def num_kv_blocks(
     if config.num_blocks:
         return config.num_blocks
     if not config.kv_gib:
-        memory = CUDAMemory(torch.device(config.device))
+        memory = CUDAMemory(torch.device(config.torch_device))
         return blocks_left(model, config, kv_dtype, memory, draft, samples=samples)
     return blocks_within(model.config, config, kv_dtype, draft.block_bytes if draft is not None else 0)
 
@@ -368,7 +370,7 @@ def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> Mo
         model,
         kv,
         recorder_for(kv.device),
-        max_num_seqs=config.places,
+        max_num_seqs=config.places_within(kv.num_blocks * kv.block_size),
         max_model_len=config.max_model_len or model.config.max_model_len,
         adapts=config.lora_places > 0,
     )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from common.config import WorkerConfig
 from common.config.sources import counterpart, exit_refused, load
+from common.config.worker import AUTO
 from common.errors import ConfigError
+from common.machine.gpus import find_gpus_here, gpu_refusal, placement_message, with_device
 from common.observe.logging import setup_logging
 
 if TYPE_CHECKING:
     from common.worker.process import WorkerProcess
 
+log = logging.getLogger(__name__)
 C = TypeVar("C", bound=WorkerConfig)
 Other = TypeVar("Other", bound=WorkerConfig)
 
@@ -40,6 +44,19 @@ def run_command(
 
     pin_to_cores(config.cores)
     spin_briefly()
+    if config.device == AUTO:
+        config, other = _on_found_device(config, other, prog)
     from common.worker.process import run_worker
 
     return run_worker(lambda: build(config, other))
+
+
+def _on_found_device(config: C, other: Other | None, prog: str) -> tuple[C, Other | None]:
+    """The settings of both roles with `--device auto` replaced; the log says by what."""
+    gpus = find_gpus_here()
+    refusal = gpu_refusal(config, gpus) or ("" if other is None else gpu_refusal(other, gpus))
+    log.info(placement_message(refusal))
+    try:
+        return with_device(config, refusal), None if other is None else with_device(other, refusal)
+    except ConfigError as error:
+        exit_refused(error, prog)

@@ -231,7 +231,7 @@ class Duties:
             raise
         engine.step_times, engine.step_fit = times, self._fits[duty.role]
         config = duty.config
-        if config.core_share and config.device == "cpu":
+        if config.core_share and not config.on_gpu:
             cores = CoreShare(config.core_share, loaded.num_threads)
             loaded.share_cores(cores)
             engine.share_cores(cores, loaded.set_num_threads)

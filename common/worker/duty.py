@@ -161,7 +161,7 @@ class Duty(ABC):
             kv.wire_bytes,
             copied_incoming(kv),
             notify,
-            share=config.maps_memory and config.device == "cpu",
+            share=config.maps_memory and not config.on_gpu,
             require_shared=config.kv_transport == "shm",
             curve=self.parts.curve,
         )

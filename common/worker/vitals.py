@@ -62,7 +62,7 @@ def hello_of(
         block_size=config.block_tokens,
         num_blocks=loaded.kv.num_blocks if loaded else 0,
         max_model_len=loaded.max_model_len if loaded else 0,
-        max_num_seqs=config.places,
+        max_num_seqs=config.places_within(loaded.kv.num_blocks * loaded.kv.block_size) if loaded else config.places,
         kv_address=kv_address,
         version=__version__,
         weights=loaded.weights if loaded else "",

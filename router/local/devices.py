@@ -1,49 +1,40 @@
-"""Which GPUs the workers of `diptych serve` get. No torch: devices are counted by what the driver shows."""
+"""Assignment of GPUs to the workers of `diptych serve`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from common.config import WorkerConfig
 from common.errors import ConfigError
 
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
 
+def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int, *, may_share: bool = False) -> list[WorkerConfig]:
+    """The same workers, with a GPU for each that `--device cuda` leaves the choice.
 
-def count_gpus(environ: Mapping[str, str], nvidia: Path = NVIDIA, amd: Path = AMD) -> int:
-    """How many GPUs processes with this environment see; 0 where the driver shows none, which torch may still find."""
-    for name in VISIBLE:
-        if name in environ:
-            listed = [one.strip() for one in environ[name].split(",")]
-            return listed.index("-1") if "-1" in listed else len([one for one in listed if one])
-    if nvidia.is_dir():
-        return len(list(nvidia.iterdir()))
-    nodes = (node / "gpu_id" for node in amd.iterdir()) if amd.is_dir() else ()
-    return sum(file.read_text().strip() != "0" for file in nodes if file.exists())  # 0: the node is a CPU
-
-
-def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int) -> list[WorkerConfig]:
-    """The same workers, each on GPUs of its own, as far as `--device cuda` leaves the choice.
-
-    One GPU is shared by all workers that it can take, and so is a GPU that several name: each may use a part of its
-    memory. ConfigError where there are several GPUs, and fewer than the workers need.
+    A worker gets GPUs that no other one uses. On a machine with one GPU, or with `may_share` where there are too few,
+    workers share them: each may use a part of a GPU's memory, as do workers that name the same GPU. Raises ConfigError
+    if there are several GPUs, but fewer than the workers need.
     """
     choosing = [i for i, worker in enumerate(workers) if worker.device == "cuda"]
     if num_gpus <= 1 and all(workers[i].ranks_per_host == 1 for i in choosing):
         return _sharing(workers)
     named = {index for worker in workers if worker.device.startswith("cuda:") for index in gpus_of(worker)}
-    free, given = set(range(num_gpus)) - named, list(workers)
+    users, given = (
+        Counter(index for worker in workers if worker.device != "cuda" for index in gpus_of(worker)),
+        [*workers],
+    )
     for i in sorted(choosing, key=lambda i: -workers[i].ranks_per_host):  # first those that need neighbours
         size = workers[i].ranks_per_host
-        first = next((index for index in sorted(free) if free.issuperset(range(index, index + size))), None)
-        if first is None:
+        places = [range(first, first + size) for first in range(num_gpus - size + 1)]
+        place = min(
+            places, key=lambda place: (max(users[i] for i in place), sum(users[i] for i in place)), default=range(0)
+        )
+        if not place or (max(users[index] for index in place) and not may_share):
             raise ConfigError("device", "cuda", _too_few([workers[i] for i in choosing], num_gpus, len(named)))
-        free -= set(range(first, first + size))
-        given[i] = dataclasses.replace(workers[i], device=f"cuda:{first}")
+        users.update(place)
+        given[i] = dataclasses.replace(workers[i], device=f"cuda:{place[0]}")
     return _sharing(given)
 
 
@@ -56,7 +47,7 @@ def gpus_of(worker: WorkerConfig) -> range:
 
 
 def _sharing(workers: Sequence[WorkerConfig]) -> list[WorkerConfig]:
-    """Workers of one GPU share its memory."""
+    """Divide the memory of each GPU among its workers."""
     users = Counter(index for worker in workers for index in gpus_of(worker))
     found = []
     for worker in workers:

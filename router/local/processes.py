@@ -15,9 +15,11 @@ from typing import TypeVar
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig, WorkerConfig
 from common.config.field import Config, Field, fields_of
 from common.config.sources import FlagParser, Sources
+from common.config.worker import AUTO
 from common.errors import ConfigError
+from common.machine.gpus import FoundGPUs, count_gpus, find_gpus, gpu_refusal, placement_message, with_device
 from common.wire.message_fields import Role
-from router.local.devices import count_gpus, on_gpus
+from router.local.devices import on_gpus
 from router.models.models_file import table_of
 
 C = TypeVar("C", bound=Config)
@@ -65,6 +67,8 @@ class ServePlan:
     autoscale: bool = False
     kinds: Mapping[Role, WorkerConfig] = dataclasses.field(default_factory=dict)
     models: tuple[str, ...] = ()
+    placement: str = ""
+    """What `--device auto` has become, and why; "" where no worker has it."""
 
 
 def fields_set_by(cls: type[Config]) -> list[Field]:
@@ -101,7 +105,8 @@ def read_plan(
     """Merge all sources. Raises ConfigError.
 
     A worker without a `threads` setting may use `num_cores` (0: those of this process), in turns with the others.
-    Workers with `--device cuda` are spread over `num_gpus` (None: those that the driver shows).
+    Workers are spread over `num_gpus` (None: those that the driver shows, or for `--device auto` those that a process
+    with torch finds).
     """
     environ = os.environ if environ is None else environ
     flags = build_parser().flags(argv)
@@ -119,6 +124,17 @@ def read_plan(
     cores = num_cores or len(os.sched_getaffinity(0))
     prefill = merge(PrefillWorkerConfig, WORKER_OWN, "prefill-")
     decode = merge(DecodeWorkerConfig, WORKER_OWN, "decode-")
+    is_auto = AUTO in (prefill.device, decode.device)
+    placement = ""
+    if is_auto:
+        gpus = find_gpus(environ) if num_gpus is None else FoundGPUs(num_gpus, "" if num_gpus else "no GPU")
+        refusal = _refusal([prefill, decode], gpus)
+        prefill, decode, placement, num_gpus = (
+            with_device(prefill, refusal),
+            with_device(decode, refusal),
+            placement_message(refusal),
+            gpus.num_gpus,
+        )
     # A worker that leaves while the service goes on may hand its streams over in peace.
     drain_s = prefill.drain_timeout_s if serve.autoscale else WORKER_DRAIN_S
     router = _hurried(merge(RouterConfig, ROUTER_OWN, ""), ROUTER_DRAIN_S)
@@ -142,7 +158,7 @@ def read_plan(
 
     every: list[WorkerConfig] = [*workers(prefill, "prefill", serve.prefill), *workers(decode, "decode", serve.decode)]
     if not serve.autoscale:
-        every = on_gpus(every, count_gpus(environ) if num_gpus is None else num_gpus)
+        every = on_gpus(every, count_gpus(environ) if num_gpus is None else num_gpus, may_share=is_auto)
     return ServePlan(
         router=_planning(router, serve, cores) if serve.autoscale else router,
         prefill=tuple(one for one in every if isinstance(one, PrefillWorkerConfig)),
@@ -152,7 +168,15 @@ def read_plan(
         autoscale=serve.autoscale,
         kinds={"prefill": _worker(prefill, "", cores, drain_s), "decode": _worker(decode, "", cores, drain_s)},
         models=models,
+        placement=placement,
     )
+
+
+def _refusal(pools: Sequence[WorkerConfig], gpus: FoundGPUs) -> str:
+    """Why the pools with `--device auto` run on no GPU, or "": all of them do, or none, because pairs exchange KV."""
+    if any(pool.device == "cpu" for pool in pools):
+        return "the other pool is on the CPU"
+    return next(filter(None, (gpu_refusal(pool, gpus) for pool in pools if pool.device == AUTO)), "")
 
 
 def _divided(config: W, num_workers: int) -> W:

@@ -115,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_refused(error, "diptych serve")
     except KeyboardInterrupt:
         return 130
+    if plan.placement:
+        log.info(plan.placement)
     models = ", ".join(one.model_id for one in files)
     log.info("starting", extra={"model": models, "prefill": len(plan.prefill), "decode": len(plan.decode)})
     with tempfile.TemporaryDirectory(prefix="diptych-") as runtime:

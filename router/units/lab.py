@@ -133,8 +133,10 @@ class Lab:
 
 def device_flags(unit: Unit, accelerator: Accelerator, *, sees_all: bool) -> tuple[str, ...]:
     """A worker's flags for its device. `sees_all`: all devices of the machine, and not one alone."""
-    if unit.kind == "router" or accelerator == "cpu":
+    if unit.kind == "router":
         return ()
+    if accelerator == "cpu":
+        return ("--device", "cpu")
     # ROCm's torch answers to CUDA's name.
     return ("--device", f"cuda:{unit.place if sees_all else 0}")
 

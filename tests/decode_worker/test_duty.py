@@ -11,6 +11,7 @@ import torch
 import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.config.decode_worker import SEQ_TOKENS
 from common.device_memory.driver import driver
 from common.errors import ConfigError, ModelError
 from common.grammar.grammars import Grammars
@@ -99,6 +100,13 @@ def test_roles_follow_each_other_over_one_model(model: Any, grammars: Grammars) 
         term.end()
     assert len(answers[0]) == NUM_TOKENS
     assert answers[1] == answers[0][:1] and answers[2] == answers[0]
+
+
+def test_a_gpu_decodes_as_many_rows_as_its_cache_has_room_for(model: Any, grammars: Grammars) -> None:
+    kv = model[1].kv
+    term = Term(decode_offer(DecodeWorkerConfig(device="cuda")), 1, model, grammars)
+    assert term.engine.scheduler.max_num_seqs == kv.num_blocks * kv.block_size // SEQ_TOKENS < 256
+    term.end()
 
 
 def test_a_draft_model_decodes_along(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from common.errors import ConfigError
-from router.local.devices import count_gpus
 from router.local.processes import ServePlan, read_plan
 
-NOTHING = Path("/nonexistent")
 RANKS = ("--device", "cuda", "--kv-memory-gib", "4")
 
 
@@ -73,29 +69,50 @@ def test_named_gpus_stay_and_the_rest_is_chosen() -> None:
 
 
 def test_a_cpu_needs_none() -> None:
-    assert devices(plan_of("--prefill", "3", num_gpus=0)) == ["cpu"] * 4
+    plan = plan_of("--device", "cpu", "--prefill", "3", num_gpus=4)
+    assert devices(plan) == ["cpu"] * 4 and plan.placement == ""
+
+
+def test_gpus_are_found_and_divided() -> None:
+    """Each worker has its own GPU where there are enough. Else they share them evenly, instead of a refusal."""
+    apart = plan_of("--prefill", "2", "--decode", "2", num_gpus=4)
+    assert devices(apart) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"] and shares(apart) == [0.9] * 4
+    assert apart.placement == "--device auto: a GPU"
+    shared = plan_of("--prefill", "2", "--decode", "2", num_gpus=3)
+    assert devices(shared) == ["cuda:0", "cuda:1", "cuda:2", "cuda:0"]
+    assert shares(shared) == pytest.approx([0.45, 0.9, 0.9, 0.45])
+    one = plan_of(num_gpus=1)
+    assert devices(one) == ["cuda", "cuda"] and shares(one) == pytest.approx([0.45] * 2)
+    assert one.router.local_prefill_threshold == 0
+
+
+def test_named_gpus_are_taken_last() -> None:
+    assert devices(plan_of("--prefill-device", "cuda:0", "--decode", "2", num_gpus=2)) == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+def test_ranks_share_gpus_too_but_not_their_own() -> None:
+    shared = plan_of("--kv-memory-gib", "4", "--tensor-parallel-size", "2", "--decode", "2", num_gpus=3)
+    assert devices(shared) == ["cuda:0", "cuda:1", "cuda:0"]
+    alone = plan_of("--tensor-parallel-size", "4", num_gpus=3)
+    assert devices(alone) == ["cpu", "cpu"]
+    assert alone.placement == "--device auto: the CPU, because its ranks need 4 GPUs, and this machine has 3"
 
 
 @pytest.mark.parametrize(
-    ("environ", "count"),
+    ("argv", "reason"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0,2, 5"}, 3),
-        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, 1),  # the driver stops at the first that is none
-        ({"HIP_VISIBLE_DEVICES": "3"}, 1),
-        ({}, 0),
+        ((), "no GPU"),
+        (("--prefill-device", "cpu"), "the other pool is on the CPU"),
+        (("--kv-cache-dtype", "int8"), "kv_cache_dtype='int8' is refused: auto, native or fp8 on cuda"),
+        (("--decode-quantization", "int4"), "quantization='int4' is refused: auto or none on cuda"),
     ],
 )
-def test_the_environment_says_what_is_visible(environ: dict[str, str], count: int) -> None:
-    assert count_gpus(environ, NOTHING, NOTHING) == count
+def test_both_pools_are_on_the_cpu_and_the_plan_says_why(argv: tuple[str, ...], reason: str) -> None:
+    plan = plan_of(*argv, num_gpus=2 if argv else 0)
+    assert devices(plan) == ["cpu", "cpu"] and plan.router.local_prefill_threshold > 0
+    assert plan.placement == f"--device auto: the CPU, because {reason}"
 
 
-def test_the_driver_says_what_is_there(tmp_path: Path) -> None:
-    nvidia, amd = tmp_path / "gpus", tmp_path / "nodes"
-    for name in ("0000:01:00.0", "0000:02:00.0"):
-        (nvidia / name).mkdir(parents=True)
-    for number, gpu_id in enumerate(("0", "51234", "8123", "991")):
-        (amd / str(number)).mkdir(parents=True)
-        (amd / str(number) / "gpu_id").write_text(f"{gpu_id}\n")
-    assert count_gpus({}, nvidia, NOTHING) == 2
-    assert count_gpus({}, NOTHING, amd) == 3
+def test_a_setting_for_gpus_alone_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="0 on cpu: .*; --device auto: the CPU, because no GPU"):
+        plan_of("--kv-host-gib", "1", num_gpus=0)

@@ -31,7 +31,7 @@ from router.local.supervisor import Supervisor
 
 
 def plan_of(*argv: str, **environ: str) -> ServePlan:
-    return read_plan(argv, environ, num_cores=8, num_gpus=1)
+    return read_plan(argv, environ, num_cores=8, num_gpus=0)
 
 
 def test_the_default_is_one_of_each() -> None:

@@ -15,6 +15,29 @@ def test_a_gpu_has_larger_blocks_and_steps_and_what_memory_is_left() -> None:
     assert (DecodeWorkerConfig(device="cuda").block_tokens, DecodeWorkerConfig().kv_gib) == (64, 1.0)
 
 
+def test_a_gpu_has_as_many_rows_as_its_kv_cache_has_room_for() -> None:
+    """A CPU's do not depend on it, nor do rows that are given."""
+    cpu, gpu = DecodeWorkerConfig(), DecodeWorkerConfig(device="cuda")
+    assert (cpu.places, gpu.places, gpu.usual_places) == (64, 256, 256)
+    tokens = (100, 512 * 48 + 7, 850_000)
+    assert [gpu.places_within(count) for count in tokens] == [1, 48, 256]
+    assert [cpu.places_within(count) for count in tokens] == [64] * 3
+    given = DecodeWorkerConfig(device="cuda", max_num_seqs=400)
+    assert [given.places_within(count) for count in tokens] == [400] * 3
+    goal = DecodeWorkerConfig(device="cuda", slo_tpot_ms=20.0)
+    assert (goal.places, goal.usual_places) == (256, 64)  # until predictions say how many the goal allows
+    assert PrefillWorkerConfig(device="cuda").places_within(100) == PrefillWorkerConfig().places
+
+
+def test_auto_is_no_device_until_it_is_replaced() -> None:
+    auto = DecodeWorkerConfig()
+    assert (auto.device, auto.on_gpu, auto.torch_device) == ("auto", False, "cpu")
+    assert DecodeWorkerConfig(device="cuda:1").torch_device == "cuda:1"
+    DecodeWorkerConfig(kv_host_gib=1.0)  # what only one device takes is not refused yet
+    DecodeWorkerConfig(kv_cache_dtype="int8")
+    DecodeWorkerConfig(kv_transport="cuda-ipc")
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_given_holds_everywhere(device: str) -> None:
     given = PrefillWorkerConfig(device=device, block_size=32, max_num_batched_tokens=100, kv_memory_gib=2.5)

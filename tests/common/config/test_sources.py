@@ -82,7 +82,7 @@ def test_settings_of_other_processes_are_known_but_not_taken(tmp_path: Path) -> 
         (["--port", "65536"], {}, "port", "to 65535"),
         (["--device", "tpu"], {}, "device", "cpu, cuda or cuda:N"),
         (["--kv-transport", "rdma"], {}, "kv_transport", "one of auto, tcp, shm, nixl, cuda-ipc"),
-        (["--kv-transport", "cuda-ipc"], {}, "kv_transport", "nixl on CPUs and with several ranks"),
+        (["--kv-transport", "cuda-ipc", "--device", "cpu"], {}, "kv_transport", "nixl on CPUs and with several ranks"),
         (
             ["--kv-transport", "cuda-ipc", "--device", "cuda", "--tensor-parallel-size", "2"],
             {},
