@@ -30,7 +30,7 @@ help:
 	@echo "make bench      load generator (ARGS='--help')"
 	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
 	@echo "make sla        how well goals are met and at what cost, in 20 minutes: tables and plots (ARGS='--only policies'; --help)"
-	@echo "make gpu        all that a GPU node can tell, in ten minutes, into a folder (OUT=build/gpu ARGS='--dry-run'; --help)"
+	@echo "make gpu        what a GPU node can tell, in ten minutes, into a folder (OUT=build/gpu ARGS='--parts first'; --help)"
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"
 	@echo "make test-touched    the slow tests of what differs from a commit (BASE=main)"
@@ -90,7 +90,7 @@ OUT ?= build/gpu
 gpu:
 	@TAIL=200 PYTHON="$(if $(wildcard $(VENV)/.serve),$(BIN)/python,$(PYTHON))" benchmarks/gpu_machine.sh "$(OUT)" \
 	  "node:$(LIMIT):$(ARGS)"
-LIMIT ?= 600
+LIMIT ?= 570
 
 # ------------------------------------------------------------------ check
 

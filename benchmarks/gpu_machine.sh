@@ -9,16 +9,15 @@
 #
 #     look      the device, the versions, and whether everything can be imported
 #     tests     of kernels and pinned memory, on the device     ARGUMENTS: pytest's
-#     bench     benchmarks.gpu                                  ARGUMENTS: its own
 #     node      benchmarks.gpu.node, what `make gpu` runs       ARGUMENTS: its own
 #     answers   tests/e2e/test_same_answer.py on the device     ARGUMENTS: pytest's
 #     do        ARGUMENTS are a command for bash
 #
-# A part may be named PART.ANYTHING, so that it can come twice. FOLDER gets NAME.log of each, NAME.json and
-# NAME-workers.tgz of a bench. The exit status is 0 if all parts' are. $PYTHON (default: python3) runs it all.
+# A part may be named PART.ANYTHING, so that it can come twice. FOLDER gets NAME.log of each. The exit status is 0 if all
+# parts' are. $PYTHON (default: python3) runs it all.
 set -u
 
-[ $# -ge 2 ] || { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && folder=$(cd "$1" && pwd) || exit 2
 shift
 cd "$(dirname "$0")/.." || exit 2
@@ -43,15 +42,10 @@ tests() {
         "--ignore=tests/kernels/gpu/test_launches.py $*"
 }
 
-bench() {
-    # What it started is ended, and the last tables are printed, in the time that is left to it.
-    echo "exec $python -P -m benchmarks.gpu --output '$folder/$name.json' --log-dir '$workers'" \
-        "--time-limit-s $((seconds > 80 ? seconds - 40 : seconds / 2)) $*"
-}
-
 node() {
+    # A part may take a while to stop, and archives to write, in the time that is left.
     echo "exec $python -P -m benchmarks.gpu.node --out '$folder'" \
-        "--time-limit-s $((seconds > 80 ? seconds - 30 : seconds / 2)) $*"
+        "--time-limit-s $((seconds > 80 ? seconds - 40 : seconds / 2)) $*"
 }
 
 answers() {
@@ -65,13 +59,8 @@ for part in "$@"; do
         left=$((LIMIT_S - SECONDS - 10)) # to end by force, and to write
         [ "$seconds" -le "$left" ] || seconds=$left
     fi
-    workers=
     case ${name%%.*} in
         look | tests | answers | node) command=$("${name%%.*}" "$arguments") ;;
-        bench)
-            workers=$(mktemp -d)
-            command=$(bench "$arguments")
-            ;;
         do) command=$arguments ;;
         *) echo "there is no part $name" && failed=1 && continue ;;
     esac
@@ -85,6 +74,5 @@ for part in "$@"; do
     tail -n "${TAIL:-60}" "$folder/$name.log"
     echo "== $name: exit status $status after $((SECONDS - began)) s"
     [ $status -eq 0 ] || failed=1
-    [ -z "$workers" ] || { tar -czf "$folder/$name-workers.tgz" -C "$workers" . && rm -r "$workers"; }
 done
 exit $failed

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from benchmarks.load.conditions import conditions, without_folders
-from benchmarks.load.report import write_json
 from benchmarks.time_limit import time_limit
 
 T = TypeVar("T")
@@ -65,6 +64,8 @@ def write_result(
 ) -> None:
     """Write `content`, with the conditions and `more` of them, to the file that `--output` names."""
     if options.output:
+        from benchmarks.load.report import write_json  # its tables need rich, which a GPU machine may miss
+
         write_json(options.output, {"conditions": conditions(program, argv, **more), **content})
 
 

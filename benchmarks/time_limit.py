@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 GRACE_S = 30.0
-"""For the clean-up. Then faulthandler ends the process, which may hang in the driver, where no exception arrives."""
+"""Seconds for the clean-up. Then faulthandler ends the process: in the driver, where it may hang, nothing is raised."""
 
 
 class TimeOver(KeyboardInterrupt):
@@ -17,8 +17,11 @@ class TimeOver(KeyboardInterrupt):
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeOver in the block once: `seconds` from now (0: never), or at SIGTERM. For the main thread."""
+def time_limit(seconds: float, grace_s: float = GRACE_S) -> Iterator[None]:
+    """Raise TimeOver in the block once: `seconds` from now (0: never), or at SIGTERM. For the main thread.
+
+    A process that has not left the block `grace_s` after that is ended.
+    """
     numbers = (signal.SIGALRM, signal.SIGTERM)
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -29,7 +32,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in numbers}
     if seconds:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True)
+        faulthandler.dump_traceback_later(seconds + grace_s, exit=True)
     try:
         yield
     finally:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import signature
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.case import KernelCase
 from benchmarks.gpu.gate import difference
@@ -86,6 +88,8 @@ def decode_case(backend: Any, shape: GPUShape, batch: int, device: torch.device)
         lambda: _matches_torch(backend, inputs, shape.dtype),
         {
             "torch sdpa": lambda: _sdpa_calls(inputs, causal=False),
+            "cuDNN sdpa": lambda: _cudnn_calls(inputs, causal=False),
+            "varlen_attn": lambda: _varlen_calls(inputs, causal=False),
             "flashinfer": lambda: _flashinfer_decode(inputs, shape),
             "fa3": lambda: _fa3_decode(inputs),
         },
@@ -105,6 +109,8 @@ def prefill_case(backend: Any, shape: GPUShape, length: int, device: torch.devic
         lambda: _matches_torch(backend, inputs, shape.dtype),
         {
             "torch sdpa": lambda: _sdpa_calls(inputs, causal=True),
+            "cuDNN sdpa": lambda: _cudnn_calls(inputs, causal=True),
+            "varlen_attn": lambda: _varlen_calls(inputs, causal=True),
             "flashinfer": lambda: _flashinfer_prefill(inputs),
             "fa3": lambda: _fa3_prefill(inputs),
         },
@@ -189,6 +195,41 @@ def _sdpa_calls(inputs: PagedInputs, *, causal: bool) -> list[Call]:
         return lambda: functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
     return [call(layer) for layer in range(count)]
+
+
+def _cudnn_calls(inputs: PagedInputs, *, causal: bool) -> list[Call]:
+    """The same by cuDNN alone; it raises where cuDNN does not take these sizes."""
+
+    def pinned(call: Call) -> Call:
+        def run() -> object:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return call()
+
+        return run
+
+    return [pinned(call) for call in _sdpa_calls(inputs, causal=causal)]
+
+
+def _varlen_calls(inputs: PagedInputs, *, causal: bool) -> list[Call]:
+    """torch's own FlashAttention over packed sequences, keys and values [tokens, kv heads, D]."""
+    varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
+    known = signature(varlen_attn).parameters  # which it has had since torch 2.10 differ by version
+    spans, device = inputs.spans, inputs.device
+    heads_of_kv = inputs.num_heads // inputs.layout.num_kv_heads
+    ends = torch.tensor([0, *(span.length for span in spans)], dtype=torch.int32, device=device).cumsum(0).int()
+    rows = torch.tensor([0, *(span.num_rows for span in spans)], dtype=torch.int32, device=device).cumsum(0).int()
+    most = max(span.num_rows for span in spans), max(span.length for span in spans)
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+    if causal:
+        options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+
+    def call(layer: int) -> Call:
+        keys, values = (part.transpose(1, 2).flatten(0, 1).contiguous() for part in inputs.contiguous(layer))
+        if "enable_gqa" not in known:
+            keys, values = (part.repeat_interleave(heads_of_kv, 1) for part in (keys, values))
+        return lambda: varlen_attn(inputs.q[layer], keys, values, rows, ends, *most, **options)
+
+    return [call(layer) for layer in range(inputs.layout.num_layers)]
 
 
 def _flashinfer_decode(inputs: PagedInputs, shape: GPUShape) -> list[Call]:

@@ -63,6 +63,11 @@ MakeCase = Callable[[], KernelCase]
 """Allocates a case's inputs, which are freed with it."""
 
 
+def name_of(case: KernelCase) -> str:
+    """The name of a check."""
+    return f"{case.name}, {case.size}"
+
+
 def words_of(error: BaseException) -> str:
     """An error in one line: its first line and its last, in which compilers name the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]

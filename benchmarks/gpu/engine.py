@@ -1,4 +1,4 @@
-"""Model and sampler on the device, without sockets: tokens a second of a prefill, a decode step against its floor."""
+"""Model and sampling on the device, without sockets: tokens a second of a prefill, a decode step against its floor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.chip import Chip
 from benchmarks.gpu.model import random_model
@@ -19,37 +20,47 @@ from common.runner.graph_capture import GraphRecorder, PlainRecorder
 from common.runner.graph_runner import GraphRunner
 from common.runner.runner import ModelRunner
 from common.runner.seats import FROM_HOST
-from common.runner.step_launcher import GraphStep, StepLauncher
-from common.sampling.sampler import Sampler, SamplingRow
-from common.wire.sampling_params import SamplingParams
+from kernels import Draw, SamplingTensors, sample, to_host
 
 LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of the norm: padded products may be summed in another order, through all layers."""
+KV_SHARE = 0.7
+"""Of the memory that is free after the weights are loaded: the rest is for steps and their recordings."""
 
 
 def measure_engine(shape: GPUShape, chip: Chip, timer: Timer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows, each with its kind: "prefill" or "decode"."""
+    """Rows, each with its kind: "prefill" or "decode". Steps whose KV does not fit into memory say why instead."""
     device = timer.device
     model = random_model(shape, device)
-    blocks_each = -(-shape.decode_context // shape.block_size) + 1
-    longest = max(shape.prefill_lengths)
-    num_blocks = max(blocks_each * max(shape.decode_batches), -(-longest // shape.block_size))
+    block_bytes = shape.token_bytes * shape.num_layers * shape.block_size
+    room = 2**40 if device.type == "cpu" else int(KV_SHARE * torch.cuda.mem_get_info(device)[0]) // block_bytes
+    needed = {step: step[0] * (-(-step[1] // shape.block_size) + 1) for step in shape.engine_steps}
+    fitting = [step for step in shape.engine_steps if needed[step] <= room]
+    prompts = [length for length in shape.engine_prompts if -(-length // shape.block_size) <= room]
+    num_blocks = max([needed[step] for step in fitting] + [-(-length // shape.block_size) for length in prompts])
     kv = KVCache(shape.config, num_blocks, shape.block_size, shape.dtype, device)
     plain = ModelRunner(model, kv)
-    for length in shape.prefill_lengths:
+    graphs = recorded(model, kv, shape, [batch for batch, _ in fitting], max(context for _, context in fitting))
+    for step in shape.engine_steps:
+        if step in fitting:
+            yield "decode", launched_row(graphs, shape, *step, chip)
+        else:
+            reason = f"{needed[step]:,} blocks of {block_bytes:,} bytes do not fit"
+            yield "decode", {"how": "recorded", "batch": step[0], "context": step[1], "skipped": reason}
+    for length in prompts:
         yield "prefill", prefill_row(plain, shape, length, chip, timer)
-    for batch in shape.decode_batches:
-        yield "decode", decode_row(plain, shape, batch, chip, timer)
-    graphs = recorded(model, kv, shape)
-    for batch in shape.decode_batches:
-        yield "decode", launched_row(graphs, shape, batch, chip)
+    for step in fitting[:2]:
+        yield "decode", decode_row(plain, shape, *step, chip, timer)
 
 
-def recorded(model: Decoder, kv: KVCache, shape: GPUShape) -> GraphRunner:
-    """A graph runner as a decode worker makes it."""
+def recorded(
+    model: Decoder, kv: KVCache, shape: GPUShape, batches: Sequence[int] = (), context: int = 0
+) -> GraphRunner:
+    """A graph runner as a decode worker makes it, for the largest of `batches`; by default those of single kernels."""
     recorder = GraphRecorder(kv.device) if kv.device.type == "cuda" else PlainRecorder()
-    longest = shape.decode_context + shape.block_size
-    return GraphRunner(model, kv, recorder, max_num_seqs=max(shape.decode_batches), max_model_len=longest)
+    longest = (context or shape.decode_context) + shape.block_size
+    most = max(batches or shape.decode_batches)
+    return GraphRunner(model, kv, recorder, max_num_seqs=most, max_model_len=longest)
 
 
 def prefill_row(runner: ModelRunner, shape: GPUShape, length: int, chip: Chip, timer: Timer) -> dict[str, Any]:
@@ -77,26 +88,44 @@ def prefill_row(runner: ModelRunner, shape: GPUShape, length: int, chip: Chip, t
     }
 
 
-def decode_row(runner: ModelRunner, shape: GPUShape, batch: int, chip: Chip, timer: Timer) -> dict[str, Any]:
+def decode_row(
+    runner: ModelRunner, shape: GPUShape, batch: int, context: int, chip: Chip, timer: Timer
+) -> dict[str, Any]:
     """Steps launched kernel by kernel, the tokens read after each."""
-    sampler, rows = Sampler(shape.vocab_size), [_row(shape)] * batch
+    rows = SamplingTensors.pack([Draw()] * batch, timer.device)
 
     def run() -> None:
-        sampler.sample(runner.forward(_chunks(shape, batch)), rows)
+        sample(runner.forward(_chunks(shape, batch, context)), rows).tolist()
 
-    return _decode_row("kernel by kernel", shape, batch, chip, timer.waited(run))
+    return _decode_row("kernel by kernel", shape, batch, context, chip, timer.waited(run))
 
 
-def launched_row(runner: GraphRunner, shape: GPUShape, batch: int, chip: Chip) -> dict[str, Any]:
-    """Recorded steps, each launched before the tokens of the one before are read, as the engine does."""
-    launcher, chunks = StepLauncher(runner, Sampler(shape.vocab_size)), _chunks(shape, batch)
-    before: GraphStep | None = None
+class Launched:
+    """A step whose tokens are on their way to the host."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._host, self._event = to_host(ids), torch.cuda.Event() if ids.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """Wait for the tokens."""
+        if self._event is not None:
+            self._event.synchronize()
+        ids: list[int] = self._host.tolist()
+        return ids
+
+
+def launched_row(runner: GraphRunner, shape: GPUShape, batch: int, context: int, chip: Chip) -> dict[str, Any]:
+    """Recorded steps, each launched before the tokens of the one before are read, as the decode worker does."""
+    chunks = _chunks(shape, batch, context)
+    before: Launched | None = None
 
     def steps(count: int, sources: Sequence[int]) -> None:
         nonlocal before
         for _ in range(count):
-            launched = launcher.launch(chunks, sources)
-            launched.sample({})
+            runner.launch(chunks, sources)
+            launched = Launched(runner.draw(batch))
             if before is not None:
                 before.read()
             before = launched
@@ -108,20 +137,18 @@ def launched_row(runner: GraphRunner, shape: GPUShape, batch: int, chip: Chip) -
     seconds = (time.perf_counter() - began) / shape.decode_steps
     assert before is not None  # at least one step was launched
     before.read()
-    return _decode_row("recorded", shape, batch, chip, seconds)
+    return _decode_row("recorded", shape, batch, context, chip, seconds)
 
 
-def _decode_row(how: str, shape: GPUShape, batch: int, chip: Chip, seconds: float) -> dict[str, Any]:
+def _decode_row(how: str, shape: GPUShape, batch: int, context: int, chip: Chip, seconds: float) -> dict[str, Any]:
     """The floor reads every weight and every key and value once."""
-    num_bytes = (
-        shape.matrix_elements * shape.dtype.itemsize
-        + batch * shape.decode_context * shape.token_bytes * shape.num_layers
-    )
+    num_bytes = shape.matrix_elements * shape.dtype.itemsize + batch * context * shape.token_bytes * shape.num_layers
     floor = num_bytes / chip.copy_rate
     return {
         "how": how,
         "batch": batch,
-        "context": shape.decode_context,
+        "context": context,
+        "skipped": "",
         "ms": round(seconds * 1000, 3),
         "floor_ms": round(floor * 1000, 3),
         "times_floor": round(seconds / floor, 3),
@@ -129,17 +156,12 @@ def _decode_row(how: str, shape: GPUShape, batch: int, chip: Chip, seconds: floa
     }
 
 
-def _chunks(shape: GPUShape, batch: int) -> list[SequenceChunk]:
-    """The last token of `batch` sequences of `decode_context` tokens, each with blocks of its own."""
-    blocks = -(-shape.decode_context // shape.block_size)
+def _chunks(shape: GPUShape, batch: int, context: int) -> list[SequenceChunk]:
+    """The last token of `batch` sequences of `context` tokens, each with blocks of its own."""
+    blocks = -(-context // shape.block_size)
     return [
-        SequenceChunk((i % shape.vocab_size,), shape.decode_context - 1, range(i * blocks, (i + 1) * blocks))
-        for i in range(batch)
+        SequenceChunk((i % shape.vocab_size,), context - 1, range(i * blocks, (i + 1) * blocks)) for i in range(batch)
     ]
-
-
-def _row(shape: GPUShape) -> SamplingRow:
-    return SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), shape.decode_context)
 
 
 def engine_problem(shape: GPUShape, device: torch.device) -> str:
@@ -148,22 +170,21 @@ def engine_problem(shape: GPUShape, device: torch.device) -> str:
     model = random_model(shape, device)
     kv = KVCache(shape.config, 2 * few, shape.block_size, shape.dtype, device)
     plain, graphs = ModelRunner(model, kv), recorded(model, kv, shape)
-    launcher = StepLauncher(graphs, Sampler(shape.vocab_size))
     for i in range(few):
         tokens = [(7 * i + j) % shape.vocab_size for j in range(start)]
         plain.forward([SequenceChunk(tokens, 0, (2 * i, 2 * i + 1), sample=False)])
     for count in {1, few - 1}:  # one row alone, and a padded step
         ids: Sequence[int] = [i % shape.vocab_size for i in range(count)]
-        sources, pending = [FROM_HOST] * count, None
+        sources: Sequence[int] = [FROM_HOST] * count
         for position in range(start, start + 3):
             chunks = [SequenceChunk((ids[i],), position, (2 * i, 2 * i + 1)) for i in range(count)]
             expected = plain.forward(chunks).clone()
             # What the launched steps do not get from the host they must have from each other.
-            hidden = [SequenceChunk((0,), position, chunk.block_table) for chunk in chunks] if pending else chunks
-            pending = launcher.launch(hidden, sources)
-            pending.sample({})
+            hidden = [chunk._replace(token_ids=(0,)) for chunk in chunks] if sources == range(count) else chunks
+            graphs.launch(hidden, sources)
+            launched = Launched(graphs.draw(count))
             error = float((graphs.logits[:count] - expected).norm() / expected.norm())
             if not error < LOGIT_TOLERANCE[shape.dtype]:
                 return f"{count} sequences at position {position}: logits are off by {error:.2g} of their norm"
-            ids, sources = [token.token_id for token in pending.read()], list(range(count))
+            ids, sources = launched.read(), range(count)
     return ""

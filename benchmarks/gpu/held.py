@@ -54,7 +54,23 @@ def held_case(products: HeldProducts, shape: GPUShape, rows: int, bits: int, dev
     num_bytes = weight.num_bytes + rows * (inputs + outputs) * shape.dtype.itemsize
     name = f"product in {'4 bits' if bits == 4 else 'fp8'}"
     size = f"{rows:,} rows, {outputs:,} x {inputs:,}"
-    return KernelCase(name, size, num_bytes, 2 * rows * outputs * inputs, calls, check, {"cuBLAS, floats": dense})
+    peers = {"cuBLAS, floats": dense}
+    if bits == 8:
+        peers["scaled_mm, fp8 inputs"] = lambda: scaled_calls(x, outputs, count)
+    return KernelCase(name, size, num_bytes, 2 * rows * outputs * inputs, calls, check, peers)
+
+
+def scaled_calls(x: Tensor, outputs: int, count: int) -> list[Call]:
+    """torch's product of e4m3 numbers with a scale for each row of both: inputs are rounded to 8 bits beforehand."""
+    rows, inputs = x.shape
+    small = (x / x.abs().amax(1, keepdim=True) * 448).to(torch.float8_e4m3fn)
+    of_rows = torch.rand(rows, 1, device=x.device) + 0.5
+    of_outputs = torch.rand(1, outputs, device=x.device) + 0.5
+    weights = [torch.randn(outputs, inputs, device=x.device).to(torch.float8_e4m3fn).t() for _ in range(count)]
+    return [
+        lambda one=one: torch._scaled_mm(small, one, of_rows, of_outputs, out_dtype=torch.bfloat16)  # type: ignore[misc]
+        for one in weights
+    ]
 
 
 def invariant_cases(products: HeldProducts, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
@@ -128,6 +144,67 @@ def experts_case(products: HeldProducts, shape: GPUShape, rows: int, device: tor
     calls: list[Call] = [partial(call, one) for one in several]
     num_flops = 2 * rows * PER_TOKEN * 3 * width * width
     return KernelCase("experts in 4-bit floats", words, num_bytes, num_flops, calls, check, {"the same, floats": dense})
+
+
+def dense_experts_cases(products: HeldProducts, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
+    """In floats: of one row, of a batch and of a prompt."""
+    for rows in (1, max(shape.decode_batches), max(shape.prefill_lengths)):
+        yield partial(dense_experts_case, products, shape, rows, device)
+
+
+def dense_experts_case(products: HeldProducts, shape: GPUShape, rows: int, device: torch.device) -> KernelCase:
+    count, per_token, width, inner = shape.dense_experts
+    sizes = ((count, 2 * inner, width), (count, width, inner))
+    num_bytes = sum(outputs * inputs for _, outputs, inputs in sizes) * count * shape.dtype.itemsize
+
+    def stack(size: tuple[int, int, int]) -> Tensor:
+        return torch.randn(*size, device=device, dtype=shape.dtype).mul_(size[2] ** -0.5)
+
+    several = [(stack(sizes[0]), stack(sizes[1])) for _ in range(copies(num_bytes, shape.rotate_bytes))]
+    x = torch.randn(rows, width, device=device).to(shape.dtype)
+    chosen = (torch.arange(rows * per_token, device=device) * 7 % count).view(rows, per_token)
+    shares = torch.full((rows, per_token), 1 / per_token, device=device)
+
+    def call(gate_up: Tensor, down: Tensor) -> Tensor:
+        made: Tensor = products.experts(x, chosen, shares, gate_up, down, None, None, "silu")
+        return made
+
+    def check() -> str:
+        gate_up, down = several[0]
+        expected = torch.zeros(x.shape, dtype=torch.float32, device=device)
+        for index in range(count):
+            few, places = torch.where(chosen == index)
+            if len(few):
+                made = plain.gated(x[few].float() @ gate_up[index].float().T, "silu")
+                expected.index_add_(0, few, (made @ down[index].float().T) * shares[few, places][:, None])
+        return difference(call(gate_up, down), expected, shape.dtype)
+
+    def grouped() -> list[Call]:
+        """torch's grouped products over rows that are sorted already, and of other work only the gate."""
+        ranked, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(ranked, torch.arange(count, device=device), right=True, out_int32=True)
+        gathered = x[order // per_token].contiguous()
+
+        def run(gate_up: Tensor, down: Tensor) -> Tensor:
+            inside = torch._grouped_mm(gathered, gate_up.transpose(1, 2), offs=ends)
+            half = inside.shape[1] // 2
+            return torch._grouped_mm(
+                functional.silu(inside[:, :half]) * inside[:, half:], down.transpose(1, 2), offs=ends
+            )
+
+        return [partial(run, *one) for one in several]
+
+    used = min(count, rows * per_token)
+    words = f"{rows:,} rows, {per_token} of {count}, {width:,} wide"
+    return KernelCase(
+        "experts in floats",
+        words,
+        num_bytes / count * used + 2 * rows * width * shape.dtype.itemsize,
+        2 * rows * per_token * 3 * width * inner,
+        [partial(call, *one) for one in several],
+        check,
+        {"grouped_mm": grouped},
+    )
 
 
 def random_stack(outputs: int, inputs: int, device: torch.device) -> HeldWeight:

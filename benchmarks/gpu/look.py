@@ -9,7 +9,7 @@ import sys
 from benchmarks.load.conditions import version_of
 
 MODULES = (
-    "benchmarks.gpu.suite",
+    "benchmarks.gpu.node.run",
     "benchmarks.gpu.worker",
     "benchmarks.stack",
     "router.server.server",

@@ -44,7 +44,7 @@ def measure_serving(
     """One row an arm. Each worker takes `kv_memory_gib` beside its copy of the weights."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_folder(shape, Path(folder) / shape.name))
-        for name, prefill in ((AGGREGATED, 0), (POOLS, 1)):
+        for name, prefill in ((POOLS, 1), (AGGREGATED, 0)):
             stack = RandomStack(
                 shape,
                 StackSettings(

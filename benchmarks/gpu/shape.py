@@ -1,4 +1,7 @@
-"""The model shapes and loads of the GPU benchmark. Lengths are in tokens unless noted."""
+"""The model shapes and loads of the GPU benchmark: DeepSeek V3's latents and Qwen3-30B-A3B's experts among them.
+
+Lengths are in tokens unless noted.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,11 @@ class GPUShape:
     max_model_len: int
     block_size: int
     dtype: torch.dtype
-    decode_batches: tuple[int, ...]
+    decode_batches: tuple[int, ...]  # of single kernels
     decode_context: int
     prefill_lengths: tuple[int, ...]
+    engine_steps: tuple[tuple[int, int], ...]  # rows and context of decode steps of the whole model
+    engine_prompts: tuple[int, ...]
     prefill_chunk: int
     small_chunk: tuple[int, int]  # rows of a chunk, and tokens before it
     rotate_bytes: int  # of inputs between two uses of the same memory: several times the L2 cache
@@ -38,6 +43,8 @@ class GPUShape:
     decode_steps: int
     moved_blocks: int
     serving: tuple[int, int, int]  # prompt, answer, requests in flight
+    latent_sizes: tuple[int, int, int]  # heads, rank and rotated numbers of attention over latents
+    dense_experts: tuple[int, int, int, int]  # experts, of a token, width, inner width
 
     @property
     def config(self) -> ModelConfig:
@@ -108,12 +115,14 @@ LLAMA_8B = GPUShape(
     num_kv_heads=8,
     head_dim=128,
     vocab_size=128_256,
-    max_model_len=16_384,
+    max_model_len=40_960,
     block_size=64,
     dtype=torch.bfloat16,
     decode_batches=(1, 8, 32),
     decode_context=4096,
     prefill_lengths=(1024, 4096, 8192),
+    engine_steps=((1, 4096), (8, 4096), (32, 4096), (64, 4096), (256, 1024)),
+    engine_prompts=(1024, 8192, 32_768),
     prefill_chunk=8192,
     small_chunk=(64, 32_768),
     rotate_bytes=512 * 2**20,
@@ -122,6 +131,8 @@ LLAMA_8B = GPUShape(
     decode_steps=64,
     moved_blocks=16,
     serving=(1024, 128, 32),
+    latent_sizes=(128, 512, 64),
+    dense_experts=(128, 8, 2048, 768),
 )
 DRY = GPUShape(
     name="dry",
@@ -138,6 +149,8 @@ DRY = GPUShape(
     decode_batches=(1, 4),
     decode_context=20,
     prefill_lengths=(9,),
+    engine_steps=((1, 20), (4, 20)),
+    engine_prompts=(9,),
     prefill_chunk=8,
     small_chunk=(4, 40),
     rotate_bytes=1,
@@ -146,5 +159,7 @@ DRY = GPUShape(
     decode_steps=2,
     moved_blocks=2,
     serving=(48, 4, 2),
+    latent_sizes=(4, 32, 16),
+    dense_experts=(4, 2, 32, 24),
 )
 SHAPES = {shape.name: shape for shape in (LLAMA_8B, DRY)}

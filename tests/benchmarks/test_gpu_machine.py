@@ -51,7 +51,7 @@ def test_the_node_part_leaves_its_results_in_the_folder(tree: Path) -> None:
     done = run(tree, "node:300:--dry-run --parts chip", PYTHON="echo", WHEELS="none")
     assert done.returncode == 0, done.stdout
     told = (tree / "out" / "node.log").read_text().strip()
-    assert told == f"-P -m benchmarks.gpu.node --out {tree / 'out'} --time-limit-s 270 --dry-run --parts chip"
+    assert told == f"-P -m benchmarks.gpu.node --out {tree / 'out'} --time-limit-s 260 --dry-run --parts chip"
 
 
 def test_all_parts_together_end_in_time(tree: Path) -> None:

@@ -1,7 +1,14 @@
 """`make gpu`: everything that a bare GPU node can tell about Diptych, in one run, a verdict for each."""
 
-PARTS = (
-    "chip", "agreement", "graphs", "invariance", "landing", "checks", "kernels", "boxes", "launches", "engine",
-    "serving", "transfer", "ipc", "families", "ranks",
-)  # fmt: skip
-"""In the order in which they are run."""
+FIRST = {
+    "chip": 30, "agreement": 60, "engine": 120, "kernels": 90, "quantised": 45, "moe": 45, "mla": 45, "graphs": 60,
+}  # fmt: skip
+SECOND = {
+    "transfer": 40, "ipc": 20, "serving": 110, "landing": 40, "invariance": 60, "families": 90, "boxes": 40,
+    "launches": 40, "ranks": 60,
+}  # fmt: skip
+PARTS = FIRST | SECOND
+"""Seconds after which a part is stopped, in the order in which parts are run: by what they are worth to someone who has
+the machine for a quarter of an hour. Each half fits into a command of ten minutes."""
+MORE_PARTS = {"tiles": 240}
+"""Parts that are run only when they are named."""

@@ -1,70 +1,203 @@
-"""Everything that one GPU can tell about Diptych, within ten minutes, a line with PASS or FAIL for each finding.
+"""Everything that one GPU can tell about Diptych, a line with PASS or FAIL for each finding.
 
-In this order: what the chip can do, the check of a worker's start, recorded steps beside plain ones in every bucket,
-batch-invariant steps beside each other, a minute of KV transfers that land during replays, all other checks, kernels
-beside their floor and their peers (FlashInfer and FlashAttention-3, where they can be imported), prefill attention
-whose keys TMA copies beside that by pointers, the kernels of a decode step and what launches them, prefill and decode
-steps, the service, transfers, the check at the shapes of other families, a worker of two ranks. Each line is written
-at once, so a run that is cut short has told what it knew.
-The folder gets verdicts.txt, gpu.json, gpu.png and the workers' logs. The exit status is 0 if every verdict is PASS, 1
-if not, 2 without a CUDA device; --dry-run runs every part on the CPU, at tiny sizes, in Triton's interpreter.
+Parts run in the order of their worth: what the chip can do, the check of a worker's start, prefill and decode steps,
+kernels compared with their floor and with torch's own, products with quantised weights, of experts, attention over
+latents, recorded steps; then transfers, the service, and the rest. `--parts first` and `--parts second` are the two
+halves, for machines that end a command after ten minutes.
+
+The parts run in a separate process. A part is stopped at its deadline. When a part hangs in the driver, loses the
+device or crashes, another process runs those that follow. A module that cannot be imported is a verdict of the parts
+that need it: torch and Triton suffice for chip, agreement, engine, kernels, quantised, moe, mla, graphs, invariance.
+
+The folder gets verdicts.txt and gpu.json, written after each finding, and at the end gpu.png, logs.tgz with the logs of
+workers, and triton-cache.tgz with the compiled kernels, which a later run into the same folder starts from. The exit
+status is 0 if every verdict is PASS, 1 if not, 2 without a CUDA device; --dry-run runs every part on the CPU, at tiny
+sizes, in Triton's interpreter.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+import tarfile
+import tempfile
+import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.node import PARTS
-from benchmarks.time_limit import time_limit
+from benchmarks.gpu.node.options import FAILED, LOST, NO_GPU, PASSED, parse, seconds_of
+from benchmarks.gpu.node.verdict import ITSELF, Verdict
+from benchmarks.time_limit import TimeOver, time_limit
 
-PROGRAM = "python -m benchmarks.gpu.node"
-LIMIT_S, LANDING_S = 570.0, 60.0
-PASSED, FAILED, NO_GPU = 0, 1, 2
+RUNNER = ("-P", "-m", "benchmarks.gpu.node.run")
+GRACE_S = 20.0
+"""For a part that does not stop at its deadline: then its process is killed."""
+LEAST_S = 10.0
+"""With less time left no process is started."""
+POLL_S = 0.25
+MOST_BYTES = 15 * 2**20
+"""Of one file, so that it can be brought back from machines that bound that."""
+SMALL_KINDS = (".cubin", ".json", ".hsaco", ".so")
+"""What Triton loads, of the files that it keeps of a kernel."""
 
 
-def parse(argv: Sequence[str]) -> Namespace:
-    parser = ArgumentParser(PROGRAM, description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for the results")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, kernels in Triton's interpreter")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run")
-    parser.add_argument("--device", default="cuda", help="CUDA device")
-    parser.add_argument("--time-limit-s", type=float, default=LIMIT_S, help="end by then; 0: no limit")
-    parser.add_argument("--landing-s", type=float, default=LANDING_S, help="seconds of transfers during replays")
-    parser.add_argument("--kv-memory-gib", type=float, default=24.0, help="KV memory of each worker in the service")
-    parser.add_argument("--requests", type=int, default=128, help="requests to each arm of the service")
-    parser.add_argument("--full", action="store_true", help="more repeats and lengths than ten minutes hold")
-    parser.add_argument("--skip", nargs="+", default=(), metavar="WORD", help="leave out checks of such names")
-    options = parser.parse_args(argv)
-    options.quick, options.log_dir = not options.full, options.out / "workers"
-    if options.dry_run:
-        options.landing_s = min(options.landing_s, 0.2)
-    return options
+class Run:
+    """One run: processes that work through the parts, and what becomes of their results."""
+
+    def __init__(self, options: Namespace, argv: Sequence[str], scratch: Path) -> None:
+        self.options, self._argv, self._scratch = options, list(argv), scratch
+        self._logs, self._cache, self._progress = scratch / "logs", scratch / "triton", scratch / "progress.json"
+        self._logs.mkdir()
+        self._cache.mkdir()
+        self.has_gpu = True
+        for name in ("gpu.json", "verdicts.txt"):
+            (options.out / name).unlink(missing_ok=True)
+        if (kept := options.out / "triton-cache.tgz").exists():
+            with tarfile.open(kept) as file:
+                file.extractall(self._cache, filter="data")
+
+    def run(self) -> None:
+        """Run all parts, or as many as the time allows."""
+        limit = self.options.time_limit_s
+        until = time.monotonic() + limit if limit else float("inf")
+        remaining = list(self.options.parts)
+        try:
+            with time_limit(0.0):
+                while remaining and self.has_gpu:
+                    left = until - time.monotonic()
+                    if left < LEAST_S:
+                        break
+                    remaining = self._in_one_process(remaining, left)
+        except TimeOver as end:
+            print(f"STOPPED  {end}", flush=True)
+            remaining = [part for part in remaining if part not in self._state()["done"]]
+        for part in remaining if self.has_gpu else ():
+            self._tell(Verdict(part, ITSELF, False, "not run", "", "the time was over"))
+
+    def _in_one_process(self, parts: list[str], left_s: float) -> list[str]:
+        """Start a process for `parts`, and wait for its end: the parts that it did not come to."""
+        limit = left_s if left_s != float("inf") else 0.0
+        rest = ("--progress", str(self._progress), "--logs", str(self._logs), "--left-s", str(limit))
+        environment = os.environ | {"TRITON_CACHE_DIR": str(self._cache), "PYTHONUNBUFFERED": "1"}
+        if self.options.dry_run:
+            environment["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
+        self._progress.write_text(json.dumps({"running": "", "since": time.monotonic(), "done": []}))
+        command = [sys.executable, *RUNNER, *rest, *self._argv, "--parts", *parts]
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        problem = ""
+        try:
+            while process.poll() is None and not problem:
+                time.sleep(POLL_S)
+                problem = self._overdue(parts[0], limit)
+        finally:
+            self._end(process)
+        state = self._state()
+        done = [*state["done"]]
+        self._pack("logs", self._logs)
+        if process.returncode == NO_GPU:
+            self.has_gpu = False
+            return parts
+        if missing := state.get("problem"):  # without which no part can run
+            self._tell(Verdict(parts[0], ITSELF, False, missing, "torch and Triton"))
+            return []
+        if problem or not done or process.returncode not in (PASSED, FAILED):
+            part = state["running"] or next((one for one in parts if one not in done), parts[-1])
+            words = problem or describe(process.returncode)
+            self._tell(Verdict(part, ITSELF, False, words, "it ends by itself"))
+            done.append(part)
+        return [part for part in parts if part not in done]
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads(self._progress.read_text())
+        return state
+
+    def _overdue(self, first: str, limit: float) -> str:
+        """Why the process must be killed, or ""."""
+        state = self._state()
+        allowed = seconds_of(state["running"] or first, self.options)
+        bounds = [bound for bound in (allowed, limit) if bound]
+        took = time.monotonic() - state["since"]
+        return f"has not stopped {GRACE_S:g} s after its deadline" if bounds and took > min(bounds) + GRACE_S else ""
+
+    @staticmethod
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        """Kill the process, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _tell(self, one: Verdict) -> None:
+        """Add a verdict that no part's process could tell."""
+        print(one, flush=True)
+        found = self.found()
+        found.setdefault("verdicts", []).append(one.as_json())
+        (self.options.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+        with (self.options.out / "verdicts.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{one}\n")
+
+    def found(self) -> dict[str, Any]:
+        """The results up to now."""
+        path = self.options.out / "gpu.json"
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+    def pack(self) -> None:
+        """Logs and compiled kernels, each as one file."""
+        self._pack("logs", self._logs)
+        self._pack("triton-cache", self._cache)
+
+    def _pack(self, name: str, folder: Path) -> None:
+        """Write a folder's files; of compiled kernels only what Triton loads, where all are too many."""
+        if not any(path.is_file() for path in folder.rglob("*")):
+            return
+        target = self.options.out / f"{name}.tgz"
+        pack(target, folder)
+        if target.stat().st_size > MOST_BYTES:
+            pack(target, folder, SMALL_KINDS)
+
+
+def pack(target: Path, folder: Path, kinds: tuple[str, ...] = ()) -> None:
+    """Write the files below a folder, or those of `kinds`, to an archive."""
+    with tarfile.open(target, "w:gz") as file:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and (not kinds or path.suffix in kinds):
+                file.add(path, path.relative_to(folder))
+
+
+def describe(status: int) -> str:
+    """The end of a process in words."""
+    if status == LOST:
+        return "lost the device; another process runs the parts that follow"
+    return f"ended its process with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
-    if options.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
-    import torch
-
-    if not options.dry_run and not torch.cuda.is_available():
-        print("There is no CUDA device here: nothing was measured. --dry-run tries every part.")
-        return NO_GPU
-    from benchmarks.gpu.node.run import NodeRun
-
+    options = parse(argv, __doc__ or "")
     options.out.mkdir(parents=True, exist_ok=True)
-    with time_limit(options.time_limit_s), torch.inference_mode():
-        run = NodeRun(options, argv, options.out)
-        complete = run.run()
-    picture(run.found, options.out / "gpu.png")
-    failed = sum(not (one.ok or one.skipped) for one in run.verdicts)
-    print(f"{len(run.verdicts)} verdicts, {failed} FAIL; {options.out} has verdicts.txt, gpu.json and logs")
-    return PASSED if complete and run.passed else FAILED
+    scratch = Path(tempfile.mkdtemp(prefix="diptych-gpu-"))
+    try:
+        run = Run(options, argv, scratch)
+        try:
+            run.run()
+        finally:
+            run.pack()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if not run.has_gpu:
+        return NO_GPU
+    verdicts = run.found().get("verdicts", [])
+    picture(run.found(), options.out / "gpu.png")
+    failed = sum(not (one["ok"] or one["skipped"]) for one in verdicts)
+    missing = sum(one["what"] == ITSELF for one in verdicts)
+    print(f"{len(verdicts)} verdicts, {failed} FAIL; {options.out} has verdicts.txt, gpu.json, logs and kernels")
+    return FAILED if failed or missing or not verdicts else PASSED
 
 
 def picture(found: Mapping[str, Any], path: Path) -> None:

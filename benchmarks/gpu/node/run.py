@@ -1,159 +1,437 @@
-"""The parts of `make gpu`, the most important first: a run that is cut short has told those."""
+"""The process that works through the parts of `make gpu`: `python -m benchmarks.gpu.node.run`, started by `__main__`.
+
+Each part imports what it needs, so that a missing package is its own verdict, and is stopped at its deadline. Results
+are written after each finding; a process that follows another one goes on from them.
+"""
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+import gc
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from traceback import print_exception
+from typing import TYPE_CHECKING, Any
 
-import torch
+from benchmarks.gpu import report
+from benchmarks.gpu.node import verdict
+from benchmarks.gpu.node.options import FAILED, LOST, NO_GPU, PASSED, PROGRAM, parse, seconds_of
+from benchmarks.gpu.node.verdict import ITSELF, Verdict
+from benchmarks.time_limit import TimeOver, time_limit
 
-from benchmarks.gpu.node import PARTS, verdict
-from benchmarks.gpu.node.boxes import box_rows, of_boxes
-from benchmarks.gpu.node.families import DRY, FAMILIES, family_of, family_row, family_rows, of_family
-from benchmarks.gpu.node.graphs import bucket_rows, of_bucket
-from benchmarks.gpu.node.invariance import invariance_rows, of_invariance
-from benchmarks.gpu.node.ipc import ipc_rows
-from benchmarks.gpu.node.landing import measure_landing, of_landing
-from benchmarks.gpu.node.launches import launch_rows, of_launches
-from benchmarks.gpu.node.ranks import RANKS, of_ranks, ranks_row, too_few
-from benchmarks.gpu.node.verdict import Verdict, of_ipc
-from benchmarks.gpu.suite import CHECKED_LAYERS, Suite
-from common.config.decode_worker import MOST_SEQS
+if TYPE_CHECKING:
+    from benchmarks.gpu.case import MakeCase
+    from benchmarks.gpu.chip import Chip
 
-DRY_BUCKETS = 2
+QUICK_REPEATS, REPEATS = 10, 40
+QUICK_DECODE_STEPS = 16
+CHECKED_LAYERS = 2
+DRY_KV_MEMORY_GIB = 0.01
+DRY_BUCKETS, BUCKETS = 2, 256
+"""The largest batch for which decode workers on a GPU record steps by default; all sizes up to it are compared."""
 DRY_TOKENS = 640
-SPEEDS = ("chip", "kernels", "engine", "serving", "transfer")
+GRACE_S = 10.0
+SPEEDS = ("chip", "kernels", "quantised", "moe", "mla", "engine", "serving", "transfer")
 """Parts whose thresholds are for chips: a dry run shows that they work, and judges nothing."""
 
 
-class NodeRun(Suite):
-    """A `Suite` whose parts give a verdict each, told and written at once."""
+class Unchecked(RuntimeError):
+    """A part is not measured, because it needs another one that failed or did not run."""
 
-    def __init__(self, options: Namespace, argv: Sequence[str], folder: Path) -> None:
-        super().__init__(options, argv, folder / "gpu.json")
-        self.folder, self.verdicts = folder, list[Verdict]()
-        self._lines = folder / "verdicts.txt"
-        self._lines.write_text("")
+
+class DeviceLost(RuntimeError):
+    """The device no longer answers this process, as after a kernel with an illegal read."""
+
+
+class PartsRun:
+    """The parts that one process works through. In a dry run Triton must be imported with its interpreter on."""
+
+    def __init__(self, options: Namespace, own: Namespace, argv: Sequence[str]) -> None:
+        """Raises ImportError without torch and Triton."""
+        import torch
+
+        from benchmarks.gpu.chip import numbered, versions
+        from benchmarks.gpu.shape import DRY, LLAMA_8B
+        from benchmarks.gpu.timer import Timer
+        from benchmarks.load.conditions import conditions
+        from kernels.backends import FOUND
+        from kernels.gpu import backend
+
+        self.options, self.backend, self._own = options, backend, own
+        self._until = time.monotonic() + own.left_s if own.left_s else float("inf")
+        self.device = torch.device("cpu") if options.dry_run else numbered(torch.device(options.device))
+        if options.dry_run:
+            FOUND["cpu"] = backend
+        else:
+            torch.cuda.set_device(self.device)
+        torch.manual_seed(datetime.now(UTC).microsecond)
+        self.shape = DRY if options.dry_run else LLAMA_8B
+        if options.quick:
+            few = self.shape.prefill_lengths[:2]
+            self.shape = replace(self.shape, prefill_lengths=few, decode_steps=QUICK_DECODE_STEPS)
         self._few_layers = replace(self.shape, num_layers=CHECKED_LAYERS)
+        self.timer = Timer(self.device, 1 if options.dry_run else QUICK_REPEATS if options.quick else REPEATS)
+        self._path, self._lines = options.out / "gpu.json", options.out / "verdicts.txt"
+        self.found: dict[str, Any] = {"dry_run": options.dry_run}
+        if self._path.exists():
+            self.found = json.loads(self._path.read_text())
+        if "conditions" not in self.found:
+            self.found["conditions"] = conditions(PROGRAM, argv) | versions(self.device)
+        for name in ("problems", "errors", "seconds"):
+            self.found.setdefault(name, {})
+        self.found.setdefault("verdicts", [])
+
+    # ---------------------------------------------------------------- the frame of all parts
+
+    def run(self) -> bool:
+        """Run the parts in order, as far as the time allows. Returns whether every verdict is PASS."""
+        parts = self.parts()
+        done: list[str] = []
+        for name in self.options.parts:
+            left = self._until - time.monotonic()
+            if left <= 0:
+                break
+            deadline = min(seconds_of(name, self.options) or left, left)
+            self._progress(name, done)
+            self._run(name, parts[name], 0.0 if deadline == float("inf") else deadline)
+            done.append(name)
+            self._progress("", done)
+        return all(one["ok"] or one["skipped"] for one in self.found["verdicts"])
 
     def parts(self) -> dict[str, Callable[[], None]]:
-        known: dict[str, Callable[[], None]] = {
+        return {
             "chip": self.measure_chip,
             "agreement": self.check_agreement,
-            "graphs": self.check_graphs,
-            "invariance": self.check_invariance,
-            "landing": self.check_landing,
-            "checks": self.check,
-            "kernels": self.measure_kernels,
-            "boxes": self.check_boxes,
-            "launches": self.count_launches,
             "engine": self.measure_engine,
-            "serving": self.measure_serving,
+            "kernels": self.measure_kernels,
+            "quantised": self.measure_quantised,
+            "moe": self.measure_experts,
+            "mla": self.measure_latents,
+            "graphs": self.check_graphs,
             "transfer": self.measure_transfer,
             "ipc": self.check_ipc,
+            "serving": self.measure_serving,
+            "landing": self.check_landing,
+            "invariance": self.check_invariance,
             "families": self.check_families,
+            "boxes": self.check_boxes,
+            "launches": self.count_launches,
             "ranks": self.check_ranks,
+            "tiles": self.measure_tiles,
         }
-        return {name: known[name] for name in PARTS if name in ("chip", *self.options.parts)}
+
+    def _run(self, name: str, part: Callable[[], None], seconds: float) -> None:
+        """Run one part, and record its duration and its failure."""
+        began, problem = time.monotonic(), ""
+        try:
+            with time_limit(seconds, GRACE_S):
+                part()
+        except TimeOver:
+            problem = f"stopped at its deadline of {seconds:.0f} s"
+        except DeviceLost as error:
+            self._failed(name, str(error))
+            raise
+        except Exception as error:
+            problem = self._words(name, error)
+        took = round(time.monotonic() - began, 1)
+        self.found["seconds"][name] = took
+        if problem:
+            self._failed(name, problem)
+        self.save()
+        print(f"{name}: {took:,.1f} s", flush=True)
+        self._release()
+
+    def _failed(self, name: str, problem: str) -> None:
+        self.found["errors"][name] = problem
+        self.tell(Verdict(name, ITSELF, False, problem, "no error"))
+
+    def _words(self, name: str, error: Exception) -> str:
+        """A failure in a line; its traceback is printed. Raises DeviceLost if the device does not answer any more."""
+        import torch
+
+        from benchmarks.gpu.case import words_of
+
+        words = words_of(error)
+        if isinstance(error, Unchecked):
+            return str(error)
+        if isinstance(error, ImportError):
+            return str(error)
+        print(f"FAILED  {name}: {words}", flush=True)
+        print_exception(error, limit=-8, file=sys.stdout)
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as lost:
+                raise DeviceLost(f"{words}; the device was lost") from lost
+        return words
+
+    def tell(self, one: Verdict) -> None:
+        """Write a verdict on the screen, to the file of verdicts and to the JSON file."""
+        if self.options.dry_run and one.part in SPEEDS and one.what != ITSELF and one.wanted != verdict.REFERENCE:
+            one = one._replace(skipped=one.skipped or "a dry run")
+        self.found["verdicts"].append(one.as_json())
+        print(one, flush=True)
+        with self._lines.open("a", encoding="utf-8") as file:
+            file.write(f"{one}\n")
+        self.save()
+
+    def save(self) -> None:
+        self._path.write_text(json.dumps(self.found, indent=1) + "\n")
+
+    def _progress(self, running: str, done: Sequence[str]) -> None:
+        """For the process that directs the run. Replaced as a whole: it may be read at any time."""
+        file: Path = self._own.progress
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps({"running": running, "since": time.monotonic(), "done": done}))
+        new.replace(file)
+
+    def _release(self) -> None:
+        """Free unused memory for the next part and its processes."""
+        import torch
+
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def keep(self, name: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Save each row as it comes: a later one may fail or take too long."""
+        kept: list[dict[str, Any]] = []
+        self.found[name] = kept
+        for row in rows:
+            kept.append(row)
+            self.save()
+            yield row
+
+    def judge_rows(self, name: str, rows: Iterable[dict[str, Any]], judge: Callable[[dict[str, Any]], Verdict]) -> None:
+        for row in self.keep(name, rows):
+            self.tell(judge(row))
+
+    @property
+    def chip(self) -> Chip:
+        """The measured rates. Raises Unchecked without them."""
+        from benchmarks.gpu.chip import Chip
+
+        if "chip" not in self.found:
+            raise Unchecked("not measured, because the part chip failed: every floor derives from its rates")
+        return Chip(**self.found["chip"])
+
+    def _require_agreement(self) -> None:
+        """Raise Unchecked unless the kernels agree with plain torch; run the check if no part has."""
+        if "agreement" not in self.found:
+            self.check_agreement()
+        if wrong := [problem for row in self.found["agreement"] for problem in row["problems"]]:
+            raise Unchecked(f"not measured, because kernels do not agree with plain torch: {wrong[0]}")
+
+    def measure_cases(self, name: str, title: str, cases: Iterable[MakeCase]) -> None:
+        """Check each kernel, and time it if it is right. A failure does not stop the others."""
+        from benchmarks.gpu.case import name_of
+
+        rows: list[dict[str, Any]] = []
+        self.found[name] = rows
+        try:
+            for make in cases:
+                label = getattr(make, "func", make).__name__
+                try:
+                    case = make()
+                    label = name_of(case)
+                    if any(word in label for word in self.options.skip):
+                        continue
+                    problem = case.problem()
+                    self._note(name, label, problem)
+                    if problem:
+                        continue
+                    rows.append(case.measure(self.chip, self.timer))
+                except Unchecked:
+                    raise
+                except Exception as error:
+                    self._note(name, label, self._words(label, error))
+                    continue
+                for one in verdict.of_kernel(name, rows[-1]):
+                    self.tell(one)
+                del case
+        finally:
+            if rows:
+                report.print_kernels(title, rows)
+
+    def _note(self, part: str, name: str, problem: str) -> None:
+        self.found["problems"][name] = problem
+        self.tell(verdict.of_check(part, name, problem))
+
+    # ---------------------------------------------------------------- the parts
+
+    def measure_chip(self) -> None:
+        from benchmarks.gpu.chip import measure_chip
+
+        chip = measure_chip(self.shape, self.timer)
+        self.found["chip"] = asdict(chip)
+        report.print_chip(self.found["chip"], self.found["conditions"])
+        for one in verdict.of_chip(chip):
+            self.tell(one)
 
     def check_agreement(self) -> None:
         """The check of a worker's start, at the shape of the benchmark's model."""
+        from benchmarks.gpu.node.families import DRY, family_of, family_row, of_family
+
         if self.options.dry_run:
             rows = [family_row(DRY, self.shape.dtype, self.device, DRY_TOKENS)]
         else:
             rows = [family_row(family_of(self.shape), self.shape.dtype, self.device)]
         self.judge_rows("agreement", rows, of_family)
 
+    def measure_engine(self) -> None:
+        from benchmarks.gpu.engine import measure_engine
+
+        chip = self.chip
+        self._require_agreement()
+        found: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
+        self.found["engine"] = found
+        try:
+            for kind, row in measure_engine(self.shape, chip, self.timer):
+                found[kind].append(row)
+                for one in verdict.of_step(kind, row):
+                    self.tell(one)
+        finally:
+            report.print_rows("Prefill, one prompt", found["prefill"])
+            report.print_rows("Decode steps", [row for row in found["decode"] if not row["skipped"]])
+
+    def measure_kernels(self) -> None:
+        from benchmarks.gpu.attention import awkward_problem, decode_case, prefill_case, small_chunk_case
+        from benchmarks.gpu.elementwise import elementwise_cases
+        from benchmarks.gpu.gate import poisoned
+        from benchmarks.gpu.held import invariant_cases
+
+        shape, device, backend = self.shape, self.device, self.backend
+        with poisoned():
+            problem = awkward_problem(backend, shape, device, short=self.options.dry_run)
+        self._note("kernels", "attention of awkward lengths", problem)
+
+        def cases() -> Iterator[MakeCase]:
+            for batch in shape.decode_batches:
+                yield partial(decode_case, backend, shape, batch, device)
+            for length in shape.prefill_lengths:
+                yield partial(prefill_case, backend, shape, length, device)
+            yield partial(small_chunk_case, backend, shape, device)
+            yield from elementwise_cases(backend, shape, device)
+            yield from invariant_cases(backend.products, shape, device)
+
+        self.measure_cases("kernels", "Kernels", cases())
+
+    def measure_quantised(self) -> None:
+        from benchmarks.gpu.held import held_cases
+
+        cases = held_cases(self.backend.products, self.shape, self.device)
+        self.measure_cases("quantised", "Products with quantised weights", cases)
+
+    def measure_experts(self) -> None:
+        from benchmarks.gpu.held import dense_experts_cases, experts_cases
+
+        def cases() -> Iterator[MakeCase]:
+            yield from dense_experts_cases(self.backend.products, self.shape, self.device)
+            yield from experts_cases(self.backend.products, self.shape, self.device)
+
+        self.measure_cases("moe", "Mixtures of experts", cases())
+
+    def measure_latents(self) -> None:
+        from benchmarks.gpu.latents import latent_cases
+
+        self.measure_cases("mla", "Attention over latents", latent_cases(self.backend, self.shape, self.device))
+
     def check_graphs(self) -> None:
+        from benchmarks.gpu.engine import engine_problem
+        from benchmarks.gpu.node.graphs import bucket_rows, of_bucket
+
+        problem = engine_problem(self._few_layers, self.device)
+        self._note("graphs", "recorded decode steps fed by each other", problem)
         rows = bucket_rows(self._few_layers, self.device, self._most_rows)
         self.judge_rows("graphs", rows, lambda row: of_bucket(row, self.shape.dtype))
 
-    def check_invariance(self) -> None:
-        rows = invariance_rows(self._few_layers, self.device, self._most_rows)
-        self.judge_rows("invariance", rows, of_invariance)
+    def measure_transfer(self) -> None:
+        from benchmarks.gpu.transfer import measure_transfer
+
+        rows = [*self.keep("transfer", measure_transfer(self.shape, self.timer))]
+        report.print_rows("KV transfer, GB/s", rows)
+        for one in (*verdict.of_transfer(rows), *verdict.of_hiding(rows, self._kv_rate())):
+            self.tell(one)
+
+    def check_ipc(self) -> None:
+        if self.device.type != "cuda":
+            self.tell(Verdict("ipc", "memory that GPUs share", True, "not tried", "", "no GPU"))
+            return
+        from benchmarks.gpu.node.ipc import ipc_rows
+
+        self.judge_rows("ipc", ipc_rows(self.shape, self.device), verdict.of_ipc)
+
+    def measure_serving(self) -> None:
+        from benchmarks.gpu.serving import measure_serving
+
+        self._require_agreement()
+        options, in_flight = self.options, self.shape.serving[2]
+        rows = measure_serving(
+            self.shape,
+            self.device,
+            kv_memory_gib=DRY_KV_MEMORY_GIB if options.dry_run else options.kv_memory_gib,
+            num_requests=in_flight if options.dry_run or options.quick else options.requests,
+            log_dir=self._own.logs,
+        )
+        for row in self.keep("serving", rows):
+            self.tell(verdict.of_serving(row, self._step_ms()))
 
     def check_landing(self) -> None:
+        from benchmarks.gpu.node.landing import measure_landing, of_landing
+
         row = measure_landing(self._few_layers, self.device, self.options.landing_s)
         self.judge_rows("landing", [row], of_landing)
 
-    def check_ipc(self) -> None:
-        if self.device.type == "cuda":
-            self.judge_rows("ipc", ipc_rows(self.shape, self.device), of_ipc)
-        else:
-            self.tell(Verdict("ipc", "memory that GPUs share", True, "not tried", "", "no GPU"))
+    def check_invariance(self) -> None:
+        from benchmarks.gpu.node.invariance import invariance_rows, of_invariance
 
-    def check_boxes(self) -> None:
-        self.judge_rows("boxes", box_rows(self.shape, self.timer, short=self.options.dry_run), of_boxes)
-
-    def count_launches(self) -> None:
-        self.judge_rows("launches", launch_rows(self._few_layers, self.device), of_launches)
+        self.judge_rows("invariance", invariance_rows(self._few_layers, self.device, self._most_rows), of_invariance)
 
     def check_families(self) -> None:
+        from benchmarks.gpu.node.families import FAMILIES, family_rows, of_family
+
         families = () if self.options.dry_run else FAMILIES[1:]
         self.judge_rows("families", family_rows(families, self.device), of_family)
 
+    def check_boxes(self) -> None:
+        from benchmarks.gpu.node.boxes import box_rows, of_boxes
+
+        self.judge_rows("boxes", box_rows(self.shape, self.timer, short=self.options.dry_run), of_boxes)
+
+    def count_launches(self) -> None:
+        from benchmarks.gpu.node.launches import launch_rows, of_launches
+
+        self.judge_rows("launches", launch_rows(self._few_layers, self.device), of_launches)
+
     def check_ranks(self) -> None:
+        import torch
+
+        from benchmarks.gpu.node.ranks import RANKS, of_ranks, ranks_row, too_few
+
         count = 0 if self.options.dry_run else torch.cuda.device_count()
         if count >= RANKS or self.options.dry_run:
-            self.judge_rows("ranks", [ranks_row(self.device, self.folder)], of_ranks)
+            self.judge_rows("ranks", [ranks_row(self.device, self._own.progress.parent)], of_ranks)
         else:
             self.tell(too_few(count))
 
-    def judge_rows(self, name: str, rows: Iterable[dict[str, Any]], judge: Callable[[dict[str, Any]], Verdict]) -> None:
-        """Keep and judge each row as it comes."""
-        kept: list[dict[str, Any]] = []
-        self.found[name] = kept
-        for row in rows:
-            kept.append(row)
-            self.tell(judge(row))
+    def measure_tiles(self) -> None:
+        from benchmarks.gpu.tiles import measure_tiles
 
-    def ended(self, name: str) -> None:
-        """Judge what the part has measured, a part that failed too."""
-        for one in self._judged(name):
-            self.tell(one._replace(skipped="a dry run") if self.options.dry_run and name in SPEEDS else one)
-        if name in self.errors:
-            self.tell(Verdict(name, "the part itself", False, self.errors[name], "no error"))
+        rows = [*self.keep("tiles", measure_tiles(self.shape, self.chip, self.timer))]
+        report.print_rows("Attention with other tiles", rows)
 
-    def tell(self, one: Verdict) -> None:
-        """On the screen, in the file of verdicts and in the JSON file."""
-        self.verdicts.append(one)
-        self.found["verdicts"] = [each._asdict() | {"line": str(each)} for each in self.verdicts]
-        self.console.print(str(one), highlight=False, markup=False)
-        with self._lines.open("a", encoding="utf-8") as file:
-            file.write(f"{one}\n")
-        self.save()
-
-    @property
-    def passed(self) -> bool:
-        return all(one.ok or one.skipped for one in self.verdicts)
-
-    def _judged(self, name: str) -> Iterable[Verdict]:
-        found = self.found
-        if name == "chip" and name not in self.errors:
-            return verdict.of_chip(self.chip)
-        if name == "checks":
-            return [
-                Verdict("checks", check, not problem, problem or "agrees", "the reference's numbers")
-                for check, problem in self.problems.items()
-            ]
-        if name == "kernels":
-            return verdict.of_kernels(found.get(name, ()))
-        if name == "engine" and name in found:
-            return verdict.of_engine(found[name])
-        if name == "transfer":
-            rows = found.get(name, ())
-            return (*verdict.of_transfer(rows), *verdict.of_hiding(rows, self._kv_rate()))
-        if name == "serving":
-            return verdict.of_serving(found.get(name, ()), self._step_ms())
-        return ()
+    # ---------------------------------------------------------------- what parts have of each other
 
     @property
     def _most_rows(self) -> int:
-        """The largest batch that a decode worker records steps for by default; all sizes up to it are compared."""
-        return DRY_BUCKETS if self.options.dry_run else MOST_SEQS
+        return DRY_BUCKETS if self.options.dry_run else BUCKETS
 
     def _kv_rate(self) -> float:
         """Bytes of KV a second that the longest prefill of the engine made; 0: not measured."""
@@ -164,4 +442,44 @@ class NodeRun(Suite):
     def _step_ms(self) -> float:
         """Of the engine, with as many requests as the service has in flight; 0: not measured."""
         rows = self.found.get("engine", {}).get("decode", ())
-        return next((r["ms"] for r in rows if r["how"] == "recorded" and r["batch"] == self.shape.serving[2]), 0.0)
+        fitting = (row for row in rows if not row["skipped"] and row["batch"] == self.shape.serving[2])
+        return next((float(row["ms"]) for row in fitting if row["how"] == "recorded"), 0.0)
+
+
+def split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """What the directing process adds, and the options of the run."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--progress", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--left-s", type=float, default=0.0)
+    return parser.parse_known_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    own, rest = split(argv)
+    options = parse(rest)
+    with ExitStack() as stack:
+        try:
+            import torch
+
+            if not options.dry_run and not torch.cuda.is_available():
+                print("There is no CUDA device here: nothing was measured. --dry-run tries every part.", flush=True)
+                return NO_GPU
+            stack.enter_context(torch.inference_mode())
+            run = PartsRun(options, own, rest)
+            if options.dry_run:
+                from benchmarks.gpu.interpreter import products_by_row
+
+                stack.enter_context(products_by_row())
+        except ImportError as error:
+            own.progress.write_text(json.dumps(json.loads(own.progress.read_text()) | {"problem": str(error)}))
+            return FAILED
+        try:
+            return PASSED if run.run() else FAILED
+        except DeviceLost:
+            return LOST
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.exit(status)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.gpu.chip import Chip
+if TYPE_CHECKING:
+    from benchmarks.gpu.chip import Chip  # it imports torch, which the process that directs a run has no use for
 
+ITSELF, REFERENCE = "the part itself", "the reference's numbers"
 LEAST_COPY, LEAST_MATMUL = 0.8, 0.6
 """Of a data sheet's bandwidth and dense bf16 rate."""
 GOALS = {("decode attention", "32 x 4,096"): 0.9, ("prefill attention", "8,192"): 0.65}
@@ -16,6 +18,8 @@ LEAST_OF_FLOOR_ELSE = 0.4
 """At other sizes, of the time that the chip's own rates allow; small kernels are bound by their launch."""
 MOST_OF_PEER = {"batch-invariant product": 1.6}
 MOST_OF_PEER_ELSE = 1.1
+OTHER_WORK = ("scaled_mm, fp8 inputs",)
+"""Peers that are timed and not judged: they round their inputs to 8 bits as well."""
 """Times the fastest peer's time. A product that may not choose its algorithm by the batch has a price."""
 MOST_TIMES_FLOOR = 1.15
 """Of a recorded decode step, beside the reading of all weights and KV."""
@@ -56,6 +60,10 @@ class Verdict(NamedTuple):
         word = "SKIP" if self.skipped else "PASS" if self.ok else "FAIL"
         return f"{word}  {self.part}: {self.what}: {self.found} ({self.skipped or self.wanted})"
 
+    def as_json(self) -> dict[str, Any]:
+        """Its fields, and the line."""
+        return self._asdict() | {"line": str(self)}
+
 
 def of_chip(chip: Chip) -> Iterator[Verdict]:
     sheet = next((rates for name, rates in SHEETS.items() if name in chip.name), (0.0, 0.0))
@@ -77,27 +85,40 @@ def at_most(part: str, what: str, times: float, most: float, of: str) -> Verdict
     return Verdict(part, what, times <= most, f"{times:.2f} times {of}", f"at most {most:g}")
 
 
-def of_kernels(rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
-    for row in rows:
-        what = f"{row['kernel']}, {row['size']}"
-        least = GOALS.get((row["kernel"], row["size"]), LEAST_OF_FLOOR.get(row["kernel"], LEAST_OF_FLOOR_ELSE))
-        yield at_least("kernels", what, row["of_floor"], least, "the floor")
-        times = {name: us for name, us in row["peers_us"].items() if isinstance(us, float) and us > 0}
-        if times:
-            fastest = min(times, key=lambda name: times[name])
-            ratio = row["us"] / times[fastest]
-            most = MOST_OF_PEER.get(row["kernel"], MOST_OF_PEER_ELSE)
-            yield at_most("kernels", f"{what} beside {fastest}", ratio, most, "its time")
+def of_check(part: str, name: str, problem: str) -> Verdict:
+    return Verdict(part, name, not problem, problem or "agrees", REFERENCE)
 
 
-def of_engine(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Verdict]:
-    for row in found["prefill"][-1:]:
+def of_kernel(part: str, row: Mapping[str, Any]) -> Iterator[Verdict]:
+    """Compared with the floor, and with the fastest of the peers that do the same work."""
+    what = f"{row['kernel']}, {row['size']}"
+    least = GOALS.get((row["kernel"], row["size"]), LEAST_OF_FLOOR.get(row["kernel"], LEAST_OF_FLOOR_ELSE))
+    yield at_least(part, what, row["of_floor"], least, "the floor")
+    peers = {name: us for name, us in row["peers_us"].items() if name not in OTHER_WORK}
+    times = {name: us for name, us in peers.items() if isinstance(us, float) and us > 0}
+    if times:
+        fastest = min(times, key=lambda name: times[name])
+        ratio = row["us"] / times[fastest]
+        most = MOST_OF_PEER.get(row["kernel"], MOST_OF_PEER_ELSE)
+        yield at_most(part, f"{what} beside {fastest}", ratio, most, "its time")
+
+
+def of_step(kind: str, row: Mapping[str, Any]) -> Iterator[Verdict]:
+    """A "prefill" or a "decode" row of the engine. Steps kernel by kernel are told, and not judged."""
+    if kind == "prefill":
         what = f"prefill of {row['tokens']:,}"
         yield at_least("engine", what, row["of_matmul_rate"], LEAST_OF_MATMUL, "the matmul rate")
-    for row in found["decode"]:
-        if row["how"] == "recorded":
-            what = f"recorded step of {row['batch']}"
-            yield at_most("engine", what, row["times_floor"], MOST_TIMES_FLOOR, "the floor")
+        return
+    what = f"{row['how']}, {row['batch']} rows of {row['context']:,}"
+    if row["skipped"]:
+        yield Verdict("engine", what, False, "not measured", "", row["skipped"])
+        return
+    found = f"{row['ms']:.3f} ms, {row['tokens_per_s']:,.0f} tokens/s, {row['times_floor']:.2f} times the floor"
+    is_recorded = row["how"] == "recorded"
+    is_told = "" if is_recorded else "for comparison"
+    yield Verdict(
+        "engine", what, row["times_floor"] <= MOST_TIMES_FLOOR, found, f"at most {MOST_TIMES_FLOOR:g}", is_told
+    )
 
 
 def of_transfer(rows: Sequence[Mapping[str, Any]]) -> Iterator[Verdict]:
@@ -132,11 +153,10 @@ def of_hiding(rows: Sequence[Mapping[str, Any]], prefill_rate: float) -> Iterato
         yield at_least("transfer", f"hidden behind prefill, {best}", 1e9 * rates[best] / prefill_rate, 1.0, made)
 
 
-def of_serving(rows: Sequence[Mapping[str, Any]], step_ms: float) -> Iterator[Verdict]:
+def of_serving(row: Mapping[str, Any], step_ms: float) -> Verdict:
     """`step_ms`: of the engine at as many requests; 0: not measured. A request that fails ends the part."""
     most = MOST_TPOT * step_ms
-    for row in rows:
-        times = f"TTFT {row['ttft_p50_ms']:,.0f} ms, TPOT {row['tpot_p50_ms']:.2f} ms"
-        found = f"{row['output_tokens_per_s']:,.0f} tokens/s, {times}"
-        wanted = f"all {row['requests']} answered" + (f", TPOT at most {most:.2f} ms" if most else "")
-        yield Verdict("serving", row["arm"], not most or row["tpot_p50_ms"] <= most, found, wanted)
+    times = f"TTFT {row['ttft_p50_ms']:,.0f} ms, TPOT {row['tpot_p50_ms']:.2f} ms"
+    found = f"{row['output_tokens_per_s']:,.0f} tokens/s, {times}"
+    wanted = f"all {row['requests']} answered" + (f", TPOT at most {most:.2f} ms" if most else "")
+    return Verdict("serving", row["arm"], not most or row["tpot_p50_ms"] <= most, found, wanted)
