@@ -13,12 +13,13 @@ Rules get new names, so theirs may differ in case only, or be `start`. All of th
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-MAX_DEPTH = 64
-"""Of groups within groups."""
+MAX_GROUP_DEPTH = 64
+"""Levels of groups within groups."""
 MAX_REPEATED = 8
 """Repetitions of repetitions, as in `a+{2}?`."""
 MAX_TERMINALS = 400
@@ -33,7 +34,6 @@ MAX_SYMBOLS = 32_768
 """Of one grammar. Each takes at least four characters of what is written."""
 LARGE_REPETITION, LARGE_ITEM = 4_096, 8
 """Characters of a repetition, and of an item in it, from which on rules count the items: a lexer has a state each."""
-LAST = 0x10FFFF
 SURROGATES = range(0xD800, 0xE000)
 
 TOKEN = re.compile(
@@ -180,8 +180,8 @@ class _Parser:
             if token.text == "|" and token.kind == "sign":
                 choices.append([])
             elif token.text == "(":
-                if len(groups) > MAX_DEPTH:
-                    raise self._error(token.at, f"groups are nested deeper than {MAX_DEPTH} levels")
+                if len(groups) > MAX_GROUP_DEPTH:
+                    raise self._error(token.at, f"groups are nested deeper than {MAX_GROUP_DEPTH} levels")
                 groups.append([[]])
             elif token.text == ")":
                 if len(groups) == 1:
@@ -212,7 +212,7 @@ class _Parser:
             case "name":
                 return Reference(token.text)
             case "sign":
-                return Characters([(0, LAST)])
+                return Characters([(0, sys.maxunicode)])
         raise self._error(token.at, f"`{token.text}` is not expected")
 
     def _set(self, token: _Token) -> Characters:
@@ -249,7 +249,7 @@ class _Parser:
                 point = ord(sign[1])
             else:
                 point = LETTERS.get(sign[1], -1)
-            if not 0 <= point <= LAST or point in SURROGATES:
+            if not 0 <= point <= sys.maxunicode or point in SURROGATES:
                 raise self._error(at, f"`{sign}` is no character")
             found.append(point)
         if end != len(text):
@@ -311,6 +311,7 @@ def _mask(low: int, high: int) -> int:
 
 
 OTHERS = ((1 << 64) - 1) << 128
+"""Bits that characters beyond ASCII share, by their code points modulo 64."""
 
 
 def _mask_of(node: Characters) -> int:
@@ -753,7 +754,7 @@ def _automaton(node: Node, rules: dict[str, Node]) -> _Automaton | None:
         return len(masks) - 1
 
     def build(node: Node, depth: int) -> tuple[int, int]:
-        if depth > 3 * MAX_DEPTH:
+        if depth > 3 * MAX_GROUP_DEPTH:
             raise OverflowError
         match node:
             case Characters():

@@ -12,7 +12,7 @@ from common.errors import InvalidRequest
 from router.request.errors import BodyTooLarge, UnsupportedMediaType
 
 ACCEPTED = "gzip, deflate"
-FIRST_BYTES, PIECE_BYTES = 64 * 1024, 256 * 1024
+FIRST_BYTES, DECODED_BYTES = 64 * 1024, 256 * 1024
 """Decoded bytes at a time: the first of a part that is not longer on the event loop, in 0.1 ms, all others in a
 thread."""
 
@@ -28,7 +28,7 @@ def encoding_of(headers: Headers) -> str:
 
 
 async def decoded(parts: AsyncIterable[bytes], encoding: str, max_bytes: int) -> AsyncIterator[bytes]:
-    """The decoded body in pieces of at most PIECE_BYTES, from `parts` that have at most `max_bytes` together.
+    """The decoded body in pieces of at most DECODED_BYTES, from `parts` that have at most `max_bytes` together.
 
     Raises InvalidRequest for data that is not of this encoding or is not whole, and BodyTooLarge.
     """
@@ -50,7 +50,7 @@ async def decoded(parts: AsyncIterable[bytes], encoding: str, max_bytes: int) ->
                 if is_first:
                     yield decoder.decompress(part, FIRST_BYTES)
                 else:
-                    yield await asyncio.to_thread(decoder.decompress, part, PIECE_BYTES)
+                    yield await asyncio.to_thread(decoder.decompress, part, DECODED_BYTES)
                 part, is_first = decoder.unconsumed_tail or decoder.unused_data, False
         while decoder is None or not decoder.eof:  # what is decoded may be in the decoder yet
             rest = b"" if decoder is None else decoder.decompress(b"", FIRST_BYTES)

@@ -151,7 +151,7 @@ class TextPipeline:
             )
             return self._encode(text, False, limit, max_bytes, "messages", salt=salt)
 
-        return await self._threads.run(job, text_size((messages, functions, extra)))
+        return await self._threads.run(job, text_size((messages, [each.as_tool() for each in functions], extra)))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Raises InvalidRequest for an id outside the vocabulary, Unavailable."""

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 
 KIB = 1024
+"""Bytes of a KiB."""
 
 
 class Chip(NamedTuple):

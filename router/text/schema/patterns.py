@@ -9,6 +9,7 @@ masks of `.{1,200}` take fourteen times as long.) All functions take time linear
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 
 SPECIAL = "[]&~-^"
@@ -34,7 +35,6 @@ r"""Characters that JSON texts can only spell as `\u00XX`, not as a letter after
 QUOTED = frozenset(b'"\\')
 BLANKS = frozenset(b"\t\n\v\f\r")
 ESCAPED_OR_CONTROL = QUOTED | frozenset(range(0x20))
-LAST = 0x10FFFF
 
 
 def portable(pattern: str, *, python: bool = False) -> str:
@@ -247,7 +247,7 @@ def _is_of_controls(text: str) -> bool:
         return any(0 <= high - low < 0x20 and low in CONTROLS and high in CONTROLS for low, high in known)
     left: list[tuple[int, int]] = []
     at = 0
-    for low, high in [*sorted(known), (LAST + 1, LAST + 1)]:
+    for low, high in [*sorted(known), (sys.maxunicode + 1, sys.maxunicode + 1)]:
         if at < low:
             left.append((at, low - 1))
         at = max(at, high + 1)

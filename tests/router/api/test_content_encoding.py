@@ -83,7 +83,7 @@ async def test_every_cut_into_parts(encoding: str, encode: Callable[[bytes], byt
         yield b""
 
     pieces = [piece async for piece in content_encoding.decoded(parts(), encoding.lower().removeprefix("x-"), 10**6)]
-    assert b"".join(pieces) == whole and max(map(len, pieces)) <= content_encoding.PIECE_BYTES
+    assert b"".join(pieces) == whole and max(map(len, pieces)) <= content_encoding.DECODED_BYTES
 
 
 async def test_encoded_bytes_have_the_bound_too(start: Any) -> None:

@@ -83,7 +83,7 @@ class Vocabulary:
             inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in sorted(marks)])
         self.text = TextPipeline(Tokenizer(inner), None, max_model_len=100, threads=1)
         self.spell = self.text.spell
-        words: Any = _Words(self.text.tokenizer, EOS)
+        words: Any = _Words(self.text.tokenizer, EOS, self.text.tokenizer.vocab_size)
         self.library = llguidance.LLTokenizer(words, n_vocab=self.text.tokenizer.vocab_size, eos_token=[EOS])
 
     def accepts(self, grammar: str, text: str) -> bool:
