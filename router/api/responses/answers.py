@@ -50,6 +50,7 @@ class ResponsesFrames:
         self._arguments: list[str] = []
         self._sent_logprobs: list[object] = []
         self._waiting: list[TokenWithLogprobs] = []  # until the text part comes that they belong to
+        self._text_start = self._text_end = 0  # the characters of the answer that the last text takes up
         self._open = ""  # the type of the last item until it is closed
         self._num_events = 0
 
@@ -155,6 +156,7 @@ class ResponsesFrames:
     def _begin_message(self) -> bytes:
         begun = self._begin({"type": "message", "id": self._id("msg"), "role": "assistant", "content": []})
         self._text, self._sent_logprobs = [], []
+        self._text_start = self._text_end = 0
         return begun + self._event("response.content_part.added", self._of_part() | {"part": self._output_text()})
 
     def _add_call(self, choice: AnswerChoice, part: CallPart) -> bytes:
@@ -182,6 +184,7 @@ class ResponsesFrames:
         if not self._open:
             return b""
         item, kind = self._items[-1], self._open
+        rest = self._rest_of_logprobs() if kind == "message" else b""
         self._open = ""
         if kind == "function_call":
             item |= {"arguments": "".join(self._arguments)}
@@ -195,7 +198,7 @@ class ResponsesFrames:
             ended = self._event(done, self._of_part() | said)
             ended += self._event("response.content_part.done", self._of_part() | {"part": part})
         item["status"] = status
-        return ended + self._item_event("response.output_item.done")
+        return rest + ended + self._item_event("response.output_item.done")
 
     # ------------------------------------------------------------ inside
 
@@ -233,13 +236,35 @@ class ResponsesFrames:
         return {"type": "reasoning_text", "text": "".join(self._text)}
 
     def _logprobs_of(self, part: TextPart) -> list[object]:
-        """Log-probabilities of the tokens that begin in this text; earlier ones, of calls and thoughts, are dropped."""
+        """Log-probabilities of the tokens that begin in this text; those of calls and thoughts are dropped.
+
+        Tokens of earlier text come too: a token arrives after its first characters if a stop string may follow them.
+        """
         if self._logprobs is None:
             return []
-        end = part.start + len(part.text)
-        with_logprobs = [token for token in self._waiting if part.start <= token.start < end]
+        earlier: list[object] = []
+        if part.start != self._text_end:
+            earlier = self._waiting_logprobs()
+            self._text_start = part.start
+        self._text_end = part.start + len(part.text)
+        return earlier + self._waiting_logprobs()
+
+    def _waiting_logprobs(self) -> list[object]:
+        """Log-probabilities of waiting tokens that begin in the last text; tokens before its end wait no longer."""
+        if self._logprobs is None:
+            return []
+        start, end = self._text_start, self._text_end
+        with_logprobs = [token for token in self._waiting if start <= token.start < end]
         self._waiting = [token for token in self._waiting if token.start >= end]
         return [*self._logprobs.tokens(with_logprobs)]
+
+    def _rest_of_logprobs(self) -> bytes:
+        """The event of tokens whose first characters end a message; the others were cut, or belong to a call."""
+        logprobs = self._waiting_logprobs()
+        if not logprobs:
+            return b""
+        self._sent_logprobs += logprobs
+        return self._event("response.output_text.delta", self._of_part() | {"delta": "", "logprobs": logprobs})
 
     @property
     def _in_call(self) -> bool:
