@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import orjson
 
@@ -46,8 +47,12 @@ class MessagesFrames:
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         (choice,) = self._plan.choices
-        content = [self._block(choice, part) for part in self._parts.whole(choice, pieces[0])]
-        if all(block["type"] == "thinking" for block in content):
+        content: list[Object] = []
+        for kind, parts in groupby(self._parts.whole(choice, pieces[0]), type):
+            if kind is TextPart:  # marks between texts end no block, as in a stream
+                parts = iter([TextPart("".join([part.text for part in parts if isinstance(part, TextPart)]))])
+            content += [self._block(choice, part) for part in parts]
+        if not content or content[-1]["type"] == "thinking":
             content.append(self._block(choice, TextPart("")))
         return self._message(content) | self._stop(choice) | {"usage": self._usage()}
 

@@ -96,6 +96,30 @@ async def test_calls(serve: Serve, name: str, per_event: int) -> None:
         assert name == "pythonic" or "<[" in running.engine.requests[-1].params.grammar
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "blocks"),
+    [
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+            ["I look.Hi"],
+        ),
+        (f"<|channel|>final<|message|>Hi<|end|><|start|>assistant{THOUGHT}<|channel|>final<|message|>!", ["Hi!"]),
+    ],
+)
+async def test_messages_in_a_row_are_one_block(serve: Serve, said: str, blocks: list[str], stream: bool) -> None:
+    running = await serve(HARMONY, said)
+    assert (await asked(running, "messages", stream=stream)).items == blocks
+
+
+async def test_a_thought_that_ends_an_answer_has_an_empty_text_after_it(serve: Serve) -> None:
+    thought = THOUGHT.removesuffix("<|start|>assistant")
+    running = await serve(HARMONY, f"<|channel|>final<|message|>Hi<|end|><|start|>assistant{thought}")
+    fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 900, "thinking": {"type": "adaptive"}}
+    content = (await running.http.post("/v1/messages", json=fields)).json()["content"]
+    assert [block["type"] for block in content] == ["text", "thinking", "text"] and content[2]["text"] == ""
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_a_call_can_be_demanded(serve: Serve, name: str) -> None:
     form = FORMS[name]
