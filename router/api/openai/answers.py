@@ -157,6 +157,7 @@ class OutputItem(BaseModel):
     content: list[OutputText] | list[ReasoningText] | None = None
     summary: list[dict[str, Any]] | None = None
     call_id: str | None = None
+    namespace: str | None = None
     name: str | None = None
     arguments: str | None = None
 

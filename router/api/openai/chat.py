@@ -125,6 +125,7 @@ class ChatShape(ChoiceShape):
             chunks[0]["logprobs"] = self._logprobs.chat(with_logprobs)
         if piece.finish_reason:
             chunks[-1]["finish_reason"] = self._parts.finish_reason(choice, piece.finish_reason)
+            chunks[-1]["stop_reason"] = choice.stop_reason
         if self._token_ids:
             for chunk in chunks:
                 chunk["token_ids"] = piece.token_ids if chunk is chunks[0] else []

@@ -137,6 +137,8 @@ class CompletionShape(ChoiceShape):
             "logprobs": self._logprobs_of(choice, with_logprobs, echoes=echoes) if with_logprobs or echoes else None,
             "finish_reason": piece.finish_reason or None,
         }
+        if piece.finish_reason:
+            chunk["stop_reason"] = choice.stop_reason
         if self._token_ids:
             chunk["token_ids"] = piece.token_ids
         return [chunk]

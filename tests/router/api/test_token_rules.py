@@ -142,8 +142,12 @@ async def test_roles_that_the_template_shows(running: Any, text: Any) -> None:
 async def test_what_ended_an_answer(start: Any, tools: Any) -> None:
     running = await start(tools.Engine())
     for fields, reason in [({"stop": ["qu"]}, "qu"), ({"stop_token_ids": [101]}, 101), ({"max_tokens": 1}, None)]:
-        (choice,) = (await running.completion(**fields)).json()["choices"]
-        assert choice["stop_reason"] == reason
+        for ask, path in ((running.completion, "/v1/completions"), (running.chat, "chat")):
+            (choice,) = (await ask(**fields)).json()["choices"]
+            assert choice["stop_reason"] == reason
+            *before, last, _ = await running.events(path, **fields)
+            assert last["choices"][0]["stop_reason"] == reason
+            assert all("stop_reason" not in event["choices"][0] for event in before)
 
 
 async def test_many_stop_strings(running: Any) -> None:
