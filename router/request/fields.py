@@ -145,6 +145,11 @@ class ContentPart(Fields):
     text: str | None = None
     refusal: str | None = Field(None, description='with type "refusal"')
 
+    @property
+    def said(self) -> str:
+        """The text of a part of either type."""
+        return (self.refusal if self.type == "refusal" else self.text) or ""
+
 
 class FunctionCall(Fields):
     name: str
@@ -292,7 +297,7 @@ class ChatRequest(SamplingFields):
         if not self.echo or last.role != "assistant":
             return ""
         if isinstance(last.content, list):
-            return "\n".join([part.text or "" for part in last.content])
+            return "\n".join([part.said for part in last.content])
         return last.content or ""
 
     @property
@@ -300,7 +305,7 @@ class ChatRequest(SamplingFields):
         last = self.messages[-1]
         if not self.continue_final_message or last.content is None:
             return ""
-        return last.content if isinstance(last.content, str) else "".join([part.text or "" for part in last.content])
+        return last.content if isinstance(last.content, str) else "".join([part.said for part in last.content])
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -129,6 +129,9 @@ async def test_an_answer_that_echoes_the_message_it_continues(running: Any) -> N
     assert body["choices"][0]["message"]["content"] == "So: The"
     events = await running.events("chat", **fields)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]) == "So: The"
+    for said in ([{"type": "refusal", "refusal": "So: "}], [{"type": "text", "text": "So: "}]):
+        body = (await running.chat(**fields | {"messages": [messages[0], messages[1] | {"content": said}]})).json()
+        assert body["choices"][0]["message"]["content"] == "So: The"
     body = (await running.chat(messages=messages[:1], max_tokens=3, echo=True)).json()
     assert body["choices"][0]["message"]["content"] == "The"
 
