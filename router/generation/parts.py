@@ -38,6 +38,20 @@ def is_scanned(service: Service, calling: ToolCalling | None) -> bool:
     return service.dialect.parses and (calling is not None or service.dialect.form.has_channels)
 
 
+def reads_thoughts(service: Service, fields: ChatRequest, calling: ToolCalling | None) -> bool:
+    """Whether the answers may begin with a thought between marks.
+
+    An answer that must match a form from its first token cannot.
+    """
+    return service.thinks and not is_held(fields, calling) and not service.dialect.form.has_channels
+
+
+def marks_of(service: Service, fields: ChatRequest, calling: ToolCalling | None) -> frozenset[int]:
+    """The special tokens that the text of the answers keeps, because scanners look for them."""
+    marks = service.marks if is_scanned(service, calling) else frozenset[int]()
+    return marks | service.thought_marks if reads_thoughts(service, fields, calling) else marks
+
+
 class AnswerParts:
     """Splits the answers to one request: calls if tools may be called, a thought if the model thinks.
 
@@ -53,7 +67,7 @@ class AnswerParts:
         self._functions = {function.name: function for function in calling.functions} if calling is not None else {}
         self._has_thoughts = service.shows_thoughts
         self._only_calls = is_held(fields, calling)  # or only JSON of a schema
-        self._thinks = service.thinks and not self._only_calls and not self._form.has_channels
+        self._thinks = reads_thoughts(service, fields, calling)
         self._continues_thought = bool((open_thought(fields.continued_text) or "").strip())
         self._scanners: dict[int, _Scanners] = {}
         self._id = secrets.token_hex(16)

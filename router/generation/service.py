@@ -35,7 +35,7 @@ from router.streams.client import GenerationClient
 from router.text.calls.dialect import Dialect, dialect_of
 from router.text.json_values import MAX_NUMBERS
 from router.text.text_pipeline import TextPipeline
-from router.text.thinking import thinks
+from router.text.thinking import CLOSE, OPEN, thinks
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings.siblings import Siblings
@@ -78,8 +78,8 @@ class Service:
 
     `failure` says why this process must be restarted; "" while it is sound. `outlook`: the planner's latest look.
     `siblings` are the other processes that serve the port; None for a router of one process.
-    `dialect` is how the model calls functions, and `marks` are the special tokens of its form. Its `task` is what it is
-    served for. Raises ModelError for a task that it cannot do.
+    `dialect` is how the model calls functions, `marks` are the special tokens of its form, and `thought_marks`
+    those around its thoughts. Its `task` is what it is served for. Raises ModelError for a task that it cannot do.
 
     Of several models each has a service of its own, and requests come in through another, the `front`, which stands for
     all: its `models` are the others, its client is for what concerns all of them. Bounds and counts are the front's.
@@ -108,6 +108,7 @@ class Service:
     unread: UnreadBudget = field(default_factory=UnreadBudget)
     dialect: Dialect = field(init=False)
     marks: frozenset[int] = field(init=False)
+    thought_marks: frozenset[int] = field(init=False)
     task: ServedTask = field(init=False)
     models: Models[Service] = field(init=False)
 
@@ -122,7 +123,8 @@ class Service:
             self.pace, self.bodies = self.front.pace, self.front.bodies
             self.prompt_logprob_budget, self.unread = self.front.prompt_logprob_budget, self.front.unread
         self.dialect = dialect_of(self.text.template, self.config.tool_parser)
-        self.marks = self.text.mark_tokens(self.dialect.form)
+        self.marks = self.text.mark_tokens(self.dialect.form.marks)
+        self.thought_marks = self.text.mark_tokens((OPEN, CLOSE))
         self.large = LargeBodies(self.text, lambda: self.max_model_len, lambda: self.max_detokenize_ids)
 
     @property

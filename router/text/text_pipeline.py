@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from common.errors import ContextLengthExceeded, InvalidRequest
@@ -14,7 +14,6 @@ from common.model_files.tokenizer import Tokenizer
 from common.wire.sampling_params import BadWord
 from router.text.answer.grammar import literal, without_place
 from router.text.calls.dialect import Dialect
-from router.text.calls.form import CallForm
 from router.text.calls.function import Function
 from router.text.chat_prompt import chat_prompt
 from router.text.grammar_writer import PROGRAM, Demand, grammar_of, text_of
@@ -220,9 +219,9 @@ class TextPipeline:
         token_id = self._special_id(mark)
         return literal(mark) if token_id is None else f"<[{token_id}]>"
 
-    def mark_tokens(self, form: CallForm) -> frozenset[int]:
-        """The special tokens among a form's marks, which the text of an answer keeps for the scanners."""
-        return frozenset(token_id for mark in form.marks if (token_id := self._special_id(mark)) is not None)
+    def mark_tokens(self, marks: Iterable[str]) -> frozenset[int]:
+        """The special tokens among some marks, which the text of an answer keeps for the scanners."""
+        return frozenset(token_id for mark in marks if (token_id := self._special_id(mark)) is not None)
 
     def _special_id(self, mark: str) -> int | None:
         token_id = self.tokenizer.token_to_id(mark)

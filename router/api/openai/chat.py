@@ -10,7 +10,7 @@ from router.api.openai.choice_shape import ChoiceShape, merged
 from router.generation.choices.choice import AnswerChoice, Piece
 from router.generation.choices.origin import Origin
 from router.generation.choices.shape import Object
-from router.generation.parts import AnswerParts, is_scanned
+from router.generation.parts import AnswerParts, marks_of
 from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan, num_prompt_logprobs
 from router.generation.service import Service
 from router.generation.structure import answer_grammar, tool_calling
@@ -53,7 +53,7 @@ async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, pr
         num_prompt_logprobs=num_prompt_logprobs(service, fields),
         grammar=grammar,
         bad_words=await bad_words(service, fields),
-        marks=service.marks if is_scanned(service, calling) else frozenset(),
+        marks=marks_of(service, fields, calling),
     )
 
 

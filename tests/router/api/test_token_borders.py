@@ -73,3 +73,36 @@ async def test_log_probabilities_of_a_response(
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     streamed = [token["token"] for event in deltas for token in event["logprobs"]]
     assert streamed == [token for tokens in shown for token in tokens]
+
+
+@pytest.fixture(scope="module")
+def marked(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextPipeline]:
+    """A model whose marks of thoughts are special tokens."""
+    inner = tokenizers.Tokenizer.from_file(str(files.tokenizer))
+    inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in ("<think>", "</think>")])
+    path: Path = tmp_path_factory.mktemp("special") / "tokenizer.json"
+    inner.save(str(path))
+    made = TextPipeline.from_files(
+        replace(files, tokenizer=path, chat_template=TEMPLATE, vocab_size=inner.get_vocab_size()), threads=1
+    )
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{}, {"stop": ["h"]}, {"tools": [{"type": "function", "function": {"name": "now"}}]}]
+)
+@pytest.mark.parametrize("opened", [False, True])
+async def test_marks_of_thoughts_may_be_special_tokens(
+    start: Any, tools: Any, marked: TextPipeline, opened: bool, fields: dict[str, Any], stream: bool
+) -> None:
+    running = await start(tools.Engine(), pipeline=marked)
+    say(running, marked, "hm</think>\nYes." if opened else "<think>hm</think>\nYes.", 1)
+    fields = {**fields, "chat_template_kwargs": {"opened": opened}, "max_tokens": 99}
+    if stream:
+        deltas = [event["choices"][0]["delta"] for event in (await running.events("chat", **fields))[:-1]]
+    else:
+        deltas = [(await running.chat(**fields)).json()["choices"][0]["message"]]
+    shown = ["".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content")]
+    assert shown == ["hm", "Yes."]
