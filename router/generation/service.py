@@ -159,6 +159,13 @@ class Service:
         return self.shows_thoughts and thinks(self.text.chat_template)
 
     @property
+    def spelled_thought(self) -> tuple[str, str] | None:
+        """The marks of thoughts as grammars name them; None unless both are special tokens, which text never has."""
+        if not self.thinks or len(self.thought_marks) < 2:
+            return None
+        return self.text.spell(OPEN), self.text.spell(CLOSE)
+
+    @property
     def fingerprint(self) -> str | None:
         """OpenAI's `system_fingerprint`: it changes when the same seed may give another answer. None while the router
         has not read the weights."""

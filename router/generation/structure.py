@@ -117,7 +117,8 @@ def _form_of_calls(service: Service, calling: ToolCalling, form: Form | None) ->
     if form is not None and not calling.required and not isinstance(answer, dict):
         raise InvalidRequest(f"{form.param}: with tools only JSON of a schema can be had", param=form.param)
     schema = answer if isinstance(answer, dict) else None
-    wanted = Wanted(calling.functions, calling.required, calling.several, schema)
+    thought = service.spelled_thought
+    wanted = Wanted(calling.functions, calling.required, calling.several, schema, thought)
     return Form("tools", partial(CallsDemand.of, service.dialect.form, service.text.spell, wanted))
 
 

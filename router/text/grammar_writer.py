@@ -80,6 +80,7 @@ class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
     required: bool
     several: bool
     answer: str
+    thought: tuple[str, str] | None
 
     @classmethod
     def of(cls, form: CallForm, spell: Spell, wanted: Wanted) -> Self:
@@ -87,11 +88,11 @@ class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
         functions = json.dumps([[function.name, function.parameters] for function in wanted.functions])
         marks = {mark: spell(mark) for mark in form.marks}
         answer = json.dumps(wanted.answer)
-        return cls(_number_of(form), marks, functions, wanted.required, wanted.several, answer)
+        return cls(_number_of(form), marks, functions, wanted.required, wanted.several, answer, wanted.thought)
 
     def grammar(self) -> str:
         functions = [Function(name, None, parameters) for name, parameters in json.loads(self.functions)]
-        wanted = Wanted(functions, self.required, self.several, json.loads(self.answer))
+        wanted = Wanted(functions, self.required, self.several, json.loads(self.answer), self.thought)
         return ALL_FORMS[self.form]().grammar(wanted, self.marks.__getitem__)
 
 

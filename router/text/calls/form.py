@@ -34,6 +34,7 @@ class Wanted:
     required: bool = False
     several: bool = True
     answer: Mapping[str, Any] | None = None
+    thought: tuple[str, str] | None = None
 
 
 class CallForm(ABC):
@@ -106,9 +107,11 @@ def answer_rules(wanted: Wanted, calls: str, begun: str) -> str:
         return rule("start", calls)
     if wanted.answer is not None:
         return rule("start", f"{calls} | answer") + rule("answer", json_expression(wanted.answer))
-    return (
-        rule("start", "begun* TEXT" if wanted.several else "begun | TEXT") + rule("begun", begun) + rule("TEXT", TEXT)
-    )
+    start = "begun* TEXT" if wanted.several else "(begun | TEXT)"
+    if wanted.thought is not None:
+        opened, closed = wanted.thought  # a prompt may have opened the thought
+        start = f"({opened}? TEXT {closed})? {start}"
+    return rule("start", start) + rule("begun", begun) + rule("TEXT", TEXT)
 
 
 def free(wanted: Wanted) -> bool:

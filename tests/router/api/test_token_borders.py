@@ -20,6 +20,7 @@ TOKENS = ("a\n", "\n\n", "x#", "k>b", "</thin", "b<tool", "!ST")
 """Tokens of several characters, besides those of single bytes."""
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
+CHAT_TOOLS = [{"type": "function", "function": {"name": "now"}}]
 TOOLS = [{"type": "function", "name": "now", "parameters": None, "strict": None}]
 
 
@@ -106,3 +107,6 @@ async def test_marks_of_thoughts_may_be_special_tokens(
         deltas = [(await running.chat(**fields)).json()["choices"][0]["message"]]
     shown = ["".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content")]
     assert shown == ["hm", "Yes."]
+    if "tools" in fields:  # text of a grammar has no special tokens
+        start_rule = running.engine.requests[0].params.grammar.splitlines()[0]
+        assert all(f"<[{marked.tokenizer.token_to_id(mark)}]>" in start_rule for mark in ("<think>", "</think>"))

@@ -143,6 +143,23 @@ def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, for
     assert accepts(f"{whole} Done.") and accepts(f"a {whole}\nb {form.written(GOOD[0])} c")
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_a_thought_whose_marks_are_special_tokens_may_come_first(
+    vocabulary: Vocabulary, form: CallForm, several: bool
+) -> None:
+    """The prompt may have opened it. Text is free of special tokens, of which these stand for the marks."""
+    bos, end = (f"<[{vocabulary.text.tokenizer.token_to_id(mark)}]>" for mark in ("<|bos|>", "<|im_start|>"))
+    accepts = check_of(vocabulary, form, several=several, thought=(bos, end))
+    call = form.written([("now", "{}")])
+    for good in ("Hi", "", "<|bos|>hm\n<|im_start|>\nHi", "hm<|im_start|>Hi", "<|bos|><|im_start|>", call,
+                 f"<|bos|>hm<|im_start|>\n{call}", f"hm<|im_start|>{call}"):  # fmt: skip
+        assert accepts(good), good
+    for bad in ("<|bos|>hm", "Hi<|bos|>hm<|im_start|>", "hm<|im_start|>Hi<|im_start|>", "<|bos|><|bos|>hm<|im_start|>"):
+        assert not accepts(bad), bad
+    assert not check_of(vocabulary, form, several=several)("hm<|im_start|>Hi")
+    assert not check_of(vocabulary, form, required=True, thought=(bos, end))(f"hm<|im_start|>{call}")
+
+
 def test_an_answer_of_one_call_has_no_text_behind_it(vocabulary: Vocabulary, form: CallForm) -> None:
     accepts = check_of(vocabulary, form, several=False)
     assert not accepts(f"{form.written(GOOD[0])} Done.")
