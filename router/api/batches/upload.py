@@ -37,6 +37,8 @@ MAX_FORM_BYTES = 64 * 1024
 """What a form may have beside its file."""
 MAX_VALUE_BYTES, MAX_NAME_CHARS = 1024, 255
 """Of a form's field that is not the file; of a file's name, as file systems have it."""
+MAX_CONTENT_TYPE_CHARS = 1024
+"""Parsing the header takes time quadratic in its semicolons. A boundary has at most 70 characters (RFC 2046)."""
 BUSY_RETRY_S = 5.0
 """Uploads take seconds."""
 PURPOSES = (BATCH_INPUT,)
@@ -230,7 +232,12 @@ class Upload:
 
 
 def _boundary(request: Request) -> bytes:
-    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    named = request.headers.get("content-type", "")
+    if len(named) > MAX_CONTENT_TYPE_CHARS:
+        raise UnsupportedMediaType(
+            f"Content-Type has {len(named):,} characters, at most {MAX_CONTENT_TYPE_CHARS:,} are taken"
+        )
+    kind, options = parse_options_header(named)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         shown = kind.decode("latin-1")[:100]
         raise UnsupportedMediaType(f"the body must be multipart/form-data with a boundary, not {shown!r}")
