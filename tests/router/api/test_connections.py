@@ -17,7 +17,7 @@ from router.request.body import BodyBudget
 from router.server import http_connection as connection_module
 from router.server import places as places_module
 from router.server import server as server_module
-from router.server.http_connection import MAX_HEAD_BYTES, MAX_HEADERS
+from router.server.http_connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
 from router.server.places import IDLE_S, MAX_REFUSED, Places
 
 from .raw_http import BODY, GET, POST, Connect, all_of, closed, error_in, raw, rejected
@@ -56,6 +56,13 @@ async def test_a_head_that_is_too_large(running: Any, connect: Connect, head: by
 async def test_a_url_that_is_too_long(running: Any, connect: Connect) -> None:
     answer = await raw(running, connect, b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert error_in(answer)[0] == 431
+
+
+@pytest.mark.parametrize(("size", "status"), [(MAX_URL_BYTES, 200), (MAX_URL_BYTES + 1, 431)])
+async def test_a_query_of_many_fields(running: Any, connect: Connect, size: int, status: int) -> None:
+    url = (b"/health?" + b"a&" * size)[:size]
+    answer = await raw(running, connect, b"GET " + url + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
 
 
 async def test_a_large_head_within_the_bound(running: Any, connect: Connect) -> None:
