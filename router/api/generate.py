@@ -92,7 +92,7 @@ async def messages(request: Request) -> Response:
 
 
 async def _plan_messages(service: Service, fields: MessagesRequest, origin: Origin) -> AnswerPlan:
-    return await plan_translated(service, fields, origin, fields.as_chat, fields.num_items)
+    return await plan_translated(service, fields, origin, fields.as_chat, is_long=fields.is_long)
 
 
 async def _plan_invocation(service: Service, fields: Invocation, origin: Origin) -> AnswerPlan:

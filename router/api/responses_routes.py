@@ -71,7 +71,7 @@ async def respond(request: Request) -> Response:
         if fields.background:  # its events are what is made of it, read or not
             fields = fields.model_copy(update={"stream": True})
         return await plan_translated(
-            service, fields, origin, partial(fields.as_chat, past), len(past) + fields.num_items
+            service, fields, origin, partial(fields.as_chat, past), is_long=fields.is_long(past)
         )
 
     async def answer(service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog) -> Response:

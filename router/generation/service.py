@@ -29,7 +29,7 @@ from router.models.catalog import Catalog
 from router.models.entry import ModelEntry, ModelTable
 from router.observe.metrics import RouterMetrics
 from router.planner.loop import Outlook
-from router.request.body import LARGE_BYTES, BodyBudget, BodyLease, parse, read_body
+from router.request.body import BodyBudget, BodyLease, is_large, parse, read_body
 from router.request.large_body import LargeBodies
 from router.streams.client import GenerationClient
 from router.text.calls.dialect import Dialect, dialect_of
@@ -203,7 +203,7 @@ class Service:
     async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
         """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""
         data = await read_body(request, lease, max(MAX_NUMBERS, self.max_model_len))
-        return parse(data, model) if len(data) <= LARGE_BYTES else await self.large.model(data, model)
+        return await self.large.model(data, model) if is_large(data) else parse(data, model)
 
     def check_open(self) -> None:
         """Raises Unavailable while the process is about to end."""

@@ -20,6 +20,9 @@ from router.text.calls.function import Function
 from router.text.grammar_writer import CallsDemand, ChoiceDemand, Demand, JsonDemand, RegexDemand, RulesDemand
 from router.text.schema.keywords import Unenforceable
 
+MANY_FUNCTIONS = 64
+"""The schemas of more functions are encoded in a thread, because that takes milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCalling:
@@ -102,7 +105,9 @@ async def answer_grammar(
     wanted = forms[0] if calling is None else _form_of_calls(service, calling, forms[0] if forms else None)
     salt, param = key.salt(fields.cache_salt or ""), wanted.param
     try:
-        grammar = await service.text.grammar(wanted.demand(), salt=salt, owner=key.name)
+        is_long = calling is not None and len(calling.functions) > MANY_FUNCTIONS
+        demand = await service.text.apart(wanted.demand) if is_long else wanted.demand()
+        grammar = await service.text.grammar(demand, salt=salt, owner=key.name)
     except ValueError as error:
         raise InvalidField(f"{param}: cannot be used", f": {error}", param=param) from error
     except RecursionError as error:

@@ -28,7 +28,10 @@ BUSY_RETRY_S = 2.0
 """The hint of a refusal while other bodies hold all room."""
 
 LARGE_BYTES = 256 * 1024
-"""Smaller bodies are parsed on the event loop, in a few milliseconds at worst, and their values are not counted."""
+"""The values of smaller bodies are not counted while they arrive."""
+MANY_VALUES = 4096
+"""Smaller bodies of fewer values are parsed on the event loop, in a few milliseconds at worst."""
+SEPARATORS = b",[{"
 
 
 class BodyBudget:
@@ -67,6 +70,11 @@ class BodyLease:
     ) -> None:
         self.budget.num_bytes -= self._num_bytes
         self._num_bytes = 0
+
+
+def is_large(data: bytes | bytearray) -> bool:
+    """Whether parsing JSON takes longer than the event loop may: commas and opened brackets bound its values."""
+    return len(data) > LARGE_BYTES or sum(map(data.count, SEPARATORS)) > MANY_VALUES
 
 
 def parse(data: bytes | bytearray, model: type[M]) -> M:

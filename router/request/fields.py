@@ -7,6 +7,7 @@ changes nothing: to ignore it would give a wrong answer. tests/router/api/known 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Any, Literal, cast
 
@@ -24,6 +25,8 @@ MAX_STOPS, MAX_CHOICES, MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 64, 128, 1024, 10
 MAX_SUFFIX_CHARS = 1024 * 1024
 MAX_PARTS = 10_000
 """Parts of the contents of all messages together, tool calls included."""
+MANY_PARTS = 256
+"""A conversation of more messages, parts and calls is prepared in a thread, because that takes milliseconds."""
 MAX_ROLE_CHARS = 64
 """Templates know a handful of roles, all of them short."""
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
@@ -207,6 +210,18 @@ def not_too_many_parts(messages: object) -> object:
         if num_parts > MAX_PARTS:
             raise ValueError(f"must have at most {MAX_PARTS} parts and tool calls together, not {num_parts}")
     return messages
+
+
+def has_many_parts(items: Iterable[object]) -> bool:
+    """Whether messages or items have more than `MANY_PARTS` parts and calls with them, at any depth."""
+    num_parts, left = 0, [iter(items)]
+    while left and num_parts <= MANY_PARTS:
+        for item in left.pop():
+            num_parts += 1
+            if num_parts > MANY_PARTS:
+                break
+            left += [iter(parts) for name in _PARTS if isinstance(parts := getattr(item, name, None), list)]
+    return num_parts > MANY_PARTS
 
 
 _PARTS = ("content", "tool_calls", "output")

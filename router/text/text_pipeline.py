@@ -282,7 +282,7 @@ def text_size(value: object) -> int:
         size += CHARS_PER_VALUE
         if isinstance(part, str):
             size += len(part)
-        elif isinstance(part, Mapping):
+        elif isinstance(part, dict):
             size += sum(map(len, part))
             left += part.values()
         elif isinstance(part, list | tuple):

@@ -125,8 +125,10 @@ class Conversation(Fields):
     mcp_servers: Refused = None
 
     @property
-    def num_items(self) -> int:
-        return len(self.messages)
+    def is_long(self) -> bool:
+        """Whether translating it takes milliseconds."""
+        system = self.system if isinstance(self.system, list) else ()
+        return ours.has_many_parts([*self.messages, *system, *(self.tools or ())])
 
     def as_chat(self) -> ChatRequest:
         """The chat request that means the same. Raises InvalidRequest."""

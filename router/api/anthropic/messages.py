@@ -29,7 +29,7 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_t
 async def count_tokens(service: Service, fields: CountTokensRequest) -> int:
     """The number of tokens that the prompt of these messages has. Raises RequestError."""
     service.check_model(fields.model)
-    chat = await chat_of(service, fields.as_chat, fields.num_items)
+    chat = await chat_of(service, fields.as_chat, is_long=fields.is_long)
     with named_as(fields.names):
         calling = tool_calling(chat)
     functions = calling.functions if calling else ()

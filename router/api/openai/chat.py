@@ -15,13 +15,10 @@ from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequence
 from router.generation.service import Service
 from router.generation.structure import answer_grammar, tool_calling
 from router.generation.token_rules import bad_words, truncated
-from router.request.fields import ChatRequest, TokenizeRequest
+from router.request.fields import ChatRequest, TokenizeRequest, has_many_parts
 from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
 from router.text.calls.function import Function
 from router.text.thinking import OPEN, open_thought
-
-MANY_MESSAGES = 1000
-"""A conversation of more messages is prepared in a thread, because that takes milliseconds."""
 
 
 async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl-") -> AnswerPlan:
@@ -76,7 +73,7 @@ async def conversation_tokens(
 
     try:
         return await service.text.encode_chat(
-            await service.text.apart(as_dicts) if len(given) > MANY_MESSAGES else as_dicts(),
+            await service.text.apart(as_dicts) if has_many_parts(given) else as_dicts(),
             functions=functions,
             dialect=service.dialect,
             add_generation_prompt=generation_prompt,

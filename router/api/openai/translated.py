@@ -15,9 +15,6 @@ from router.request.errors import invalid_translation
 from router.request.fields import ChatRequest
 from router.request.translation import named_as
 
-MANY_ITEMS = 1000
-"""A conversation of more items is translated in a thread, because that takes milliseconds."""
-
 
 class OtherFields(Protocol):
     """Fields of another API: their names by those of a chat request, and how ids of its answers begin."""
@@ -26,21 +23,21 @@ class OtherFields(Protocol):
     id_prefix: ClassVar[str]
 
 
-async def chat_of(service: Service, make: Callable[[], ChatRequest], num_items: int) -> ChatRequest:
-    """The chat request that `make` translates a conversation of `num_items` to. Raises RequestError.
+async def chat_of(service: Service, make: Callable[[], ChatRequest], *, is_long: bool) -> ChatRequest:
+    """The chat request that `make` translates a conversation to, in a thread if it `is_long`. Raises RequestError.
 
     What the other API allows may exceed the bounds of a chat request, for example calls of one message.
     """
     try:
-        return make() if num_items <= MANY_ITEMS else await service.text.apart(make)
+        return await service.text.apart(make) if is_long else make()
     except ValidationError as error:
         raise invalid_translation(error) from error
 
 
 async def plan_translated(
-    service: Service, fields: OtherFields, origin: Origin, make: Callable[[], ChatRequest], num_items: int
+    service: Service, fields: OtherFields, origin: Origin, make: Callable[[], ChatRequest], *, is_long: bool
 ) -> AnswerPlan:
     """Render and tokenise the conversation. Raises RequestError, with the names that the other API has for fields."""
-    chat = await chat_of(service, make, num_items)
+    chat = await chat_of(service, make, is_long=is_long)
     with named_as(fields.names):
         return await plan_chat(service, chat, origin, prefix=fields.id_prefix)

@@ -177,6 +177,11 @@ class ResponsesRequest(Extensions):
     def num_items(self) -> int:
         return 1 if isinstance(self.input, str) else len(self.input)
 
+    def is_long(self, past: Sequence[Item]) -> bool:
+        """Whether translating it and the items before it takes milliseconds."""
+        given = () if isinstance(self.input, str) else self.input
+        return ours.has_many_parts([*past, *given, *(self.tools or ())])
+
     @property
     def wants_logprobs(self) -> bool:
         return self.top_logprobs is not None or WITH_LOGPROBS in (self.include or ())

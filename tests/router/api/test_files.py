@@ -104,7 +104,7 @@ async def test_a_wrong_form(running: Any, parts: Any, form: dict[str, str], why:
     [
         ("application/json", b"{}", 415),
         ("multipart/form-data", b"x", 415),
-        ("multipart/form-data; boundary=\"" + ";" * 2000, b"--;", 415),
+        ('multipart/form-data; boundary="' + ";" * 2000, b"--;", 415),
         ("multipart/form-data; boundary=B", b"nonsense", 400),
         ("multipart/form-data; boundary=B", b'--B\r\nContent-Disposition: form-data; name="file"\r\n\r\nhal', 400),
         ("multipart/form-data; boundary=B", b"--B\r\nContent-Type: a/b\r\n\r\nx\r\n--B--\r\n", 400),

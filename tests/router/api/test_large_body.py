@@ -11,8 +11,12 @@ import pytest
 from pydantic import BaseModel
 
 from common.errors import InvalidRequest, RequestError
+from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
+from router.api.responses.fields import ResponsesRequest
+from router.request import body as request_body
+from router.request import large_body
 from router.request.body import LARGE_BYTES, parse
-from router.request.fields import MAX_PARTS, ChatRequest, CompletionRequest, DetokenizeRequest
+from router.request.fields import MAX_PARTS, ChatRequest, CompletionRequest, DetokenizeRequest, Message
 from router.request.large_body import MAX_FIELD_BYTES, parse_large
 from router.text.text_threads import HUGE_TEXT
 
@@ -97,6 +101,44 @@ def test_a_field_beside_the_prompt_has_a_bound() -> None:
     data = json.dumps(chat("hi", chat_template_kwargs={"x": "a" * MAX_FIELD_BYTES})).encode()
     with pytest.raises(InvalidRequest, match="chat_template_kwargs: may have at most 1,048,576 bytes"):
         parse_large(data, ChatRequest, MAX_LEN, MAX_IDS)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat([PART] * 2000)),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 2000}),
+        ("/v1/messages", chat([PART] * 2000)),
+        ("/v1/messages", chat([{"type": "tool_result", "tool_use_id": "a", "content": [PART] * 2000}])),
+        ("/v1/messages", chat("x", system=[PART] * 2000)),
+        ("/v1/messages/count_tokens", chat([PART] * 2000)),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 2000}]}),
+        ("/v1/responses", {"input": [{}] * 5000}),
+    ],
+)
+async def test_many_values_in_few_bytes_are_read_in_threads(
+    running: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """A body of 100 KB holds up the event loop for a tenth of a second, and forty of them for seconds."""
+    threads = []
+
+    def noted(function: Any) -> Any:
+        def note(*given: Any) -> Any:
+            threads.append(threading.current_thread().name.partition("_")[0])
+            return function(*given)
+
+        return note
+
+    for where in (request_body, large_body):
+        monkeypatch.setattr(where, "validated", noted(where.validated))
+    for model in (MessagesRequest, CountTokensRequest, ResponsesRequest):
+        monkeypatch.setattr(model, "as_chat", noted(model.as_chat))
+    monkeypatch.setattr(Message, "as_dict", noted(Message.as_dict))
+    data = json.dumps({"max_tokens": 1, **body}).encode()
+    assert len(data) < LARGE_BYTES
+    reply = await running.http.post(path, content=data, headers={"content-type": "application/json"})
+    assert reply.status_code in (200, 400), reply.text
+    assert threads and set(threads) == {"text-long"}
 
 
 async def test_small_requests_do_not_wait_for_large_ones(running: Any, tools: Any) -> None:
