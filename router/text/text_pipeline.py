@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 CHARS_PER_TOKEN = 8
 """More than nearly every text has."""
-CHARS_PER_VALUE = 4
+CHARS_PER_VALUE = 16
 """What a chat template writes for a value in addition to its text, and what it costs to look at an empty one."""
 
 

@@ -64,7 +64,10 @@ class TextThreads:
         with self._lock:
             self._pending += 1
         future.add_done_callback(self._done)  # runs in the job's thread, so an abandoned job counts until it ends
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # its error refers to this frame, and a cycle keeps the text until garbage is collected
 
     def close(self) -> None:
         """Drop waiting jobs; the threads end after their current ones."""

@@ -46,7 +46,8 @@ class RequestLog:
 
     def fail(self, error: RequestError) -> None:
         """The answer is, or ends in, an error."""
-        self.status, self.error = error.status, error
+        # Its traceback refers to the frames that have this log: a cycle would keep the body until garbage is collected.
+        self.status, self.error = error.status, error.with_traceback(None)
 
     def client_gone(self) -> None:
         """The client left before its answer was complete."""

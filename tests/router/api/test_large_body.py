@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 from pydantic import BaseModel
 
 from common.errors import InvalidRequest, RequestError
-from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
-from router.api.responses.fields import ResponsesRequest
+from router.api.anthropic.fields import Block, CountTokensRequest, MessagesRequest
+from router.api.responses.fields import Item, Part, ResponsesRequest
 from router.request import body as request_body
 from router.request import large_body
 from router.request.body import LARGE_BYTES, parse
-from router.request.fields import MAX_PARTS, ChatRequest, CompletionRequest, DetokenizeRequest, Message
+from router.request.fields import MAX_PARTS, ChatRequest, CompletionRequest, ContentPart, DetokenizeRequest, Message
 from router.request.large_body import MAX_FIELD_BYTES, parse_large
 from router.text.text_threads import HUGE_TEXT
 
@@ -139,6 +140,40 @@ async def test_many_values_in_few_bytes_are_read_in_threads(
     reply = await running.http.post(path, content=data, headers={"content-type": "application/json"})
     assert reply.status_code in (200, 400), reply.text
     assert threads and set(threads) == {"text-long"}
+
+
+MANY = {"role": "user", "content": [PART] * 2000}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [MANY, {}]}),
+        ("/v1/chat/completions", {"messages": [MANY], "max_tokens": 10**6}),
+        ("/v1/chat/completions", {"messages": [MANY], "model": "no such"}),
+        ("/v1/messages", {"messages": [MANY], "max_tokens": 10**6}),
+        ("/v1/messages", {"messages": [MANY, {"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [MANY]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "nothing"}] * 2000}]}),
+    ],
+)
+async def test_a_request_leaves_nothing_to_the_garbage_collector(
+    running: Any, tools: Any, path: str, body: dict[str, Any]
+) -> None:
+    """The collector comes seldom: what refers to itself takes hundreds of megabytes before."""
+    data = json.dumps(body).encode()
+
+    def is_freed() -> bool:
+        return not any(isinstance(each, Message | ContentPart | Block | Item | Part) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        reply = await running.http.post(path, content=data, headers={"content-type": "application/json"})
+        await tools.until(is_freed)
+    finally:
+        gc.enable()
+    assert reply.status_code == (200 if "count" in path else 404 if "model" in body else 400), reply.text
 
 
 async def test_small_requests_do_not_wait_for_large_ones(running: Any, tools: Any) -> None:
