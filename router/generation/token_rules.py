@@ -10,6 +10,9 @@ from router.generation.service import Service
 from router.request.fields import SamplingFields
 from router.text.thinking import CLOSE, OPEN, TAIL_TOKENS, begins_inside, open_thought
 
+MAX_TOKENS_OF_BAD_WORDS = 16_384
+"""Of all spellings together. Each of the sequences of a request has its own copy, of 64 KiB at most."""
+
 
 def num_kept(fields: SamplingFields, max_model_len: int, max_tokens: int) -> int:
     """How many tokens `truncate_prompt_tokens` keeps of a prompt with an answer of `max_tokens`; 0: all.
@@ -45,6 +48,13 @@ async def bad_words(service: Service, fields: SamplingFields) -> tuple[BadWord, 
         raise InvalidRequest(
             f"bad_words: {len(words):,} spellings of up to {longest:,} tokens, at most {MAX_BAD_WORDS:,} of "
             f"{MAX_BAD_WORD_TOKENS:,} are possible",
+            param="bad_words",
+        )
+    num_tokens = sum([word.num_tokens for word in words])
+    if num_tokens > MAX_TOKENS_OF_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words: {len(words):,} spellings of {num_tokens:,} tokens together, at most "
+            f"{MAX_TOKENS_OF_BAD_WORDS:,} are taken",
             param="bad_words",
         )
     return words

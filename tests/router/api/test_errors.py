@@ -100,6 +100,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"bad_words": ["x"] * 257}, "bad_words"),
     ({"bad_words": ["é" * 1024]}, "bad_words"),
+    ({"bad_words": [f"{i}".ljust(100, "x") for i in range(256)]}, "bad_words"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
