@@ -46,8 +46,9 @@ class RequestLog:
 
     def fail(self, error: RequestError) -> None:
         """The answer is, or ends in, an error."""
-        # Its traceback refers to the frames that have this log: a cycle would keep the body until garbage is collected.
         self.status, self.error = error.status, error.with_traceback(None)
+        # Tracebacks refer to frames, which have this log and the body: garbage that is collected seldom.
+        error.__cause__ = error.__context__ = None
 
     def client_gone(self) -> None:
         """The client left before its answer was complete."""

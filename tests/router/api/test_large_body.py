@@ -164,7 +164,11 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(
     data = json.dumps(body).encode()
 
     def is_freed() -> bool:
-        return not any(isinstance(each, Message | ContentPart | Block | Item | Part) for each in gc.get_objects())
+        return not any(
+            isinstance(each, Message | ContentPart | Block | Item | Part)
+            or (isinstance(each, RequestError) and (each.__cause__ or each.__traceback__))
+            for each in gc.get_objects()
+        )
 
     gc.collect()
     gc.disable()
