@@ -28,6 +28,8 @@ MAX_UNSENT_ABORTS = 4096
 """Aborts that are kept for a worker that cannot take them now; beyond, the oldest is dropped."""
 POLLIN: Final = int(zmq.POLLIN)
 """A plain number: to look at flags of an enum takes as long as to ask for them."""
+READ_S = 0.01
+"""Time to read messages in a row. One with the log-probabilities of many rows takes milliseconds."""
 LAST_WORDS_S = 0.02
 """Time to read what a worker sent before its connection broke."""
 
@@ -177,7 +179,7 @@ class WorkerConnection:
         socket, receiving = self._socket, self._receiving
         if socket is None or receiving is None or receiving.done():
             return
-        self._reads = True
+        self._reads, began = True, time.monotonic()
         try:
             for _ in range(MAX_IN_A_ROW):
                 if not _has_message(socket):
@@ -187,6 +189,8 @@ class WorkerConnection:
                     self.events.on_message(self.address, message)
                 if receiving.done():  # the message made the caller leave this worker
                     return
+                if time.monotonic() - began > READ_S:
+                    break
             receiving.get_loop().call_soon(self._read)
         except Exception as error:
             if not receiving.done():

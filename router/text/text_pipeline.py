@@ -210,6 +210,10 @@ class TextPipeline:
         """The text and the raw bytes of one token, for log-probabilities."""
         return self._table.text(token_id)
 
+    def token_name(self, token_id: int) -> str:
+        """The unambiguous name of one token; see `TokenTable.name`."""
+        return self._table.name(token_id)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; those of a control token are its name."""
         return self._table.raw(token_id)

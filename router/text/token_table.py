@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 from common.model_files.tokenizer import BYTE_TOKEN, Tokenizer
 
@@ -26,8 +26,7 @@ class Joining(Enum):
     CONTEXT = "context"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenText:
+class TokenText(NamedTuple):
     """One token alone, for log-probabilities: `token` has U+FFFD where `raw` is only part of a character."""
 
     token: str
@@ -44,6 +43,7 @@ class TokenTable:
         self._tokenizer = tokenizer
         self._raw: list[bytes | None] = [None] * tokenizer.vocab_size
         self._whole: dict[int, str | None] = {}
+        self._names: dict[int, str] = {}
         self.joining = _joining(tokenizer)
         self.strips_leading_space = self.joining is Joining.RUNS and _decodes(tokenizer, ["▁"], "")
 
@@ -73,6 +73,22 @@ class TokenTable:
     def is_byte(self, token_id: int) -> bool:
         """Whether this is one of the 256 byte tokens ("<0x0A>") of a vocabulary with byte fallback."""
         return len(self.raw(token_id)) == 1 and BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id)) is not None
+
+    def name(self, token_id: int) -> str:
+        """The token's text, or its bytes for part of a character: as U+FFFD, two parts would have one name.
+
+        An answer may ask for twenty of them with each token, so they are kept.
+        """
+        try:
+            return self._names[token_id]
+        except KeyError:
+            pass
+        text, raw = self.whole(token_id), self.raw(token_id)
+        if text is None or "\ufffd" in text:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        if 0 <= token_id < len(self._raw):
+            self._names[token_id] = text
+        return text
 
     def text(self, token_id: int) -> TokenText:
         raw = self.raw(token_id)

@@ -84,10 +84,4 @@ class LogprobShapes:
         return {"token": name, "logprob": floored(logprob), "bytes": list(shown.raw)}
 
     def _name(self, token_id: int) -> str:
-        """The token's text, or its bytes for part of a character: as U+FFFD, two parts would have one key."""
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        shown = self._text.token_text(token_id)
-        if "\ufffd" in shown.token:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in shown.raw)
-        return shown.token
+        return f"token_id:{token_id}" if self._as_ids else self._text.token_name(token_id)

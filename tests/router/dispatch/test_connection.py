@@ -13,7 +13,7 @@ from common.wire.codec import MAX_IN_A_ROW, decode, encode
 from common.wire.curve import Curve
 from common.wire.curve_keys import KeyPair
 from common.wire.messages import AbortRequest, RequestFailed, RouterHeartbeat
-from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
+from router.fleet.worker_connection import READ_S, ConnectionEvents, WorkerConnection
 
 
 class Recorder:
@@ -135,6 +135,32 @@ async def test_more_than_a_burst_is_read_in_order(wire, tools):
         await router.send_multipart([name, encode(failed)])
     await tools.until(lambda: len(recorder.messages) == len(failures))
     assert recorder.messages == failures
+
+
+async def test_other_tasks_have_their_turn_after_a_message_that_takes_long(wire, tools):
+    router, connection, recorder = wire
+    await tools.until(lambda: recorder.ups)
+    loop, turn, read_in = asyncio.get_running_loop(), 0, []
+
+    def next_turn():
+        nonlocal turn
+        turn += 1
+        if len(read_in) < 8:
+            loop.call_soon(next_turn)
+
+    def work(address, message):
+        read_in.append(turn)
+        time.sleep(READ_S * 1.5)
+
+    connection.events = replace(connection.events, on_message=work)
+    assert connection.send(RouterHeartbeat(router_id="me"))
+    name, _ = await router.recv_multipart()
+    failed = RequestFailed(worker_id="w", request_id="a", attempt=0, phase="decode", message="x", retryable=True)
+    for _ in range(8):
+        await router.send_multipart([name, encode(failed)])
+    next_turn()
+    await tools.until(lambda: len(read_in) == 8)
+    assert len(set(read_in)) == 8
 
 
 async def test_an_error_in_what_a_message_does_ends_the_reading_with_it(wire, tools):
