@@ -64,7 +64,7 @@ def write_result(
 ) -> None:
     """Write `content`, with the conditions and `more` of them, to the file that `--output` names."""
     if options.output:
-        from benchmarks.load.report import write_json  # its tables need rich, which a GPU machine may miss
+        from benchmarks.load.report import write_json  # its tables need rich, which a GPU machine may not have
 
         write_json(options.output, {"conditions": conditions(program, argv, **more), **content})
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 GRACE_S = 30.0
-"""Seconds for the clean-up. Then faulthandler ends the process: in the driver, where it may hang, nothing is raised."""
+"""Seconds for the clean-up. Then faulthandler ends the process, because no exception interrupts a hanging driver."""
 
 
 class TimeOver(KeyboardInterrupt):
@@ -18,9 +18,9 @@ class TimeOver(KeyboardInterrupt):
 
 @contextmanager
 def time_limit(seconds: float, grace_s: float = GRACE_S) -> Iterator[None]:
-    """Raise TimeOver in the block once: `seconds` from now (0: never), or at SIGTERM. For the main thread.
+    """Raise TimeOver in the block once, after `seconds` (0: never) or at SIGTERM. Main thread only.
 
-    A process that has not left the block `grace_s` after that is ended.
+    If the block is not left within `grace_s` seconds of that, the process is ended.
     """
     numbers = (signal.SIGALRM, signal.SIGTERM)
 

@@ -153,6 +153,6 @@ def quoted(text: str, most: int = MAX_SHOWN_CHARS) -> str:
 
 
 def shown(value: object, most: int = MAX_SHOWN_CHARS) -> str:
-    """A file's value as an error repeats it: up to `most` characters."""
+    """Format a file's value for an error message, with up to `most` characters."""
     written = repr(value[:most] if isinstance(value, str | list | tuple) else value)
     return written if len(written) <= most else written[:most] + "…"

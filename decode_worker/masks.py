@@ -1,10 +1,10 @@
-"""Where the masks of answers with a grammar are computed: with their step, or on the mask thread while others go on.
+"""Grammar masks of decode steps: computed within their step, or on the mask thread while other answers continue.
 
     fast grammar   launch N+1 ── tokens of N ── masks of N+1 ── launch N+2 ...       while the model of N+1 runs
-    slow grammar   tokens of N ── mask thread, a step or several ── launch N+k ...   the answer sits out meanwhile
+    slow grammar   tokens of N ── mask thread, one or more steps ── launch N+k ...   the answer skips these steps
 
-A step's masks have a budget. A sequence whose mask does not fit is deferred: the step samples nothing for it, and its
-last token is computed again once its mask is there.
+A step's masks have a time budget. A sequence whose mask exceeds it is deferred: the step samples nothing for it, and
+its last token is computed again when its mask is ready.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk
 
 STEP_S = 0.05
-"""Time that the masks of one step may take. The last one of them may take longer."""
+"""Time budget of the masks of one step, in seconds. The last mask may exceed it."""
 
 
 class StepMasks:
-    """Belongs to the engine's thread."""
+    """Computes and requests masks. Not thread-safe: use only from the engine thread."""
 
     def __init__(self, rules: DecodeRules, grammars: AwaitedGrammars[DecodeSequence]) -> None:
         self._rules, self._grammars = rules, grammars
 
     def ask_slow(self, running: Iterable[DecodeSequence]) -> None:
-        """Have the masks of slow grammars computed for the sequences that would sample in the next step."""
+        """Request the masks of slow grammars for the sequences that would sample in the next step."""
         for sequence in running:
             constraint = sequence.constraint
             if constraint is None or not constraint.is_slow or sequence.sits_out or sequence.num_remaining != 1:
@@ -43,7 +43,7 @@ class StepMasks:
         return self._rules.follows_tokens(sequence)
 
     def rows(self, chunks: Sequence[DecodeChunk]) -> list[Sequence[SamplingRow]]:
-        """The rows of each chunk, with their masks; none for a sequence that is deferred."""
+        """Return the rows of each chunk, with their masks; none for a deferred sequence."""
         began, rows_of = time.monotonic(), list[Sequence[SamplingRow]]()
         for chunk in chunks:
             sequence, constraint = chunk.sequence, chunk.sequence.constraint

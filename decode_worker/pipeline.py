@@ -149,9 +149,9 @@ class Pipeline:
         return [rows if is_wanted else [] for rows, is_wanted in zip(rows_of, wanted, strict=True)]
 
     def _rows(self, chunks: Sequence[DecodeChunk], masks: StepMasks) -> dict[int, SamplingRow]:
-        """How the rows of a launched step sample that need more than their parameters.
+        """Return the rows of a launched step that need more than their parameters to sample.
 
-        Those of a deferred sequence, or of one that has ended with the step before, do not: their tokens are dropped.
+        Omits sequences that are deferred or have ended with the previous step. Their tokens are dropped.
         """
         firsts = zip(chunks, starts_of([chunk.num_spans for chunk in chunks]), strict=True)
         special = [pair for pair in firsts if not pair[0].is_plain and self._scheduler.has(pair[0].sequence)]

@@ -25,7 +25,7 @@ class DecodeRules(RequestRules):
         num_unseen = chunk.start + chunk.num_tokens - sequence.num_tokens
         try:
             return [self.row(sequence, draft[:count], num_unseen) for count in range(len(draft) + 1)]
-        except Exception as error:  # whatever a request asks for: the step has other requests
+        except Exception as error:  # a request's parameters must not fail the step of others
             sequence.note_problem(error)
             return [UNSAMPLED] * chunk.num_spans
 
@@ -35,9 +35,9 @@ class DecodeRules(RequestRules):
         return bool(needs_counts(params) or params.grammar or params.bad_words or params.thinking is not None)
 
     def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
-        """How many of `num_tokens` draft tokens after the next token fit into the sequence's greatest length.
+        """Return how many of `num_tokens` draft tokens after the next token fit into the sequence's maximum length.
 
-        None for a slow grammar: only the mask thread may follow it.
+        0 for a slow grammar, because only the mask thread may use its constraint.
         """
         if sequence.constraint is not None and sequence.constraint.is_slow:
             return 0

@@ -178,7 +178,7 @@ class DecodeScheduler(DecodeQueue):
     def advance(self, chunk: DecodeChunk) -> bool:
         """Record a computed chunk and publish the blocks it completed.
 
-        False when its tokens are to be dropped: its sequence was deferred, and its last token is computed again.
+        Returns False if its tokens must be dropped: the sequence was deferred, and its last token is computed again.
         """
         sequence, is_wanted = chunk.sequence, not chunk.sequence.deferred
         sequence.deferred = False
@@ -221,7 +221,7 @@ class DecodeScheduler(DecodeQueue):
     def completed(self, chunk: DecodeChunk) -> bool:
         """Record that a step in flight has computed `chunk`.
 
-        False when its tokens are to be dropped: its sequence has ended, or was deferred.
+        Returns False if its tokens must be dropped: the sequence has ended or was deferred.
         """
         if not self._end_step_of(chunk.sequence):
             return False

@@ -53,7 +53,7 @@ class DecodeSequence(WorkerSequence):
     Where the request wants log-probabilities of its prompt, the router has those that follow the first
     `num_logprobs_sent` tokens.
 
-    A step in flight that has `deferred` it samples nothing for it: its last token is computed again.
+    A step in flight that `deferred` the sequence samples nothing for it. Its last token is computed again.
 
     From `plain_from` tokens on a row is sampled by parameters and position alone; never: infinity.
 

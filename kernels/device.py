@@ -1,4 +1,4 @@
-"""The GPUs that the kernels run on, what this machine lacks for them, and which device a thread launches them on."""
+"""GPUs that the kernels support, missing requirements, and the device on which a thread launches kernels."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 LEAST_TRITON = (3, 5)
-"""The oldest version with which every kernel is compiled in tests."""
+"""The oldest version of Triton with which the tests compile every kernel."""
 LEAST_CAPABILITY = (8, 0)
-"""NVIDIA's: the first chips that multiply bfloat16."""
+"""Minimum compute capability of NVIDIA's chips: the first that multiplies bfloat16."""
 AMD_CHIPS = ("gfx90a", "gfx942", "gfx950")
-"""AMD's, with matrix cores for bfloat16 and programs of 64 KiB or more of shared memory."""
+"""AMD's chips with matrix cores for bfloat16 and at least 64 KiB of shared memory per program."""
 
 
 def usable_gpus() -> tuple[int, str]:
-    """The number of GPUs, from the first, that torch and the kernels can use; if 0, why, as the end of a sentence."""
+    """Return the number of GPUs, from index 0, that torch and the kernels can use, and why if it is 0."""
     if torch.version.cuda is None and torch.version.hip is None:
         return 0, f"torch {torch.__version__} is built without CUDA"
     try:
-        with warnings.catch_warnings():  # it warns of what it also raises
+        with warnings.catch_warnings():  # torch also raises what it warns of
             warnings.simplefilter("ignore")
             torch.cuda.init()  # type: ignore[no-untyped-call]
             count = torch.cuda.device_count()
@@ -40,15 +40,15 @@ def usable_gpus() -> tuple[int, str]:
 
 
 def unsupported(index: int) -> str:
-    """Why the kernels do not run on a GPU, or ""."""
+    """Return why the kernels do not support a GPU, or ""."""
     found = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         chip = found.gcnArchName.partition(":")[0]
-        return "" if chip in AMD_CHIPS else f"the kernels support {', '.join(AMD_CHIPS)}, and {found.name} is {chip}"
+        return "" if chip in AMD_CHIPS else f"the kernels support {', '.join(AMD_CHIPS)}, but {found.name} is {chip}"
     if (found.major, found.minor) >= LEAST_CAPABILITY:
         return ""
     least = ".".join(map(str, LEAST_CAPABILITY))
-    return f"the kernels need compute capability {least}, and {found.name} has {found.major}.{found.minor}"
+    return f"the kernels need compute capability {least}, but {found.name} has {found.major}.{found.minor}"
 
 
 def missing_to_launch() -> str:
@@ -65,11 +65,11 @@ def missing_to_launch() -> str:
 
 
 def too_large(error: BaseException) -> str:
-    """What a kernel needed that the GPU does not have, if Triton's error says that; else ""."""
-    if type(error).__name__ != "OutOfResources":  # by its name: Triton may be missing
+    """Describe the resource that a kernel needs and the GPU does not have, if that is Triton's error; else ""."""
+    if type(error).__name__ != "OutOfResources":  # compared by name, because Triton may be missing
         return ""
     needed, limit, what = (getattr(error, name, 0) for name in ("required", "limit", "name"))
-    return f"a kernel needs {needed:,} bytes of {what}, and this GPU has {limit:,}"
+    return f"a kernel needs {needed:,} bytes of {what}, but this GPU has {limit:,}"
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

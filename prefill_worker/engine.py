@@ -291,7 +291,7 @@ class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):
     def _row(self, sequence: PrefillSequence) -> SamplingRow:
         try:
             limits = self._rules.limits(sequence)
-        except Exception as error:  # whatever a request asks for: the step has other requests
+        except Exception as error:  # a request's parameters must not fail the step of others
             sequence.note_problem(error)
             return UNSAMPLED
         return SamplingRow(

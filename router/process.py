@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve the inherited listener until SIGTERM, as process `argv[0]` of the folder `argv[1]`."""
     index, folder, *flags = argv
     listener = listening.inherited()
-    assert listener is not None, "it is started with a listener"
+    assert listener is not None, "the parent process passes a listener"
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     config = load(RouterConfig, flags, prog=PROG)
     part = RouterPart(int(index), config.router_processes, Path(folder))

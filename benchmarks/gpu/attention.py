@@ -198,7 +198,7 @@ def _sdpa_calls(inputs: PagedInputs, *, causal: bool) -> list[Call]:
 
 
 def _cudnn_calls(inputs: PagedInputs, *, causal: bool) -> list[Call]:
-    """The same by cuDNN alone; it raises where cuDNN does not take these sizes."""
+    """torch's attention by cuDNN only. Raises if cuDNN does not support these sizes."""
 
     def pinned(call: Call) -> Call:
         def run() -> object:
@@ -213,7 +213,7 @@ def _cudnn_calls(inputs: PagedInputs, *, causal: bool) -> list[Call]:
 def _varlen_calls(inputs: PagedInputs, *, causal: bool) -> list[Call]:
     """torch's own FlashAttention over packed sequences, keys and values [tokens, kv heads, D]."""
     varlen_attn = import_module("torch.nn.attention.varlen").varlen_attn
-    known = signature(varlen_attn).parameters  # which it has had since torch 2.10 differ by version
+    known = signature(varlen_attn).parameters  # they differ between versions since torch 2.10
     spans, device = inputs.spans, inputs.device
     heads_of_kv = inputs.num_heads // inputs.layout.num_kv_heads
     ends = torch.tensor([0, *(span.length for span in spans)], dtype=torch.int32, device=device).cumsum(0).int()

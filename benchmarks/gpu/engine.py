@@ -1,4 +1,4 @@
-"""Model and sampling on the device, without sockets: tokens a second of a prefill, a decode step against its floor."""
+"""Model and sampling on the device, without sockets: prefill throughput, and decode steps compared with their floor."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kernels import Draw, SamplingTensors, sample, to_host
 LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of the norm: padded products may be summed in another order, through all layers."""
 KV_SHARE = 0.7
-"""Of the memory that is free after the weights are loaded: the rest is for steps and their recordings."""
+"""Share of the memory that is free after loading the weights. The rest is for steps and their recordings."""
 
 
 def measure_engine(shape: GPUShape, chip: Chip, timer: Timer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows, each with its kind: "prefill" or "decode". Steps whose KV does not fit into memory say why instead."""
+    """Yield rows, each with its kind: "prefill" or "decode". Steps whose KV does not fit have the reason instead."""
     device = timer.device
     model = random_model(shape, device)
     block_bytes = shape.token_bytes * shape.num_layers * shape.block_size
@@ -56,7 +56,7 @@ def measure_engine(shape: GPUShape, chip: Chip, timer: Timer) -> Iterator[tuple[
 def recorded(
     model: Decoder, kv: KVCache, shape: GPUShape, batches: Sequence[int] = (), context: int = 0
 ) -> GraphRunner:
-    """A graph runner as a decode worker makes it, for the largest of `batches`; by default those of single kernels."""
+    """Create a decode worker's graph runner for the largest of `batches`; default: the batches of single kernels."""
     recorder = GraphRecorder(kv.device) if kv.device.type == "cuda" else PlainRecorder()
     longest = (context or shape.decode_context) + shape.block_size
     most = max(batches or shape.decode_batches)
@@ -100,8 +100,8 @@ def decode_row(
     return _decode_row("kernel by kernel", shape, batch, context, chip, timer.waited(run))
 
 
-class Launched:
-    """A step whose tokens are on their way to the host."""
+class PendingTokens:
+    """The tokens of a launched step, which are being copied to the host."""
 
     def __init__(self, ids: Tensor) -> None:
         self._host, self._event = to_host(ids), torch.cuda.Event() if ids.is_cuda else None  # type: ignore[no-untyped-call]
@@ -117,15 +117,15 @@ class Launched:
 
 
 def launched_row(runner: GraphRunner, shape: GPUShape, batch: int, context: int, chip: Chip) -> dict[str, Any]:
-    """Recorded steps, each launched before the tokens of the one before are read, as the decode worker does."""
+    """Time recorded steps, each launched before the tokens of the previous step are read, as in a decode worker."""
     chunks = _chunks(shape, batch, context)
-    before: Launched | None = None
+    before: PendingTokens | None = None
 
     def steps(count: int, sources: Sequence[int]) -> None:
         nonlocal before
         for _ in range(count):
             runner.launch(chunks, sources)
-            launched = Launched(runner.draw(batch))
+            launched = PendingTokens(runner.draw(batch))
             if before is not None:
                 before.read()
             before = launched
@@ -157,7 +157,7 @@ def _decode_row(how: str, shape: GPUShape, batch: int, context: int, chip: Chip,
 
 
 def _chunks(shape: GPUShape, batch: int, context: int) -> list[SequenceChunk]:
-    """The last token of `batch` sequences of `context` tokens, each with blocks of its own."""
+    """Create chunks of the last token of `batch` sequences of `context` tokens. Each sequence has its own blocks."""
     blocks = -(-context // shape.block_size)
     return [
         SequenceChunk((i % shape.vocab_size,), context - 1, range(i * blocks, (i + 1) * blocks)) for i in range(batch)
@@ -182,7 +182,7 @@ def engine_problem(shape: GPUShape, device: torch.device) -> str:
             # What the launched steps do not get from the host they must have from each other.
             hidden = [chunk._replace(token_ids=(0,)) for chunk in chunks] if sources == range(count) else chunks
             graphs.launch(hidden, sources)
-            launched = Launched(graphs.draw(count))
+            launched = PendingTokens(graphs.draw(count))
             error = float((graphs.logits[:count] - expected).norm() / expected.norm())
             if not error < LOGIT_TOLERANCE[shape.dtype]:
                 return f"{count} sequences at position {position}: logits are off by {error:.2g} of their norm"

@@ -61,7 +61,7 @@ def held_case(products: HeldProducts, shape: GPUShape, rows: int, bits: int, dev
 
 
 def scaled_calls(x: Tensor, outputs: int, count: int) -> list[Call]:
-    """torch's product of e4m3 numbers with a scale for each row of both: inputs are rounded to 8 bits beforehand."""
+    """torch's product of e4m3 numbers with a scale for each row of both. Inputs are rounded to 8 bits in advance."""
     rows, inputs = x.shape
     small = (x / x.abs().amax(1, keepdim=True) * 448).to(torch.float8_e4m3fn)
     of_rows = torch.rand(rows, 1, device=x.device) + 0.5
@@ -147,7 +147,7 @@ def experts_case(products: HeldProducts, shape: GPUShape, rows: int, device: tor
 
 
 def dense_experts_cases(products: HeldProducts, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
-    """In floats: of one row, of a batch and of a prompt."""
+    """Cases of unquantised experts: one row, a batch, and a prompt."""
     for rows in (1, max(shape.decode_batches), max(shape.prefill_lengths)):
         yield partial(dense_experts_case, products, shape, rows, device)
 
@@ -180,7 +180,7 @@ def dense_experts_case(products: HeldProducts, shape: GPUShape, rows: int, devic
         return difference(call(gate_up, down), expected, shape.dtype)
 
     def grouped() -> list[Call]:
-        """torch's grouped products over rows that are sorted already, and of other work only the gate."""
+        """torch's grouped products over sorted rows. Of all other work, only the gate is included."""
         ranked, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(ranked, torch.arange(count, device=device), right=True, out_int32=True)
         gathered = x[order // per_token].contiguous()

@@ -1,4 +1,4 @@
-"""Cases of attention over latents, DeepSeek V3's sizes: decode steps over long contexts, and prompts."""
+"""Cases of attention over latents with DeepSeek V3's sizes: decode steps over long contexts, and prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.plain import backend as torch_backend
 
 
 def latent_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterator[MakeCase]:
-    """Decode steps of one sequence and of a batch, and the shortest prompt."""
+    """Yield decode steps of one sequence and of a batch, and the shortest prompt."""
     context = shape.decode_context
     for batch in (1, max(shape.decode_batches)):
         yield partial(latent_case, backend, shape, "latent decode", batch, 1, context - 1, device)
@@ -29,7 +29,7 @@ def latent_cases(backend: Any, shape: GPUShape, device: torch.device) -> Iterato
 def latent_case(
     backend: Any, shape: GPUShape, name: str, batch: int, rows: int, start: int, device: torch.device
 ) -> KernelCase:
-    """`batch` sequences of `rows` tokens each that follow `start` others. The cache holds one latent a token."""
+    """Case of `batch` sequences of `rows` tokens that follow `start` tokens. The cache has one latent per token."""
     heads, rank, rope = shape.latent_sizes
     dim, length, size = rank + rope, rows + start, shape.block_size
     needed = -(-length // size)

@@ -66,7 +66,7 @@ def random_model(shape: GPUShape, device: torch.device, *, batch_invariant: bool
 
 def write_folder(shape: GPUShape, folder: Path) -> Path:
     """Write a model folder for a router: the shape's configuration and a byte tokenizer. Its weights stay unused."""
-    from common.model_files.tiny import make_tiny_model  # which needs tokenizers
+    from common.model_files.tiny import make_tiny_model  # needs tokenizers
 
     make_tiny_model(folder)
     config = shape.hugging_face() | {"bos_token_id": 256, "eos_token_id": 257}

@@ -1,4 +1,4 @@
-"""Plain text tables of a run. A GPU machine's Python may have torch and Triton alone, so nothing else is imported."""
+"""Plain text tables of a run. Has no imports, because a GPU machine may only have torch and Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model shapes and loads of the GPU benchmark: DeepSeek V3's latents and Qwen3-30B-A3B's experts among them.
+"""Model shapes and loads of the GPU benchmark, including DeepSeek V3's latents and Qwen3-30B-A3B's experts.
 
 Lengths are in tokens unless noted.
 """
@@ -43,8 +43,8 @@ class GPUShape:
     decode_steps: int
     moved_blocks: int
     serving: tuple[int, int, int]  # prompt, answer, requests in flight
-    latent_sizes: tuple[int, int, int]  # heads, rank and rotated numbers of attention over latents
-    dense_experts: tuple[int, int, int, int]  # experts, of a token, width, inner width
+    latent_sizes: tuple[int, int, int]  # heads, rank and rotary dimension of attention over latents
+    dense_experts: tuple[int, int, int, int]  # experts, experts per token, width, inner width
 
     @property
     def config(self) -> ModelConfig:

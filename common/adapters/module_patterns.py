@@ -1,4 +1,4 @@
-"""Values by patterns of module names: PEFT's `rank_pattern` and `alpha_pattern`.
+"""Lookup of values by module-name patterns: PEFT's `rank_pattern` and `alpha_pattern`.
 
 PEFT takes the first pattern for which `re.match(rf"(.*\\.)?({pattern})$", name)` succeeds. The patterns come from
 a file of unknown origin, and Python's `re` takes exponential time for some of them while it holds the interpreter.
@@ -18,15 +18,15 @@ from common.grammar.vocabulary import brief, limits
 
 V = TypeVar("V")
 MAX_CHARS = 65_536
-"""Maximum length of all patterns of one field together."""
+"""Maximum total length of the patterns of one field, in characters."""
 PLAIN = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 """A module name. Its dots match any character, as in PEFT."""
 
 
 class ModulePatterns(Generic[V]):
-    """The values of one field. Not thread-safe.
+    """The patterns of one field and their values. Not thread-safe.
 
-    Raises ValueError, also in `value`, for a pattern that is not supported.
+    The constructor and `value` raise ValueError for an unsupported pattern.
     """
 
     def __init__(self, values: Mapping[str, V]) -> None:
@@ -35,7 +35,7 @@ class ModulePatterns(Generic[V]):
         self._values = [(_matcher(pattern), pattern, value) for pattern, value in values.items()]
 
     def value(self, module: str, default: V) -> V:
-        """The value of the first pattern that matches the end of `module`, from its beginning or after a dot."""
+        """Return the value of the first pattern that matches `module`, or a suffix of it that follows a dot."""
         for matcher, pattern, value in self._values:
             if _is_end(pattern, module) if matcher is None else _matches(matcher, pattern, module):
                 return value
@@ -48,7 +48,7 @@ def _bytes() -> llguidance.LLTokenizer:
 
 
 def _matcher(pattern: str) -> llguidance.LLMatcher | None:
-    """The compiled pattern; None for a plain name."""
+    """Compile a pattern. Returns None for a plain name."""
     if PLAIN.fullmatch(pattern):
         return None
     anchored = pattern.startswith("^") and "|" not in pattern
@@ -73,7 +73,7 @@ def _check(matcher: llguidance.LLMatcher, pattern: str) -> None:
 
 
 def _is_end(plain: str, module: str) -> bool:
-    """Whether a plain name matches the end of `module`. Its dots match any character."""
+    """Whether a plain name matches `module` or a suffix that follows a dot. Its dots match any character."""
     end = module[-len(plain) :]
     if len(end) < len(plain) or (len(plain) < len(module) and module[-len(plain) - 1] != "."):
         return False

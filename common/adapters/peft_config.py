@@ -55,9 +55,9 @@ class PeftConfig:
     alpha_pattern: ModulePatterns[float] = field(default_factory=lambda: ModulePatterns({}))
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
-        """The rank of a module, such as "model.layers.0.self_attn.q_proj", and what B A is multiplied by.
+        """Return the rank and the scale of a module such as "model.layers.0.self_attn.q_proj".
 
-        That is alpha / r, or alpha / sqrt(r) for a rank-stabilised adapter (Kalajdzievski 2023). Raises ModelError.
+        The scale is alpha / r, or alpha / sqrt(r) if rank-stabilised (Kalajdzievski 2023). Raises ModelError.
         """
         try:
             rank = self.rank_pattern.value(module, self.rank)
@@ -124,7 +124,7 @@ def _rank(path: Path, name: str, value: object, max_rank: int) -> int:
 
 def _alpha(path: Path, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise ModelError(f"{path}: {name} has {_shown(value)}, which is no finite number")
+        raise ModelError(f"{path}: {name} has {_shown(value)}, which is not a finite number")
     return float(value)
 
 

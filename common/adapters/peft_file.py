@@ -31,9 +31,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_FLOAT = 4
 """Bytes."""
 DIGEST_BYTES = 16
-"""Size of the digest that tells adapters apart, as of block hashes."""
+"""Size of an adapter's digest, the same as of block hashes."""
 MAX_NAME = 512
-"""Characters of a tensor's name."""
+"""Maximum length of a tensor's name, in characters."""
 HEADER_LENGTH_BYTES, MAX_HEADER_BYTES = 8, 8 << 20
 """A safetensors file begins with the length of its header, which takes about 150 bytes for each tensor."""
 
@@ -53,7 +53,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module of the adapter: its two tensors, and where they go."""
+    """A module of the adapter: its two tensors and their position in the base model."""
 
     name: str
     layer: int
@@ -74,10 +74,10 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> AdapterWeights:
-    """Reads the adapter in `folder`, in PEFT's layout. ModelError, with the reason, for one that cannot be served.
+    """Read the adapter in `folder`, in PEFT's layout. Raises ModelError for an adapter that cannot be served.
 
-    The file may be anyone's. It is read once and as a whole, because a mapped file that is cut meanwhile kills the
-    process, and only if it is no larger than an adapter of this model can be.
+    The file is untrusted. It is read completely into memory, because truncating a mapped file would kill the process,
+    and only if it is not larger than the largest adapter of the base model.
     """
     peft, path = read_peft_config(folder, max_rank), folder / WEIGHTS_NAME
     places = [places_of(config, layer) for layer in range(config.num_layers)]
@@ -120,16 +120,16 @@ def places_of(config: ModelConfig, layer: int) -> dict[str, _Place]:
 
 
 def _max_bytes(places: list[dict[str, _Place]], max_rank: int) -> int:
-    """The size of the largest file that fits the base model."""
+    """Return the size of the largest adapter file that fits the base model."""
     numbers = sum(place.columns + place.rows for of_layer in places for place in of_layer.values())
     return HEADER_LENGTH_BYTES + MAX_HEADER_BYTES + LARGEST_FLOAT * max_rank * numbers
 
 
 def _tensors(data: bytearray) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name. Raises ValueError for a damaged file."""
+    """Parse a safetensors file into tensors by name. Raises ValueError for a damaged file."""
     try:
         return safetensors.torch.load(bytes(data))
-    except (SafetensorError, KeyError, TypeError, RuntimeError) as error:  # also of types that torch does not have
+    except (SafetensorError, KeyError, TypeError, RuntimeError) as error:  # some types are not torch's
         raise ValueError(str(error)) from error
 
 
@@ -146,13 +146,13 @@ def _checked(
         module, where = match["module"], (int(match["layer"]), match["part"])
         first = found.setdefault(where, {}).setdefault(match["which"], name)
         if modules.setdefault(where, module) != module or first != name:
-            raise ModelError(f"{path}: tensor {name} belongs to the same module as {modules[where]}, or is there twice")
+            raise ModelError(f"{path}: tensor {name} is a duplicate, or belongs to the same module as {modules[where]}")
     if not found:
         raise ModelError(f"{path} has no tensors")
     for (layer, part), names in found.items():
         module = modules[layer, part]
         if layer >= len(places):
-            raise ModelError(f"{path}: {module} is in layer {layer}, the base model has {len(places)}")
+            raise ModelError(f"{path}: {module} is in layer {layer}, but the base model has {len(places)} layers")
         place = places[layer].get(part)
         if place is None:
             raise ModelError(f"{path}: {module} is not supported in this base model: only {SUPPORTED}, not of experts")
@@ -163,10 +163,10 @@ def _checked(
             tensor = tensors[names[which]]
             if tensor.shape != shape:
                 raise ModelError(
-                    f"{path}: tensor {names[which]} is {list(tensor.shape)}, base model and rank want {list(shape)}"
+                    f"{path}: tensor {names[which]} has shape {list(tensor.shape)}, expected {list(shape)}"
                 )
             if tensor.dtype not in FLOATS:
-                raise ModelError(f"{path}: tensor {names[which]} is of {tensor.dtype}: only floats of 16 or 32 bits")
+                raise ModelError(f"{path}: tensor {names[which]} is of {tensor.dtype}, expected 16- or 32-bit floats")
         yield _Module(module, layer, place, rank, scale, tensors[names["A"]], tensors[names["B"]])
 
 

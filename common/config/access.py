@@ -36,7 +36,7 @@ class AccessSettings(Config):
     )
     max_connections: int = setting(
         4096,
-        "connections open at once; a further one takes the place of one that is idle for a second, or gets 503",
+        "maximum open connections; one more evicts a connection that has been idle for 1 s, or gets 503",
         group="HTTP",
         ge=1,
         le=1_000_000,

@@ -13,7 +13,7 @@ USUAL_SEQS, MOST_SEQS, USUAL_CHUNK, MOST_CHUNK = 64, 256, 128, 1024
 """Where flags that are not given stand, and how far a goal may turn the knob: what a step takes beside weights and KV
 cache, and the number of recorded steps, grow with it."""
 SEQ_TOKENS = 512
-"""KV tokens on a GPU for each request generated side by side: with fewer, long answers would preempt each other."""
+"""KV tokens per concurrent request on a GPU. With fewer, long answers would preempt each other."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class DecodeWorkerConfig(WorkerConfig):
     kv_port: int = setting(0, "port that KV blocks arrive on; 0 picks a free one", group="Sockets", **PORT)
     max_num_seqs: int = setting(
         0,
-        f"requests generated side by side, at most: --slo-tpot-ms may allow fewer; 0: {USUAL_SEQS}, on a GPU or with "
-        f"--slo-tpot-ms up to {MOST_SEQS}, on a GPU no more than have {SEQ_TOKENS} tokens of the KV cache each",
+        f"maximum concurrent requests; --slo-tpot-ms may lower it; 0: {USUAL_SEQS}, or up to {MOST_SEQS} on a GPU or "
+        f"with --slo-tpot-ms; on a GPU at most one for each {SEQ_TOKENS} tokens of the KV cache",
         group="Scheduling",
         ge=0,
         le=4096,
@@ -118,7 +118,7 @@ class DecodeWorkerConfig(WorkerConfig):
         return self.max_num_seqs or (MOST_SEQS if self.slo_tpot_ms or self.on_gpu else USUAL_SEQS)
 
     def places_within(self, kv_tokens: int) -> int:
-        """`places`; on a GPU, unless they are given, at most as many as have `SEQ_TOKENS` of `kv_tokens` each."""
+        """Return `places`. On a GPU the default is limited to one for each `SEQ_TOKENS` of `kv_tokens`."""
         if self.max_num_seqs or not self.on_gpu:
             return self.places
         return max(1, min(self.places, kv_tokens // SEQ_TOKENS))

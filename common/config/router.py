@@ -115,7 +115,7 @@ class RouterConfig(
     )
     tokenizer_threads: int = setting(
         2,
-        "threads that tokenise prompts; with two or more, texts above 256 KiB have one more",
+        "threads that tokenise prompts; with two or more, an additional thread handles texts above 256 KiB",
         group="Model",
         ge=1,
         le=64,

@@ -116,7 +116,7 @@ class WorkerConfig(CommonConfig, PodSettings):
     max_lora_rank: int = setting(64, "largest rank of a LoRA adapter", group="Model", ge=1, le=512)
     device: str = setting(
         AUTO,
-        "where the model runs; auto: on a GPU, or on the CPU where torch finds none that the kernels support; the log "
+        "where the model runs; auto: a GPU, or the CPU if torch finds no GPU that the kernels support; the log "
         "says which, and why",
         group="Device",
         pattern=r"auto|cpu|cuda(:[0-9]+)?",
@@ -358,7 +358,7 @@ class WorkerConfig(CommonConfig, PodSettings):
 
     @property
     def torch_device(self) -> str:
-        """The device's name in torch. `auto` stands for the CPU until it is replaced."""
+        """The device's name in torch. `auto` means the CPU until it is replaced."""
         return "cpu" if self.device == AUTO else self.device
 
     @property

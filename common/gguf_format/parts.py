@@ -17,7 +17,7 @@ def gguf_parts(path: Path) -> tuple[Path, ...]:
         return (path,)
     name, count = found.groups()
     if not int(count):
-        raise ModelError(f"{path} is one of 0 files by its name: rename it")
+        raise ModelError(f"the name of {path} counts 0 files: rename it")
     parts = tuple(path.with_name(f"{name}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1))
     missing = [part.name for part in parts if not part.is_file()]
     if missing:

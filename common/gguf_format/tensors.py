@@ -37,7 +37,7 @@ class GGUFFile:
             for tensor in head.tensors:
                 _check(part, tensor, len(data))
                 if tensor.name in self._tensors:
-                    raise ModelError(f"{part}: tensor {tensor.name} is there twice in the model's files: {AGAIN}")
+                    raise ModelError(f"{part}: tensor {tensor.name} occurs twice in the model's files: {AGAIN}")
                 self._tensors[tensor.name], self._maps[tensor.name] = tensor, data
 
     @property

@@ -85,7 +85,7 @@ def convert_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     except ModelError:
         raise
     except Exception as error:  # the library raises plain Exception for every kind of damage
-        raise ModelError(f"the GGUF vocabulary makes no tokenizer ({error}): convert the model again") from error
+        raise ModelError(f"the GGUF vocabulary is not a valid tokenizer ({error}): convert it again") from error
     if (count := tokenizer.get_vocab_size(with_added_tokens=True)) != len(vocabulary.tokens):
         raise ModelError(
             f"the GGUF vocabulary has {len(vocabulary.tokens):,} tokens, of which {count:,} are distinct: "

@@ -1,4 +1,4 @@
-"""The vocabulary in the metadata of a GGUF file, checked before anything is built from it."""
+"""The vocabulary in the metadata of a GGUF file, and its validation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any, Final
 from common.errors import ModelError, shown
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-"""GGUF's numbers of kinds of tokens."""
+"""GGUF's token types."""
 PREFIX: Final = "tokenizer.ggml."
 NO_TOKEN: Final = (-1, 0xFFFF_FFFF)
-"""Ids that stand for none, as in llama.cpp."""
+"""Ids that mean "no token", as in llama.cpp."""
 IDS: Final = ("bos", "eos", "eot", "eom", "unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocabulary:
-    """`tokens` are distinct, `types` has one of each, and `ids` those of `IDS` that the file names.
+    """A validated vocabulary.
 
-    `merges` are pairs of tokens, of a BPE vocabulary; `scores` one for each token, of an SPM vocabulary.
+    `tokens` are distinct, `types` has one entry for each token, and `ids` has the ids of `IDS` that the file sets.
+    A BPE vocabulary has `merges`, which are pairs of tokens; an SPM vocabulary has `scores`, one for each token.
     """
 
     kind: str
@@ -33,7 +34,7 @@ class GGUFVocabulary:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> GGUFVocabulary:
-        """Raises ModelError, with the field and its value, for metadata that describe no vocabulary."""
+        """Read the vocabulary. Raises ModelError, with the field and its value, for invalid metadata."""
         tokens = _list(metadata, "tokens", str)
         if not tokens:
             raise ModelError(f"the GGUF file has no vocabulary ({PREFIX}tokens): use a file that does")
@@ -66,7 +67,7 @@ class GGUFVocabulary:
 
 
 def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A field that is true or false. Raises ModelError for any other value."""
+    """Read a Boolean field. Raises ModelError for any other value."""
     value = metadata.get(PREFIX + name, default)
     if value not in (True, False):
         raise _wrong(name, shown(value), "true or false")
@@ -90,7 +91,7 @@ def _merge(merge: str, index: int, known: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _list(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
-    """Empty where the file has no such field."""
+    """Read a list field. Returns an empty list if the file has no such field."""
     values = metadata.get(PREFIX + name)
     if values is None:
         return []

@@ -3,8 +3,8 @@
     submit ──> quick lane: a tenth of a second of processor time ──> verdict
                                     └── not enough ──> slow lane: a second, from the beginning ──> verdict
 
-Only slow grammars wait for slow ones; everyday grammars take milliseconds. A lane serves the owners of grammars in
-turn, so nobody waits for all grammars of another.
+Only slow grammars wait for slow ones; typical grammars take milliseconds. Each lane serves the owners of grammars in
+round-robin order, so no owner waits for all grammars of another.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ LANES = 2
 QUICK_NICENESS, SLOW_NICENESS = 0, 10
 """Slow grammars yield the processor to quick ones, and to those who serve."""
 MAX_PENDING = 256
-"""Grammars that wait or are being compiled, half of them for one owner."""
+"""Maximum number of grammars that wait or are being compiled. One owner may have half of them."""
 VERDICTS_KEPT, VERDICT_BYTES_KEPT = 4096, 32 * 2**20
-"""Verdicts that are kept, and their bytes: half a kilobyte each, and the grammars that were written."""
+"""Maximum number of cached verdicts and their size in bytes: half a kilobyte each, plus the written grammars."""
 VERDICT_BYTES = 512
 COMPILER = "common.grammar.compiler"
-"""The program that compiles grammars as they are."""
+"""The module that compiles grammars without a writer."""
 ANSWER_S = 60.0
 """Longer than the process takes to start, to build the largest vocabulary and to compile any grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a grammar cannot be used, or "", and the memory and processor time of compiling it.
+    """Result of a check: why the grammar cannot be used, or "", and the memory and processor time of compiling it.
 
-    `grammar` is what the process wrote from the text that was submitted, "" where that is the grammar.
+    `grammar` is the grammar that the process wrote from the submitted text, or "" if that text is the grammar.
     """
 
     problem: str
@@ -72,7 +72,7 @@ class _Pending:
 
 
 class _Lane:
-    """Threads that run the jobs of several owners in turn."""
+    """Threads that run the jobs of several owners in round-robin order."""
 
     def __init__(self, name: str) -> None:
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix=name)
@@ -80,7 +80,7 @@ class _Lane:
         self._lock = threading.Lock()
 
     def submit(self, owner: str, job: Callable[[], None]) -> None:
-        """Run `job` after the earlier jobs of `owner`, each of which gives one job of every other owner its turn."""
+        """Queue `job` after the earlier jobs of `owner`. Between two of these, each other owner gets one job run."""
         with self._lock:
             self._waiting.setdefault(owner, deque()).append(job)
         self._threads.submit(self._run_next)
@@ -100,7 +100,7 @@ class _Lane:
 class GrammarChecks:
     """Owns the process that compiles grammars on trial (`compiler.py`), and restarts it after its death.
 
-    Verdicts depend only on the text, the model and the bounds, and are kept. `program` names the module to run.
+    Verdicts depend only on the text, the model and the bounds, and are cached. `program` is the module to run.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class GrammarChecks:
         self._running()
 
     def submit(self, text: str, *, salt: str = "", owner: str = "") -> Future[Verdict]:
-        """A future verdict, or Unavailable where the check failed. It cannot be cancelled.
+        """Submit a text. The future gets the verdict, or Unavailable if the check failed, and cannot be cancelled.
 
-        Texts of another `salt` do not find the verdict: what was checked before shows in the time. An `owner` waits for
-        its own texts. Raises ValueError for text that is not Unicode, Unavailable when too many wait.
+        Verdicts are cached per `salt`, because response times would reveal the texts of other tenants. Texts of one
+        `owner` are checked in order. Raises ValueError for text that is not Unicode, Unavailable if too many wait.
         """
         key = hashlib.sha256(hashlib.sha256(salt.encode(errors="surrogatepass")).digest() + text.encode()).digest()
         with self._lock:
@@ -149,7 +149,7 @@ class GrammarChecks:
         return pending.future
 
     def _check_room(self, owner: str) -> None:
-        """Raises Unavailable when too many texts wait, or too many of one owner."""
+        """Raise Unavailable if too many texts wait, in total or of one owner."""
         if len(self._pending) >= MAX_PENDING:
             raise Unavailable(f"{MAX_PENDING} grammars wait to be compiled", retry_after_s=RETRY_AFTER_S)
         if owner and sum(each.owner == owner for each in self._pending.values()) >= MAX_PENDING // 2:
@@ -188,7 +188,7 @@ class GrammarChecks:
             self._settle(key, report, self._slow_cpu_s)
 
     def _report(self, key: bytes, text: str, cpu_s: float, niceness: int) -> Report | None:
-        """The process's report. Without one it fails the text's future and returns None."""
+        """Ask the process for a report. Without a report, fails the text's future and returns None."""
         try:
             report = self._running().ask(text, cpu_s, niceness, self._answer_s)
         except Exception as error:  # of any kind, because a request waits for this grammar

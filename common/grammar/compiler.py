@@ -6,8 +6,9 @@
 A child costs milliseconds, and after its death this process still holds the vocabulary. `GrammarChecks` starts this
 process and sends it orders. It ends when its standard input does.
 
-A worker orders grammars. A router's program (`router/text/grammar_writer.py`) hands `main` a writer: it orders
-what a client asks for, and the child first writes the grammar, so that no client's text is read in the router itself.
+A worker submits grammars. The router's program (`router/text/grammar_writer.py`) passes a writer to `main`: the router
+submits format specifications, and the child first writes the grammar from them. So the router process parses no
+client's schema, pattern or rules.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ POLL_S = 0.5
 LENGTH_BYTES = 4
 """Before each message between this process and the compiling one."""
 READ_BYTES = 65_536
-"""Read from a pipe at a time: its usual capacity."""
+"""Bytes to read from a pipe at a time: its usual capacity."""
 
 Write = Callable[[str], str]
-"""Writes the grammar of an order's text. Raises ValueError, whose message the client sees."""
+"""Writes a grammar from an order's text. Raises ValueError, whose message is sent to the client."""
 
 
 class TokenSpace(msgspec.Struct, frozen=True):
@@ -55,7 +56,7 @@ class TokenSpace(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Asks to compile a grammar, the `text` or what is written from it.
+    """Request to compile a grammar: the `text` itself, or the grammar that the writer makes of it.
 
     Writing and compiling may each take `cpu_s` seconds of processor time, at `niceness`.
     """
@@ -67,11 +68,11 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The result of an order.
+    """Result of an order.
 
     `outcome` is one of good, bad (`problem` says why), slow, large (out of memory or of stack), late (the child was
-    killed before it could report) and broken (`problem` names the place of the fault in the writer). It took
-    `num_bytes` of memory and `cpu_s` of processor time. `grammar` is what was written from the order's text.
+    killed before it could report) and broken (`problem` names the source line of the error in the writer). The child
+    used `num_bytes` of memory and `cpu_s` of processor time. `grammar` is the grammar that the writer made.
     """
 
     number: int
@@ -152,12 +153,12 @@ class _Compiler:
         self._children[pipe] = _Child(order, pid, pipe, time.monotonic() + WALL_S)
 
     def _end(self, child: _Child) -> None:
-        """Reports on a child that has written its report, or died."""
+        """Report on a child that has written its report or died."""
         os.close(child.pipe)
         del self._children[child.pipe]
         _, status, used = os.wait4(child.pid, 0)
         number, cpu_s = child.order.number, used.ru_utime + used.ru_stime
-        with contextlib.suppress(msgspec.DecodeError):  # of a child that died before it had written all of it
+        with contextlib.suppress(msgspec.DecodeError):  # the child died before it had written its whole report
             send(self._reports, msgspec.msgpack.decode(child.report, type=Report))
             return
         how = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -166,7 +167,7 @@ class _Compiler:
 
 
 def _compile(vocabulary: llguidance.LLTokenizer, write: Write | None, order: Order, pipe: int) -> None:
-    """Writes the grammar, compiles it and reports, in the child, and ends it."""
+    """Write and compile the grammar, report the result, and exit. Runs in the child."""
     try:
         _bound(order)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -186,7 +187,7 @@ def _compile(vocabulary: llguidance.LLTokenizer, write: Write | None, order: Ord
 
 
 def _written(write: Write | None, text: str) -> tuple[str, str, str]:
-    """The outcome of writing, the grammar of an order's text, and why there is none, or ""."""
+    """Return the outcome of writing, the grammar, and the problem, or ""."""
     if write is None:
         return "good", text, ""
     try:
@@ -217,7 +218,7 @@ def _bound(order: Order) -> None:
 
 
 def main(write: Write | None = None) -> None:
-    """Serves standard input until its end. Without `write` the texts of orders are grammars."""
+    """Serve orders from standard input until its end. Without `write`, the texts of orders are grammars."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the input
     orders, reports = os.fdopen(0, "rb", buffering=0, closefd=False), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that no library prints into the reports

@@ -1,13 +1,13 @@
-r"""GBNF, the grammars of llama.cpp (and, but for its extensions, the EBNF of xgrammar), as rules in Lark's form.
+r"""Converts GBNF, llama.cpp's grammar format, to Lark's form. xgrammar's EBNF is GBNF with extensions.
 
     root ::= "(" root ")" | [a-z]+   ->   start: T0 start T1 | T2    T0: /\x{28}/    T1: /\x{29}/    T2: /[a-z]+/
 
-The grammar library matches terminals as a lexer does: the longest one that may come at a place, without return. GBNF
-means characters: `"if" "x" | [a-z]+ "!"` has the text `ifx`. So a part of a rule becomes a terminal only if no text can
-be read differently by that: wherever the terminal may end and another symbol go on, no terminal could be longer. Other
-parts are split, down to single characters if need be, which are exact and slow.
+The grammar library has a lexer: it always takes the longest terminal that is allowed at a position, and does not
+backtrack. GBNF has no terminals: `"if" "x" | [a-z]+ "!"` accepts `ifx`. So a part of a rule becomes a terminal only if
+this does not change the language: wherever the terminal may end and another symbol may follow, no allowed terminal
+could match more characters. All other parts are split, if necessary into single characters, which are exact but slow.
 
-Rules get new names, so theirs may differ in case only, or be `start`. All of this takes time linear in the text.
+Rules are renamed, because GBNF's names may differ only in case, and may be `start`. The time is linear in the text.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_GROUP_DEPTH = 64
-"""Levels of groups within groups."""
+"""Maximum depth of nested groups."""
 MAX_REPEATED = 8
-"""Repetitions of repetitions, as in `a+{2}?`."""
+"""Maximum number of stacked repetitions, such as the three in `a+{2}?`."""
 MAX_TERMINALS = 400
-"""That are compared with each other. Grammars with more are split into characters."""
+"""Maximum number of terminals to compare with each other. Grammars with more are split into characters."""
 MAX_STATES = 1_000
-"""Of one terminal, in a comparison."""
+"""Maximum number of states of a terminal's automaton."""
 MAX_STEPS = 100_000
-"""Of all comparisons."""
+"""Maximum number of steps of all comparisons together."""
 MAX_ROUNDS = 8
-"""Of splitting the terminals that could be read differently, before all are split."""
+"""Rounds of splitting ambiguous terminals. After the last one, all terminals are split."""
 MAX_SYMBOLS = 32_768
-"""Of one grammar. Each takes at least four characters of what is written."""
+"""Maximum number of symbols of a grammar. Each takes at least four characters of the output."""
 LARGE_REPETITION, LARGE_ITEM = 4_096, 8
-"""Characters of a repetition, and of an item in it, from which on rules count the items: a lexer has a state each."""
+"""Minimum characters of a repetition, and of its item, that rules count instead of the lexer, which has a state for
+each character."""
 SURROGATES = range(0xD800, 0xE000)
 
 TOKEN = re.compile(
@@ -53,12 +54,12 @@ REPEATS = ("count", "times")
 CHARACTER = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])|[^\\]", re.DOTALL)
 LETTERS = {"n": 10, "r": 13, "t": 9, "a": 7, "b": 8, "f": 12, "v": 11, "e": 27, "0": 0}
 THEMSELVES = frozenset("\\\"'[]-^/?")
-"""Characters that stand for themselves after a backslash."""
+"""Characters that a backslash leaves unchanged."""
 HEAD = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*|//[^\r\n]*)*+[\w-]*[ \t]*::=")
 
 
 class GbnfError(ValueError):
-    """A grammar that is no GBNF. The message names the line."""
+    """Invalid GBNF. The message names the line."""
 
 
 @dataclass(eq=False, slots=True)
@@ -102,12 +103,12 @@ class Reference(Node):
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar begins as GBNF does, with a rule `name ::= ...`, rather than in Lark's form."""
+    """Whether a grammar begins with a rule `name ::= ...`, which GBNF has and Lark's form does not."""
     return HEAD.match(text) is not None
 
 
 def gbnf_to_lark(text: str) -> str:
-    """A grammar of the same texts in Lark's form. Raises GbnfError."""
+    """Convert a grammar to Lark's form, with the same language. Raises GbnfError."""
     return _Conversion(parse(text)).lark()
 
 
@@ -115,7 +116,7 @@ def gbnf_to_lark(text: str) -> str:
 
 
 def parse(text: str) -> dict[str, Node]:
-    """The rules of a grammar by their names, in order. Raises GbnfError."""
+    """Parse a grammar into rules by name, in order. Raises GbnfError."""
     return _Parser(text).rules()
 
 
@@ -140,11 +141,11 @@ class _Parser:
             if head.kind != "name" or not self._is_define(at + 1):
                 raise self._error(head.at, "expected a rule, `name ::= ...`")
             if head.text in found:
-                raise self._error(head.at, f"the rule `{head.text[:64]}` is there twice")
+                raise self._error(head.at, f"the rule `{head.text[:64]}` is defined twice")
             found[head.text], at = self._rule(at + 2)
         for name in {each.name: None for rule in found.values() for each in _references(rule)}:
             if name not in found:
-                raise GbnfError(f"there is no rule `{name[:64]}`")
+                raise GbnfError(f"the rule `{name[:64]}` is not defined")
         if "root" not in found:
             raise GbnfError("there is no rule `root`")
         return found
@@ -167,7 +168,7 @@ class _Parser:
         return at < len(self._tokens) and self._tokens[at].kind == "define"
 
     def _rule(self, at: int) -> tuple[Node, int]:
-        """The right side of a rule from a token on, and where the next rule begins."""
+        """Parse the right side of a rule from token `at`. Returns it and the index of the next rule."""
         groups: list[list[list[Node]]] = [[[]]]
         begin = at
         while at < len(self._tokens):
@@ -175,7 +176,7 @@ class _Parser:
             choices = groups[-1]
             if self._is_define(at + 1):
                 if len(groups) > 1 or not token.begins_line or self._tokens[at - 1].text == "|" or at == begin:
-                    raise self._error(token.at, "a rule begins before the last one ends")
+                    raise self._error(token.at, "a rule begins before the previous one ends")
                 break
             if token.text == "|" and token.kind == "sign":
                 choices.append([])
@@ -190,11 +191,11 @@ class _Parser:
                 groups[-1][-1].append(group)
             elif token.kind in REPEATS:
                 if not choices[-1]:
-                    raise self._error(token.at, f"there is nothing before `{token.text}`")
+                    raise self._error(token.at, f"`{token.text}` follows no item to repeat")
                 if at > begin + MAX_REPEATED and all(
                     each.kind in REPEATS for each in self._tokens[at - MAX_REPEATED : at]
                 ):
-                    raise self._error(token.at, f"more than {MAX_REPEATED} repetitions of one another")
+                    raise self._error(token.at, f"more than {MAX_REPEATED} repetitions follow each other")
                 choices[-1][-1] = self._repeated(choices[-1][-1], token)
             else:
                 choices[-1].append(self._atom(token))
@@ -225,7 +226,7 @@ class _Parser:
         while at < len(points):
             is_range = at + 2 < len(points) and signs[at + 1] == "-"
             low, high = points[at], points[at + 2] if is_range else points[at]
-            if low <= high:  # a range that runs backwards has no characters
+            if low <= high:  # a reversed range has no characters
                 ranges.append((low, high))
             at += 3 if is_range else 1
         if not ranges:
@@ -233,7 +234,7 @@ class _Parser:
         return Characters(ranges, is_negated)
 
     def _characters(self, text: str, at: int) -> list[int]:
-        """The code points of a text with escapes."""
+        """Return the code points of a text with escapes."""
         found: list[int] = []
         end = 0
         for each in CHARACTER.finditer(text):
@@ -253,7 +254,7 @@ class _Parser:
                 raise self._error(at, f"`{sign}` is no character")
             found.append(point)
         if end != len(text):
-            raise self._error(at, f"`{text[end : end + 10]}` is no character")
+            raise self._error(at, f"`{text[end : end + 10]}` is not a character")
         return found
 
     def _repeated(self, node: Node, token: _Token) -> Node:
@@ -263,7 +264,7 @@ class _Parser:
         numbers = [each.strip() for each in token.text[1:-1].split(",")]
         least, most = int(numbers[0]), int(numbers[-1]) if numbers[-1] else None
         if most is not None and most < least:
-            raise self._error(token.at, f"`{token.text}` ends before it begins")
+            raise self._error(token.at, f"`{token.text}` has a maximum below its minimum")
         return Repetition(node, least, most) if most != 0 else Concatenation([])
 
     def _error(self, at: int, what: str) -> GbnfError:
@@ -297,7 +298,7 @@ def _references(node: Node) -> Iterator[Reference]:
 
 
 def _mask(low: int, high: int) -> int:
-    """Bits of a range: one for each ASCII character, and 64 that the others share."""
+    """Return the bits of a range: one for each ASCII character, and 64 shared by all others."""
     found = 0
     if low < 128:
         found |= (1 << (min(high, 127) + 1)) - (1 << low)
@@ -311,11 +312,11 @@ def _mask(low: int, high: int) -> int:
 
 
 OTHERS = ((1 << 64) - 1) << 128
-"""Bits that characters beyond ASCII share, by their code points modulo 64."""
+"""Bits of characters beyond ASCII, by their code points modulo 64."""
 
 
 def _mask_of(node: Characters) -> int:
-    """Bits of the characters of a set; of more than those where they share bits."""
+    """Return the bits of a set's characters. Other characters may share them."""
     if not node.is_negated:
         found = 0
         for low, high in node.ranges:
@@ -330,7 +331,7 @@ def _mask_of(node: Characters) -> int:
 
 @dataclass(slots=True)
 class _Facts:
-    """The texts of a part: whether one is empty, their first and all their characters, the characters to write it."""
+    """Properties of a part: whether it is nullable, its first characters, all its characters, its written length."""
 
     is_nullable: bool
     first: int
@@ -339,7 +340,7 @@ class _Facts:
 
 
 class _Regular:
-    """The rules without recursion, and what is known of their parts."""
+    """The rules without recursion, and the properties of their parts."""
 
     def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules
@@ -364,7 +365,7 @@ class _Regular:
         while left:
             name = left.pop()
             found.add(name)
-            self.facts(self._rules[name])  # after those of all rules that it uses, so this recurses into no rule
+            self.facts(self._rules[name])  # after the rules that it uses, so this recurses into no rule
             for user in users[name]:
                 missing[user] -= 1
                 if not missing[user]:
@@ -410,13 +411,13 @@ class _Regular:
 
 @dataclass(eq=False, slots=True)
 class _Symbol:
-    """A part of a rule that is no terminal, or a terminal: a `node` or several one after the other, without `items`."""
+    """A part of a rule that is not a terminal, or a terminal, which has no `items`: a `node` or a concatenation."""
 
     node: Node
     items: list[_Symbol] = field(default_factory=list)
     terminal: Node | None = None
     origin: Node | None = None
-    """Of a terminal that joins several parts: the part to split if they must be apart."""
+    """The part to split if the parts that this terminal joins must be separate terminals."""
     is_nullable: bool = False
     first: int = 0
     follow: int = 0
@@ -428,9 +429,9 @@ class _Conversion:
         self._rules = rules
         self._regular = _Regular(rules)
         self._split: set[Node] = set()
-        """Parts without recursion that are no terminals all the same."""
+        """Parts without recursion that must not be terminals."""
         self._apart: set[Node] = set()
-        """Parts whose items are terminals by themselves."""
+        """Parts of which each item is a separate terminal."""
         self._open = {name for name in rules if name not in self._regular.names}
         self._joins_all = False
         self._steps = self._num_built = 0
@@ -487,7 +488,7 @@ class _Conversion:
                 large += names[bodies[node]]
 
     def _build(self) -> None:
-        """The symbols of all rules that are no terminals, from `root` on."""
+        """Build the symbols of all rules that are not terminals, starting with `root`."""
         self._symbols, self._bodies, self._is_flat, self._automata = [], {}, {}, {}
         left = ["root"]
         while left:
@@ -540,7 +541,7 @@ class _Conversion:
         return self._added(_Symbol(node, terminal=node))
 
     def _runs(self, node: Node, parts: list[Node]) -> Iterator[list[Node]]:
-        """Parts that become one terminal: one part with the nullable ones around it, such as blanks, or all."""
+        """Yield groups of parts that become one terminal: all, or one part with its nullable neighbours (blanks)."""
         run: list[Node] = []
         is_apart = node in self._apart or node in self._split
         for part in parts:
@@ -573,7 +574,7 @@ class _Conversion:
         return symbol
 
     def _divide(self, symbol: _Symbol) -> None:
-        """Make a terminal the next smaller ones."""
+        """Split a terminal into the next smaller ones."""
         node = symbol.terminal
         if symbol.origin is not None:
             self._apart.add(symbol.origin)
@@ -585,7 +586,7 @@ class _Conversion:
         if node is not None:
             self._split.add(node)
 
-    # ------------------------------------------------------------ what may come first, and next
+    # ------------------------------------------------------------ sets of first and following characters
 
     def _analyse(self) -> None:
         terminals = [symbol for symbol in self._symbols if symbol.terminal is not None]
@@ -598,7 +599,7 @@ class _Conversion:
         whole = self._derived(terminals)
         for name, body in self._bodies.items():
             if body not in whole:
-                raise GbnfError(f"the rule `{name[:64]}` has no text: it never ends")
+                raise GbnfError(f"the rule `{name[:64]}` never ends: it matches no text")
         for symbol in self._derived(each for each in terminals if self._regular.facts(each.node).is_nullable):
             symbol.is_nullable = True
         begins: dict[_Symbol, list[_Symbol]] = defaultdict(list)
@@ -611,7 +612,7 @@ class _Conversion:
         _spread(self._symbols, self._ends(), "follow")
 
     def _derived(self, terminals: Iterable[_Symbol]) -> set[_Symbol]:
-        """The symbols that some of these terminals make whole: with them, or with nothing, a text of theirs ends."""
+        """Return the symbols that match a text of only these terminals, or the empty text."""
         missing: dict[_Symbol, int] = {}
         found = set(terminals)
         for symbol in self._symbols:
@@ -630,7 +631,7 @@ class _Conversion:
         return found
 
     def _ends(self) -> dict[_Symbol, list[_Symbol]]:
-        """The symbols with which each symbol may end. Notes what follows the others within it."""
+        """Return the symbols that may end each symbol. Records the following characters of all others."""
         found: dict[_Symbol, list[_Symbol]] = {}
         for symbol in self._symbols:
             node = symbol.node
@@ -648,10 +649,13 @@ class _Conversion:
                     is_last &= item.is_nullable
         return found
 
-    # ------------------------------------------------------------ terminals that could be read differently
+    # ------------------------------------------------------------ ambiguous terminals
 
     def _disputed(self) -> list[_Symbol] | None:
-        """Terminals that could go on where they, or others that begin alike, may end; None if that takes too long."""
+        """Return terminals that could match more characters where they, or others with a common prefix, may end.
+
+        Returns None if the comparison takes too long.
+        """
         kinds: dict[str, list[_Symbol]] = defaultdict(list)
         writer = _Writer(self._rules)
         for symbol in self._symbols:
@@ -671,13 +675,13 @@ class _Conversion:
         return [*disputed] if self._steps <= MAX_STEPS else None
 
     def _automaton(self, symbol: _Symbol) -> _Automaton | None:
-        """The automaton of a terminal; None for a large one."""
+        """Return the automaton of a terminal, or None if it is too large."""
         if symbol.node not in self._automata:
             self._automata[symbol.node] = _automaton(symbol.node, self._rules)
         return self._automata[symbol.node]
 
     def _goes_on(self, one: _Automaton | None, other: _Automaton | None, follow: int) -> bool:
-        """Whether a text of `one` may be the beginning of one of `other` that goes on with a character of `follow`."""
+        """Whether a text of `one`, followed by a character of `follow`, may be a prefix of a text of `other`."""
         if one is None or other is None:
             return True
         left = [(one.begin, other.begin, False)]
@@ -700,7 +704,7 @@ class _Conversion:
 
 
 def _spread(symbols: list[_Symbol], targets: dict[_Symbol, list[_Symbol]], name: str) -> None:
-    """Adds the bits of each symbol's `name` to those of its targets, and of theirs, until nothing changes."""
+    """Propagate the bits of the attribute `name` from each symbol to its targets, until nothing changes."""
     left = deque(symbols)
     waiting = set(symbols)
     while left:
@@ -733,7 +737,7 @@ def _below(symbol: _Symbol) -> Iterator[_Symbol]:
 
 @dataclass(slots=True)
 class _Automaton:
-    """States of a terminal: a state with a mask leads to the next one by a character, others lead on without one."""
+    """Automaton of a terminal. A state with a mask consumes a character; other states have empty transitions."""
 
     begin: int
     end: int
@@ -742,7 +746,7 @@ class _Automaton:
 
 
 def _automaton(node: Node, rules: dict[str, Node]) -> _Automaton | None:
-    """An automaton of all texts of a part, and of more repetitions than it has; None if it is large."""
+    """Build an automaton that accepts all texts of a part, also with more repetitions. None if it is too large."""
     masks: list[int] = []
     silent: list[list[int]] = []
 
@@ -809,7 +813,7 @@ def _written(bodies: dict[str, _Symbol], rules: dict[str, Node]) -> str:
 
 
 class _Writer:
-    """Writes symbols as rules `r0`, `r1`, ... and terminals as `T0`, `T1`, ..., each with parts of names and signs."""
+    """Writes symbols as rules `r0`, `r1`, ... and terminals as `T0`, `T1`, ...."""
 
     def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules
@@ -831,7 +835,7 @@ class _Writer:
         return "".join(f"{line}\n" for line in self._lines)
 
     def key(self, node: Node) -> str:
-        """The right side of a terminal's rule; equal for terminals that are written alike."""
+        """Return the right side of a terminal's rule. It identifies the terminal."""
         match node:
             case Choice(items=items):
                 return " | ".join(map(self._part, items))
@@ -841,7 +845,7 @@ class _Writer:
                 return self._part(node)
 
     def _part(self, node: Node) -> str:
-        """A part of a terminal: an expression, or the name of another terminal for what refers to rules."""
+        """Write a part of a terminal: a regular expression, or the name of another terminal if it refers to rules."""
         if (expression := _expression(node)) is not None:
             return f"/{expression}/" if expression else '""'
         if isinstance(node, Reference):
@@ -897,7 +901,7 @@ def _times(node: Repetition) -> str:
 
 
 def _expression(node: Node) -> str | None:
-    """A regular expression of a part; None if it refers to rules."""
+    """Write a part as a regular expression. Returns None if it refers to rules."""
     match node:
         case Characters(ranges=ranges, is_negated=is_negated):
             inside = "".join(_point(low) if low == high else f"{_point(low)}-{_point(high)}" for low, high in ranges)

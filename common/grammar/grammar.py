@@ -20,20 +20,20 @@ from common.grammar.vocabulary import MASK_BITS, brief
 from common.wire.sampling_params import SamplingParams
 
 SLOW_MASK_S = 0.01
-"""Processor time of one mask from which its grammar counts as slow. JSON takes a tenth of a millisecond as a rule, a
-schema of two thousand optional members up to 60 ms."""
+"""Processor time of one mask, in seconds, that makes its grammar slow. JSON usually takes 0.1 ms, a schema of two
+thousand optional members up to 60 ms."""
 FAST_AGAIN = 64
-"""Faster masks in a row after which a grammar no longer counts as slow."""
+"""Consecutive fast masks after which a grammar is no longer slow."""
 MASKS_S, MASKS_PER_TOKEN_S = 1.0, 0.05
-"""Processor time that the masks of one answer may take in all, and in addition for each of its tokens."""
+"""Processor time, in seconds, that the masks of an answer may take: a constant, plus an amount for each token."""
 
 
 @dataclass(slots=True, eq=False)
 class GrammarState:
-    """What the answers of one compiled grammar share: the library's automaton, and with it the lock around it.
+    """State that all answers of a compiled grammar share, as they share the library's automaton and its lock.
 
     While a grammar `is_slow`, only the mask thread may use its constraints: any other thread could wait for the lock
-    with the GIL held. A grammar `is_spoilt` once an answer has exceeded the library's bounds.
+    while it holds the GIL. A grammar `is_spoilt` once an answer has exceeded the library's bounds.
     """
 
     is_spoilt: bool = False
@@ -55,7 +55,7 @@ class GrammarState:
 
 
 class Constraint:
-    """One answer's place in its grammar. The sequence that samples the answer owns it. Not thread-safe."""
+    """Position of one answer in its grammar. Owned by the sequence that samples the answer. Not thread-safe."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class Constraint:
         problem: str = "",
         state: GrammarState | None = None,
     ) -> None:
-        """Without a matcher the grammar has a `problem`."""
+        """Without a `matcher`, `problem` is why there is none."""
         self._matcher, self._vocab_size, self._state = matcher, vocab_size, state or GrammarState()
         self._num_taken = 0
         self._forced: list[int] = []
-        self._mask: tuple[int, Tensor] | None = None  # and the number of tokens that it follows
+        self._mask: tuple[int, Tensor] | None = None  # with the number of tokens that it follows
         self.spent_s = 0.0
         """Processor time of all masks so far."""
         self.problem = problem
@@ -84,11 +84,11 @@ class Constraint:
         return bool(self.problem) or (self._mask is not None and self._mask[0] == num_tokens)
 
     def allowed(self, output_token_ids: Sequence[int]) -> Tensor:
-        """The tokens that may follow these: a bit for each token, 32 in each int32. Must not be changed.
+        """Return the mask of the tokens that may follow: one bit per token, packed into int32. Do not modify it.
 
         `output_token_ids` begin with those of the call before. An end token is allowed where the grammar is satisfied.
-        No token is allowed after a `problem`: tokens outside of the grammar, or a grammar beyond the library's bounds
-        or the time that an answer may take. The mask is kept until the answer grows.
+        After a `problem` no token is allowed. Problems are tokens outside of the grammar, a grammar that exceeds the
+        library's bounds, and masks that exceed the answer's time. The mask is cached until the answer grows.
         """
         if self._mask is None or self._mask[0] != len(output_token_ids) or self.problem:
             self._mask = len(output_token_ids), self._computed(output_token_ids)
@@ -113,7 +113,7 @@ class Constraint:
         return 0 if self._matcher.is_stopped() else self._matcher.validate_tokens(list(drafted))
 
     def copy(self) -> Constraint:
-        """An independent constraint at the same place, whose masks have taken no time yet."""
+        """Return an independent constraint at the same position. Its processor time starts at zero."""
         matcher = self._matcher and self._matcher.deep_copy()
         copied = Constraint(matcher, self._vocab_size, self.problem, self._state)
         copied._num_taken, copied._mask = self._num_taken, self._mask
@@ -130,7 +130,7 @@ class Constraint:
             if self._matcher.is_error():
                 self._state.is_spoilt = True
                 self.problem = brief(self._matcher.get_error())
-        except Exception as error:  # the library's: it must not fail a step of other answers
+        except Exception as error:  # an error of the library must not fail the step of other answers
             self._state.is_spoilt = True
             self.problem = f"the grammar cannot be used: {brief(str(error))}"
         took_s = time.thread_time() - began_s
@@ -138,8 +138,8 @@ class Constraint:
         self.spent_s += took_s
         if not self.problem and self.spent_s > MASKS_S + MASKS_PER_TOKEN_S * len(output_token_ids):
             self.problem = (
-                f"the grammar is too ambiguous: finding what may follow {len(output_token_ids)} tokens of the answer "
-                f"has taken {self.spent_s:.1f} s of a processor"
+                f"the grammar is too ambiguous: computing the allowed tokens took {self.spent_s:.1f} s of processor "
+                f"time for {len(output_token_ids)} tokens of the answer"
             )
         if self.problem:
             mask[:] = 0

@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 KEPT, KEPT_BYTES = 64, 256 * 2**20
 """Grammars that are kept, and their bytes. They grow as answers use them, each up to `MAX_LEXER_STATES`."""
 MAX_SALTS = 4096
-"""Salts that find one grammar; one more has all of them wait again."""
+"""Maximum number of salts that share a compiled grammar. One more clears the set, and all of them wait again."""
 GRAMMAR_TIMEOUT_S = 20.0
 """How long a request waits for its grammar. It takes seconds only when many slow ones come at once."""
 
 
 @dataclass(slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar at the beginning of an answer, or its `problem`, which `is_final` where every worker would find it.
+    """A compiled grammar, or the `problem` of compiling it, which `is_final` if every worker would have it.
 
     Answers share the library's automaton, and with it the error of an answer that exceeded the library's bounds: such a
     grammar `is_spoilt`, and the next request compiles it again.
@@ -41,7 +41,8 @@ class CompiledGrammar:
     num_bytes: int = 0
     state: GrammarState = field(default_factory=GrammarState)
     salts: set[str] = field(default_factory=set)
-    """Of the requests that waited for it. To others it is unknown, so that its use by one tenant shows to no other."""
+    """Salts of the requests that waited for it. Requests of other salts wait too, so that response times do not reveal
+    the grammars of other tenants."""
 
     @property
     def problem(self) -> str:
@@ -52,7 +53,7 @@ class CompiledGrammar:
         return self.state.is_spoilt
 
     def constraint(self) -> Constraint:
-        """A constraint at the beginning of an answer, with the mask of the first token."""
+        """Create a constraint for a new answer, with the mask of the first token."""
         return self.first.copy()
 
 
@@ -96,7 +97,7 @@ class Grammars:
             self._vocabulary = build_vocabulary(files.tokenizer, files.eos_token_ids, vocab_size)
         except Exception as error:  # a damaged tokenizer: requests without grammars still work
             self._problem = f"the grammar cannot be used: {brief(str(error))}"
-            log.warning("requests for tools or structured answers will be refused: %s", self._problem)
+            log.warning("requests with tools or structured outputs will be refused: %s", self._problem)
 
     def start(self) -> None:
         """Starts the checking process before the first grammar comes."""
@@ -104,9 +105,9 @@ class Grammars:
             self._checks.start()
 
     def get(self, grammar: str, on_ready: OnReady, salt: str = "") -> CompiledGrammar | None:
-        """The grammar, if it is compiled or has a problem; else None, and a thread calls `on_ready` later.
+        """Return the grammar if it is compiled or has a problem; else None, and a thread calls `on_ready` later.
 
-        Only a request of the same `salt` finds what was compiled; others wait as if it had not been.
+        Compiled grammars are cached per `salt`: requests of other salts wait as for a new grammar.
         """
         if self._problem:
             return self._refused(grammar, self._problem)
@@ -126,7 +127,10 @@ class Grammars:
         return None
 
     def compute_mask(self, constraint: Constraint, output_token_ids: Sequence[int], on_ready: OnMask) -> None:
-        """Compute `constraint.allowed` on the mask thread, which calls `on_ready` then. Nobody may use it meanwhile."""
+        """Compute `constraint.allowed` on the mask thread, then call `on_ready` there.
+
+        The constraint must not be used until then.
+        """
         self._masks.submit(constraint, output_token_ids, on_ready)
 
     def constraint(self, grammar: str) -> Constraint:

@@ -1,6 +1,6 @@
-"""Computes masks of slow grammars on a thread, so that no step waits for them.
+"""Computes the masks of slow grammars on a thread, so that no step waits for them.
 
-The library releases the GIL while it computes a mask.
+The grammar library releases the GIL while it computes a mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common.grammar.grammar import Constraint
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Job:
-    """The mask of one answer. The answer that has used the least processor time is next, then the oldest job."""
+    """A request for one mask. Ordered by the processor time that the answer has used, then by age."""
 
     spent_s: float
     number: int
@@ -26,7 +26,7 @@ class _Job:
 
 
 class MaskThread:
-    """Starts with its first job. `submit` and `close` may be called from any thread."""
+    """A thread that starts with its first job. `submit` and `close` are thread-safe."""
 
     def __init__(self) -> None:
         self._jobs: PriorityQueue[_Job] = PriorityQueue()
@@ -35,7 +35,7 @@ class MaskThread:
         self._closed = False
 
     def submit(self, constraint: Constraint, output_token_ids: Sequence[int], on_ready: Callable[[], None]) -> None:
-        """Compute the mask after `output_token_ids`. The thread then calls `on_ready`, which must not raise."""
+        """Queue the mask that follows `output_token_ids`. The thread then calls `on_ready`, which must not raise."""
         with self._lock:
             if self._closed:
                 return
@@ -45,7 +45,7 @@ class MaskThread:
             self._jobs.put(_Job(constraint.spent_s, next(self._numbers), constraint, output_token_ids, on_ready))
 
     def close(self) -> None:
-        """End the thread after the mask that it computes. Drops the other jobs."""
+        """End the thread after its current mask, and drop all queued jobs."""
         with self._lock:
             self._closed = True
             thread = self._thread

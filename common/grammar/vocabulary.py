@@ -41,9 +41,9 @@ def limits() -> llguidance.LLParserLimits:
 
 
 def build_vocabulary(tokenizer: Path, ends: Sequence[int], vocab_size: int) -> llguidance.LLTokenizer:
-    """The tokens of a tokenizer.json in the library's form, padded or cut to `vocab_size`, the rows of the logits.
+    """Build the library's vocabulary of a tokenizer.json, padded or cut to `vocab_size`, the rows of the logits.
 
-    `ends` are the tokens that end an answer. Holds the GIL for 1.3 s at 262,144 tokens. Raises ModelError.
+    `ends` are the tokens that end an answer. Holds the GIL for 1.3 s with 262,144 tokens. Raises ModelError.
     """
     sampled_ends = [token_id for token_id in ends if token_id < vocab_size]
     if not sampled_ends:
@@ -51,7 +51,7 @@ def build_vocabulary(tokenizer: Path, ends: Sequence[int], vocab_size: int) -> l
     words = _Words(Tokenizer.from_file(tokenizer), sampled_ends[0], vocab_size)
     vocabulary = llguidance.LLTokenizer(words, eos_token=sampled_ends)  # type: ignore[arg-type]
     if vocabulary.vocab_size != vocab_size:
-        raise ModelError(f"grammars know {vocabulary.vocab_size} tokens, but the model's logits have {vocab_size} rows")
+        raise ModelError(f"the grammars have {vocabulary.vocab_size} tokens, but the logits have {vocab_size} rows")
     return vocabulary
 
 
@@ -76,10 +76,10 @@ def brief(message: str) -> str:
 
 
 class _Words:
-    """A tokenizer in the library's form: each token's bytes, and the tokens that are no text.
+    """A tokenizer in the library's form: the bytes of each token, and the tokens that are not text.
 
-    The library makes masks of as many tokens as there are here. A row of the logits without a token has no bytes and
-    is never allowed; a token without a row cannot be sampled and does not exist here: text is spelled without it.
+    The number of tokens here is the size of the library's masks. A row of the logits without a token has no bytes and
+    is never allowed. A token without a row cannot be sampled, so it is left out, and text is tokenised without it.
     """
 
     is_tokenizer_wrapper = True
@@ -99,12 +99,12 @@ class _Words:
         return list(chain.from_iterable(has_row))
 
     def _spelled(self, token_id: int) -> tuple[int, ...]:
-        """The longest tokens with rows, from left to right, that spell a token without one."""
+        """Spell a token without a row by the longest tokens with rows, from left to right."""
         left, found = self._tokenizer.token_bytes(token_id), list[int]()
         while left:
             size = next((size for size in range(len(left), 0, -1) if left[:size] in self._with_row), 0)
             if not size:
-                break  # nothing spells it: the library then allows no token, and the request fails with a reason
+                break  # no tokens spell it: the library allows no token, and the request fails with a reason
             found.append(self._with_row[left[:size]])
             left = left[size:]
         return tuple(found)

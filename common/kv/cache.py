@@ -146,7 +146,7 @@ class KVCache:
     def _in_host_memory(self, shape: tuple[int, ...], share: bool) -> Tensor:
         num_bytes = math.prod(shape) * self.dtype.itemsize
         if share:
-            # Imported here, as below: only what other processes are offered needs the packages of the wire.
+            # Imported on use, as below: only memory shared with other processes needs the wire's packages.
             from common.kv.shared_memory import NotShared, SharedMemory
 
             try:

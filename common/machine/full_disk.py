@@ -1,4 +1,4 @@
-"""Tells a full disk from other failures: it may have room again, so that a process waits instead of ending."""
+"""Detection of full disks, for processes that wait for free space instead of exiting."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a disk, or of a user's share of it, that is full."""
+"""Error numbers of a full disk and of an exceeded quota."""
 FULL_BYTES = 256 * 1024
-"""A disk with less room counts as full: SQLite takes 32 KiB at once for its index of a log."""
+"""Free space below which a disk counts as full: SQLite allocates 32 KiB at once for the index of its log."""
 
 
 def is_full(folder: Path) -> bool:
-    """Whether a file system has no room or no inode left for this process. False where that cannot be asked."""
+    """Whether a file system has no space or no inode for this process. False if it cannot be queried."""
     try:
         about = os.statvfs(folder)
     except OSError:

@@ -1,6 +1,6 @@
-"""Which GPUs this machine has for `--device auto`, and why there may be none.
+"""Detection of this machine's GPUs for `--device auto`, with the reason if there are none.
 
-Loads without torch: a process that must not import it asks another one (`find_gpus`).
+Does not import torch. A process that must not import it asks a subprocess (`find_gpus`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ W = TypeVar("W", bound=WorkerConfig)
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
 NODES = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
-"""Device nodes of the drivers: NVIDIA's (some sandboxes hide its folder), AMD's, and that of Windows' Linux."""
+"""Device nodes of the drivers: NVIDIA's (some sandboxes hide its folder), AMD's, and WSL's."""
 PROBE_S = 120.0
-"""For a process that imports torch, from a cold disk too."""
+"""Timeout of the subprocess that imports torch, in seconds. Sufficient for a cold disk."""
 
 
 class FoundGPUs(NamedTuple):
-    """How many GPUs torch and the kernels can use, and why none, as the end of a sentence; "" if there are some."""
+    """The number of GPUs that torch and the kernels can use. If 0, `why` is the reason, as the end of a sentence."""
 
     num_gpus: int
     refusal: str = ""
 
 
 def count_gpus(environ: Mapping[str, str], nvidia: Path = NVIDIA, amd: Path = AMD) -> int:
-    """Number of GPUs visible to processes with this environment; 0 if the driver shows none: torch may find some."""
+    """Count the GPUs visible to processes with this environment. 0 if the driver shows none; torch may find some."""
     for name in VISIBLE:
         if name in environ:
             listed = [one.strip() for one in environ[name].split(",")]
@@ -47,7 +47,7 @@ def count_gpus(environ: Mapping[str, str], nvidia: Path = NVIDIA, amd: Path = AM
 
 
 def without_driver(environ: Mapping[str, str], nodes: tuple[Path, ...] = NODES) -> str:
-    """Why no GPU can be found, as far as that shows without torch: "" if there may be one."""
+    """Return why this machine cannot have a GPU, or "" if it may have one. Does not need torch."""
     if count_gpus(environ):
         return ""
     if hiding := [name for name in VISIBLE if name in environ]:
@@ -56,7 +56,7 @@ def without_driver(environ: Mapping[str, str], nodes: tuple[Path, ...] = NODES) 
 
 
 def find_gpus(environ: Mapping[str, str]) -> FoundGPUs:
-    """The GPUs that processes with this environment can use. Where there is a driver, it asks a process with torch."""
+    """Find the GPUs that processes with this environment can use. If a driver exists, a subprocess asks torch."""
     if refusal := without_driver(environ):
         return FoundGPUs(0, refusal)
     command = [sys.executable, "-P", "-m", "common.machine.gpus"]
@@ -70,11 +70,11 @@ def find_gpus(environ: Mapping[str, str]) -> FoundGPUs:
         return FoundGPUs(0, f"torch did not answer within {PROBE_S:g} s")
     except (ValueError, IndexError):
         words = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        return FoundGPUs(0, f"torch could not be asked ({words[0]})")
+        return FoundGPUs(0, f"the process that imports torch failed ({words[0]})")
 
 
 def find_gpus_here() -> FoundGPUs:
-    """The GPUs that this process can use. Imports torch where there is a driver."""
+    """Find the GPUs that this process can use. Imports torch if a driver exists."""
     if refusal := without_driver(os.environ):
         return FoundGPUs(0, refusal)
     from kernels.device import usable_gpus
@@ -83,22 +83,22 @@ def find_gpus_here() -> FoundGPUs:
 
 
 def gpu_refusal(config: WorkerConfig, gpus: FoundGPUs) -> str:
-    """Why a worker with these settings runs on none of `gpus`, or ""."""
+    """Return why a worker with these settings cannot use `gpus`, or ""."""
     if gpus.refusal:
         return gpus.refusal
     if gpus.num_gpus < (needed := config.ranks_per_host):
-        return f"its ranks need {needed} GPUs, and this machine has {gpus.num_gpus}"
+        return f"its ranks need {needed} GPUs, but this machine has {gpus.num_gpus}"
     try:
         dataclasses.replace(config, device="cuda")
-    except ConfigError as error:  # a setting for CPUs alone
+    except ConfigError as error:  # a setting that only CPUs support
         return str(error)
     return ""
 
 
 def with_device(config: W, refusal: str) -> W:
-    """`config` with `auto` replaced by the CPU, for the reason `refusal`, or by a GPU if that is "".
+    """Replace `auto` in `config` by a GPU, or by the CPU if there is a reason `refusal` against a GPU.
 
-    Raises ConfigError, with the reason, for settings that the CPU does not take.
+    Raises ConfigError, with the reason, for settings that the CPU does not support.
     """
     if config.device != AUTO:
         return config
@@ -109,7 +109,7 @@ def with_device(config: W, refusal: str) -> W:
 
 
 def placement_message(refusal: str) -> str:
-    """The sentence for the log."""
+    """Return the log message."""
     return f"--device auto: the CPU, because {refusal}" if refusal else "--device auto: a GPU"
 
 

@@ -1,7 +1,7 @@
-"""Reads files of unknown origin: regular files only, within a size and a time, whatever the folder does meanwhile.
+"""Reads untrusted files: regular files only, with bounds on size and time.
 
-A folder may hold a FIFO, a device or a symbolic link to either, and its file system may stop answering. A read of the
-kernel cannot be interrupted, so each file is read on a daemon thread, which is abandoned when it makes no progress.
+A folder may contain a FIFO, a device or a symbolic link to either, and its file system may stop responding. A blocked
+read cannot be interrupted, so each file is read on a daemon thread, which is abandoned if it makes no progress.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import time
 from pathlib import Path
 
 STALL_S = 30.0
-"""Longest time between two parts of a file: a disk that is awake needs milliseconds."""
+"""Maximum time between two parts of a file, in seconds. A disk that is spinning needs milliseconds."""
 READ_S = 300.0
-"""Longest time for a whole file."""
+"""Maximum time for a whole file, in seconds."""
 FILE_PART_BYTES = 1 << 20
 MAX_ABANDONED = 8
-"""Threads that may hang at a time. More reads are refused, so that a dead file system does not collect threads."""
+"""Maximum number of blocked threads. Further reads are refused, so that a dead file system does not exhaust threads."""
 PROGRESS_POLL_S = 0.05
 
 
 class UnreadableFile(OSError):
-    """A file that is not regular or too large, or whose file system does not answer. `strerror` has the reason."""
+    """The file is not regular or too large, or its file system does not respond. `strerror` has the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(errno.EINVAL, reason)
@@ -34,7 +34,7 @@ _slots = threading.BoundedSemaphore(MAX_ABANDONED)
 
 
 class _Read:
-    """One file on its thread. `num_parts` counts the system calls that returned."""
+    """The read of one file on its thread. `num_parts` counts the system calls that returned."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path, self._max_bytes = path, max_bytes
@@ -54,8 +54,8 @@ class _Read:
             self.ended.set()
 
     def _read(self) -> bytearray:
-        self._check(os.stat(self._path))  # before the open: to open a device may change it
-        # O_NONBLOCK: the file may have become a FIFO since, and to open one waits for a writer.
+        self._check(os.stat(self._path))  # before the open, because opening a device may change it
+        # O_NONBLOCK: the file may be a FIFO by now, and opening a FIFO waits for a writer.
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
             data = bytearray(self._check(os.fstat(descriptor)))
@@ -69,23 +69,23 @@ class _Read:
         return data
 
     def _check(self, about: os.stat_result) -> int:
-        """The number of bytes of a file that may be read."""
+        """Return the number of bytes to read."""
         self.num_parts += 1
         if not stat.S_ISREG(about.st_mode):
             raise UnreadableFile("it is not a regular file")
         if about.st_size > self._max_bytes:
-            raise UnreadableFile(f"it has {about.st_size:,} bytes; at most {self._max_bytes:,} are read")
+            raise UnreadableFile(f"it has {about.st_size:,} bytes; the maximum is {self._max_bytes:,}")
         return about.st_size
 
 
 def read_regular_file(path: Path, max_bytes: int, *, stall_s: float = STALL_S, read_s: float = READ_S) -> bytearray:
-    """The content of a regular file, or of one that a symbolic link names.
+    """Read a regular file. Follows symbolic links.
 
-    Raises OSError, and UnreadableFile for another kind of file, one of more than `max_bytes`, one that makes no
-    progress for `stall_s` seconds or is not complete after `read_s` seconds.
+    Raises OSError, and UnreadableFile for other kinds of files, files of more than `max_bytes`, and reads that make no
+    progress for `stall_s` seconds or do not complete within `read_s` seconds.
     """
     if not _slots.acquire(blocking=False):
-        raise UnreadableFile(f"{MAX_ABANDONED} earlier reads still wait for their file systems")
+        raise UnreadableFile(f"{MAX_ABANDONED} earlier reads are still blocked by their file systems")
     read = _Read(path, max_bytes)
     threading.Thread(target=read.run, name="read-file", daemon=True).start()
     began = moved = time.monotonic()
@@ -96,7 +96,7 @@ def read_regular_file(path: Path, max_bytes: int, *, stall_s: float = STALL_S, r
             num_parts, moved = read.num_parts, now
         if now - moved > stall_s or now - began > read_s:
             read.is_abandoned = True
-            raise UnreadableFile(f"its file system made no progress for {now - moved:.0f} s, after {now - began:.0f} s")
+            raise UnreadableFile(f"no progress for {now - moved:.0f} s, {now - began:.0f} s after the read began")
     if read.error is not None:
         raise read.error
     return read.data

@@ -28,8 +28,8 @@ class SequenceChunk(NamedTuple):
     `block_table` names the sequence's blocks in order, and may be longer than needed. Its entries that are out of the
     window of every layer may be holes (`common/kv/window.py`). With `sample`, the runner
     returns the logits that follow the chunk's last token, with `all_logits` those that follow each of its tokens.
-    `adapter` is the place of the adapter that its tokens use. A step that samples by itself does so by `params`, or
-    greedily without.
+    `adapter` is the slot of the adapter that its tokens use. A step that samples on the device uses `params`; without
+    `params` it samples greedily.
 
     For a model with a draft head, `before` is the place of the hidden state of the token before the chunk, or
     ROW_BEFORE, and `kept` where that of its last token goes.

@@ -40,7 +40,7 @@ class SafetensorsWeights:
                 plain, holder = self._plain(name), f"{name} of {path.name}"
                 if plain in self._files:
                     raise ModelError(
-                        f"{self.label}: tensor {plain} is there twice, as {holders[plain]} and as {holder}: keep the "
+                        f"{self.label}: tensor {plain} occurs twice, as {holders[plain]} and as {holder}: keep the "
                         "files of one model only"
                     )
                 self._files[plain], holders[plain] = (file, name), holder

@@ -14,9 +14,9 @@ from common.model_config.latent import LATENT_TYPES
 DEEPSEEK_LIKE = (*LATENT_TYPES, "glm4_moe", "dots1", "solar_open", "exaone_moe")
 """Model types whose experts are described as DeepSeek's are."""
 PER_LAYER = ("mixtral", "gpt_oss", "minimax_m2", "olmoe", "granitemoe")
-"""Model types of which every layer has experts."""
+"""Model types with experts in every layer."""
 QWEN_LIKE = ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text")
-"""Model types of which some layers have experts, as `decoder_sparse_step` and `mlp_only_layers` say."""
+"""Model types with experts in the layers that `decoder_sparse_step` and `mlp_only_layers` select."""
 SIGMOID_GATING = 2
 """Of GGUF's `expert_gating_func`."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -80,7 +80,7 @@ class ExpertsConfig:
 
 
 def read_experts(model_type: str, fields: Mapping[str, Any], path: Path, num_layers: int) -> ExpertsConfig | None:
-    """The experts of a model whose fields are complete; None where it has none. ModelError for an unsupported kind."""
+    """Read the experts of a model from its completed fields. None for a dense model. Raises ModelError."""
     reader = FieldReader(fields, path)
     if model_type in DEEPSEEK_LIKE:
         return _read_deepseek(reader, num_layers, model_type)

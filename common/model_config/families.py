@@ -1,4 +1,4 @@
-"""The families of models by Hugging Face's names, and what their config.json may leave out. No torch."""
+"""Model families by Hugging Face's names, and the defaults of their config.json. No torch."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ USUAL: dict[str, Any] = {
     **{"attention_bias": False, "mlp_bias": False, "head_dim": None, "sliding_window": None},
     **{"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0},
 }
-"""Defaults that most model types share."""
+"""Defaults that apply to most model types."""
 
 
 def _sizes(*sizes: int | None) -> dict[str, Any]:
-    """The defaults of a model type, `USUAL` ones included. Without a number of KV heads there are as many as heads."""
+    """Return the defaults of a model type, including `USUAL`. The number of KV heads defaults to that of the heads."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return USUAL | dict(zip((*names, "num_key_value_heads", "max_position_embeddings"), sizes, strict=True))
 
@@ -215,7 +215,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "exaone4": _sizes(102400, 4096, 16384, 32, 32, 32, 2048)
     | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
 }
-"""By model type, what a config.json may leave out, as transformers' configuration classes fill it in."""
+"""Defaults of config.json by model type, from transformers' configuration classes."""
 SEEING_QWEN2 = {
     **_sizes(152064, 8192, 29568, 80, 64, 8, 32768),
     **{"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
@@ -225,12 +225,12 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": SEEING_QWEN2,
     "qwen3_vl": {"max_position_embeddings": 128000, "rope_theta": 500000.0},
 }
-"""By wrapper, where its language model's defaults are others than those of the model type of `WRAPPERS`."""
+"""Language model defaults by wrapper, where they differ from those of the model type in `WRAPPERS`."""
 NULLS = frozenset(
     ("head_dim", "num_key_value_heads", "sliding_window", "q_lora_rank", "n_shared_experts", "tie_word_embeddings")
     + ("attn_logit_softcapping", "final_logit_softcapping")
 )
-"""Fields of which null is a value. Any other field that is null counts as left out."""
+"""Fields for which null is a value. Any other field that is null counts as missing."""
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "ernie4_5": (("use_bias", "attention_bias"), ("use_bias", "mlp_bias")),
     "ernie4_5_moe": (("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")),
@@ -259,5 +259,5 @@ HEAD_NORMS = ("gemma3_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "exaone4
 WIDE_NORMS = ("olmo2", "olmo3", "olmoe", "minimax_m2")
 """Model types that normalise the heads of queries, and those of keys, as one."""
 TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
-"""Names of one function, as transformers has them."""
+"""Transformers' names of the same activation function."""
 ACTIVATIONS = {"silu": "silu", "swish": "silu"} | dict.fromkeys(TANH_GELUS, "gelu_tanh")

@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import ModelError, shown
 
 MOST_LAYERS = 4096
-"""More than any model has: what is made for each layer stays small."""
+"""Maximum number of layers. More than any model has; bounds the data that is allocated for each layer."""
 
 
 class FieldReader:
@@ -38,7 +38,7 @@ class FieldReader:
         return int(value)
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Like `count`, but 0 and null are allowed: the field counts what a model may have none of."""
+        """Read a count that may be 0 or null, of an optional feature. Otherwise like `count`."""
         return self.count(name, default) if self.fields.get(self.prefix + name, default) else 0
 
     def layers(self, name: str) -> int:
@@ -62,7 +62,7 @@ class FieldReader:
         return value
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """An object; an empty one for null, or without the field."""
+        """Read an object. Returns an empty one if the field is null or missing."""
         value = self.fields.get(self.prefix + name)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(name, value, "an object")
@@ -80,7 +80,7 @@ class FieldReader:
         return tuple(float(value) for value in values)
 
     def wrong(self, name: str, value: object, expected: str) -> ModelError:
-        """The error for a field of a wrong type, or out of range."""
+        """Create the error for a field that has a wrong type or is out of range."""
         return ModelError(
             f"{self.path}: {self.prefix}{name} is {shown(value)}, expected {expected}: fetch the file again"
         )

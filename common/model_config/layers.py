@@ -14,7 +14,7 @@ from common.model_config.rope import RopeConfig, RopeReader
 
 KINDS = {"sliding_attention", "full_attention"}
 PATTERNS = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}
-"""By model type: the last layer of this many sees everything, the others have a window."""
+"""Period of the layers by model type: the last layer of each period has full attention, the others a window."""
 
 
 class LayerReader(FieldReader):

@@ -189,24 +189,24 @@ class HFReader(FieldReader):
         if self.fields.get("use_bidirectional_attention"):
             raise self.refuse("use_bidirectional_attention", "causal attention")
         if self.fields.get("clip_qkv") is not None:
-            raise self.refuse(f"clip_qkv {shown(self.fields['clip_qkv'])}", "queries, keys and values of any size")
+            raise self.refuse(f"clip_qkv {shown(self.fields['clip_qkv'])}", "queries, keys and values without clipping")
         return model_type
 
     def _completed(self, model_type: str) -> dict[str, Any]:
-        """All fields, by the names that most families use: what the file leaves out is as transformers fills it in.
+        """Return all fields by their usual names, with transformers' defaults for missing ones.
 
-        `rope_parameters` holds the rotary embedding in both layouts.
+        `rope_parameters` has the rotary embedding in both layouts.
         """
         given = {name: value for name, value in self.fields.items() if value is not None or name in NULLS}
         fields = DEFAULTS[model_type] | given
         whole, reader = FieldReader(fields, self.path), FieldReader(given, self.path)
         for theirs, ours in (("num_local_experts", "num_experts"), *RENAMED.get(model_type, ())):
-            if theirs in fields:  # read by the file's own name, which errors then show
+            if theirs in fields:  # keep the file's own name, for error messages
                 read = {"use_bias": whole.flag, "num_shared_experts": whole.whole}.get(theirs, whole.count)
                 fields[ours] = read(theirs)
         rope = reader.mapping("rope_scaling") or reader.mapping("rope_parameters")
         rope = rope or dict(fields.get("rope_parameters", {}))
-        if model_type == "mistral4":  # qk_rope_head_dim gives the share that is rotated, too
+        if model_type == "mistral4":  # qk_rope_head_dim also determines the rotated share
             rope.pop("partial_rotary_factor", None)
         fields["rope_parameters"] = rope
         if model_type == "minimax_m2" and "rotary_dim" in given:
@@ -220,7 +220,7 @@ class HFReader(FieldReader):
         if text.get("model_type") not in list(HF_FAMILIES):
             text["model_type"] = WRAPPERS[wrapper]
             text = TEXT_DEFAULTS.get(wrapper, {}) | {name: value for name, value in text.items() if value is not None}
-        if wrapper != "gemma3":  # some such files have it in neither place
+        if wrapper != "gemma3":  # some such files have it in neither object
             tied = self.fields.get("tie_word_embeddings", text.get("tie_word_embeddings"))
             text["tie_word_embeddings"] = tied
         return text

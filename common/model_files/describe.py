@@ -52,14 +52,14 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
         vocabulary = GGUFVocabulary.of(head.metadata)
         names = {tensor.name for tensor in head.tensors}
         facts = TensorFacts.of(names, len(vocabulary.tokens), rope_factors(path, head))
-        config = from_gguf(head.metadata, facts, path)  # refuses what is not supported before hashing weights
+        config = from_gguf(head.metadata, facts, path)  # refuses unsupported models before the weights are hashed
         tokenizer = convert_gguf_tokenizer(head.metadata)
     except ModelError as error:
         raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
     _check_rows(path, head, vocabulary)
     template = head.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
-        raise ModelError(f"{path}: tokenizer.chat_template is {shown(template)}, expected a text: convert it again")
+        raise ModelError(f"{path}: tokenizer.chat_template is {shown(template)}, expected a string: convert it again")
     target = make_folder(folder) / "tokenizer.json"
     write_atomically(target, tokenizer.to_str().encode())
     tokens, eos_token_ids = vocabulary.tokens, gguf_end_tokens(vocabulary)
@@ -79,7 +79,7 @@ def describe_gguf(parts: Sequence[Path], model_id: str, folder: Path, *, progres
 
 
 def _check_rows(path: Path, head: GGUFHead, vocabulary: GGUFVocabulary) -> None:
-    """ModelError where the model has no row for some token."""
+    """Raise ModelError if the model has no row for some token."""
     rows = next((tensor.shape[-1] for tensor in head.tensors if tensor.name == EMBEDDING and tensor.shape), None)
     if rows is not None and rows < len(vocabulary.tokens):
         raise ModelError(
@@ -103,12 +103,12 @@ def describe_folder(folder: Path, model_id: str, *, progress: bool, weights: boo
     """
     path, tokenizer_path = folder / "config.json", folder / "tokenizer.json"
     fields = read_json(path, required=True)
-    config = from_hf(path)  # refuses what is not supported before the weights are hashed
+    config = from_hf(path)  # refuses unsupported models before the weights are hashed
     fields = {**fields, **FieldReader(fields, path).mapping("text_config")}
     if read_text(tokenizer_path) is None:
         raise ModelError(
             f"{folder} has no tokenizer.json: write one with transformers' AutoTokenizer.from_pretrained(...)"
-            ".save_pretrained(...), and keep it in the folder"
+            ".save_pretrained(...) and put it into the folder"
         )
     tokenizer = Tokenizer.from_file(tokenizer_path)
     shards = weight_files(folder) if weights else ()
@@ -142,9 +142,9 @@ def _computation(config: dict[str, Any]) -> bytes:
 
 
 def _end_tokens(ids: Sequence[object], vocab_size: int, folder: Path) -> tuple[int, ...]:
-    """The tokenizer's own end token first (it ends a chat turn), then those of generation_config.json or config.json.
+    """Return the tokenizer's own end token (it ends a chat turn), then those of generation_config.json or config.json.
 
-    Ids that are none of the model's are left out: they never come.
+    Ids that the model does not have are left out.
     """
     given = [token_id for token_id in ids if isinstance(token_id, int) and not isinstance(token_id, bool)]
     if unknown := [token_id for token_id in given if not 0 <= token_id < vocab_size]:
@@ -165,7 +165,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
             raise ModelError(f"{path}: chat_template is {shown(template)}, expected named templates: fetch it again")
         template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     if not isinstance(template, str | None):
-        raise ModelError(f"{path}: chat_template is {shown(template)}, expected a text: fetch it again")
+        raise ModelError(f"{path}: chat_template is {shown(template)}, expected a string: fetch it again")
     return template or None
 
 

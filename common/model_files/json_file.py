@@ -1,4 +1,4 @@
-"""The text files of a model's folder, most of which hold JSON."""
+"""Reads the text files of a model's folder, most of which are JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a file, without a byte order mark; None if there is no file.
+    """Read a file without its byte order mark. Returns None if there is no file.
 
-    Raises ModelError for anything else than a readable file of UTF-8, which a pointer of Git LFS is not.
+    Raises ModelError for a file that is not readable or not UTF-8, and for a Git LFS pointer.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -30,13 +30,13 @@ def read_text(path: Path) -> str | None:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path} is not text of UTF-8 ({error}): fetch it again") from error
+        raise ModelError(f"{path} is not valid UTF-8 ({error}): fetch it again") from error
     _refuse_pointer(path, text.encode()[: len(LFS_POINTER)])
     return text
 
 
 def refuse_pointer(path: Path) -> None:
-    """ModelError for a file that Git LFS was to replace by the real one, or that cannot be read."""
+    """Raise ModelError for a Git LFS pointer, and for a file that cannot be read."""
     try:
         with path.open("rb") as file:
             _refuse_pointer(path, file.read(len(LFS_POINTER)))
@@ -46,11 +46,11 @@ def refuse_pointer(path: Path) -> None:
 
 def _refuse_pointer(path: Path, beginning: bytes) -> None:
     if beginning == LFS_POINTER:
-        raise ModelError(f"{path} is a pointer of Git LFS instead of the file: run `git lfs pull`, or fetch it again")
+        raise ModelError(f"{path} is a Git LFS pointer instead of the file: run `git lfs pull`, or fetch it again")
 
 
 def parse_json(text: str, path: Path) -> Any:
-    """The value that the text of a file holds. Raises ModelError."""
+    """Parse the text of a JSON file. Raises ModelError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

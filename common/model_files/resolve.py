@@ -27,12 +27,12 @@ from common.observe.progress import in_bytes
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION_VERSION = 4  # raise it when descriptions or tokenizer conversion change: cached ones are then made anew
+DESCRIPTION_VERSION = 4  # increment when descriptions or tokenizer conversion change: invalidates the cache
 DESCRIBED = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-"""Files of a folder from which it is described, in addition to its weights."""
+"""Files that the description of a folder depends on, in addition to its weights."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_GGUF = re.compile(rf"({HUB_ID.pattern}):(\w[\w.-]*)")
 

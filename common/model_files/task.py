@@ -105,14 +105,14 @@ def _answers(files: ModelFiles) -> tuple[int, int]:
 
 def _score(fields: Mapping[str, Any], files: ModelFiles) -> ServedTask:
     reader = FieldReader(fields, files.config or files.tokenizer)
-    labels = fields.get("num_labels") or len(reader.mapping("id2label")) or 2  # 2: the default of transformers
+    labels = fields.get("num_labels") or len(reader.mapping("id2label")) or 2  # 2: transformers' default
     if labels != 1:
-        raise ModelError(f"{files.config}: a head of {shown(labels)} labels is not supported: use a reranker with one")
+        raise ModelError(f"{files.config}: {shown(labels)} labels are not supported: use a reranker with one label")
     own = reader.mapping("sentence_transformers")
     activation = str(own.get("activation_fn") or fields.get("sbert_ce_default_activation_function") or "Sigmoid")
     kind = activation.rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
-        raise ModelError(f"{files.config}: activation {shown(activation)} is not supported: Sigmoid or Identity are")
+        raise ModelError(f"{files.config}: {shown(activation)} is not supported as activation (Sigmoid, Identity)")
     return ServedTask("score", "last", 1, sigmoid=kind == "Sigmoid")
 
 

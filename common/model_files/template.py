@@ -73,7 +73,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 class ContentForm(StrEnum):
-    """The forms of a message's content that a template shows: a string, a list of text parts, or either."""
+    """Forms of message content that a template renders: a string, a list of text parts, or either."""
 
     TEXT = "text"
     PARTS = "parts"
@@ -91,7 +91,7 @@ BEFORE: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "assistant": (USER,),
     "tool": (USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
 }
-"""By role, a conversation that a message may follow."""
+"""A conversation that a message may follow, by its role."""
 
 
 class ChatTemplate:
@@ -115,14 +115,14 @@ class ChatTemplate:
 
     @cached_property
     def content_forms(self) -> Mapping[str, ContentForm]:
-        """By role, in which forms the template shows a message's content: found out by rendering it in both.
+        """The forms of content that the template renders, by role. Determined by rendering both forms.
 
-        Transformers passes content on as it is, so templates that loop over parts decide how these are joined.
+        Transformers passes content unchanged, so a template that loops over parts decides how to join them.
         """
         return {role: self._content_form(role) for role in BEFORE}
 
     def _content_form(self, role: str) -> ContentForm:
-        """A template that writes the list itself, as Python or JSON shows it, does not read parts."""
+        """Determine the form for a role. A template that prints the list itself does not read parts."""
         _, is_shown, rest = self._shown(role, PARTS).partition(FIRST)
         between, is_second, _ = rest.partition(SECOND)
         if not is_shown or not is_second or "type" in between:
@@ -130,7 +130,7 @@ class ChatTemplate:
         return ContentForm.EITHER if FIRST in self._shown(role, FIRST) else ContentForm.PARTS
 
     def _shown(self, role: str, content: Any) -> str:
-        """A short conversation with such a message; "" where the template refuses it."""
+        """Render a short conversation with such a message. Returns "" if the template refuses it."""
         message = {"role": role, "content": content} | ({"tool_call_id": CALL["id"]} if role == "tool" else {})
         after = () if BEFORE[role] or role == "user" else (USER,)
         try:

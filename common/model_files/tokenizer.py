@@ -56,7 +56,7 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for every kind of damage
             raise ModelError(f"{path} is not a readable tokenizer.json ({error}): fetch or convert it again") from error
-        # What it cuts and pads unasked is of its last training; transformers leaves both out, too.
+        # The file's truncation and padding are settings of its last training. Transformers ignores both, too.
         inner.no_truncation()
         inner.no_padding()
         return cls(inner)
@@ -114,10 +114,10 @@ class Tokenizer:
         side: Literal["left", "right"] = "right",
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """Token ids of a text, or of a pair, of which at most `keep` remain, as transformers' `truncation=True` cuts.
+        """Encode a text or a pair and truncate it to `keep` tokens, like transformers' `truncation=True`.
 
-        Tokens are cut on that `side` of the text, of a pair from the longer text first. Special tokens stay, unless
-        they alone are `keep` or more. Raises InvalidRequest as `encode` does.
+        Truncates on `side`; in a pair, truncates the longer text first. Special tokens are kept, unless there are
+        `keep` or more of them. Raises InvalidRequest as `encode` does.
         """
         texts = [text] if second is None else [text, second]
         for one in texts:
@@ -179,7 +179,7 @@ class Tokenizer:
 
 
 def _cut_lengths(lengths: Sequence[int], room: int) -> list[int]:
-    """How many tokens remain of one or two texts that have `room` together: the longer one is cut first."""
+    """Return the truncated lengths of one or two texts with a total of `room` tokens. Cuts the longer text first."""
     if sum(lengths) <= room:
         return list(lengths)
     if len(lengths) == 1:

@@ -1,9 +1,9 @@
-"""Which files of a folder are the model's weights. No torch.
+"""Selects the weight files of a model's folder. No torch.
 
-`model.safetensors` is, or else the shards that `model.safetensors.index.json` lists (also where it lists that file), or
-a complete set `model-00001-of-00003.safetensors`. Without any of these, the folder's only other file or set is. Other
-files beside them (`consolidated.safetensors`, `adapter_model.safetensors`, another precision) are left alone, as
-transformers does.
+The weights are `model.safetensors`, or the shards that `model.safetensors.index.json` lists (also if it lists that
+file), or a complete set `model-00001-of-00003.safetensors`. Without any of these, they are the folder's only other
+file or set. All other files (`consolidated.safetensors`, `adapter_model.safetensors`, another precision) are ignored,
+as in transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARD: Final = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The model's .safetensors files, in name order. ModelError where there are none, or one is missing or too many."""
+    """Return the model's .safetensors files by name. Raises ModelError if files are missing or ambiguous."""
     listed = _listed(folder)
     if (folder / WHOLE).is_file() and WHOLE not in listed:
         return (folder / WHOLE,)
@@ -46,8 +46,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     own = [key for key in sets if key[0] == "model" and key[1]] or list(sets)
     if len(own) > 1:
         raise ModelError(
-            f"{folder} has {WHOLE} and {INDEX} not, and several other .safetensors files ({', '.join(names)}): "
-            f"keep those of one model, or rename a single one to {WHOLE}"
+            f"{folder} has neither {WHOLE} nor {INDEX}, but several other .safetensors files ({', '.join(names)}): "
+            f"keep the files of one model, or rename a single file to {WHOLE}"
         )
     (name, count), found = own[0], sets[own[0]]
     missing_numbers = sorted({*range(1, count + 1)} - {number for number, _ in found})
@@ -60,7 +60,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _listed(folder: Path) -> list[str]:
-    """The files of the index, in name order; none without one. ModelError for one that is not in the folder."""
+    """Return the files of the index by name. Raises ModelError for a file outside of the folder."""
     if read_text(folder / INDEX) is None:
         return []
     placed = read_json(folder / INDEX).get("weight_map")
@@ -72,12 +72,12 @@ def _listed(folder: Path) -> list[str]:
             raise ModelError(f"{where}, expected the name of a {SUFFIX} file: fetch it again")
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise ModelError(f"{where}, which leaves the model's folder: fetch the model from whom you trust")
+            raise ModelError(f"{where}, which is outside of the model's folder: fetch the model from a trusted source")
     return sorted(set(placed.values()))
 
 
 def _sets(names: Iterable[str]) -> dict[tuple[str, int], list[tuple[int, str]]]:
-    """Files that belong together: by name and number of shards (0: not sharded), each file with its number."""
+    """Group files by name and number of shards (0: not sharded). Each file has its shard number."""
     found: dict[tuple[str, int], list[tuple[int, str]]] = {}
     for file in names:
         shard = SHARD.fullmatch(file)
@@ -89,14 +89,14 @@ def _sets(names: Iterable[str]) -> dict[tuple[str, int], list[tuple[int, str]]]:
 
 
 def check_safetensors(path: Path) -> None:
-    """Finds a file cut short before a worker maps it. Format: 8 bytes of length, JSON, then the data."""
+    """Raise ModelError for a truncated file, before a worker maps it. Format: 8 bytes of length, JSON, data."""
     refuse_pointer(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > size - 8:
-                raise ValueError(f"its head should have {length:,} bytes")
+                raise ValueError(f"its header should have {length:,} bytes")
             head = json.loads(file.read(length))
         expected = 8 + length + max((t["data_offsets"][1] for k, t in head.items() if k != "__metadata__"), default=0)
     except OSError as error:
@@ -104,4 +104,4 @@ def check_safetensors(path: Path) -> None:
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ModelError(f"{path} ({size:,} bytes) is not a safetensors file ({error}): fetch it again") from error
     if size != expected:
-        raise ModelError(f"{path} is damaged: it has {size:,} bytes, its head says {expected:,}. Fetch it again")
+        raise ModelError(f"{path} is damaged: it has {size:,} bytes instead of {expected:,}. Fetch it again")

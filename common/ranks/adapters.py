@@ -26,7 +26,7 @@ from common.ranks.processes import SEND_S, RankReport
 
 log = logging.getLogger(__name__)
 LOAD_S = 2 * READ_S + 60.0
-"""How long another rank may take to load an adapter that this one has read: two files, and the copies."""
+"""Maximum time, in seconds, for another rank to load an adapter that this rank has read: two files and the copies."""
 
 
 class AdapterOrder(msgspec.Struct, frozen=True):

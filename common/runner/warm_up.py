@@ -55,7 +55,7 @@ def warmed_up(make: Callable[[], ModelRunner], config: WorkerConfig, *, samples:
     except torch.OutOfMemoryError as error:
         field = "num_blocks" if config.num_blocks else "kv_memory_gib" if config.kv_gib else "gpu_memory_utilization"
         allowed = (
-            f"less: beside weights and KV cache {config.torch_device} has no memory for a step of {num_tokens} tokens"
+            f"less: after weights and KV cache, {config.torch_device} has no memory for a step of {num_tokens} tokens"
         )
         raise ConfigError(field, getattr(config, field), f"{allowed} ({str(error).splitlines()[0]})") from error
     return runner

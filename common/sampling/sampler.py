@@ -39,9 +39,9 @@ class SamplingRow:
     `counts` are those of the prompt and the output but for the last tokens, which are a `draft`. Without them penalties
     count `prompt_token_ids` and `output_token_ids` again.
 
-    `allowed` is `allowed_mask(params)`, which a sequence computes once; without it each step does.
+    `allowed` is `allowed_mask(params)`, which a sequence computes once. Without it, each step computes it.
 
-    `problems` receives why the row cannot be sampled, if its parameters raise an error.
+    If the row's parameters raise an error, the reason is appended to `problems`.
     """
 
     params: SamplingParams
@@ -57,7 +57,7 @@ class SamplingRow:
 
 
 UNSAMPLED = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
-"""A row whose token is dropped."""
+"""A row whose sampled token is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Sampler:
         """
         try:
             return self._prepare(rows)
-        except Exception:  # of one row: find it
+        except Exception:  # one of the rows raised it: find that row
             is_sound = [row is None or self._is_sound(row) for row in rows]
         prepared = self._prepare([row if sound else UNSAMPLED for row, sound in zip(rows, is_sound, strict=True)])
         nothing = torch.zeros(-(-self.vocab_size // MASK_BITS), dtype=torch.int32)
@@ -114,7 +114,7 @@ class Sampler:
             self._prepare([row])
         except Exception as error:
             log.exception("a row cannot be sampled")
-            row.problems.append(f"it cannot be sampled: {type(error).__name__}: {error}")
+            row.problems.append(f"the request cannot be sampled: {type(error).__name__}: {error}")
             return False
         return True
 
@@ -159,7 +159,7 @@ def _adjusts(row: SamplingRow) -> bool:
 
 
 def allowed_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
-    """The request's own list of tokens as bits: int32 [ceil(vocab_size / 32)]; None without one."""
+    """Pack the request's `allowed_token_ids` into bits: int32 [ceil(vocab_size / 32)]. None without such a list."""
     if not params.allowed_token_ids:
         return None
     return torch.from_numpy(token_mask(params.allowed_token_ids, vocab_size))
@@ -170,8 +170,8 @@ def _allowed(row: SamplingRow, vocab_size: int) -> Tensor | None:
     masks: list[Tensor] = []
     if row.constraint is not None:
         masks.append(row.constraint.allowed(row.output_token_ids))
-        if len(masks[0]) != -(-vocab_size // MASK_BITS):  # the kernels read as many words as the logits need
-            raise ValueError(f"its grammar's mask has {len(masks[0])} words of 32 tokens, the logits {vocab_size} rows")
+        if len(masks[0]) != -(-vocab_size // MASK_BITS):  # the kernels read one bit for each row of the logits
+            raise ValueError(f"the grammar's mask has {32 * len(masks[0])} bits, but the logits have {vocab_size} rows")
     own = row.allowed if row.allowed is not None else allowed_mask(row.params, vocab_size)
     if own is not None:
         masks.append(own)

@@ -32,7 +32,7 @@ FREE = TokenLimits()
 
 
 def num_output_needed(params: SamplingParams, num_output_tokens: int) -> int:
-    """How many of an answer's last tokens `token_limits` needs after `num_output_tokens` tokens."""
+    """Return the number of last tokens that `token_limits` needs of an answer of `num_output_tokens` tokens."""
     longest = max([len(beginning) for beginning, _ in params.bad_words], default=0) // TOKEN_BYTES
     budget = params.thinking
     return num_output_tokens if budget is not None and _is_due(budget, num_output_tokens) else longest
@@ -43,7 +43,7 @@ def token_limits(
 ) -> TokenLimits:
     """The limits of the token behind `num_output_tokens` tokens, of which `output_end` are the last.
 
-    They are all of them, or at least `num_output_needed`.
+    `output_end` has at least the last `num_output_needed` tokens.
     """
     banned = banned_tokens(params, eos_token_ids, num_output_tokens)
     budget = params.thinking
@@ -76,7 +76,7 @@ def _next_of_end(budget: ThinkingBudget, output: Sequence[int]) -> int | None:
 
 
 def _contains(output: bytes, mark: bytes) -> bool:
-    """Whether packed tokens contain others: in milliseconds for a million, as a step waits for it."""
+    """Whether packed tokens contain others. Takes milliseconds for a million tokens, because a step waits for it."""
     place = output.find(mark)
     while place >= 0 and place % TOKEN_BYTES:
         place = output.find(mark, place + 1)

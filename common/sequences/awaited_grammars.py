@@ -1,4 +1,4 @@
-"""The grammars and masks that an engine's requests wait for outside of its steps."""
+"""Grammars and masks that requests wait for while the engine's steps continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Fail(Protocol[Failed]):
 
 @dataclass(frozen=True, slots=True)
 class MaskReady:
-    """The event that the mask of a sequence's next token is computed."""
+    """Event: the mask of a sequence's next token is computed."""
 
     sequence: WorkerSequence
     constraint: Constraint
@@ -60,8 +60,8 @@ class AwaitedGrammars(Generic[S]):
                 self._settle(sequence, compiled)
 
     def ask_mask(self, sequence: WorkerSequence, constraint: Constraint) -> None:
-        """Have the mask of the sequence's next token computed outside of its steps."""
-        assert self._grammars is not None  # they made the constraint
+        """Request the mask of the sequence's next token from the mask thread."""
+        assert self._grammars is not None  # it made the constraint
         sequence.awaits_mask = True
         on_ready = partial(self._notify, MaskReady(sequence, constraint))
         self._grammars.compute_mask(constraint, sequence.output_token_ids, on_ready)
@@ -85,7 +85,7 @@ class AwaitedGrammars(Generic[S]):
     def _settle(self, sequence: S, compiled: CompiledGrammar) -> None:
         if compiled.problem:
             self._fail(sequence, "grammar", compiled.problem, retryable=not compiled.is_final)
-        elif sequence.has_output:  # the parser has to read all of it, which may take long
+        elif sequence.has_output:  # parsing the whole output may take long
             self.ask_mask(sequence, compiled.constraint())
         else:
             self._constrain(sequence, compiled.constraint())

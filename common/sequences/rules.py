@@ -46,7 +46,7 @@ class RequestRules:
         if request.params.thinking is not None and max(request.params.thinking.end) >= self.vocab_size:
             raise WireError(f"a thought cannot end with token {max(request.params.thinking.end)}")
         if any(len(word.beginning) % TOKEN_BYTES for word in request.params.bad_words):
-            raise WireError("a bad word is no list of token ids")
+            raise WireError("a bad word is not a list of token ids")
         if request.params.grammar and not self._knows_grammars:
             raise WireError("this worker knows no grammars")
         return token_ids

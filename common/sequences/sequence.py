@@ -32,8 +32,8 @@ class WorkerSequence:
     request came, or are being read by `read`, during which nothing of it is computed. Times are engine clock, in
     seconds: the first token is due at `due_at`, infinity without a goal. `adapter`: the place of the one that it uses.
     While it `awaits_mask`, the mask thread uses its constraint, and no step samples for it. `allowed_mask` has the bits
-    of the request's own list of tokens, once a step needed them. `problems` are the errors that keep it from being
-    sampled; it fails with the first.
+    of the request's `allowed_token_ids`; the first step that needs them computes them. `problems` are the errors that
+    prevent sampling; the sequence fails with the first.
     """
 
     router: bytes
@@ -87,9 +87,9 @@ class WorkerSequence:
         return bool(self.params.grammar) and self.constraint is None
 
     def note_problem(self, error: Exception) -> None:
-        """Record an error that keeps the sequence from being sampled. It fails with the first."""
+        """Record an error that prevents sampling. The sequence fails with the first one."""
         log.error("request %s cannot be sampled", self.request_id, exc_info=error)
-        self.problems.append(f"it cannot be sampled: {type(error).__name__}: {error}")
+        self.problems.append(f"the request cannot be sampled: {type(error).__name__}: {error}")
 
     @property
     def owned_blocks(self) -> list[int]:

@@ -83,12 +83,12 @@ class BlockFile:
         return bool(found == block_hash and xxhash.xxh3_64_intdigest(into) == checksum)
 
     def clear(self) -> None:
-        """Forget all blocks, and give their room back to the disk. Raises OSError: then the file is empty."""
+        """Drop all blocks and free their disk space. If it raises OSError, the file is empty."""
         os.ftruncate(self._fd, 0)
         try:
             _write_all(self._fd, memoryview(self._header), 0)
         except OSError:
-            os.ftruncate(self._fd, 0)  # a part of a header would be taken for another program's file
+            os.ftruncate(self._fd, 0)  # a partial header would look like another program's file
             raise
         os.ftruncate(self._fd, self._slots_at)
 

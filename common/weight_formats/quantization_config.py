@@ -169,7 +169,7 @@ class _Reader:
         return inner._block("block_structure", weights.get("block_structure")) if strategy == "block" else None
 
     def _object(self, name: str) -> Mapping[str, Any]:
-        """An object; an empty one for null, or without the field."""
+        """Read an object. Returns an empty one if the field is null or missing."""
         value = self.fields.get(name)
         if value is not None and not isinstance(value, dict):
             raise self._refusal(name, value, ("an object",))
@@ -189,6 +189,6 @@ class _Reader:
     def _refusal(self, name: str, value: Any, allowed: Sequence[Any]) -> ModelError:
         choices = ", ".join("absent" if one is None else str(one) for one in allowed)
         return ModelError(
-            f"{self.path}: {self.prefix}.{name} is {shown(value)}, which is not supported ({choices} would be): "
+            f"{self.path}: {self.prefix}.{name} is {shown(value)}, which is not supported (expected {choices}): "
             "use a checkpoint with float weights, or a GGUF file"
         )

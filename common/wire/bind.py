@@ -18,9 +18,9 @@ BACKLOG = 1024
 def bind(
     socket: AnySocket, host: str, port: int, curve: Curve | None = None, listener: sockets.socket | None = None
 ) -> str:
-    """Bind to host:port (0 picks a free one) and return the full address. `curve` admits trusted keys only.
+    """Bind to host:port (0 selects a free port) and return the full address. `curve` admits trusted keys only.
 
-    A `listener` is used in place of a new one; the ZeroMQ socket owns it from then on.
+    With a `listener`, the ZeroMQ socket uses it instead of a new one, and takes ownership.
     """
     if curve is not None:
         curve.serve(socket)

@@ -36,15 +36,15 @@ def listening_host(host: str, *, ipv6: bool | None = None) -> str:
 
 
 def inherited() -> socket.socket | None:
-    """The listener that the parent process gives as standard input, as inetd does; None if it gives none.
+    """Return the listener that the parent process passes as standard input, as inetd does, or None.
 
-    The parent keeps a copy, so that no other program can take the port while this one is started again.
+    The parent keeps a copy, so that no other program can bind the port while this process restarts.
     """
     try:
         if not stat.S_ISSOCK(os.fstat(0).st_mode):
             return None
         given = socket.socket(fileno=os.dup(0))
-    except OSError:  # there is no standard input
+    except OSError:  # no standard input
         return None
     try:
         listens = given.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -54,7 +54,7 @@ def inherited() -> socket.socket | None:
         given.close()
         return None
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # programs that this process starts must not get it
+    os.dup2(nothing, 0)  # child processes must not inherit it
     os.close(nothing)
     return given
 

@@ -31,7 +31,7 @@ Mark = Annotated[tuple[int, ...], Meta(max_length=MAX_THINKING_MARK)]
 
 
 class BadWord(NamedTuple):
-    """Tokens that an answer must not contain: all but the last, packed to be compared at once, and the last."""
+    """A token sequence that an answer must not contain: all but the last token, packed for comparison, and the last."""
 
     beginning: Annotated[bytes, Meta(max_length=TOKEN_BYTES * (MAX_BAD_WORD_TOKENS - 1))]
     last: Annotated[int, Meta(ge=0)]

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MAX_SHOWN_REASON = 500
 """Characters of why an adapter could not be loaded."""
 CLOSE_S = 2.0
-"""Longest time that `close` waits for a load in progress."""
+"""Maximum time, in seconds, that `close` waits for a load in progress."""
 
 
 class WorkerAdapters:
@@ -86,7 +86,7 @@ class WorkerAdapters:
             await asyncio.wait({self._loading})
 
     async def close(self) -> None:
-        """Load nothing more. A load in progress may complete within `CLOSE_S`, and is abandoned then."""
+        """Stop loading. Waits up to `CLOSE_S` for a load in progress, then abandons it."""
         self._waiting.clear()
         if self._loading is not None:
             await asyncio.wait({self._loading}, timeout=CLOSE_S)
@@ -131,11 +131,11 @@ class WorkerAdapters:
 
 
 def _begin_load(bank: AdapterBank, state: AdapterState) -> Future[HeldAdapter]:
-    """Load on a daemon thread: the end of the process waits for those of `asyncio.to_thread`, which may hang."""
+    """Load on a daemon thread. Process exit would wait for threads of `asyncio.to_thread`, which may hang."""
     result: Future[HeldAdapter] = Future()
 
     def load() -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
+        with suppress(InvalidStateError):  # the caller was cancelled
             try:
                 result.set_result(bank.load(state.name, state.path))
             except Exception as error:

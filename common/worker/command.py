@@ -52,7 +52,7 @@ def run_command(
 
 
 def _on_found_device(config: C, other: Other | None, prog: str) -> tuple[C, Other | None]:
-    """The settings of both roles with `--device auto` replaced; the log says by what."""
+    """Replace `--device auto` in the settings of both roles, and log the choice."""
     gpus = find_gpus_here()
     refusal = gpu_refusal(config, gpus) or ("" if other is None else gpu_refusal(other, gpus))
     log.info(placement_message(refusal))

@@ -241,9 +241,9 @@ class ControlServer:
 def bind_control(
     context: zmq.asyncio.Context, host: str, port: int, curve: Curve | None = None
 ) -> tuple[zmq.asyncio.Socket, str]:
-    """A bound control socket and its address, on the listener that the parent process gives, if it gives one.
+    """Bind the control socket, on the parent process's listener if there is one, and return it with its address.
 
-    Raises zmq.ZMQError when the port is taken.
+    Raises zmq.ZMQError if the port is in use.
     """
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.LINGER, 0)

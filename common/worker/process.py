@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ADDRESS_RETRY_S = 2.0
-"""Between two tries to write the file of addresses, for which the disk may have no room."""
+"""Seconds between attempts to write the address file while the disk is full."""
 LAST_WORDS_MS = 500
 """Time at the end for the last messages to routers to leave."""
 
@@ -306,7 +306,7 @@ class WorkerProcess:
         return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
 
     def _tell_addresses(self, address: str, http_port: int, *, again: bool = False) -> None:
-        """Write the file of addresses, now or, while the disk is full, later."""
+        """Write the address file. On a full disk, retry later."""
         if not self.config.address_file:
             return
         host = self.config.advertise_host or self.config.host
@@ -324,13 +324,13 @@ class WorkerProcess:
             if error.errno not in NO_ROOM:
                 raise
             if not again:
-                log.error("--address-file cannot be written yet: %s", error)
+                log.error("cannot write --address-file, retrying every %g s: %s", ADDRESS_RETRY_S, error)
             retry = partial(self._tell_addresses, address, http_port, again=True)
             asyncio.get_running_loop().call_later(ADDRESS_RETRY_S, retry)
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """All or nothing: others read the file meanwhile. Raises OSError."""
+    """Write a file atomically, because other processes may be reading it. Raises OSError."""
     new = path.with_name(f"{path.name}.{os.getpid()}")
     new.write_text(text)
     new.replace(path)
@@ -368,11 +368,11 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
         log.error("%s: %s", error, error.__cause__)
         return 1
     except Exception as error:
-        from kernels.device import too_large  # which imports torch, as a worker that launches kernels has
+        from kernels.device import too_large  # imports torch, which a worker that launches kernels has already done
 
         if not (problem := too_large(error)):
             raise
-        log.error("cannot start: %s; --device cpu runs without it", problem)
+        log.error("cannot start: %s; --device cpu runs without a GPU", problem)
         return 2
     return 0
 
@@ -380,6 +380,6 @@ def run_worker(process: Callable[[], WorkerProcess]) -> int:
 def end_process(status: int) -> NoReturn:
     """End at once: to take the interpreter and torch apart needs a second or two, which a replacement would wait."""
     for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
-        with suppress(OSError):  # of files on a full disk
+        with suppress(OSError):  # log or output file on a full disk
             flush()
     os._exit(status)

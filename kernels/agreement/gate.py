@@ -87,7 +87,7 @@ class Finding(NamedTuple):
         """Of a kernel that does not compile, or does not end."""
         words = (str(error).strip().splitlines() or ["no message"])[0]
         problem = too_large(error) or f"{type(error).__name__}: {words[:300]}"
-        return cls(kernel, "at the first shape that failed", float("inf"), 0.0, problem)
+        return cls(kernel, "the first failed shape", float("inf"), 0.0, problem)
 
     def __str__(self) -> str:
         words = self.problem or "agrees"

@@ -36,7 +36,7 @@ class DecodeConfig(NamedTuple):
 def decode_config(
     head_dim: int, dtype: torch.dtype, element_bytes: int, chip: Chip, masked: bool = False
 ) -> DecodeConfig:
-    """The configuration for queries of `dtype`, a cache of `element_bytes` a number, and a chip.
+    """Choose the configuration for queries of `dtype`, a cache with `element_bytes` per number, and a chip.
 
     masked: a window cuts tiles, or heads are padded, which takes registers: 190 with Triton 3.6, 168 with 3.9.
 

@@ -34,10 +34,10 @@ class LatentTile(NamedTuple):
 
 
 def decode_config(dtype: torch.dtype, chip: Chip) -> LatentTile:
-    """For queries of `dtype` on a chip.
+    """Choose the tile for queries of `dtype` on a chip.
 
-    Chosen by what the compiler reports: sums of 512 numbers a row are kept in registers, and nothing spills. With 32
-    rows on 8.0 it does.
+    By the compiler's report: sums of 512 numbers per row stay in registers, and nothing spills. With 32 rows on compute
+    capability 8.0, registers spill.
     """
     if dtype == torch.float32:  # exact products, on the ordinary cores: for tests
         return LatentTile(MIN_ROWS, tile=16, warps=8, stages=2)

@@ -43,7 +43,7 @@ class PrefillConfig(NamedTuple):
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, chip: Chip) -> PrefillConfig:
-    """For queries of `dtype` on a chip.
+    """Choose the configuration for queries of `dtype` on a chip.
 
     128 rows are the least that keep the second level cache from being the limit: half as many read keys and values
     twice as often. Two groups of four warps of 64 rows each are what Hopper's matrix instructions want.

@@ -36,7 +36,7 @@ class Visit:
     error: str = ""
     record: RequestRecord | None = None
     left_out: tuple[str, ...] = ()
-    """Types of tools that the request declares and the answer cannot use."""
+    """Types of declared tools that the server ignored."""
 
     def answered(self, record: RequestRecord) -> None:
         """A generation request has ended."""

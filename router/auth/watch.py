@@ -1,6 +1,6 @@
-"""Notices new content of files, whether they were written over, renamed onto, or their symlink was swapped.
+"""Detects new content of files that are overwritten or replaced by a rename or a new symbolic link.
 
-A file system that does not answer changes nothing: neither what is in force, nor that the process can end.
+If the file system does not respond, the current content stays in force, and the process can still exit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.machine.regular_file import UnreadableFile, read_regular_file
 MAX_BYTES = 8 * 1024 * 1024
 """Twice the largest file that is watched."""
 STALL_S = 5.0
-"""Longest time between two parts of a file that is watched."""
+"""Maximum time between two parts of a watched file, in seconds."""
 
 
 class FileWatch:
@@ -24,7 +24,7 @@ class FileWatch:
     def __init__(self, paths: Sequence[str], known: bytes | None = None) -> None:
         self._paths = tuple(paths)
         self._known = self._seen = b""
-        with suppress(UnreadableFile):  # else it counts as new once it can be read
+        with suppress(UnreadableFile):  # an unreadable file counts as new once it can be read
             self._known = self._seen = self._digest()
         if known is not None:
             self._known = hashlib.blake2b(_framed(known)).digest()
@@ -42,7 +42,7 @@ class FileWatch:
         return True
 
     def _digest(self) -> bytes:
-        """A digest of all contents, or of the error of a file that cannot be opened. Raises UnreadableFile."""
+        """Compute a digest of all contents, or of the error if a file cannot be opened. Raises UnreadableFile."""
         whole = hashlib.blake2b()
         for path in self._paths:
             try:

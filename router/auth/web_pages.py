@@ -1,8 +1,8 @@
-"""Refuses requests that foreign web pages make from the browser of the router's user.
+"""Refuses requests from web pages of other sites in a local user's browser.
 
-A router without API keys on a loopback address trusts everyone who reaches it. The browser of the machine's user does,
-and carries requests of any page: sent across sites (CSRF), or to a host name of the page's site that its DNS server has
-rebound to 127.0.0.1. The browser names the site in headers that no page can change: `Host`, `Origin`, `Sec-Fetch-Site`.
+A router without API keys on a loopback address trusts every local client. A local browser also sends requests for any
+web page it shows: cross-site requests (CSRF), and requests to a host name that the site's DNS server has rebound to
+127.0.0.1. The browser reports the site in headers that pages cannot change: `Host`, `Origin`, `Sec-Fetch-Site`.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from common.errors import MAX_SHOWN_CHARS
 from router.auth.errors import Forbidden
 
 LOCAL_DOMAINS = (".localhost", ".local", ".internal")
-"""Domains that no public DNS server answers for."""
+"""Domains that public DNS servers do not resolve."""
 APP_SCHEMES = ("app", "file", "tauri", "vscode-file", "vscode-webview")
-"""Schemes of the origins of installed applications."""
+"""URL schemes of installed applications' origins."""
 NAMED = frozenset((b"host", b"origin", b"sec-fetch-dest", b"sec-fetch-mode", b"sec-fetch-site"))
 
 
 def check_web_page(method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Check the headers, with names in lower case, of a request to a loopback address. Raises Forbidden.
+    """Check the headers of a request to a loopback address. Their names are in lower case. Raises Forbidden.
 
-    Requests of programs pass: they send no `Origin`, and an address or `localhost` as the `Host`.
+    Requests of programs pass, because they have no `Origin` and their `Host` is an address or `localhost`.
     """
     found = {name: value.decode("latin-1").lower() for name, value in headers if name in NAMED}
     host, origin = found.get(b"host", ""), found.get(b"origin") or "null"
     if not _is_local(_host_of(host)):
         raise Forbidden(
-            f"the host name {host[:MAX_SHOWN_CHARS]!r} is not one of this machine: a router without API keys that "
-            "listens on a loopback address accepts localhost, IP addresses, the machine's name, and names that end in "
-            f"{', '.join(LOCAL_DOMAINS)}. Have a proxy send Host: localhost, or start the router with an API key"
+            f"the host name {host[:MAX_SHOWN_CHARS]!r} is not local: a router without API keys that listens on a "
+            "loopback address accepts localhost, IP addresses, the machine's name, and names that end in "
+            f"{', '.join(LOCAL_DOMAINS)}. Let the proxy send Host: localhost, or start the router with an API key"
         )
-    if origin == "null":  # of a page without an address, or of no page
+    if origin == "null":  # a page without an address, or no page
         is_foreign = found.get(b"sec-fetch-site") == "cross-site" and not _is_visit(method, found)
         origin = "another site"
     else:
         is_foreign = not _is_own(origin, host)
     if is_foreign:
         raise Forbidden(
-            f"a page of {origin[:MAX_SHOWN_CHARS]} must not use this router: without API keys, one that listens on a "
-            "loopback address serves only pages of this machine. For others, start the router with an API key"
+            f"web pages of {origin[:MAX_SHOWN_CHARS]} must not use this router: without API keys, a router on a "
+            "loopback address serves only pages of this machine. To serve others, start the router with an API key"
         )
 
 
 def _is_visit(method: str, found: dict[bytes, str]) -> bool:
-    """Whether the user followed a link to the router: what it opens is not visible to the page of the link."""
+    """Whether the user followed a link to the router. The linking page cannot read the response."""
     return (
         method in ("GET", "HEAD")
         and found.get(b"sec-fetch-mode") == "navigate"
@@ -69,14 +69,14 @@ def _is_own(origin: str, host: str) -> bool:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a host name cannot belong to a foreign site. An address cannot be rebound; "" is of no browser."""
+    """Whether a host name cannot belong to another site. Addresses cannot be rebound, and browsers never send ""."""
     if name in ("", "localhost", "127.0.0.1") or name.endswith(LOCAL_DOMAINS) or _address_of(name) is not None:
         return True
     return name == socket.gethostname().lower()
 
 
 def _host_of(authority: str) -> str:
-    """The host of `host:port`, without the brackets of an address and the dot of the root domain."""
+    """Return the host of `host:port`, without an address's brackets and the root domain's dot."""
     name = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
     return name.removesuffix(".")
 

@@ -109,7 +109,7 @@ class Turns:
             if now - state.queued_at <= self._config.queue_timeout_s:
                 break
             if state.request.continues and state.held_s is not None:
-                continue  # workers are there, and busy with its siblings
+                continue  # workers exist, but are busy with its siblings
             waited = f"waited {now - state.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
             self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
         for state in [one for one in self._waiting if one.request.adapter]:

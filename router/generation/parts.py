@@ -79,11 +79,11 @@ class AnswerParts:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The tokens of all thoughts so far, with their marks."""
+        """Number of tokens of all thoughts so far, including their marks."""
         return sum(scanners.num_reasoning_tokens for scanners in self._scanners.values())
 
     def stops_of(self, stops: StopScanner, prompt_token_ids: Sequence[int]) -> StopScanner | ContentStops:
-        """The scanner of stop strings in the content of one answer."""
+        """Create the scanner of stop strings in the content of one answer."""
         if self.only_text:
             return stops
         return ContentStops(stops, self._thinking_of(prompt_token_ids), self._calls_from if self._is_scanned else None)

@@ -11,8 +11,8 @@ from starlette.types import Scope
 class Pieces(Protocol):
     """The connection of one answer.
 
-    `comment` is a piece that clients ignore, by which the connection finds out whether a client that sends nothing more
-    still reads the answer; empty outside of a stream.
+    `comment` is a piece that clients ignore. The connection sends it to detect whether a half-closed client still reads
+    the answer. It is empty outside of a stream.
     """
 
     comment: bytes

@@ -139,9 +139,9 @@ def make_plan(
 ) -> AnswerPlan:
     """Choices and generation requests of a request whose prompts are known. Raises InvalidRequest.
 
-    `num_prompt_logprobs` is -1 for none. Every answer must match `grammar`, unless it is "", has none of the
-    `bad_words`, and its text has the special tokens `marks`; `pooled`: it is the prompt's vector instead. The prefix
-    caches share entries of the origin's key only with its own group.
+    `num_prompt_logprobs` is -1 for none. Every answer must match `grammar`, unless it is "", and must not contain
+    `bad_words`. The text of an answer includes the special tokens `marks`. With `pooled`, an answer is the prompt's
+    vector. Prefix cache entries of the origin's key are shared only within its group.
     """
     num_logprobs = _num_logprobs(service, fields, prompts)
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
@@ -235,7 +235,7 @@ def _choice(
     echo: str,
     silent: bool,
 ) -> AnswerChoice:
-    """A choice. `parts` tells its content from its thoughts and calls."""
+    """Create a choice. `parts` separates content, thoughts and calls."""
     include_stop = bool(fields.include_stop_str_in_output)
     stops: StopScanner | ContentStops | None = None
     if fields.stops:

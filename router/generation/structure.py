@@ -1,4 +1,4 @@
-"""Turns a request's demands on the form of its answer into the grammar that the answer must match."""
+"""Converts a request's output constraints to the grammar that the answer must match."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ToolCalling:
     several: bool
 
     def read_schemas(self) -> None:
-        """Compute the shapes of all arguments, which the functions keep."""
+        """Compute and cache the shapes of all functions' arguments."""
         for function in self.functions:
             with suppress(Unenforceable):
                 function.read()
@@ -41,7 +41,7 @@ class ToolCalling:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A demand on the answer's form, with the field that makes it. `schema` is what the JSON must match, if any."""
+    """An output constraint and the request field that sets it. `schema` is the schema of the JSON, if any."""
 
     param: str
     demand: Callable[[], Demand]
@@ -83,10 +83,10 @@ def is_held(fields: ChatRequest, calling: ToolCalling | None) -> bool:
 async def answer_grammar(
     service: Service, fields: SamplingFields, key: ApiKey, calling: ToolCalling | None = None
 ) -> str:
-    """The grammar that the answer must match; "" for none. Raises InvalidRequest, Unavailable.
+    """Return the grammar that the answer must match; "" for none. Raises InvalidRequest, Unavailable.
 
-    It is written and compiled in a process with the workers' own bounds, so that no worker gets one beyond them.
-    Requests share what was compiled as they share cached prefixes: within the salt of their `key`.
+    A process writes and compiles it within the same bounds as the workers, so workers receive only usable grammars.
+    Like cached prefixes, cached verdicts are shared within the salt of the `key`.
     """
     forms = _forms(fields)
     if calling is not None and not service.dialect.parses:
@@ -113,7 +113,7 @@ async def answer_grammar(
     except RecursionError as error:
         raise InvalidRequest(f"{param}: nested too deeply", param=param) from error
     if calling is not None and service.dialect.form.reads_schemas:
-        await service.text.apart(calling.read_schemas)  # long ones would hold up the event loop when a call is read
+        await service.text.apart(calling.read_schemas)  # reading long schemas would block the event loop
     return grammar
 
 
@@ -146,7 +146,7 @@ def _forms(fields: SamplingFields) -> list[Form]:
 
 
 def _response_form(wanted: ResponseFormat) -> list[Form]:
-    """The demand of a `response_format`. Its schema stands where OpenAI, llama.cpp or TGI has it."""
+    """Return the constraint of a `response_format`, with the schema in OpenAI's, llama.cpp's or TGI's place."""
     named, kind = wanted.json_schema, wanted.type
     places: dict[str, JsonSchema | str | None] = {
         "json_schema.schema": None if named is None else named.json_schema,
@@ -155,7 +155,7 @@ def _response_form(wanted: ResponseFormat) -> list[Form]:
     }
     given = [(f"response_format.{name}", value) for name, value in places.items() if value is not None]
     if len(given) > 1:
-        raise InvalidRequest(f"{given[0][0]}, {given[1][0]}: only one of these can be had", param=given[1][0])
+        raise InvalidRequest(f"{given[0][0]}, {given[1][0]}: only one of these is allowed", param=given[1][0])
     if not given:
         if kind in ("json_schema", "json", "regex"):
             place = "json_schema.schema" if kind == "json_schema" else "value"
@@ -167,7 +167,7 @@ def _response_form(wanted: ResponseFormat) -> list[Form]:
     if isinstance(value, str):
         return [Form(param, partial(RegexDemand, value))]
     if kind == "json_schema" and isinstance(value, dict) and isinstance(inner := value.get("schema"), dict):
-        value = inner  # TGI's value has the name as well
+        value = inner  # TGI's value may also contain the name
     return [_json(param, value)]
 
 

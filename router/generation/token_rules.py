@@ -15,9 +15,9 @@ MAX_TOKENS_OF_BAD_WORDS = 16_384
 
 
 def num_kept(fields: SamplingFields, max_model_len: int, max_tokens: int) -> int:
-    """How many tokens `truncate_prompt_tokens` keeps of a prompt with an answer of `max_tokens`; 0: all.
+    """Return the number of tokens that `truncate_prompt_tokens` keeps of a prompt; 0: all. Raises InvalidRequest.
 
-    Raises InvalidRequest.
+    The answer may have `max_tokens`.
     """
     keep = fields.truncate_prompt_tokens
     if keep is None:
@@ -31,7 +31,7 @@ def num_kept(fields: SamplingFields, max_model_len: int, max_tokens: int) -> int
 
 
 def truncated(token_ids: list[int], fields: SamplingFields, max_model_len: int, max_tokens: int) -> list[int]:
-    """What `truncate_prompt_tokens` keeps of a prompt with an answer of `max_tokens`. Raises InvalidRequest."""
+    """Apply `truncate_prompt_tokens` to a prompt whose answer may have `max_tokens`. Raises InvalidRequest."""
     keep = num_kept(fields, max_model_len, max_tokens)
     if not keep:
         return token_ids
@@ -61,9 +61,9 @@ async def bad_words(service: Service, fields: SamplingFields) -> tuple[BadWord, 
 
 
 def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
-    """The tokens that end a thought that is too long. Tokens of a thought that the prompt leaves open count.
+    """Return the tokens that end a thought that is too long. Tokens of a thought that the prompt leaves open count.
 
-    Raises InvalidRequest for a model that marks no thoughts.
+    Raises InvalidRequest for a model without thought marks.
     """
     budget = fields.thinking_token_budget
     if budget is None or budget < 0:
@@ -86,7 +86,7 @@ def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[i
 
 
 def _num_after(mark: Sequence[int], prompt: Sequence[int]) -> int:
-    """The number of tokens after the last `mark`; all of them if a truncated prompt does not contain it."""
+    """Return the number of tokens after the last `mark`, or of all tokens if a truncated prompt does not contain it."""
     ends = range(len(prompt), len(mark) - 1, -1)
     found = next((end for end in ends if prompt[end - len(mark) : end] == mark), 0)
     return len(prompt) - found

@@ -1,7 +1,7 @@
-"""The child processes of `diptych serve`: started with their settings, restarted on the same address.
+"""Child processes of `diptych serve`, which restart on the same address.
 
-The supervisor keeps the listener of that address, and each process that is started gets a copy of it. So the address
-belongs to the service while a process is started again, and connections wait instead of reaching another program.
+The supervisor owns the listener of the address and passes a copy to each process that it starts. So no other program
+can bind the address during a restart, and connections wait in the backlog.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from router.local.probe import Address
 _PR_SET_PDEATHSIG = 1
 """Linux's option of prctl."""
 PATIENT_S = 1.0
-"""A process for clients that is started again later than that has no listener meanwhile: they are refused at once."""
+"""Maximum restart delay, in seconds, for which an HTTP server's listener stays open. During longer delays, clients are
+refused at once."""
 
 
 def _die_with(parent: int) -> Callable[[], None]:
@@ -111,7 +112,7 @@ class Child(ChildProcess):
 
 
 class ListeningChild(Child):
-    """A child that gets its listener as standard input: see `listening.inherited`."""
+    """A child that inherits its listener as standard input: see `listening.inherited`."""
 
     config: RouterConfig | WorkerConfig
     backlog = CLIENTS_BACKLOG
@@ -126,20 +127,20 @@ class ListeningChild(Child):
         super().start()
 
     def listen(self) -> None:
-        """Own the address, or a free port for 0, from now on. Raises OSError."""
+        """Bind the address, or a free port for 0. Raises OSError."""
         if self._listener is None:
             host, port = self.config.host, self.config.port
             self._listener = listening.listen(host, port, self.backlog, shared=self.shares_port)
 
     def close(self) -> None:
-        """Give the address up: what waits in its backlog is refused, unless the process has it still."""
+        """Close the listener. Connections in its backlog are refused, unless the process still has its copy."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
 
 class HttpServerChild(ListeningChild):
-    """A child that clients connect to."""
+    """A child that serves HTTP."""
 
     config: RouterConfig
 
@@ -149,14 +150,14 @@ class HttpServerChild(ListeningChild):
 
 
 class RouterChild(HttpServerChild):
-    """The router, which listens where the supervisor's settings say."""
+    """The router, on the address of the supervisor's settings."""
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__("router", "router", config)
         self.serves_tls = bool(config.tls_cert)
 
     def listen(self) -> None:
-        if self.config.router_processes == 1:  # several have a listener each
+        if self.config.router_processes == 1:  # several router processes have one listener each
             super().listen()
 
     def http_address(self) -> Address | None:

@@ -11,11 +11,11 @@ from common.errors import ConfigError
 
 
 def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int, *, may_share: bool = False) -> list[WorkerConfig]:
-    """The same workers, with a GPU for each that `--device cuda` leaves the choice.
+    """Assign GPUs to the workers whose `--device cuda` names none.
 
-    A worker gets GPUs that no other one uses. On a machine with one GPU, or with `may_share` where there are too few,
-    workers share them: each may use a part of a GPU's memory, as do workers that name the same GPU. Raises ConfigError
-    if there are several GPUs, but fewer than the workers need.
+    Each worker gets its own GPUs. Workers share the GPU of a machine that has one, and with `may_share` also several
+    GPUs if there are too few. Workers on the same GPU divide its memory. Raises ConfigError if there are several GPUs,
+    but fewer than the workers need.
     """
     choosing = [i for i, worker in enumerate(workers) if worker.device == "cuda"]
     if num_gpus <= 1 and all(workers[i].ranks_per_host == 1 for i in choosing):

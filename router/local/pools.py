@@ -106,7 +106,7 @@ class LocalPools:
         return min(self.staying(role, model), key=lambda worker: (requests.get(worker.name, 0.0), -worker.started_at))
 
     def publish(self) -> None:
-        """Write the file again if it would change: workers that have said where they are."""
+        """Update the file if the workers' published addresses have changed."""
         addresses = {worker: worker.read_address() for pool in self.workers.values() for worker in pool}
         listed: dict[str, list[str]] = {
             role: [addresses[worker] for worker in pool if addresses[worker]] for role, pool in self.workers.items()
@@ -118,9 +118,9 @@ class LocalPools:
             try:
                 new.write_text(text)
                 new.replace(self.file)
-            except OSError as error:  # a full disk: the next call tries again, and the service goes on
+            except OSError as error:  # on a full disk the service continues, and the next call retries
                 if not self._is_failing:
-                    log.error("the router does not learn of changed workers yet: %s", error)
+                    log.error("cannot update the router's list of workers, will retry: %s", error)
                 self._is_failing = True
                 return
             self._listed, self._is_failing = text, False

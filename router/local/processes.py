@@ -68,7 +68,7 @@ class ServePlan:
     kinds: Mapping[Role, WorkerConfig] = dataclasses.field(default_factory=dict)
     models: tuple[str, ...] = ()
     placement: str = ""
-    """What `--device auto` has become, and why; "" where no worker has it."""
+    """The choice for `--device auto` and its reason; "" if no worker has this setting."""
 
 
 def fields_set_by(cls: type[Config]) -> list[Field]:
@@ -105,8 +105,8 @@ def read_plan(
     """Merge all sources. Raises ConfigError.
 
     A worker without a `threads` setting may use `num_cores` (0: those of this process), in turns with the others.
-    Workers are spread over `num_gpus` (None: those that the driver shows, or for `--device auto` those that a process
-    with torch finds).
+    Workers are spread over `num_gpus` (None: the number that the driver shows, or for `--device auto` the number that a
+    process with torch finds).
     """
     environ = os.environ if environ is None else environ
     flags = build_parser().flags(argv)
@@ -173,7 +173,7 @@ def read_plan(
 
 
 def _refusal(pools: Sequence[WorkerConfig], gpus: FoundGPUs) -> str:
-    """Why the pools with `--device auto` run on no GPU, or "": all of them do, or none, because pairs exchange KV."""
+    """Return why the pools with `--device auto` cannot use GPUs, or "". All pools or none use GPUs: they exchange KV."""
     if any(pool.device == "cpu" for pool in pools):
         return "the other pool is on the CPU"
     return next(filter(None, (gpu_refusal(pool, gpus) for pool in pools if pool.device == AUTO)), "")

@@ -43,7 +43,7 @@ MAX_FOLDER_CHARS = 60
 
 
 class RouterProcess(HttpServerChild):
-    """One of them. While one has no listener, new connections go to the others."""
+    """One process of the router. While it has no listener, the other processes accept new connections."""
 
     shares_port = True
 

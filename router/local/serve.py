@@ -88,8 +88,8 @@ async def supervise(plan: ServePlan, names: Sequence[str], runtime: Path, task: 
         if not supervisor.stopping.is_set():
             try:
                 print(summary(plan, names, took_s, task), flush=True)
-            except OSError as error:  # of a file on a full disk, or a pipe that nobody reads
-                log.warning("ready, and standard output cannot be written: %s", error)
+            except OSError as error:  # a file on a full disk, or a pipe without a reader
+                log.warning("ready, but cannot write to standard output: %s", error)
             await supervisor.run()
     except StartFailed as error:
         log.error("the service did not start: %s; its own message is above", error)

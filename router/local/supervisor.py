@@ -119,7 +119,7 @@ class Supervisor(Keeper):
         router = self.plan.router
         try:
             self.router.start()
-        except OSError as error:  # such as a port that another program took since it was chosen
+        except OSError as error:  # for example a port that another program has bound since it was chosen
             raise StartFailed(f"the router cannot listen on {router.host}:{router.port}: {error.strerror}") from error
         several = len(self.plan.models) > 1
         for model in self.plan.models if several else ("",):

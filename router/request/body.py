@@ -97,10 +97,10 @@ def validated(body: dict[str, object], model: type[M]) -> M:
 
 
 async def read_body(request: Request, lease: BodyLease, max_numbers: int = MAX_NUMBERS) -> bytearray:
-    """The body, decoded, of at most `max_body_bytes`.
+    """Read and decode a body of at most `max_body_bytes`.
 
-    Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable, and InvalidRequest for data that is not of its
-    encoding and for JSON of too many values.
+    Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable, and InvalidRequest for data that does not match
+    its encoding and for JSON with too many values.
     """
     max_bytes = lease.budget.max_body_bytes
     _check_content_type(request.headers.get("content-type", ""))
@@ -129,7 +129,7 @@ async def read_body(request: Request, lease: BodyLease, max_numbers: int = MAX_N
 
 
 def _check_content_type(named: str) -> None:
-    """Raises UnsupportedMediaType. A browser sends JSON of a foreign page only if the server allows that page."""
+    """Raise UnsupportedMediaType unless it is JSON, which browsers send cross-site only with the server's consent."""
     kind = named.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         what = f"Content-Type {kind[:100]!r} is not JSON" if kind else "the request has no Content-Type"
@@ -137,4 +137,4 @@ def _check_content_type(named: str) -> None:
 
 
 def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body has {size}, this server takes {max_bytes:,}")
+    return BodyTooLarge(f"the body has {size}; the maximum is {max_bytes:,}")

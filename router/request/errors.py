@@ -214,7 +214,7 @@ def invalid_field(error: ValidationError, body: object) -> InvalidRequest:
 
 
 def invalid_translation(error: ValidationError) -> InvalidRequest:
-    """The first of the problems of a request that was translated from another API, whose bounds are wider."""
+    """Report the first problem of a request that was translated from another API with wider bounds."""
     problem = error.errors(include_url=False)[0]
     param = param_of(problem["loc"])
     return InvalidRequest(f"{param}: {_text(problem['type'], problem['msg'], problem.get('ctx', {}))}", param=param)

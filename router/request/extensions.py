@@ -26,18 +26,18 @@ StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHARS_O
 JsonSchema = dict[str, Any] | bool
 GrammarText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 OptionalText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
-"""Like a `GrammarText`, where "" asks for nothing."""
+"""Like a `GrammarText`, but "" means no constraint."""
 AllowedTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)]
 BadWords = Annotated[list[StopText], Field(max_length=MAX_WORDS, fail_fast=True)]
 Choices = Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_STRUCTURED_CHOICES, fail_fast=True)]
 
 
 def at_most(num_entries: int) -> BeforeValidator:
-    """Bounds the entries of an object before they are checked one by one: each wrong one is an error of its own."""
+    """Limit the entries of an object before they are validated, because each invalid entry creates an error."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > num_entries:
-            raise ValueError(f"must have at most {num_entries:,} entries, not {len(value):,}")
+            raise ValueError(f"must have at most {num_entries:,} entries, has {len(value):,}")
         return value
 
     return BeforeValidator(check)

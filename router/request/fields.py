@@ -52,13 +52,13 @@ class NamedSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """OpenAI's, with the places that llama.cpp (`schema`) and TGI (`value`) have for a schema or an expression."""
+    """OpenAI's `response_format`, with llama.cpp's (`schema`) and TGI's (`value`) fields for a schema or pattern."""
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: NamedSchema | None = Field(None, description='with type "json_schema"')
     bare_schema: JsonSchema | None = Field(default=None, alias="schema", description="a JSON schema")
     value: JsonSchema | GrammarText | None = Field(
-        default=None, description='a JSON schema; with type "regex" an expression'
+        default=None, description='JSON schema; with type "regex", a regular expression'
     )
 
 
@@ -112,7 +112,7 @@ class SamplingFields(Extensions):
 
     @property
     def continued_text(self) -> str:
-        """The text of the last message, if the answer continues it; else ""."""
+        """The text of the last message if the answer continues it, else ""."""
         return ""
 
     @property
@@ -240,7 +240,7 @@ class FunctionDefinition(Fields):
 
     @cached_property
     def called(self) -> Function:
-        """The function as formats of calls have it, the same for all that read this request."""
+        """The function for tool-call formats. One object for all readers of this request."""
         return Function(self.name, self.description, self.parameters)
 
 

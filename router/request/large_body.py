@@ -1,8 +1,8 @@
 """Large bodies, parsed and checked in a thread while the event loop serves small requests.
 
-C code that makes a million objects lets no other thread run until it is done. So the values of a body are counted while
-it arrives (`ValueCounter`), and it is split into fields without parsing them: unknown fields are skipped, a prompt
-that cannot fit the model is refused by its number of commas, and the rest becomes objects piece by piece.
+C code that creates a million objects blocks all other threads. So the values of a body are counted while it arrives
+(`ValueCounter`), and it is split into fields without parsing them: unknown fields are skipped, a prompt that cannot fit
+the model is refused by its number of commas, and the rest is parsed piece by piece.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class MessagePart(Protocol):
 def text_content(
     parts: Sequence[MessagePart], kinds: Collection[str], where: str, *, first: int = 0
 ) -> list[ContentPart]:
-    """The texts of parts, as those of a chat message. `where` names the list of their places, from number `first` on.
+    """Convert text parts to parts of a chat message. `where` is the path of the list, and `first` its first index.
 
     Raises InvalidRequest for a part whose type is not in `kinds`, or that has no text.
     """
@@ -36,7 +36,7 @@ def text_content(
 
 
 def as_content(parts: list[ContentPart]) -> str | list[ContentPart]:
-    """The content of a chat message of these texts: a single one as a string."""
+    """Return the parts as content of a chat message. A single part becomes a string."""
     return parts if len(parts) > 1 else "".join([part.text or "" for part in parts])
 
 

@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Between two looks for something to do, and between two attempts while no worker is ready."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 960.0
-"""Before an order that workers refused is tried again: twice as long each time, because they may read a large folder,
-or wait for one that hangs, at each attempt."""
+"""Seconds before a refused order is retried, doubled each time, because at each attempt workers may read a large folder
+or wait for a file system that hangs."""
 
 
 class Orders(Protocol):
@@ -33,9 +33,8 @@ class Orders(Protocol):
 class AdapterFollower:
     """Loads what `entries` name, and unloads what they no longer name. Owned by one event loop.
 
-    What endpoints or flags have loaded under other names is left alone. An order that fails is tried again, with a
-    growing delay, for as long as the file wants it. `failure`: why the task has ended although it never should; ""
-    while it runs.
+    Adapters that endpoints or flags have loaded under other names are not changed. Failed orders are retried with a
+    growing delay while the file lists them. `failure` is why the task has ended unexpectedly; "" while it runs.
     """
 
     def __init__(

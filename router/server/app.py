@@ -168,7 +168,7 @@ class _Refusals:
         if error.status_code == 405:
             allowed = self._methods(request) or (error.headers or {}).get("Allow", "")
             return self._answer(
-                MethodNotAllowed(f"{path} takes {allowed}, not {request.state.visit.method[:20]}"), {"Allow": allowed}
+                MethodNotAllowed(f"{path} allows {allowed}, not {request.state.visit.method[:20]}"), {"Allow": allowed}
             )
         ours = RequestError(str(error.detail))
         ours.status = error.status_code

@@ -1,5 +1,5 @@
-"""The first layer of every HTTP request: its id, origin, key, limits, room and count, and the answer to unexpected
-errors."""
+"""The outermost layer of every HTTP request: request id, origin check, API key, limits, capacity and counters, and the
+response to unexpected errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Front:
         visit = gate.arrive(scope, request_id)
         scope.setdefault("state", {}).update(request_id=request_id, visit=visit)
         is_head = scope["method"] == "HEAD"
-        if is_head:  # answered as GET is, without the body
+        if is_head:  # answered like GET, without the body
             scope = {**scope, "method": "GET"}
 
         async def send_with_headers(message: Message) -> None:
@@ -55,7 +55,7 @@ class Front:
                 for name, value in gate.headers(visit).items():
                     added[name] = value
             await send(message)
-            if is_head:  # ends an endpoint that would go on to make the body
+            if is_head:  # stop the endpoint before it creates the body
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         service.num_active += 1

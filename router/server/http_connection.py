@@ -2,9 +2,9 @@
 
     head within header_timeout_s, MAX_HEAD_BYTES, MAX_HEADERS ─> the application ─> answer read, or cut CLOSE_S later
 
-uvicorn alone bounds neither the wait for a head nor its size, nor the wait for a client that reads no answers, nor the
-number of pipelined requests, and logs a warning for each bad request. It also takes requests without a `Host`, sends
-chunks to clients of HTTP/1.0, and drops the requests of a client that has closed its sending side.
+uvicorn bounds neither the wait for a head nor its size, nor the wait for a client that does not read its answers, nor
+the number of pipelined requests, and logs a warning for each bad request. It also accepts requests without a `Host`,
+sends chunks to HTTP/1.0 clients, and drops the requests of a half-closed client.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ MAX_PIPELINED = 16
 CLOSE_S = 30.0
 """How long the client may take to read an answer before a close, or before its next answer."""
 LINGER_S, MAX_DISCARDED_BYTES = 2.0, 64 * 1024 * 1024
-"""Bounds, in seconds and bytes, of what is read and dropped so that the client of a refused request gets the answer."""
+"""Maximum time, in seconds, and bytes to read and drop so that the client of a refused request gets the answer."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 PROBE_S, MAX_PROBE_S = 0.1, 30.0
-"""Time, in seconds, until a half-closed connection is probed, which doubles each time, and its bound."""
+"""Initial and maximum interval of probes of a half-closed connection, in seconds. It doubles each time."""
 HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 """A `Host` header: a name or an address, and a port (RFC 9110, section 7.2)."""
 VERSIONS = ("1.0", "1.1")
@@ -78,7 +78,7 @@ class CyclePieces:
         self.comment = b""
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        self.cycle.flow.resume_reading()  # the end of a connection that is not read is not noticed
+        self.cycle.flow.resume_reading()  # a connection that is not read cannot detect its end
         self._on_gone = on_gone
         if self.cycle.disconnected:
             on_gone()
@@ -144,16 +144,16 @@ class HTTPConnection(HttpToolsProtocol):
         self._drop_requests()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more. Whole requests are still answered, and the connection then ends.
+        """The client has closed its sending side. Complete requests are still answered, then the connection ends.
 
-        The same event is all that a client causes that has left: `_probe` distinguishes the two. Clients of HTTP/1.0
-        cannot be probed, and TLS has no half-closed connections: both count as having left.
+        A client that has left causes the same event; `_probe` distinguishes the two. HTTP/1.0 clients cannot be probed,
+        and TLS has no half-closed connections: both count as having left.
         """
         cycle = self.cycle
         if self.idle or cycle.more_body or cycle.scope["http_version"] == "1.0" or self.scheme == "https":
             return False
         cycle.keep_alive = False
-        if not self._is_half_closed:  # a transport that resumes reading reports the end again
+        if not self._is_half_closed:  # a transport that resumes reading reports EOF again
             self._is_half_closed = True
             self.loop.call_later(PROBE_S, self._probe, PROBE_S)
         return True
@@ -334,7 +334,7 @@ class HTTPConnection(HttpToolsProtocol):
             self.awaiting_since = self.awaiting_since or self.loop.time()
 
     def _check_head(self) -> None:
-        """Refuse a head that RFC 9112 forbids and the parser lets pass, and prepare for what uvicorn does not know."""
+        """Refuse heads that RFC 9112 forbids but the parser accepts, and handle cases that uvicorn does not."""
         version = self.parser.get_http_version()
         hosts = []
         for name, value in self.headers:
@@ -355,8 +355,8 @@ class HTTPConnection(HttpToolsProtocol):
     def _probe(self, delay_s: float) -> None:
         """Write an interim response to a half-closed connection, and again after `delay_s` seconds.
 
-        A client that has left answers with a reset, which ends the connection. One that waits ignores the response, as
-        each client of HTTP/1.1 must (RFC 9110, section 15.2). In a stream that has begun, a comment does the same.
+        A client that has left answers with a reset, which ends the connection. A waiting client ignores the response,
+        as every HTTP/1.1 client must (RFC 9110, section 15.2). In a stream that has begun, a comment serves as probe.
         """
         if self.transport.is_closing() or not self._unanswered:
             return
@@ -372,7 +372,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.loop.call_later(delay_s, self._probe, min(2 * delay_s, MAX_PROBE_S))
 
     def _drop_requests(self) -> None:
-        """Have all requests end as those of a client that has left; uvicorn ends only the last one."""
+        """End all requests as disconnected; uvicorn ends only the last one."""
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -409,14 +409,14 @@ class HTTPConnection(HttpToolsProtocol):
         self._drop_requests()
         self.transport.write(_answer(error))
         if self.transport.can_write_eof():
-            self.transport.write_eof()  # a close would reset a connection whose client still sends, and lose the answer
+            self.transport.write_eof()  # a close would reset the connection if the client still sends
         else:  # TLS
             self.transport.close()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
 def _unchunked(app: ASGIApp) -> ASGIApp:
-    """`app` for a client of HTTP/1.0, which does not know chunks: a streamed answer ends with its connection."""
+    """Wrap `app` for HTTP/1.0 clients, which do not support chunks: the end of the connection ends a stream."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         cycle: RequestResponseCycle = scope["state"]["pieces"].cycle
@@ -428,7 +428,7 @@ def _unchunked(app: ASGIApp) -> ASGIApp:
                 is_streamed = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
                 cycle.chunked_encoding = False if is_streamed else None
             elif is_streamed:
-                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares it with each piece
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares it with every piece
             await send(message)
 
         await app(scope, receive, send_unchunked)
@@ -437,10 +437,10 @@ def _unchunked(app: ASGIApp) -> ASGIApp:
 
 
 def _after_body(app: ASGIApp) -> ASGIApp:
-    """`app`, whose answers to requests with unread bodies reach their clients.
+    """Wrap `app` so that answers to requests with unread bodies reach their clients.
 
-    A close would reset the connection of a client that still sends, and lose the answer: the body is dropped first. A
-    client that waits for "100 Continue" gets the answer in its place and a closed connection, because its body may
+    A close would reset the connection of a client that still sends, and lose the answer, so the body is dropped first.
+    A client that waits for "100 Continue" gets the answer instead, and its connection is closed, because its body may
     follow or not.
     """
 
@@ -462,7 +462,7 @@ def _after_body(app: ASGIApp) -> ASGIApp:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read and drop the rest of a body, of at most MAX_DISCARDED_BYTES and for at most LINGER_S."""
+    """Read and drop the rest of a body, up to MAX_DISCARDED_BYTES and for up to LINGER_S."""
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 IDLE_S = 1.0
-"""Idle time, in seconds, after which a connection may be evicted. A new client needs some of it to send its request;
-one that has an answer may send the next."""
+"""Idle time, in seconds, after which a connection may be evicted. New clients need some time to send a request, and
+others may send their next one."""
 MAX_REFUSED = 64
-"""Refused connections that may stay open at once, until their clients have read the refusal."""
+"""Maximum number of refused connections that stay open until their clients have read the refusal."""
 
 
 class Places:
@@ -25,13 +25,13 @@ class Places:
         self.most, self._on_evicted, self._clock = most, on_evicted, clock
         self._open: set[asyncio.Transport] = set()
         self._idle: OrderedDict[asyncio.Transport, float] = OrderedDict()
-        """Time since when each is idle, in the order of eviction."""
+        """Start of each connection's idle time, in the order of eviction."""
         self._refused: dict[asyncio.Transport, None] = {}
 
     def enter(self, transport: asyncio.Transport) -> bool:
-        """Add a new, idle connection. False: all places are in use, and the caller must refuse and close it.
+        """Add a new, idle connection. If it returns False, all slots are in use, and the caller must refuse it.
 
-        In both cases the connection must `leave` at its end.
+        In both cases, `leave` must be called when the connection ends.
         """
         if len(self._open) >= self.most and not self._evict():
             self._refused[transport] = None
@@ -52,7 +52,7 @@ class Places:
         """Every request of this connection is answered; it may already be closing."""
         if transport in self._open:
             self._idle[transport] = self._clock()
-            if transport.is_closing():  # nothing is lost by its eviction
+            if transport.is_closing():  # eviction loses nothing
                 self._idle[transport] = 0.0
                 self._idle.move_to_end(transport, last=False)
 

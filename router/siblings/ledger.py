@@ -3,8 +3,8 @@
     asked ─> each process writes its text to its file, and tells it ─> the one that is asked adds them up
     dead  ─> its file stays, and counts until its successor has put the counters of it among those that ended
 
-A series that fell would look like a restart of the whole router to Prometheus, whose rates would jump. Where the disk
-is full the text of a process that runs is answered all the same; what it counted since it was last stored ends with it.
+A decreasing series would look like a restart of the whole router to Prometheus, whose rates would jump. On a full disk
+the text of a running process is still returned, but counts since its last stored text are lost when it dies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.siblings.part import RouterPart
 
 log = logging.getLogger(__name__)
 NEW = ".new"
-"""Ends the name of a file that is being written."""
+"""Suffix of a file that is being written."""
 NUM_TOLD = (
     "# HELP diptych_router_processes Processes of this router that told the metrics of this page\n"
     "# TYPE diptych_router_processes gauge\n"
@@ -38,7 +38,7 @@ class MetricsLedger:
         self._complained_at = float("-inf")
 
     def take_over(self) -> None:
-        """Put what the process before this one told last among what ended ones counted."""
+        """Add the last text of this process's predecessor to the counters of ended processes."""
         latest, known = self._latest(self._part.index), self._ended(self._part.index)
         if not latest.exists():
             return
@@ -51,11 +51,11 @@ class MetricsLedger:
                     file.unlink()
         except OSError as error:
             self._complain(error)
-            with suppress(OSError):  # a rename takes no room
+            with suppress(OSError):  # a rename needs no disk space
                 latest.rename(self._part.folder / f"{self._part.index}.ended.{secrets.token_hex(4)}")
 
     def tell(self) -> bytes:
-        """The text of this process, which is kept for the case that it dies, if the disk has room for it."""
+        """Return the text of this process, and store it, if the disk is not full, in case the process dies."""
         text = self._render()
         try:
             _write(self._latest(self._part.index), text)
@@ -82,11 +82,11 @@ class MetricsLedger:
         now = time.monotonic()
         if now - self._complained_at >= REMIND_S:
             self._complained_at = now
-            log.error("metrics are not kept for the case that this process dies: %s", error)
+            log.error("cannot store metrics; if this process dies, its recent counts are lost: %s", error)
 
 
 def _contents(files: Iterable[Path]) -> Iterator[bytes]:
-    """What is in those files that exist: a process that takes over removes some meanwhile."""
+    """Read the files that exist. A process that takes over may remove some concurrently."""
     for file in files:
         with suppress(FileNotFoundError):
             yield file.read_bytes()

@@ -50,8 +50,8 @@ class UsedUp:
 class UsageTable:
     """The file of one process. Its `counts` are doubles, its `ids` the same cells as integers.
 
-    To touch a row for which the disk has no room would kill the process, so room is taken before. Without room the
-    usage of a key, or the whole table, is not shared: each process grants the limits of the key by itself.
+    Writing to a mapped row without disk space would kill the process, so the space is allocated first. If that fails,
+    the usage of a key, or of all keys, is not shared: each process applies the key's limits separately.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class UsageTable:
         return row
 
     def _has_room(self, row: int) -> bool:
-        """Take room for a row. Whether there is some."""
+        """Allocate disk space for a row. Returns whether that succeeded."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return _take_room(descriptor, row)
@@ -107,10 +107,10 @@ class UsageTable:
 
 def _take_room(descriptor: int, row: int) -> bool:
     try:
-        if hasattr(os, "posix_fallocate"):  # macOS has none
+        if hasattr(os, "posix_fallocate"):  # macOS does not have it
             os.posix_fallocate(descriptor, row * ROW_BYTES, ROW_BYTES)
     except OSError as error:
-        log.error("the use of a key's limits is not shared between the processes of this router: %s", error)
+        log.error("cannot share the usage of a key between the router's processes: %s", error)
         return False
     return True
 

@@ -2,8 +2,8 @@
 
     submit ──> queue, bounded in entries and bytes ──> thread: a transaction each, in the order of the queue ──> file
 
-A read therefore sees every write submitted before it, and no request has to wait for a write. Where the disk is full at
-the start the thread opens the file once there is room; until then all work fails, and the router serves without it.
+A read therefore sees every write submitted before it, and no request has to wait for a write. If the disk is full at
+startup, the thread opens the file once space is free. Until then all work fails, and the router runs without the store.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Database:
     """Opens `path`, checks it and makes its tables. `chore` runs on the thread every `chore_s` seconds.
 
     `on_failure` gets the reason of each failure, on any thread. Raises sqlite3.Error or OSError for a file that is
-    damaged, of something else, or cannot be written for another reason than a full disk.
+    damaged, is not a store, or cannot be written for another reason than a full disk.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Database:
             self._connection = _opened(self.path, self._schema, self._busy_s)
         except (sqlite3.Error, OSError) as error:
             raise self._closed_by(error) from error
-        log.info("the store of %s is open: the disk has room again", self._name, extra={"path": self.path})
+        log.info("the store of %s is open: the disk is no longer full", self._name, extra={"path": self.path})
 
     def _closed_by(self, error: Exception) -> StoreFailed:
         reason = _reason(error) if isinstance(error, sqlite3.Error) else "error"
@@ -176,7 +176,7 @@ class Database:
     def _transact(self, work: Work[T]) -> T:
         connection = self._connection
         if connection is None:
-            raise self._failed("full", "it is not open, because the disk was full at the start")
+            raise self._failed("full", "it is not open, because the disk was full at startup")
         try:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -237,7 +237,7 @@ def _write_ahead(connection: sqlite3.Connection, busy_s: float) -> str:
 
 
 def _has_no_room(path: str, error: Exception) -> bool:
-    """Whether a file cannot be opened because its disk is full. SQLite reports that by several errors."""
+    """Whether a file cannot be opened because its disk is full. SQLite has several errors for this."""
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
     if path == IN_MEMORY or not isinstance(error, sqlite3.OperationalError):

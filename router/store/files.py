@@ -224,7 +224,7 @@ class FileStore:
         self._measure(connection)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
-        """Once: measure, and see what the clock said last; it may have jumped while no router ran."""
+        """Measure the store, and read its last time stamp: the clock may have jumped while no router ran."""
         if not self._has_begun:
             self._measure(connection)
             (latest,) = connection.execute("SELECT max(created_at) FROM files").fetchone()

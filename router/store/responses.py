@@ -232,7 +232,7 @@ class ResponseStore:
         return turns
 
     def _begin(self, connection: sqlite3.Connection) -> None:
-        """Once: the clock may have jumped while no router ran."""
+        """Read the store's last time stamp: the clock may have jumped while no router ran."""
         if not self._has_begun:
             (latest,) = connection.execute("SELECT max(used_at) FROM responses").fetchone()
             if latest is not None:

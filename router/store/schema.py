@@ -70,7 +70,7 @@ def check_format(connection: sqlite3.Connection, schema: Schema) -> None:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     finally:
-        if connection.in_transaction:  # SQLite ended it if the disk is full
+        if connection.in_transaction:  # SQLite has already ended it if the disk is full
             connection.execute("ROLLBACK")
     if num_tables and application != schema.application_id:
         raise sqlite3.DatabaseError("it is a database of another program")

@@ -20,5 +20,5 @@ ABANDONED_S = 7200.0
 
 
 def lease_bounds(clock: WallClock) -> tuple[float, float]:
-    """The least and the greatest end of a lease that is in force. One beyond is of a clock that was ahead."""
+    """Return the earliest and latest end of a valid lease. Later ends come from a clock that was ahead."""
     return clock.earliest(LEASES_S), clock.latest(LEASES_S) + LEASE_S

@@ -36,8 +36,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     answer the same prompt share `prompt`, which has the same tokens and salt. With `params.pooling` the answer is one
     vector of `pooled_width` numbers. `adapter` is the digest of the LoRA weights that it uses, "" for the base model.
     `sink` is offered events in the middle of the answer: see `Sink`. A request that `continues` is a later step of an
-    answer that was admitted, so admission does not judge it again; the first step announces that up to `num_at_once`
-    follow at a time.
+    admitted answer, so admission does not judge it again. The first step announces that up to `num_at_once` follow
+    concurrently.
     """
 
     request_id: str

@@ -65,7 +65,7 @@ def _check_roles(
         return
     marked = [{**message, "content": marks.get(i, message["content"])} for i, message in enumerate(messages)]
     text = template.render(marked, tools=tools, add_generation_prompt=False, extra=extra)
-    shown = set(MARKED.findall(text))  # one pass, however many messages are marked
+    shown = set(MARKED.findall(text))  # one pass for any number of marked messages
     hidden = next((i for i in marks if str(i) not in shown), None)
     if hidden is not None:
         where = f"messages[{hidden}].role"

@@ -1,4 +1,4 @@
-"""Stop strings in the content of an answer that also has thoughts and calls."""
+"""Stop strings for answers with thoughts and calls: they apply to content only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from router.text.thinking import ThinkingScanner
 
 
 class ContentStops:
-    """Looks for stop strings in content only: not in thoughts, not in calls, and not in the marks of either.
+    """Searches content for stop strings, and ignores thoughts, calls and their marks.
 
-    It returns the answer as the model wrote it, like a `StopScanner`. It holds back what may become content that a stop
-    string cuts: the possible beginning of a mark, and that of a stop string. A call ends the text before it.
-    `calls_from` makes a scanner of calls for an answer that begins at a place; None: there are none.
+    Returns the answer as the model wrote it, like a `StopScanner`. Holds back text that may be the beginning of a mark
+    or a stop string. Stop strings do not span a call. `calls_from` creates a scanner of calls for an answer that begins
+    at a position; None: the answer has no calls.
     """
 
     def __init__(
@@ -29,18 +29,18 @@ class ContentStops:
         self._is_begun = thinking is None
         """Whether the content has begun."""
         self._unread, self._num_chars = "", 0
-        """Text that was not returned yet, and the number of characters in all."""
+        """Text that has not been returned, and the total number of characters."""
         self._text_end = self._num_held = self._cut = self._first_end = 0
-        """Where the latest content ends, and how much of it the stop scanner holds; where a stop string cut the answer;
-        before which place none may end."""
+        """End of the latest content, number of its characters that the stop scanner holds, position at which a stop
+        string cut the answer, and first position at which one may end."""
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was found."""
+        """The stop string that was found, or None."""
         return self._stops.stop
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string ended it; see `StopScanner.push`."""
+        """Return the text that can be shown, and whether a stop string ended it; see `StopScanner.push`."""
         if self.stop is not None:
             return "", True
         self._unread += text
@@ -52,7 +52,7 @@ class ContentStops:
         return self._read(self._thinking.push(text)[1]), self.stop is not None
 
     def flush(self, *, cut: bool = False) -> str:
-        """The held text at the end of an answer, up to a stop string in it. `cut`: it has reached its length."""
+        """Return the held text at the end of an answer, up to a stop string. `cut`: the answer reached its length."""
         if self.stop is not None:
             return ""
         said = "" if self._thinking is None else self._thinking.flush(cut=cut)[1]
@@ -62,7 +62,7 @@ class ContentStops:
         return shown if self.stop is not None else shown + self._released(self._num_chars)
 
     def _read(self, said: str) -> str:
-        """Read more of the text after the thought; what may be shown of the answer now."""
+        """Read more of the text after the thought. Returns the text of the answer that can be shown."""
         self._is_begun = self._is_begun or bool(said)
         if not self._is_begun:
             undecided = 0 if self._thinking is None else self._thinking.num_undecided
@@ -99,7 +99,7 @@ class ContentStops:
         return False
 
     def _released(self, end: int) -> str:
-        """The text up to a place in the answer that was not returned before."""
+        """Return the text up to position `end` of the answer that has not been returned."""
         length = max(0, end - (self._num_chars - len(self._unread)))
         shown, self._unread = self._unread[:length], self._unread[length:]
         return shown

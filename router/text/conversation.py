@@ -14,13 +14,13 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 
 
 class JoinedParts(str):
-    """The text of a content of several parts, joined by line breaks as vLLM does. `parts` are the texts."""
+    """The texts of several content parts (`parts`), joined by line breaks as in vLLM."""
 
     parts: tuple[str, ...]
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> str:
-        """A plain string for a single text."""
+        """Join texts. A single text becomes a plain string."""
         if len(texts) == 1:
             return texts[0]
         joined = cls("\n".join(texts))
@@ -29,20 +29,20 @@ class JoinedParts(str):
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: bool = False) -> list[dict[str, Any]]:
-    """Messages with content as one string (of several parts: `JoinedParts`) and arguments of tool calls as objects.
+    """Convert messages: content becomes one string (`JoinedParts` for several parts), call arguments become objects.
 
     A "developer" message becomes a "system" message for a template without that role. Raises InvalidRequest for
-    content that is not text, and for arguments of too many JSON values.
+    content that is not text, and for arguments with too many JSON values.
     """
     counter = ValueCounter("messages: the arguments of tool calls have", param="messages")
     return [_message(message, index, has_developer, counter) for index, message in enumerate(messages)]
 
 
 def in_content_forms(messages: Sequence[dict[str, Any]], forms: Mapping[str, ContentForm]) -> list[dict[str, Any]]:
-    """Messages of `template_messages` with lists of text parts where a template shows them.
+    """Convert messages of `template_messages` to the forms of content that a template renders.
 
-    Content of several parts becomes a list for roles whose template joins parts itself, and stays one string for
-    others. Any content becomes a list where the template shows nothing else.
+    Content of several parts becomes a list for roles for which the template joins parts itself, and stays one string
+    for others. If the template renders only lists, all content becomes a list.
     """
     return [_in_form(message, forms.get(message["role"], ContentForm.TEXT)) for message in messages]
 
@@ -69,7 +69,7 @@ def _message(message: Mapping[str, Any], index: int, has_developer: bool, counte
 
 
 def content_text(content: Any, index: int) -> str:
-    """The text of a message's content: a string, null, or text parts (`JoinedParts`)."""
+    """Return the text of a message's content, which is a string, null, or text parts (`JoinedParts`)."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -3,8 +3,8 @@
     router: demand ──text──> this program ──fork──> a child: writes the grammar of the demand, and compiles it
             verdict with the grammar <──────────────────────┘
 
-Patterns, rules and schemas are a client's text, for which libraries may take time and memory without a bound. The
-router only encodes them: in linear time, in C.
+A demand is a constraint on an answer: a schema, pattern, choice, set of rules or tool calls. It contains text of a
+client, for which libraries may take unbounded time and memory. The router only encodes it, in linear time, in C.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from router.text.calls.function import Function
 
 PROGRAM = "router.text.grammar_writer"
 ALL_FORMS = (*FORMS.values(), *(form for _, form in RENDERED))
-"""Makes every form that a dialect may have. Their numbers are the same in the router and in this program."""
+"""Constructors of all tool-call formats, numbered identically in the router and in this program."""
 
 
 class JsonDemand(msgspec.Struct, frozen=True, tag="json"):
-    """JSON text of a schema, which is itself JSON text."""
+    """JSON that matches a schema. `schema` is JSON text."""
 
     schema: str
 
     @classmethod
     def of(cls, schema: Mapping[str, Any] | bool) -> Self:
-        """Raises RecursionError for a schema that is nested too deeply."""
+        """Encode a schema. Raises RecursionError if it is nested too deeply."""
         return cls(json.dumps(schema))
 
     def grammar(self) -> str:
-        """See `grammar_of`, as for all demands."""
+        """Write the grammar; see `grammar_of`."""
         return json_grammar(json.loads(self.schema))
 
 
 class RegexDemand(msgspec.Struct, frozen=True, tag="regex"):
-    """Text that a regular expression matches as a whole."""
+    """Full matches of a regular expression."""
 
     pattern: str
 
@@ -60,7 +60,7 @@ class ChoiceDemand(msgspec.Struct, frozen=True, tag="choice"):
 
 
 class RulesDemand(msgspec.Struct, frozen=True, tag="rules"):
-    """Text of a client's own grammar."""
+    """Texts of a client's grammar."""
 
     rules: str
 
@@ -69,7 +69,7 @@ class RulesDemand(msgspec.Struct, frozen=True, tag="rules"):
 
 
 class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
-    """Calls of functions in a model's form, by its number in `ALL_FORMS`, with the spelling of its marks.
+    """Tool calls in a format, by its number in `ALL_FORMS`, with the spelling of its marks.
 
     `functions` and `answer` are JSON text: a list of names and parameters, and a schema or null.
     """
@@ -84,7 +84,7 @@ class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
 
     @classmethod
     def of(cls, form: CallForm, spell: Spell, wanted: Wanted) -> Self:
-        """Raises RecursionError for schemas that are nested too deeply."""
+        """Encode the functions. Raises RecursionError if a schema is nested too deeply."""
         functions = json.dumps([[function.name, function.parameters] for function in wanted.functions])
         marks = {mark: spell(mark) for mark in form.marks}
         answer = json.dumps(wanted.answer)
@@ -102,22 +102,22 @@ def _number_of(form: CallForm) -> int:
 
 
 Demand: TypeAlias = JsonDemand | RegexDemand | ChoiceDemand | RulesDemand | CallsDemand
-"""What a client asks of the form of an answer."""
+"""A constraint on the form of an answer."""
 
 
 def text_of(demand: Demand) -> str:
-    """The text of a demand, for `GrammarChecks`. Raises ValueError for text that is not Unicode."""
+    """Encode a demand for `GrammarChecks`. Raises ValueError for text that is not Unicode."""
     return msgspec.json.encode(demand).decode()
 
 
 def grammar_of(text: str) -> str:
-    """The grammar that a demand's text asks for.
+    """Write the grammar of an encoded demand.
 
-    Raises ValueError for a demand without a grammar, and RecursionError for one that is nested too deeply.
+    Raises ValueError for a demand that has no grammar, and RecursionError for one that is nested too deeply.
     """
     demand: Demand = msgspec.json.decode(text, type=Demand)
     grammar = bounded(demand.grammar())
-    grammar.encode()  # raises where the text is not Unicode
+    grammar.encode()  # raises if the text is not Unicode
     return grammar
 
 

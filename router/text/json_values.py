@@ -1,4 +1,4 @@
-"""Counts the values of JSON text before it is parsed: `{},` is three bytes, and an object of 72."""
+"""Counts the values of JSON text before it is parsed, because `{},` takes three bytes as text and 72 as an object."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from typing import Final
 from common.errors import InvalidRequest
 
 MAX_VALUES: Final = 200_000
-"""JSON values of a large body, except numbers in lists. Each takes up to 200 bytes of memory once it is parsed."""
+"""Maximum number of JSON values of a large body, without numbers in lists. Each takes up to 200 bytes when parsed."""
 MAX_NUMBERS: Final = 2**20
-"""Numbers in the lists of a large body: token ids. Each takes up to 48 bytes once it is parsed."""
+"""Maximum number of numbers in lists (token ids) of a large body. Each takes up to 48 bytes when parsed."""
 COUNTED_BYTES = 64 * 1024
-"""Bytes of JSON that are counted at a time: this bounds the memory and the time of one step."""
+"""Bytes of JSON to count at a time. Bounds the memory and the time of one step."""
 DIGITS_AS_ONES = bytes.maketrans(b"0123456789", b"1" * 10)
 
 
 class ValueCounter:
-    """Counts the values of JSON text while its bytes arrive, in linear time and before any object is made.
+    """Counts the values of JSON text while its bytes arrive, in linear time and before any object is created.
 
-    Every value except the first follows a comma, a bracket or a brace outside of strings, which for an empty list or
-    object none does. Where the text is not valid JSON, a parser fails before it has made more objects than are counted.
-    The end of each `COUNTED_BYTES` may count one value wrongly.
+    Every value except the first follows a comma, an opening bracket or an opening brace outside of strings. Brackets of
+    empty lists and objects do not count. If the text is not valid JSON, a parser fails before it has created more
+    objects than were counted. At each boundary of `COUNTED_BYTES`, the count may be off by one.
     """
 
     def __init__(
         self, whose: str, *, max_values: int = MAX_VALUES, max_numbers: int = MAX_NUMBERS, param: str | None = None
     ) -> None:
-        """`whose` begins the message of an error, such as "the body has", and `param` is its field."""
+        """`whose` is the beginning of error messages, such as "the body has", and `param` their field."""
         self._whose, self._param, self._max_values, self._max_numbers = whose, param, max_values, max_numbers
         self._num_values = self._num_numbers = 0
         self._in_string = False
-        self._rest = b""  # a backslash whose escaped character has not arrived
+        self._rest = b""  # a backslash at the end of the data, before its escaped character
 
     def add(self, data: bytes | bytearray) -> None:
         """Count more of the text. Raises InvalidRequest beyond the bounds."""
@@ -44,7 +44,7 @@ class ValueCounter:
                 raise InvalidRequest(f"{self._whose} more than {what}", param=self._param)
 
     def add_text(self, text: str) -> None:
-        """Count one more JSON text, which is whole. Raises InvalidRequest as `add` does."""
+        """Count another, complete JSON text. Raises InvalidRequest as `add` does."""
         self._in_string, self._rest = False, b""
         self.add(text.encode(errors="surrogatepass"))
 

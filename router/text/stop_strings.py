@@ -44,10 +44,9 @@ class StopScanner:
         return self._stop
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string ended it; after the end the text is "".
+        """Return the text that can be shown, and whether a stop string ended it. After the end, the text is "".
 
-        With `may_end` false, a stop string that is complete within `text` is ignored. One that only begins there
-        still counts.
+        If `may_end` is False, stop strings that end within `text` are ignored. Those that only begin in it count.
         """
         if self._stop is not None:
             return "", True

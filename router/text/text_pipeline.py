@@ -104,9 +104,9 @@ class TextPipeline:
         keep: int = 0,
         side: Literal["left", "right"] = "right",
     ) -> list[int]:
-        """Token ids of a plain prompt, or of the pair that it makes with a `second` text.
+        """Return the token ids of a plain prompt, or of a pair with a `second` text.
 
-        At most `keep` of them remain (0: all), as `Tokenizer.encode_cut` cuts on that `side`.
+        They are truncated on `side` to at most `keep` (0: no limit), as in `Tokenizer.encode_cut`.
         A text that surely has more than `limit` tokens (0: no limit), or has more than `max_bytes` of UTF-8 (0: no
         limit), is refused before it is tokenised; the number of tokens is not checked. Raises ContextLengthExceeded,
         InvalidRequest for too many bytes or text that is not Unicode, Unavailable.
@@ -172,9 +172,9 @@ class TextPipeline:
         return await self._threads.run(job, len(words) * max(map(len, words), default=0))
 
     async def grammar(self, demand: Demand, *, salt: str = "", owner: str = "") -> str:
-        """The grammar that a demand asks for, once it is written and compiled on trial; see `GrammarChecks.submit`.
+        """Return the grammar of a demand, after writing it and compiling it on trial; see `GrammarChecks.submit`.
 
-        Raises ValueError, whose message is for the client, when workers could not use it, and Unavailable.
+        Raises ValueError, with a message for the client, if workers could not use it, and Unavailable.
         """
         text = text_of(demand)
         if self.grammars is None:
@@ -186,7 +186,7 @@ class TextPipeline:
         return verdict.grammar
 
     async def apart(self, job: Callable[[], Result], size: int = SHORT_TEXT + 1) -> Result:
-        """The result of other work on `size` characters, run in the threads for texts. Raises Unavailable."""
+        """Run other work on `size` characters in the text threads, and return its result. Raises Unavailable."""
         return await self._threads.run(job, size)
 
     def exceeds(self, prompt: str | Sequence[int], num_tokens: int) -> bool:
@@ -215,7 +215,7 @@ class TextPipeline:
         return self._table.name(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; those of a control token are its name."""
+        """Return the bytes of one token; for a control token, its name."""
         return self._table.raw(token_id)
 
     def spell(self, mark: str) -> str:
@@ -279,7 +279,7 @@ class TextPipeline:
 
 
 def text_size(value: object) -> int:
-    """Characters of all strings in a JSON value, and a few for each value; counts no further above `HUGE_TEXT`."""
+    """Count the characters of all strings in a JSON value, plus a few for each value. Stops above `HUGE_TEXT`."""
     size, left = 0, [value]
     while left and size <= HUGE_TEXT:
         part = left.pop()

@@ -17,15 +17,15 @@ SHORT_TEXT = 8192
 TINY_TEXT = 1024
 """These take less time than a thread's turn costs: they have none."""
 JOB_CHARS = 64
-"""What a tiny text costs in addition to its characters."""
+"""Cost of a tiny text in addition to its characters, in characters."""
 HUGE_TEXT = 256 * 1024
-"""Longer texts take up to seconds. They have a thread that no other text waits for."""
+"""Longer texts take up to seconds. They have a dedicated thread, so that no other text waits for them."""
 MAX_PENDING = 1024
 """Jobs that wait or run."""
 
 
 class TextThreads:
-    """With two threads or more, short texts have a thread of their own, and one more thread serves huge texts.
+    """Threads for work on texts. With two or more, one is dedicated to short texts, and one more serves huge texts.
 
     At most `max_pending` jobs wait or run; one more raises Unavailable. One event loop owns it.
     """
@@ -35,7 +35,7 @@ class TextThreads:
         self._short = ThreadPoolExecutor(1, thread_name_prefix="text-short") if threads > 1 else self._long
         self._huge = ThreadPoolExecutor(1, thread_name_prefix="text-huge") if threads > 1 else self._long
         self._max_pending, self._pending, self._lock = max_pending, 0, threading.Lock()
-        self._at_once = 0  # characters of tiny texts since other tasks had their turn
+        self._at_once = 0  # characters of tiny texts since the last yield to the event loop
         self._closed = False
 
     @property
@@ -52,7 +52,7 @@ class TextThreads:
             )
         if size <= TINY_TEXT and not self._closed:
             self._at_once += size + JOB_CHARS
-            if self._at_once > SHORT_TEXT:  # a request may have thousands of tiny texts
+            if self._at_once > SHORT_TEXT:  # one request may have thousands of tiny texts
                 self._at_once = 0
                 await asyncio.sleep(0)
             return job()

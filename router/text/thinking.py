@@ -9,7 +9,7 @@ from router.text.answer.marks import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
 MAX_BLANKS = 4096
-"""Held white space, which is read again for each piece of an answer. More of it is shown."""
+"""Maximum held white space, in characters. It is read again for each piece of an answer; more is released."""
 TAIL_TOKENS = 16
 """Last tokens of a prompt, whose text shows whether it opens a thought: a tokenizer of bytes needs nine."""
 
@@ -32,7 +32,7 @@ def begins_inside(prompt_end: str) -> bool:
 
 
 def open_thought(text: str) -> str | None:
-    """The unfinished thought at the end of `text`, without its mark; None if no thought is open there."""
+    """Return the unfinished thought at the end of `text`, without its mark, or None."""
     _, mark, thought = text.rpartition(OPEN)
     return thought if mark and CLOSE not in thought else None
 
@@ -40,7 +40,7 @@ def open_thought(text: str) -> str | None:
 class ThoughtTokens:
     """Counts the tokens of a thought at the beginning of an answer, up to and including its closing mark.
 
-    `raw` gives the bytes of a token. The mark may consist of several tokens, or share a token with other text.
+    `raw` returns the bytes of a token. The mark may consist of several tokens, or share a token with other text.
     """
 
     def __init__(self, raw: Callable[[int], bytes]) -> None:
@@ -62,7 +62,7 @@ class ThinkingScanner:
     """Splits an answer into a thought and the text after it as it arrives, without white space around the thought.
 
     `inside`: the prompt opened the thought. `continued`: the prompt ends within its text, so white space at the
-    beginning of the answer belongs to the thought. An answer that begins with no thought passes unchanged.
+    beginning of the answer belongs to the thought. An answer that does not begin with a thought is not changed.
     """
 
     def __init__(self, *, inside: bool, continued: bool = False) -> None:
@@ -70,11 +70,11 @@ class ThinkingScanner:
         self._held = ""
         self._thought = continued
         self.is_thought = self._place is _Place.THOUGHT
-        """Whether the answer begins with a thought, as far as is known."""
+        """Whether the answer begins with a thought, or may still do so."""
 
     @property
     def num_undecided(self) -> int:
-        """The number of characters that may begin a thought or the answer."""
+        """Number of held characters that may begin a thought or the answer."""
         return len(self._held) if self._place is _Place.BEGIN else 0
 
     def push(self, text: str) -> tuple[str, str]:

@@ -43,7 +43,7 @@ def tools_as_text(
     Contents must be strings. Results that follow each other or precede a user message become one message, because some
     templates demand that user and assistant take turns.
     """
-    joined: list[tuple[dict[str, Any], list[str]]] = []  # messages, and the contents that each is made of
+    joined: list[tuple[dict[str, Any], list[str]]] = []  # messages, each with its contents
     before = ""
     for message in messages:
         text = _without_tools(message, form)

@@ -95,7 +95,7 @@ def test_ranks_share_gpus_too_but_not_their_own() -> None:
     assert devices(shared) == ["cuda:0", "cuda:1", "cuda:0"]
     alone = plan_of("--tensor-parallel-size", "4", num_gpus=3)
     assert devices(alone) == ["cpu", "cpu"]
-    assert alone.placement == "--device auto: the CPU, because its ranks need 4 GPUs, and this machine has 3"
+    assert alone.placement == "--device auto: the CPU, because its ranks need 4 GPUs, but this machine has 3"
 
 
 @pytest.mark.parametrize(

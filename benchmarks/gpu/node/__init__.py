@@ -8,7 +8,7 @@ SECOND = {
     "launches": 40, "ranks": 60,
 }  # fmt: skip
 PARTS = FIRST | SECOND
-"""Seconds after which a part is stopped, in the order in which parts are run: by what they are worth to someone who has
-the machine for a quarter of an hour. Each half fits into a command of ten minutes."""
+"""Deadlines of the parts, in seconds. Parts run in this order, the most useful first. Each half fits into a command of
+ten minutes."""
 MORE_PARTS = {"tiles": 240}
-"""Parts that are run only when they are named."""
+"""Parts that run only if they are named."""

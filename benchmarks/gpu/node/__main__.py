@@ -1,17 +1,17 @@
-"""Everything that one GPU can tell about Diptych, a line with PASS or FAIL for each finding.
+"""All measurements and checks on one GPU. Prints a line with PASS or FAIL for each finding.
 
-Parts run in the order of their worth: what the chip can do, the check of a worker's start, prefill and decode steps,
-kernels compared with their floor and with torch's own, products with quantised weights, of experts, attention over
+Parts run in the order of their usefulness: the chip's rates, the check of a worker's start, prefill and decode steps,
+kernels compared with their floor and with torch's, products with quantised weights and of experts, attention over
 latents, recorded steps; then transfers, the service, and the rest. `--parts first` and `--parts second` are the two
-halves, for machines that end a command after ten minutes.
+halves, for machines that limit a command to ten minutes.
 
 The parts run in a separate process. A part is stopped at its deadline. When a part hangs in the driver, loses the
-device or crashes, another process runs those that follow. A module that cannot be imported is a verdict of the parts
-that need it: torch and Triton suffice for chip, agreement, engine, kernels, quantised, moe, mla, graphs, invariance.
+device or crashes, another process runs the parts that follow. A module that cannot be imported fails the parts that
+need it: torch and Triton suffice for chip, agreement, engine, kernels, quantised, moe, mla, graphs, invariance.
 
-The folder gets verdicts.txt and gpu.json, written after each finding, and at the end gpu.png, logs.tgz with the logs of
-workers, and triton-cache.tgz with the compiled kernels, which a later run into the same folder starts from. The exit
-status is 0 if every verdict is PASS, 1 if not, 2 without a CUDA device; --dry-run runs every part on the CPU, at tiny
+Each finding is written to verdicts.txt and gpu.json in the output folder at once. At the end, gpu.png, logs.tgz (the
+workers' logs) and triton-cache.tgz (compiled kernels, which a later run into the same folder uses) follow. The exit
+status is 0 if every verdict is PASS, 1 if not, 2 without a CUDA device. --dry-run runs every part on the CPU, with tiny
 sizes, in Triton's interpreter.
 """
 
@@ -38,18 +38,18 @@ from benchmarks.time_limit import TimeOver, time_limit
 
 RUNNER = ("-P", "-m", "benchmarks.gpu.node.run")
 GRACE_S = 20.0
-"""For a part that does not stop at its deadline: then its process is killed."""
+"""Seconds after a part's deadline until its process is killed."""
 LEAST_S = 10.0
-"""With less time left no process is started."""
+"""Minimum remaining time, in seconds, to start a process."""
 POLL_S = 0.25
 MOST_BYTES = 15 * 2**20
-"""Of one file, so that it can be brought back from machines that bound that."""
+"""Maximum size of an archive, in bytes. Some machines limit the size of files that can be copied from them."""
 SMALL_KINDS = (".cubin", ".json", ".hsaco", ".so")
-"""What Triton loads, of the files that it keeps of a kernel."""
+"""Suffixes of the cached files of a kernel that Triton loads."""
 
 
 class Run:
-    """One run: processes that work through the parts, and what becomes of their results."""
+    """One run: starts the processes that run the parts, and collects their results."""
 
     def __init__(self, options: Namespace, argv: Sequence[str], scratch: Path) -> None:
         self.options, self._argv, self._scratch = options, list(argv), scratch
@@ -64,7 +64,7 @@ class Run:
                 file.extractall(self._cache, filter="data")
 
     def run(self) -> None:
-        """Run all parts, or as many as the time allows."""
+        """Run all parts, until the time limit."""
         limit = self.options.time_limit_s
         until = time.monotonic() + limit if limit else float("inf")
         remaining = list(self.options.parts)
@@ -79,10 +79,10 @@ class Run:
             print(f"STOPPED  {end}", flush=True)
             remaining = [part for part in remaining if part not in self._state()["done"]]
         for part in remaining if self.has_gpu else ():
-            self._tell(Verdict(part, ITSELF, False, "not run", "", "the time was over"))
+            self._record(Verdict(part, ITSELF, False, "not run", "", "the time limit was reached"))
 
     def _in_one_process(self, parts: list[str], left_s: float) -> list[str]:
-        """Start a process for `parts`, and wait for its end: the parts that it did not come to."""
+        """Run `parts` in a process until it ends. Returns the parts that did not run."""
         limit = left_s if left_s != float("inf") else 0.0
         rest = ("--progress", str(self._progress), "--logs", str(self._logs), "--left-s", str(limit))
         environment = os.environ | {"TRITON_CACHE_DIR": str(self._cache), "PYTHONUNBUFFERED": "1"}
@@ -104,13 +104,13 @@ class Run:
         if process.returncode == NO_GPU:
             self.has_gpu = False
             return parts
-        if missing := state.get("problem"):  # without which no part can run
-            self._tell(Verdict(parts[0], ITSELF, False, missing, "torch and Triton"))
+        if missing := state.get("problem"):  # no part can run
+            self._record(Verdict(parts[0], ITSELF, False, missing, "torch and Triton"))
             return []
         if problem or not done or process.returncode not in (PASSED, FAILED):
             part = state["running"] or next((one for one in parts if one not in done), parts[-1])
             words = problem or describe(process.returncode)
-            self._tell(Verdict(part, ITSELF, False, words, "it ends by itself"))
+            self._record(Verdict(part, ITSELF, False, words, "a normal exit"))
             done.append(part)
         return [part for part in parts if part not in done]
 
@@ -119,22 +119,22 @@ class Run:
         return state
 
     def _overdue(self, first: str, limit: float) -> str:
-        """Why the process must be killed, or ""."""
+        """Return why the process must be killed, or ""."""
         state = self._state()
         allowed = seconds_of(state["running"] or first, self.options)
         bounds = [bound for bound in (allowed, limit) if bound]
         took = time.monotonic() - state["since"]
-        return f"has not stopped {GRACE_S:g} s after its deadline" if bounds and took > min(bounds) + GRACE_S else ""
+        return f"did not stop within {GRACE_S:g} s of its deadline" if bounds and took > min(bounds) + GRACE_S else ""
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes]) -> None:
-        """Kill the process, and what it has started."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
-    def _tell(self, one: Verdict) -> None:
-        """Add a verdict that no part's process could tell."""
+    def _record(self, one: Verdict) -> None:
+        """Add a verdict for a part whose process could not record it."""
         print(one, flush=True)
         found = self.found()
         found.setdefault("verdicts", []).append(one.as_json())
@@ -149,12 +149,12 @@ class Run:
         return found
 
     def pack(self) -> None:
-        """Logs and compiled kernels, each as one file."""
+        """Write the archives of logs and compiled kernels."""
         self._pack("logs", self._logs)
         self._pack("triton-cache", self._cache)
 
     def _pack(self, name: str, folder: Path) -> None:
-        """Write a folder's files; of compiled kernels only what Triton loads, where all are too many."""
+        """Archive a folder. If compiled kernels are too large, archive only the files that Triton loads."""
         if not any(path.is_file() for path in folder.rglob("*")):
             return
         target = self.options.out / f"{name}.tgz"
@@ -164,7 +164,7 @@ class Run:
 
 
 def pack(target: Path, folder: Path, kinds: tuple[str, ...] = ()) -> None:
-    """Write the files below a folder, or those of `kinds`, to an archive."""
+    """Archive the files in a folder and its subfolders, or only those with the suffixes `kinds`."""
     with tarfile.open(target, "w:gz") as file:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and (not kinds or path.suffix in kinds):
@@ -172,7 +172,7 @@ def pack(target: Path, folder: Path, kinds: tuple[str, ...] = ()) -> None:
 
 
 def describe(status: int) -> str:
-    """The end of a process in words."""
+    """Describe how a process ended."""
     if status == LOST:
         return "lost the device; another process runs the parts that follow"
     return f"ended its process with {signal.Signals(-status).name if status < 0 else f'status {status}'}"

@@ -20,7 +20,7 @@ from kernels.gpu import backend as triton_backend
 
 LAYERS = 2
 OTHER_BLOCKS = (16, 32, 128)
-"""Sizes of blocks that a worker takes, but for the usual one."""
+"""Block sizes that a worker supports, without the default."""
 TOKENS = 8192
 """Of the cache that a check uses some blocks of: more than its longest sequence has."""
 

@@ -1,4 +1,4 @@
-"""Options of `make gpu`, for the process that directs a run and for those that measure."""
+"""Options of `make gpu`, for the process that controls a run and for its child processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.gpu.node import FIRST, MORE_PARTS, PARTS, SECOND
 PROGRAM = "python -m benchmarks.gpu.node"
 LIMIT_S, LANDING_S = 530.0, 15.0
 PASSED, FAILED, NO_GPU, LOST = 0, 1, 2, 3
-"""Exit statuses; LOST is that of a process whose device does not answer any more."""
+"""Exit statuses. LOST: the device no longer responds."""
 
 
 def parse(argv: Sequence[str], about: str = "") -> Namespace:
-    """`about` is the text of --help. The parts come in their order, with `chip`, which every floor derives from."""
+    """Parse the options. `about` is the text of --help. `parts` are in order and include `chip`, for the floors."""
     parser = ArgumentParser(PROGRAM, description=about, formatter_class=ArgumentDefaultsHelpFormatter)
     halves = {"first": FIRST, "second": SECOND}
     names = (*halves, *PARTS, *MORE_PARTS)
@@ -29,8 +29,8 @@ def parse(argv: Sequence[str], about: str = "") -> Namespace:
     parser.add_argument("--landing-s", type=float, default=LANDING_S, help="seconds of transfers during replays")
     parser.add_argument("--kv-memory-gib", type=float, default=24.0, help="KV memory of each worker in the service")
     parser.add_argument("--requests", type=int, default=128, help="requests to each arm of the service")
-    parser.add_argument("--full", action="store_true", help="more repeats, lengths and time than ten minutes have")
-    parser.add_argument("--skip", nargs="+", default=(), metavar="WORD", help="leave out kernels of such names")
+    parser.add_argument("--full", action="store_true", help="more repeats and lengths; takes longer than ten minutes")
+    parser.add_argument("--skip", nargs="+", default=(), metavar="WORD", help="skip kernels whose name contains WORD")
     options = parser.parse_args(argv)
     wanted = {part for name in options.parts for part in halves.get(name, {name: 0})}
     options.parts = [part for part in (*PARTS, *MORE_PARTS) if part in {"chip", *wanted}]
@@ -41,5 +41,5 @@ def parse(argv: Sequence[str], about: str = "") -> Namespace:
 
 
 def seconds_of(part: str, options: Namespace) -> float:
-    """The deadline of a part; 0: none, because an interpreter's pace says nothing."""
+    """Return the deadline of a part, in seconds. 0: none, in a dry run, because the interpreter is slow."""
     return 0.0 if options.dry_run or options.full else float((PARTS | MORE_PARTS)[part])

@@ -1,7 +1,7 @@
-"""The process that works through the parts of `make gpu`: `python -m benchmarks.gpu.node.run`, started by `__main__`.
+"""The process that runs the parts of `make gpu`: `python -m benchmarks.gpu.node.run`, started by `__main__`.
 
-Each part imports what it needs, so that a missing package is its own verdict, and is stopped at its deadline. Results
-are written after each finding; a process that follows another one goes on from them.
+Each part imports its own packages, so that a missing package fails only that part, and is stopped at its deadline.
+Results are written after each finding. A later process continues from them.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ QUICK_DECODE_STEPS = 16
 CHECKED_LAYERS = 2
 DRY_KV_MEMORY_GIB = 0.01
 DRY_BUCKETS, BUCKETS = 2, 256
-"""The largest batch for which decode workers on a GPU record steps by default; all sizes up to it are compared."""
+"""Largest batch for which decode workers on a GPU record steps by default. All buckets up to it are compared."""
 DRY_TOKENS = 640
 GRACE_S = 10.0
 SPEEDS = ("chip", "kernels", "quantised", "moe", "mla", "engine", "serving", "transfer")
 """Parts whose thresholds are for chips: a dry run shows that they work, and judges nothing."""
 
 
-class Unchecked(RuntimeError):
-    """A part is not measured, because it needs another one that failed or did not run."""
+class MissingPrerequisite(RuntimeError):
+    """A part is not measured, because it needs another part that failed or did not run."""
 
 
 class DeviceLost(RuntimeError):
-    """The device no longer answers this process, as after a kernel with an illegal read."""
+    """The device no longer responds to this process, for example after an illegal memory access."""
 
 
 class PartsRun:
-    """The parts that one process works through. In a dry run Triton must be imported with its interpreter on."""
+    """The parts that one process runs. In a dry run, Triton must be imported with its interpreter enabled."""
 
     def __init__(self, options: Namespace, own: Namespace, argv: Sequence[str]) -> None:
-        """Raises ImportError without torch and Triton."""
+        """Import torch and Triton. Raises ImportError."""
         import torch
 
         from benchmarks.gpu.chip import numbered, versions
@@ -88,10 +88,10 @@ class PartsRun:
             self.found.setdefault(name, {})
         self.found.setdefault("verdicts", [])
 
-    # ---------------------------------------------------------------- the frame of all parts
+    # ---------------------------------------------------------------- common to all parts
 
     def run(self) -> bool:
-        """Run the parts in order, as far as the time allows. Returns whether every verdict is PASS."""
+        """Run the parts in order, until the time limit. Returns whether every verdict is PASS."""
         parts = self.parts()
         done: list[str] = []
         for name in self.options.parts:
@@ -150,16 +150,16 @@ class PartsRun:
 
     def _failed(self, name: str, problem: str) -> None:
         self.found["errors"][name] = problem
-        self.tell(Verdict(name, ITSELF, False, problem, "no error"))
+        self.record(Verdict(name, ITSELF, False, problem, "no error"))
 
     def _words(self, name: str, error: Exception) -> str:
-        """A failure in a line; its traceback is printed. Raises DeviceLost if the device does not answer any more."""
+        """Describe a failure in a line, and print its traceback. Raises DeviceLost if the device no longer responds."""
         import torch
 
         from benchmarks.gpu.case import words_of
 
         words = words_of(error)
-        if isinstance(error, Unchecked):
+        if isinstance(error, MissingPrerequisite):
             return str(error)
         if isinstance(error, ImportError):
             return str(error)
@@ -172,8 +172,8 @@ class PartsRun:
                 raise DeviceLost(f"{words}; the device was lost") from lost
         return words
 
-    def tell(self, one: Verdict) -> None:
-        """Write a verdict on the screen, to the file of verdicts and to the JSON file."""
+    def record(self, one: Verdict) -> None:
+        """Print a verdict, and write it to verdicts.txt and gpu.json."""
         if self.options.dry_run and one.part in SPEEDS and one.what != ITSELF and one.wanted != verdict.REFERENCE:
             one = one._replace(skipped=one.skipped or "a dry run")
         self.found["verdicts"].append(one.as_json())
@@ -186,7 +186,7 @@ class PartsRun:
         self._path.write_text(json.dumps(self.found, indent=1) + "\n")
 
     def _progress(self, running: str, done: Sequence[str]) -> None:
-        """For the process that directs the run. Replaced as a whole: it may be read at any time."""
+        """Report progress to the controlling process. Written atomically, because it may be read at any time."""
         file: Path = self._own.progress
         new = file.with_suffix(".new")
         new.write_text(json.dumps({"running": running, "since": time.monotonic(), "done": done}))
@@ -201,7 +201,7 @@ class PartsRun:
             torch.cuda.empty_cache()
 
     def keep(self, name: str, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Save each row as it comes: a later one may fail or take too long."""
+        """Save each row at once, because a later one may fail or take too long."""
         kept: list[dict[str, Any]] = []
         self.found[name] = kept
         for row in rows:
@@ -211,26 +211,26 @@ class PartsRun:
 
     def judge_rows(self, name: str, rows: Iterable[dict[str, Any]], judge: Callable[[dict[str, Any]], Verdict]) -> None:
         for row in self.keep(name, rows):
-            self.tell(judge(row))
+            self.record(judge(row))
 
     @property
     def chip(self) -> Chip:
-        """The measured rates. Raises Unchecked without them."""
+        """The measured rates. Raises MissingPrerequisite without them."""
         from benchmarks.gpu.chip import Chip
 
         if "chip" not in self.found:
-            raise Unchecked("not measured, because the part chip failed: every floor derives from its rates")
+            raise MissingPrerequisite("not measured, because the part chip failed: all floors derive from its rates")
         return Chip(**self.found["chip"])
 
     def _require_agreement(self) -> None:
-        """Raise Unchecked unless the kernels agree with plain torch; run the check if no part has."""
+        """Raise MissingPrerequisite unless the kernels agree with plain torch. Runs the check if no part has."""
         if "agreement" not in self.found:
             self.check_agreement()
         if wrong := [problem for row in self.found["agreement"] for problem in row["problems"]]:
-            raise Unchecked(f"not measured, because kernels do not agree with plain torch: {wrong[0]}")
+            raise MissingPrerequisite(f"not measured, because kernels do not agree with plain torch: {wrong[0]}")
 
     def measure_cases(self, name: str, title: str, cases: Iterable[MakeCase]) -> None:
-        """Check each kernel, and time it if it is right. A failure does not stop the others."""
+        """Check each kernel, and time it if it is correct. A failure does not stop the others."""
         from benchmarks.gpu.case import name_of
 
         rows: list[dict[str, Any]] = []
@@ -248,13 +248,13 @@ class PartsRun:
                     if problem:
                         continue
                     rows.append(case.measure(self.chip, self.timer))
-                except Unchecked:
+                except MissingPrerequisite:
                     raise
                 except Exception as error:
                     self._note(name, label, self._words(label, error))
                     continue
                 for one in verdict.of_kernel(name, rows[-1]):
-                    self.tell(one)
+                    self.record(one)
                 del case
         finally:
             if rows:
@@ -262,7 +262,7 @@ class PartsRun:
 
     def _note(self, part: str, name: str, problem: str) -> None:
         self.found["problems"][name] = problem
-        self.tell(verdict.of_check(part, name, problem))
+        self.record(verdict.of_check(part, name, problem))
 
     # ---------------------------------------------------------------- the parts
 
@@ -273,7 +273,7 @@ class PartsRun:
         self.found["chip"] = asdict(chip)
         report.print_chip(self.found["chip"], self.found["conditions"])
         for one in verdict.of_chip(chip):
-            self.tell(one)
+            self.record(one)
 
     def check_agreement(self) -> None:
         """The check of a worker's start, at the shape of the benchmark's model."""
@@ -296,7 +296,7 @@ class PartsRun:
             for kind, row in measure_engine(self.shape, chip, self.timer):
                 found[kind].append(row)
                 for one in verdict.of_step(kind, row):
-                    self.tell(one)
+                    self.record(one)
         finally:
             report.print_rows("Prefill, one prompt", found["prefill"])
             report.print_rows("Decode steps", [row for row in found["decode"] if not row["skipped"]])
@@ -358,11 +358,11 @@ class PartsRun:
         rows = [*self.keep("transfer", measure_transfer(self.shape, self.timer))]
         report.print_rows("KV transfer, GB/s", rows)
         for one in (*verdict.of_transfer(rows), *verdict.of_hiding(rows, self._kv_rate())):
-            self.tell(one)
+            self.record(one)
 
     def check_ipc(self) -> None:
         if self.device.type != "cuda":
-            self.tell(Verdict("ipc", "memory that GPUs share", True, "not tried", "", "no GPU"))
+            self.record(Verdict("ipc", "memory that GPUs share", True, "not tried", "", "no GPU"))
             return
         from benchmarks.gpu.node.ipc import ipc_rows
 
@@ -381,7 +381,7 @@ class PartsRun:
             log_dir=self._own.logs,
         )
         for row in self.keep("serving", rows):
-            self.tell(verdict.of_serving(row, self._step_ms()))
+            self.record(verdict.of_serving(row, self._step_ms()))
 
     def check_landing(self) -> None:
         from benchmarks.gpu.node.landing import measure_landing, of_landing
@@ -419,7 +419,7 @@ class PartsRun:
         if count >= RANKS or self.options.dry_run:
             self.judge_rows("ranks", [ranks_row(self.device, self._own.progress.parent)], of_ranks)
         else:
-            self.tell(too_few(count))
+            self.record(too_few(count))
 
     def measure_tiles(self) -> None:
         from benchmarks.gpu.tiles import measure_tiles
@@ -427,7 +427,7 @@ class PartsRun:
         rows = [*self.keep("tiles", measure_tiles(self.shape, self.chip, self.timer))]
         report.print_rows("Attention with other tiles", rows)
 
-    # ---------------------------------------------------------------- what parts have of each other
+    # ---------------------------------------------------------------- results that other parts use
 
     @property
     def _most_rows(self) -> int:
@@ -447,7 +447,7 @@ class PartsRun:
 
 
 def split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """What the directing process adds, and the options of the run."""
+    """Split the arguments into those of the controlling process and the options of the run."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--progress", type=Path, required=True)
     parser.add_argument("--logs", type=Path, required=True)
@@ -463,7 +463,7 @@ def main(argv: Sequence[str]) -> int:
             import torch
 
             if not options.dry_run and not torch.cuda.is_available():
-                print("There is no CUDA device here: nothing was measured. --dry-run tries every part.", flush=True)
+                print("No CUDA device was found, so nothing was measured. --dry-run tries every part.", flush=True)
                 return NO_GPU
             stack.enter_context(torch.inference_mode())
             run = PartsRun(options, own, rest)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.chip import Chip  # it imports torch, which the process that directs a run has no use for
+    from benchmarks.gpu.chip import Chip  # imports torch, which the controlling process does not need
 
 ITSELF, REFERENCE = "the part itself", "the reference's numbers"
 LEAST_COPY, LEAST_MATMUL = 0.8, 0.6
@@ -19,7 +19,7 @@ LEAST_OF_FLOOR_ELSE = 0.4
 MOST_OF_PEER = {"batch-invariant product": 1.6}
 MOST_OF_PEER_ELSE = 1.1
 OTHER_WORK = ("scaled_mm, fp8 inputs",)
-"""Peers that are timed and not judged: they round their inputs to 8 bits as well."""
+"""Peers that are timed but not compared, because they also round their inputs to 8 bits."""
 """Times the fastest peer's time. A product that may not choose its algorithm by the batch has a price."""
 MOST_TIMES_FLOOR = 1.15
 """Of a recorded decode step, beside the reading of all weights and KV."""
@@ -61,7 +61,7 @@ class Verdict(NamedTuple):
         return f"{word}  {self.part}: {self.what}: {self.found} ({self.skipped or self.wanted})"
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields, and the line."""
+        """Return the fields and the line."""
         return self._asdict() | {"line": str(self)}
 
 
@@ -90,7 +90,7 @@ def of_check(part: str, name: str, problem: str) -> Verdict:
 
 
 def of_kernel(part: str, row: Mapping[str, Any]) -> Iterator[Verdict]:
-    """Compared with the floor, and with the fastest of the peers that do the same work."""
+    """Compare with the floor, and with the fastest peer that does the same work."""
     what = f"{row['kernel']}, {row['size']}"
     least = GOALS.get((row["kernel"], row["size"]), LEAST_OF_FLOOR.get(row["kernel"], LEAST_OF_FLOOR_ELSE))
     yield at_least(part, what, row["of_floor"], least, "the floor")
@@ -104,7 +104,7 @@ def of_kernel(part: str, row: Mapping[str, Any]) -> Iterator[Verdict]:
 
 
 def of_step(kind: str, row: Mapping[str, Any]) -> Iterator[Verdict]:
-    """A "prefill" or a "decode" row of the engine. Steps kernel by kernel are told, and not judged."""
+    """Judge a "prefill" or "decode" row of the engine. Steps kernel by kernel are only reported."""
     if kind == "prefill":
         what = f"prefill of {row['tokens']:,}"
         yield at_least("engine", what, row["of_matmul_rate"], LEAST_OF_MATMUL, "the matmul rate")

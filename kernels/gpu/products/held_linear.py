@@ -193,7 +193,7 @@ def multiplied(
 
 
 def stages_on(chip: Chip, tile: Tile) -> int:
-    """Stages of the pipelined loop: 4 of weights of a byte take 84 KiB, more than AMD's 64. They change no bit."""
+    """Stages of the pipelined loop. 4 stages of 1-byte weights take 84 KiB, AMD has 64. Results do not depend on it."""
     return min(tile.stages, 3) if chip.shared_bytes < FOUR_STAGES_BYTES else tile.stages
 
 

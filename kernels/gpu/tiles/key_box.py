@@ -54,7 +54,7 @@ def key_boxes(kv: Tensor, tile: int, chip: Chip) -> TensorDescriptor | None:
 
 
 def refusal(kv: Tensor, tile: int, chip: Chip) -> str:
-    """Why a chip cannot copy this cache by boxes, or ""."""
+    """Return why a chip cannot copy this cache by boxes, or ""."""
     block_size, dim = kv.shape[3], kv.shape[5]
     rows = kv.numel() // (2 * dim)
     if not chip.has_tma:

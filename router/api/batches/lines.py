@@ -20,7 +20,7 @@ from router.store.files import FileStore
 READ_BYTES = 256 * 1024
 """Of a file at a time, parsed before the next are read."""
 TURN_BYTES = 8 * 1024
-"""Of a file that are split into lines before other tasks of the event loop have their turn."""
+"""Bytes of a file to split into lines before yielding to the event loop."""
 LINES_A_TURN = 32
 """Lines that are parsed before other tasks of the event loop have their turn."""
 ENVELOPE_BYTES = 4096
@@ -28,7 +28,7 @@ ENVELOPE_BYTES = 4096
 MAX_PROBLEMS = 100
 """Faults that a failed batch names."""
 MAX_MEMBER_BYTES = 16 * 1024
-"""JSON of a member that is read here. A longer one stays JSON text and is shown as such."""
+"""Maximum size of a member's JSON that is parsed here. Longer JSON stays text and is shown as such."""
 NULL = msgspec.Raw(b"null")
 
 
@@ -94,14 +94,14 @@ def parse_line(number: int, line: bytes, endpoint: str) -> InputLine:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARS:
         raise FaultyLine("invalid_request", f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters", "custom_id")
     if method != "POST":
-        raise FaultyLine("invalid_method", f"method is {_shown(method)}, and must be POST", "method")
+        raise FaultyLine("invalid_method", f"method is {_shown(method)}, expected POST", "method")
     if url != endpoint:
-        raise FaultyLine("url_mismatch", f"url is {_shown(url)}, and the batch's endpoint {endpoint!r}", "url")
+        raise FaultyLine("url_mismatch", f"url is {_shown(url)}, but the batch's endpoint is {endpoint!r}", "url")
     return _with_body(number, name, bytes(fields.body))
 
 
 def _value(raw: msgspec.Raw) -> Any:
-    """The value of valid JSON; the beginning of its bytes if it is long or nested too deeply."""
+    """Parse valid JSON. Returns the beginning of its bytes if it is long or nested too deeply."""
     view = memoryview(raw)
     if len(view) <= MAX_MEMBER_BYTES:
         with suppress(RecursionError):
@@ -126,14 +126,14 @@ def _with_body(number: int, name: str, body: bytes) -> InputLine:
 
 
 async def parsed(number: int, line: bytes, endpoint: str) -> InputLine:
-    """`parse_line`, in a thread if the line is long. Raises FaultyLine."""
+    """Run `parse_line`, in a thread if the line is long. Raises FaultyLine."""
     if len(line) <= LARGE_BYTES:
         return parse_line(number, line, endpoint)
     return await asyncio.to_thread(parse_line, number, line, endpoint)
 
 
 async def _pieces_of(store: FileStore, file_id: str) -> AsyncGenerator[bytes, None]:
-    """The bytes of a file in pieces, each of which is a turn of the event loop. Raises StoreFailed."""
+    """Yield the bytes of a file in pieces. Yields to the event loop after each piece. Raises StoreFailed."""
     after = -1
     while pieces := await store.read(file_id, after, READ_BYTES):
         for after, piece in pieces:  # noqa: B007 (the last number is where the next read begins)
@@ -150,7 +150,7 @@ async def lines_of(store: FileStore, file_id: str, max_bytes: int) -> AsyncGener
     number, parts, size = 1, [b""], 0
     async with aclosing(_pieces_of(store, file_id)) as pieces:
         async for piece in pieces:
-            if not size and piece.isspace():  # white space at the beginning of a line means nothing
+            if not size and piece.isspace():  # leading white space is ignored
                 number += piece.count(b"\n")
                 continue
             *ended, rest = piece.split(b"\n")
@@ -180,7 +180,7 @@ async def judge(
     max_bytes: int,
     stopped: Callable[[], bool],
 ) -> InputReport:
-    """Check all lines, until `stopped` or as many faults as are shown. `check_model` raises ModelNotFound."""
+    """Check all lines, until `stopped` or `MAX_PROBLEMS` faults. `check_model` raises ModelNotFound."""
     report, known = InputReport(), set()
     async for number, line in lines:
         report.num_lines += 1

@@ -74,7 +74,7 @@ class BatchRun:
             self._store.batches.stop_renewing(self.batch)
 
     def _look_at_clock(self) -> None:
-        """Halt once the window has passed by every time that the clock may stand for, which is known better later."""
+        """Halt once the window has passed by the earliest possible time. Repeats while the clock is in doubt."""
         left_s = self.batch.expires_at - self._store.batches.clock.earliest(AGES_S)
         if left_s <= 0:
             self.halt.set(Halted.EXPIRED, abort=True)

@@ -165,7 +165,7 @@ class ChatShape(ChoiceShape):
 
 
 def _split_echo(fields: ChatRequest) -> tuple[str, str]:
-    """The text that an echo shows before the answer, and the part of it that is a thought the answer continues."""
+    """Split the echoed text into content and the unfinished thought that the answer continues."""
     echo = fields.echo_text
     thought = open_thought(echo) if fields.continued_text else None
     if thought is None:

@@ -26,7 +26,7 @@ class OtherFields(Protocol):
 async def chat_of(service: Service, make: Callable[[], ChatRequest], *, is_long: bool) -> ChatRequest:
     """The chat request that `make` translates a conversation to, in a thread if it `is_long`. Raises RequestError.
 
-    What the other API allows may exceed the bounds of a chat request, for example calls of one message.
+    A valid request of the other API may exceed the bounds of a chat request, for example on calls of one message.
     """
     try:
         return await service.text.apart(make) if is_long else make()

@@ -22,14 +22,14 @@ from router.request.translation import as_content, function_tool, named_tool, te
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 MAX_ID_CHARS = 256
 MAX_METADATA = 256
-"""Entries of a response's metadata."""
+"""Maximum number of entries of a response's metadata."""
 WITH_LOGPROBS = "message.output_text.logprobs"
 SAME = ("model", "temperature", "top_p", "top_logprobs", "stream", "parallel_tool_calls", "user", "stop")
 """Fields that mean the same in a chat request, beside the extensions."""
 HOSTED_TOOL = re.compile(
     r"(web_search|web_search_preview|file_search|code_interpreter|image_generation|mcp|tool_search)(_\d{4}_\d\d_\d\d)?"
 )
-"""Types of tools that OpenAI's servers run. Agents declare them in every request, so they are left out."""
+"""Types of tools that OpenAI's servers run. Agents declare them in every request, so they are ignored."""
 NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -62,7 +62,7 @@ class Item(Fields):
     output: Content | None = Field(None, description='with type "function_call_output"')
     id: Any = Field(None, description="kept with the item, if it is a plain text")
     summary: Any = Field(None, description='with type "reasoning": kept with the item')
-    namespace: Annotated[str, Field(max_length=64)] | None = Field(None, description="of the function that is called")
+    namespace: Annotated[str, Field(max_length=64)] | None = Field(None, description="namespace of the called function")
     is_async: Refused = Field(None, alias="async")
     caller: Annotated[Any, Only(({"type": "direct"},))] = None
 
@@ -71,7 +71,7 @@ class ResponseTool(Fields):
     type: Annotated[str, Field(max_length=64)] = Field(description='"function" or "namespace"')
     name: Annotated[str, Field(pattern=ours.FUNCTION_NAME)] | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description='with type "namespace": its functions', exclude_if=lambda tools: tools is None
+        None, description='functions of a tool of type "namespace"', exclude_if=lambda tools: tools is None
     )
     description: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
     parameters: dict[str, Any] | None = None
@@ -188,12 +188,12 @@ class ResponsesRequest(Extensions):
 
     @cached_property
     def left_out(self) -> tuple[str, ...]:
-        """The types of tools that OpenAI's servers run, which this server leaves out."""
+        """Types of declared tools that this server ignores, because OpenAI's servers run them."""
         return tuple(dict.fromkeys(tool.type for tool in self.tools or () if HOSTED_TOOL.fullmatch(tool.type)))
 
     @cached_property
     def functions(self) -> FunctionNames:
-        """The functions that the answer may call. Raises InvalidRequest for a tool that is none."""
+        """The functions that the answer may call. Raises InvalidRequest for an unsupported tool."""
         return FunctionNames(self.tools or ())
 
     def as_chat(self, past: Sequence[Item] = ()) -> ChatRequest:
@@ -214,7 +214,7 @@ class ResponsesRequest(Extensions):
     def _messages(self, past: Sequence[Item]) -> Iterator[ours.Message]:
         if self.instructions:
             yield ours.Message(role="system", content=self.instructions)
-        said: ours.Message | None = None  # the assistant's text; calls that follow it belong to the same message
+        said: ours.Message | None = None  # the assistant's text; the calls that follow it are in the same message
         calls: list[ours.ToolCall] = []
         for i, item in enumerate((*past, *self.items), start=-len(past)):
             where = f"input[{i}]"
@@ -238,7 +238,7 @@ class ResponsesRequest(Extensions):
 class FunctionNames:
     """The functions of a request by the names that the model sees.
 
-    A function of a namespace has its own name, or `namespace__name` where another function has the same one.
+    The model sees a function's own name, or `namespace__name` if another function has the same name.
     """
 
     def __init__(self, tools: Sequence[ResponseTool]) -> None:
@@ -252,23 +252,23 @@ class FunctionNames:
             is_shared = namespace is not None and counts[tool.name] > 1
             name = f"{namespace}__{tool.name}" if is_shared else tool.name
             if not re.fullmatch(ours.FUNCTION_NAME, name):
-                what = f"{where}.name: {name!r} has {len(name)} characters with its namespace, at most 64 are possible"
+                what = f"{where}.name: {name!r} has {len(name)} characters with its namespace; the maximum is 64"
                 raise InvalidRequest(what, param="tools")
             self._seen[namespace, tool.name] = name
             self._places[name] = (namespace, tool.name)
             self.tools.append(function_tool(name, tool.description, tool.parameters))
 
     def seen(self, namespace: str | None, name: str) -> str:
-        """The name by which the model knows a function; its own name if it is not declared."""
+        """Return the name that the model sees. An undeclared function keeps its own name."""
         return self._seen.get((namespace or None, name), name)
 
     def place(self, seen: str) -> tuple[str | None, str]:
-        """The namespace, None for none, and the name of a function that the model calls."""
+        """Return the namespace (or None) and the name of a function that the model calls."""
         return self._places.get(seen, (None, seen))
 
 
 def _functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str | None, ResponseTool, str]]:
-    """Each function with its namespace and its place in the request; tools that OpenAI's servers run are left out."""
+    """Yield each function with its namespace and its path in the request. Skips tools that OpenAI's servers run."""
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
         if HOSTED_TOOL.fullmatch(tool.type):

@@ -1,8 +1,8 @@
 """Answers by beam search: each step asks the pools for a token of every beam; prefix caches share the beams' blocks.
 
-A step is an answer of one token, whose worker knows no beam. So the rules on an answer's tokens are kept here: a step
-asks for as many alternatives as there may be banned ones, or for the allowed tokens' log-probabilities. Admission
-judges a search once, at its first step: one that began is not refused later.
+A step is an answer of one token, and workers do not know about beams. So the rules on an answer's tokens are applied
+here: a step requests one more alternative for each token that may be banned, or the allowed tokens' log-probabilities.
+Admission judges a search only at its first step: a running search is not refused.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class BeamClient:
                         num_at_once=self._settings.width,
                     )
                     tasks.append(group.create_task(self._token(one)))
-                    await asyncio.sleep(0)  # a long prompt takes a millisecond to submit, and others wait
+                    await asyncio.sleep(0)  # submitting a long prompt takes a millisecond
         except ExceptionGroup as errors:  # the first failed and the others were aborted
             raise errors.exceptions[0] from errors
         return [task.result() for task in tasks]

@@ -36,7 +36,7 @@ class Beam:
 
 
 class _Candidate(NamedTuple):
-    """A beam that may grow by a token. Most do not go on, so its tokens are not copied before it is chosen."""
+    """A beam and a possible next token. Most candidates are dropped, so tokens are copied only for a chosen one."""
 
     sum_logprobs: float
     beam: Beam

@@ -47,9 +47,9 @@ class AnswerChoice:
     """Choice `index` of an answer.
 
     `prompt` is the number of the prompt that it answers; `echo` is text that precedes the generated one. A stop string
-    that ends within the first `params.min_tokens` tokens does not count. A `silent` choice shows no generated token:
-    its client asked about the prompt alone. `prompt_logprobs`, there with the first piece, begin at the prompt's second
-    token. `pooled` is the vector of a prompt that is pooled.
+    that ends within the first `params.min_tokens` tokens is ignored. A `silent` choice shows no generated tokens,
+    because its client requested only the prompt. `prompt_logprobs` come with the first piece and begin at the prompt's
+    second token. `pooled` is the vector of a pooled prompt.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class AnswerChoice:
         return self._scanner.push(text, may_end=num_tokens > self.request.params.min_tokens)
 
     def _flush(self, piece: Piece, *, cut: bool) -> bool:
-        """Release an unfinished character, and the text that the scanner holds. True if a stop string ended it."""
+        """Release an unfinished character and the scanner's held text. Returns whether a stop string ended it."""
         rest, stopped = self._scan(self._detokenizer.flush(), self.num_tokens)
         if self._scanner is not None and not stopped:
             rest += self._scanner.flush(cut=cut)

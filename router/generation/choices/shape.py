@@ -20,7 +20,7 @@ class Shape(Protocol):
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens of thoughts so far; None for an API whose usage does not count them."""
+        """Number of reasoning tokens so far; None for an API whose usage does not report them."""
         ...
 
     def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:

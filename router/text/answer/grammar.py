@@ -25,12 +25,12 @@ from router.text.schema.rewrite import rewritten
 WHITESPACE = r"\n[ \t]{0,32}| "
 """White space allowed between the parts of a JSON text; with more, small models fill their answers with blanks."""
 ESCAPES = 'nrbtf\\"'
-"""Letters after a backslash in JSON texts: no `u`, with which a model could spell the name of a member twice."""
+"""Letters after a backslash in JSON strings. Without `u`, so that a model cannot spell the same member name twice."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 LARK_PRIORITY = re.compile(r"^([ \t]*[?!]{0,2}[_a-zA-Z][\w-]*)\.-?[0-9]{1,9}(?=[ \t]*[:\[])", re.MULTILINE)
-"""A rule's priority, which says which reading of a text Lark prefers, and nothing of the texts themselves."""
+"""A rule's priority. It selects between parses of a text and does not change the language."""
 LARK_MARKS = re.compile(r"^([ \t]*)\?!(?=[_a-z])", re.MULTILINE)
-"""Marks of a rule that the library knows in the other order only."""
+"""Modifiers of a rule in the order that the library does not accept."""
 PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")
 """The place of an error in our rules, which means nothing to the client."""
 
@@ -41,7 +41,7 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def json_expression(schema: Mapping[str, Any] | bool) -> str:
-    """The right side of a rule for JSON text that matches a schema with closed objects. Raises Unenforceable."""
+    """Return the right side of a rule for JSON that matches a schema with closed objects. Raises Unenforceable."""
     if not isinstance(schema, Mapping):
         return f"%json {json.dumps(schema)}"
     document = enforceable(canonical(schema))
@@ -49,9 +49,9 @@ def json_expression(schema: Mapping[str, Any] | bool) -> str:
 
 
 def document_expression(document: Document, *, lenient: bool = False) -> str:
-    """The right side of a rule for JSON text that matches an `enforceable` document.
+    """Return the right side of a rule for JSON that matches an `enforceable` document.
 
-    With `lenient` the library leaves out what it cannot enforce.
+    With `lenient` the library ignores keywords that it cannot enforce.
     """
     options = {
         "whitespace_pattern": WHITESPACE,
@@ -64,10 +64,10 @@ def document_expression(document: Document, *, lenient: bool = False) -> str:
 
 
 def enforceable(document: Document, *, lenient: bool = False) -> Document:
-    """A canonical document in keywords that the library enforces, with closed objects.
+    """Rewrite a canonical document in keywords that the library enforces, with closed objects.
 
     Objects are closed before `oneOf` and `not` are resolved, by a mark that says nothing of what the schema rejects.
-    `lenient` leaves out what cannot be enforced. Raises Unenforceable, a ValueError, for it otherwise.
+    With `lenient`, keywords that cannot be enforced are ignored. Otherwise they raise Unenforceable, a ValueError.
     """
     marked = dict(closed(document.whole()))
     definitions = marked.pop("$defs", {})
@@ -76,7 +76,7 @@ def enforceable(document: Document, *, lenient: bool = False) -> Document:
 
 
 def regex_grammar(pattern: str) -> str:
-    r"""A grammar of text that a regular expression of Python's matches as a whole; `\d`, `\w` and `\s` are ASCII's.
+    r"""Return a grammar of the full matches of a Python regular expression; `\d`, `\w` and `\s` are ASCII's.
 
     Raises ValueError for possessive quantifiers.
     """
@@ -89,7 +89,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def free_grammar(text: str) -> str:
-    """A client's grammar, in Lark's or GBNF's form. Raises GbnfError, a ValueError, for GBNF that cannot be parsed."""
+    """Convert a client's grammar, in Lark's form or GBNF. Raises GbnfError, a ValueError, for invalid GBNF."""
     if is_gbnf(text):
         return gbnf_to_lark(text)
     return LARK_MARKS.sub(r"\1!?", LARK_PRIORITY.sub(r"\1", text))

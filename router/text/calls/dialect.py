@@ -70,9 +70,9 @@ RENDERED: Sequence[tuple[re.Pattern[str], Callable[[], CallForm]]] = [
 class Dialect:
     """How a served model learns of functions from its prompt, and how it calls them.
 
-    `native`: its template describes functions and writes calls, with `text_arguments` from arguments in JSON text, with
-    `single_calls` at most one call in each message; another model is told in words. Without `parses` answers are not
-    searched for calls.
+    `native`: its template describes functions and renders calls; for other models, the prompt describes both. With
+    `text_arguments` the template takes arguments as JSON text, with `single_calls` at most one call in each message.
+    Without `parses`, answers are not searched for calls.
     """
 
     form: CallForm
@@ -119,7 +119,7 @@ def _rendered_call(template: ChatTemplate, as_text: bool) -> str:
 
 
 def _takes_single_calls(template: ChatTemplate, dialect: Dialect) -> bool:
-    """Whether a template shows both of two calls only if each is in a message of its own."""
+    """Whether a template renders both of two calls only if they are in separate messages."""
     calls = _conversation(2, as_text=False)
 
     def shows(dialect: Dialect) -> bool:
@@ -130,7 +130,7 @@ def _takes_single_calls(template: ChatTemplate, dialect: Dialect) -> bool:
 
 
 def _conversation(num_calls: int, as_text: bool) -> list[dict[str, Any]]:
-    """A question, its calls in one message, and their results."""
+    """Create a conversation: a question, its calls in one message, and their results."""
     calls, results = [], []
     for call_id, value in zip(CALL_IDS[:num_calls], VALUES, strict=False):
         arguments: Any = {ARGUMENT: value}
@@ -148,7 +148,7 @@ def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 
 
 def _with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """One call in each message, followed by its result. What else a message has stays with its first call."""
+    """Split messages into one call each, followed by its result. Other fields stay with the first call."""
     results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
     placed: set[int] = set()
     plain: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ Spell = Callable[[str], str]
 TEXT = r"/(.|\n)*/"
 BREAK = f"{literal(chr(10))}?"
 BLANK = f"{literal(' ')}?"
-"""White space that a grammar allows between marks and between the words of JSON: versions of a model differ in it."""
+"""Optional white space between marks and between JSON tokens, in which the versions of a model differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Wanted:
 class CallForm(ABC):
     """One form in which models write calls.
 
-    `marks` may be special tokens, which the text of an answer shows only to the scanner.
+    `marks` may be special tokens, which only the scanner sees in the text of an answer.
     `has_channels`: every answer is in this form, with or without tools, and the scanner tells thoughts apart too.
     """
 
@@ -140,9 +140,9 @@ def bodies(functions: Sequence[Function], body: Callable[[Function, str], str]) 
 
 
 def json_call(name: str, key: str, arguments: str, more: str = "") -> str:
-    """The right side of a rule for a call as a JSON object with the members `name` and `key`, and what follows these.
+    """Return the right side of a rule for a call as a JSON object with the members `name` and `key`, then `more`.
 
-    Each word is a lexeme: a longer one would keep JSON of an answer's schema from being read as such.
+    Each JSON token is a lexeme, because a longer lexeme would take precedence over JSON of the answer's schema.
     """
     called = f"{literal(json.dumps('name'))} {literal(':')} {BLANK} {literal(json.dumps(name))}"
     given = f"{literal(json.dumps(key))} {literal(':')} {BLANK} {arguments}"

@@ -29,10 +29,10 @@ class Function:
 
     @cached_property
     def arguments(self) -> Document:
-        """The schema of the arguments, in keywords that grammars enforce. References mean the function's own document.
+        """The schema of the arguments, in keywords that grammars enforce. References refer to the function's document.
 
-        The arguments are an object, whatever a client calls them. What cannot be enforced is left out. Raises
-        Unenforceable, a ValueError, for a reference that names nothing, and beyond the bounds of schemas.
+        Arguments are always an object, whatever type the schema has. Keywords that cannot be enforced are ignored.
+        Raises Unenforceable, a ValueError, for an undefined reference and for schemas beyond the bounds.
         """
         document = canonical(NO_ARGUMENTS if self.parameters is None else self.parameters)
         return enforceable(replace(document, root={**document.root, **ANY_OBJECT}), lenient=True)
@@ -43,5 +43,5 @@ class Function:
         return Shapes(self.arguments)
 
     def read(self) -> None:
-        """Compute the shapes, which the function keeps. Raises as `arguments` does."""
+        """Compute and cache the shapes. Raises as `arguments` does."""
         _ = self.shapes

@@ -131,14 +131,14 @@ class HarmonyScanner(CallScanner):
 
 
 class ChannelTokens:
-    """Counts the tokens of messages in the `analysis` channel, with their marks, which are special tokens.
+    """Counts the tokens of messages in the `analysis` channel, including their marks, which are special tokens.
 
-    `raw` gives the bytes of a token.
+    `raw` returns the bytes of a token.
     """
 
     def __init__(self, raw: Callable[[int], bytes]) -> None:
         self._raw = raw
-        self._head: list[bytes] | None = None  # of the message that begins; None within a message
+        self._head: list[bytes] | None = None  # header of the current message; None within its content
         self._in_thought = False
         self.count = 0
 

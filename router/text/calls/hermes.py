@@ -1,4 +1,4 @@
-"""The format of the Hermes and Qwen families, and of EXAONE 4, which leaves out the line breaks:
+"""The format of the Hermes and Qwen families, and of EXAONE 4, which omits the line breaks:
 
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Paris"}}

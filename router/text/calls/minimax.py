@@ -1,4 +1,4 @@
-"""The format of MiniMax since M2, with one pair of outer tags for all calls of a row:
+"""The format of MiniMax since M2, with one pair of outer tags around consecutive calls:
 
 <minimax:tool_call>
 <invoke name="get_weather">

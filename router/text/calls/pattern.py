@@ -11,7 +11,7 @@ NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 MAX_NAME_CHARS, MAX_BLANKS = 64, 64
 """Of a function's name, as OpenAI has it, and of white space: a longer run is text, not a call."""
 MAX_REST_CHARS = 4096
-"""Of an object after the arguments of its call, which is read again for each piece: a longer rest is text."""
+"""Maximum length of an object after its call's arguments. It is parsed again for each piece; a longer rest is text."""
 BLANKS = r"[ \t\r\n]{0,8}"
 """White space that a grammar of calls allows where the form has some: no room to fill an answer with."""
 

@@ -1,4 +1,4 @@
-"""The format of Qwen3-Coder, whose white space belongs to the values. The model may forget the outer tags:
+"""The format of Qwen3-Coder. White space belongs to the values. The model may omit the outer tags:
 
 <tool_call>
 <function=get_weather>
@@ -27,7 +27,7 @@ BEGUN: tuple[str | Part, ...] = (FUNCTION, function_name, ">", space, peek_one_o
 
 
 def function_layouts(opened: str, closed: str) -> tuple[Layout, Layout]:
-    """Rows of calls between an opening and a closing tag, or without the opening one."""
+    """Return the layouts with both outer tags, and without the opening one."""
     tail, again, close = Pattern(space, END_FUNCTION), Pattern(space, *BEGUN), Pattern(space, closed)
     return Layout(Pattern(opened, space, *BEGUN), tail, again, close), Layout(Pattern(*BEGUN), tail, again, close)
 

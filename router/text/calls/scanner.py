@@ -25,7 +25,7 @@ class CallScanner(ABC):
 
     @property
     def place(self) -> int:
-        """The place in the answer up to which its text belongs to parts that were given out, or to marks."""
+        """Position in the answer up to which all text belongs to returned parts or to marks."""
         return self._end - len(self._held)
 
     @property

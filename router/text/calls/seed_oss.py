@@ -1,4 +1,4 @@
-"""The format of Seed-OSS: as Qwen3-Coder's with other outer tags, and with values as Python prints them:
+"""The format of Seed-OSS: Qwen3-Coder's with other outer tags, and with values in Python's notation:
 
 <seed:tool_call>
 <function=get_weather>

@@ -1,4 +1,4 @@
-"""What the formats share that write each argument as plain text between tags."""
+"""Base of the formats that write each argument as plain text between tags."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TaggedForm(CallForm):
         return row(f"{first} {call}", BREAK, several=wanted.several), call
 
     def texts(self, arguments: str) -> list[tuple[str, str]]:
-        """The members of arguments in JSON, each with the text of its value; none of what is no object."""
+        """Return the members of arguments in JSON, each with the text of its value; empty if they are not an object."""
         try:
             given = json.loads(arguments)
         except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """Grammar rules for arguments between tags, from the schema of a function.
 
-Members come in the schema's order. Of texts, listed values, lengths, patterns and the formats that have a pattern are
-enforced; all other values are JSON, or words of Python, of which everything is enforced that the library enforces.
+Members are in the schema's order. For strings, enumerations, lengths, patterns and formats with a pattern are enforced.
+All other values are JSON or Python literals, for which all keywords are enforced that the library supports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.text.schema.shapes import Case, ObjectShape, Schemas, Shapes, Unname
 UNKNOWN_KEY = r'/[^<>"\n]{1,256}/'
 """Names of arguments that the schema does not name."""
 SCALARS = frozenset(("string", "boolean", "null"))
-"""Types whose values are texts, or a few words."""
+"""Types whose values are plain text or one of a few words."""
 MOST_ENFORCED_CHARS = 4096
 """Above it the length of a text is not enforced."""
 
@@ -42,7 +42,7 @@ class TaggedRules:
         return "".join([rule(name, expression) for name, expression in self._rules.items()])
 
     def arguments(self, name: str, shapes: Shapes) -> None:
-        """The rule `name` for the arguments of a call. Raises Unenforceable if nothing matches their schema."""
+        """Add the rule `name` for the arguments of a call. Raises Unenforceable if nothing matches their schema."""
         self._shapes, self._name = shapes, name
         self._python = PythonRules(shapes, self._rules, name)
         found = [self._object(f"{name}_{i}", shape) for i, shape in enumerate(shapes.root_objects)]
@@ -98,15 +98,15 @@ class TaggedRules:
         return [text for word in words for text in self._spellings(word)]
 
     def _spellings(self, value: Any) -> list[str]:
-        """The texts of a listed value, but for one that contains the tag after it."""
+        """Return the texts of an enumerated value, without those that contain the closing tag."""
         texts = spellings(value, python=self._tags.python)
         return [text for text in texts if not (isinstance(value, str) and self._tags.close in text)]
 
     def _text(self, name: str, case: Case, *, is_alone: bool) -> str:
-        """The right side of a rule for a text and the tag that closes it.
+        """Return the right side of a rule for a string and its closing tag.
 
-        Unless it `is_alone`, a value that is no text begins as the text does. The library's lexer then reads on to the
-        closing tag, with which the text must be one, whatever it is.
+        Unless it `is_alone`, the value may also be of another type that begins with the same characters. The library's
+        lexer then reads up to the closing tag, so the string and the tag must be one unconstrained lexeme.
         """
         least, most = int(case.most("minLength") or 0), case.least("maxLength")
         wanted = []
@@ -120,22 +120,22 @@ class TaggedRules:
         return self._closed_text(name if wanted else "any_text", " & ".join(wanted))
 
     def _closed_literal(self, text: str) -> str:
-        """A listed text, and the tag that closes it: one lexeme if the tag is text, as in `_closed_text`."""
+        """Return an enumerated text and its closing tag, as one lexeme if the tag is text, like `_closed_text`."""
         if self._is_special(self._tags.close):
             return f"{literal(text)} {self._close}"
         return literal(f"{text}{self._line and chr(10)}{self._tags.close}")
 
     def _closed_text(self, name: str, wanted: str) -> str:
-        """A text, and the tag that closes it. `wanted` are lexemes that it matches; `name` is that of the rule.
+        """Return a text that matches the lexemes `wanted`, and its closing tag. `name` is the name of the rule.
 
-        The text does not contain the tag, with which the scanner would end it.
+        The text must not contain the tag, because the scanner would end it there.
         """
         if self._is_special(self._tags.close):
             self._rules[name.upper()] = wanted or f"/{ANY}/"
             return " ".join(filter(None, (name.upper(), self._line, self._spelled(self._tags.close))))
         close = literal(f"{chr(10) if self._line else ''}{self._tags.close}")
         other = f"~(/{ANY}/ {literal(self._tags.close)} /{ANY}/)"
-        if not wanted and not self._line:  # which ends at the first tag
+        if not wanted and not self._line:  # a lazy lexeme, which ends at the first tag
             self._rules[f"{name}[lazy]"] = f"/{ANY}/ {close}"
         else:
             self._rules[f"{name}[lazy]"] = f"({' & '.join(filter(None, (wanted, other)))}) {close}"

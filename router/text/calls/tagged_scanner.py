@@ -35,7 +35,7 @@ class ArgumentTags:
 
 
 class _ValueEnd:
-    """Finds the tag that closes a value, as its text arrives. With `quoted`, a tag in quotes does not close it."""
+    """Finds the closing tag of a value while its text arrives. With `quoted`, tags in quotes are ignored."""
 
     def __init__(self, close: str, *, quoted: bool) -> None:
         self._close, self._quoted = close, quoted
@@ -43,14 +43,14 @@ class _ValueEnd:
         self._place, self._quote = 0, ""
 
     def find(self, text: str) -> int:
-        """The place of the tag in `text`, all that has arrived so far; -1 if it has not."""
+        """Return the position of the tag in `text`, the whole value so far, or -1."""
         if not self._quoted:
             found = text.find(self._close, self._place)
             self._place = max(self._place, len(text) - len(self._close) + 1)
             return found
         for piece in self._piece.finditer(text, self._place):
             mark = piece[0]
-            if mark == "\\":  # which may escape what comes next
+            if mark == "\\":  # may escape the next character
                 return -1
             self._place = piece.end()
             if not self._quote and mark == self._close:
@@ -81,7 +81,7 @@ class TaggedScanner(MarkedScanner):
         self._reader: ValueReader | None = None
         self._end_of_value = _ValueEnd(tags.close, quoted=False)
         self._is_again = self._is_begun = False
-        """State of the argument that is being read: whether it occurred before, and whether its text has begun."""
+        """State of the current argument: whether its name occurred before, and whether its text has begun."""
         super().__init__(openings, layouts, start=start, only_calls=only_calls)
 
     @property
@@ -172,11 +172,11 @@ class TaggedScanner(MarkedScanner):
             return None
         try:
             return reader_of(self._function.shapes, key)
-        except Unenforceable:  # for which a request with a grammar is refused
+        except Unenforceable:  # requests that need a grammar for it are refused
             return None
 
     def _names_of_arguments(self) -> list[str]:
-        """The names in the function's schema, the longest first."""
+        """Return the names in the function's schema, longest first."""
         if self._function is None:
             return []
         try:
@@ -187,5 +187,5 @@ class TaggedScanner(MarkedScanner):
 
 
 def _may_begin(text: str, begin: str) -> bool:
-    """Whether `text`, of which more may come, begins with `begin`."""
+    """Whether `text`, which may be incomplete, may begin with `begin`."""
     return text.startswith(begin) or begin.startswith(text)

@@ -19,7 +19,7 @@ SPELLINGS = {True: ("true", "True"), False: ("false", "False"), None: ("null", "
 
 @dataclass(frozen=True, slots=True)
 class ValueReader:
-    """Reads the texts of one argument. Its value matches all of the schemas in one of `alternatives`."""
+    """Reads the texts of one argument. Its value must match all schemas of one of the `alternatives`."""
 
     shapes: Shapes
     alternatives: Sequence[Schemas]
@@ -27,7 +27,7 @@ class ValueReader:
 
     @property
     def is_text(self) -> bool:
-        """Whether every value is a text."""
+        """Whether every value is a string."""
         return self.types == TEXT_ONLY
 
     @property
@@ -39,7 +39,7 @@ class ValueReader:
 
 
 def reader_of(shapes: Shapes, name: str) -> ValueReader | None:
-    """The reader of an argument; None if the schema says nothing about its value."""
+    """Return the reader of an argument, or None if the schema does not constrain its value."""
     alternatives = shapes.members(name)
     cases = [case for schemas in alternatives for case in shapes.cases(*schemas)]
     if not cases or any(case.is_any for case in cases):
@@ -48,7 +48,7 @@ def reader_of(shapes: Shapes, name: str) -> ValueReader | None:
 
 
 def as_json(text: str, reader: ValueReader | None, *, python: bool = False) -> str:
-    """What a model wrote for a value, as JSON: a string where the schema accepts no other reading.
+    """Convert a model's text for a value to JSON. It is a string if the schema accepts no other type.
 
     With `python`, lists and dictionaries may be in Python's syntax.
     """
@@ -66,7 +66,7 @@ def as_json(text: str, reader: ValueReader | None, *, python: bool = False) -> s
 
 
 def spellings(value: Any, *, python: bool = False) -> list[str]:
-    """How these models write a value of JSON: strings as they are, `None` for null and the like."""
+    """Return the spellings of a JSON value: strings unchanged, `None` and others for null."""
     if isinstance(value, str):
         return [value]
     if value is None or isinstance(value, bool):
@@ -76,7 +76,7 @@ def spellings(value: Any, *, python: bool = False) -> list[str]:
 
 
 def as_text(value: Any, *, python: bool = False) -> str:
-    """The last of the spellings in Python, the first otherwise."""
+    """Return the last spelling in Python's notation, the first otherwise."""
     return spellings(value, python=python)[-1 if python else 0]
 
 

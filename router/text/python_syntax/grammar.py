@@ -33,9 +33,9 @@ LEXEMES = {
 }
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 BOUNDS = {"number": NUMBERS, "string": ("minLength", "maxLength", "pattern", "format")}
-"""Keywords of scalars, which are enforced as in JSON: such numbers and texts are written there as in Python."""
+"""Schema keywords of scalars, enforced as in JSON, because JSON's numbers and strings are also Python's."""
 QUOTED = r'/"([^"\\\x00-\x1f]|\\["\\nrtbf]|\\x[01][0-9a-fA-F])*"/'
-"""Names in a dictionary, each with one spelling."""
+"""Keys of a dictionary. Each has only one spelling."""
 UNESCAPED = r'/[^"\\\x00-\x1f]*/'
 MAX_ITEMS = 1024
 """Above it the number of items of a list is not enforced."""
@@ -43,28 +43,28 @@ NEEDED = {"py_array": ("py_any",), "py_object": ("py_member",), "py_member": ("p
 NEEDED["py_any"] = ("py_string", "py_number", "py_boolean", "py_null", "py_array", "py_object")
 
 Part = tuple[str, bool]
-"""The right side of a rule for an item of a list, and whether it must be there."""
+"""The right side of a rule for an item of a list, and whether the item is required."""
 
 
 class PythonRules:
-    """Adds rules for values that have `shapes` to `rules`; their names begin with `prefix`."""
+    """Adds rules for values of `shapes` to `rules`. The rules' names begin with `prefix`."""
 
     def __init__(self, shapes: Shapes, rules: dict[str, str], prefix: str) -> None:
         self._shapes, self._rules, self._prefix = shapes, rules, prefix
         self._names: dict[tuple[int, ...], str] = {}
-        self._open: set[str] = set()  # names of values that are being written and were not referred to
+        self._open: set[str] = set()  # values that are being written and have not been referred to
         self._same: dict[str, str] = {}
         self._num_names = 0
 
     def arguments(self) -> str:
-        """The right side of a rule for the keywords of a call, in the schema's order. Raises Unenforceable.
+        """Return the right side of a rule for the keyword arguments of a call, in the schema's order.
 
-        Names that are no keywords follow as `**{"name": value}`.
+        Names that are not identifiers follow as `**{"name": value}`. Raises Unenforceable.
         """
         return self._either([self._call(shape) for shape in self._shapes.root_objects])
 
     def of_cases(self, cases: Sequence[Case], *, without: Collection[str] = ()) -> str:
-        """The right side of a rule for values of one of the cases, but for those of some types."""
+        """Return the right side of a rule for values of the cases, except those of the types in `without`."""
         found: list[str] = []
         for case in cases:
             if case.values is not None:
@@ -92,7 +92,7 @@ class PythonRules:
         return self._members(parts, unnamed, shape.least, shape.most, last)
 
     def _value(self, schemas: Schemas) -> str:
-        """The name of the rule for a value of these schemas."""
+        """Return the name of the rule for a value of these schemas."""
         key = tuple(map(id, schemas))
         if key not in self._names:
             cases = self._shapes.cases(*schemas)
@@ -103,13 +103,13 @@ class PythonRules:
             expression = self.of_cases(cases)
             if name in self._open:
                 self._names[key] = self._rule(expression)
-            else:  # a part of the value is such a value
+            else:  # recursive: a part of the value has the same schemas
                 self._rules[name] = expression
         self._open.discard(self._names[key])
         return self._names[key]
 
     def _typed(self, kind: str, case: Case) -> str:
-        """The right side of a rule for the values of one type; "" if there are none."""
+        """Return the right side of a rule for the values of one type, or "" if there are none."""
         if kind in BOUNDS:
             type_name = "integer" if kind == "number" and case.is_whole else kind
             bounds = case.keywords(*BOUNDS[kind])
@@ -153,7 +153,7 @@ class PythonRules:
         return self._rule(f'"{{" {self._members(parts, unnamed, shape.least, shape.most)} "}}"')
 
     def _key(self, kind: Unnamed, taken: Sequence[str]) -> str:
-        """The name of a terminal for names in quotes that the schema does not name."""
+        """Return the name of a terminal for quoted names that the schema does not list."""
         if not (kind.patterns or kind.without):
             return self._terminal(names_lexeme(QUOTED, (), (), [python_text(name) for name in taken]))
         plain = names_lexeme(UNESCAPED, kind.patterns, kind.without, taken)
@@ -162,9 +162,9 @@ class PythonRules:
     def _members(
         self, parts: Sequence[Part], unnamed: Sequence[str], least: int, most: int | None, last: Sequence[Part] = ()
     ) -> str:
-        """The right side of a rule for a list of parts, then `least` to `most` unnamed members, then `last` parts.
+        """Return the right side of a rule for `parts`, then `least` to `most` unnamed members, then `last` parts.
 
-        It is written from the end: what may follow once an item came, and while none did.
+        Built from the end, with two rules for each rest: one after a comma, one at the beginning of the list.
         """
         following, first = '""', '""'
         for part in reversed(last):
@@ -186,7 +186,7 @@ class PythonRules:
         return self._rule(after), self._rule(begin)
 
     def _rule(self, expression: str) -> str:
-        """The name of the rule for an expression."""
+        """Return the name of the rule for an expression."""
         if expression not in self._same:
             self._same[expression] = name = self._new_name()
             self._rules[name] = expression
@@ -226,19 +226,19 @@ def python_text(value: Any) -> str:
 
 
 def python_keywords(arguments: Mapping[str, Any]) -> str:
-    """Arguments as keywords of a call; names that are none follow as `**{"name": value}`."""
+    """Write arguments as keywords of a call. Names that are not identifiers follow as `**{"name": value}`."""
     texts = [f"{name}={python_text(value)}" for name, value in arguments.items() if KEYWORD.fullmatch(name)]
     rest = {name: value for name, value in arguments.items() if not KEYWORD.fullmatch(name)}
     return ", ".join([*texts, f"**{python_text(rest)}"] if rest else texts)
 
 
 def _repeated(item: str, least: int, most: int | None) -> str:
-    """The right side of a rule for `least` to `most` further items of a list."""
+    """Return the right side of a rule for `least` to `most` further items of a list."""
     return "" if most == 0 else f"({COMMA} {item}){{{max(0, least)},{'' if most is None else most}}}"
 
 
 def _spellings(value: Any) -> list[str]:
-    """How models write a listed value; some templates print the words of JSON."""
+    """Return the spellings of an enumerated value. Some templates print JSON's words."""
     text = python_text(value)
     if value is None or isinstance(value, bool):
         return [text, json.dumps(value)]

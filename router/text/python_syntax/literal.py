@@ -109,7 +109,7 @@ def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
 
 
 def read_value(text: str) -> Any:
-    """A value that is all of `text`. Raises NotLiteralError."""
+    """Parse `text` as one value. Raises NotLiteralError."""
     try:
         value, place = _value(text, 0, 0)
     except UnfinishedError as error:

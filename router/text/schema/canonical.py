@@ -167,9 +167,9 @@ class _Writer:
 
 
 def _without_used_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema without patterns of which every name has a schema by itself.
+    """Remove patterns all of whose names are listed in `properties`.
 
-    The library would allow a comma for a further member of such a name, after which nothing can follow.
+    The library would allow a comma before a further member of such a pattern, after which no member is possible.
     """
     patterns = mapping(schema, "patternProperties")
     known = {**dict.fromkeys(names(schema)), **mapping(schema, "properties")}

@@ -1,8 +1,8 @@
-r"""Control characters that a schema demands, and that JSON texts can only spell as `\u00XX`.
+r"""Control characters that a schema requires and that JSON strings can only spell as `\u00XX`.
 
-The grammar library spells them so only if that escape is allowed, and drops them from constants otherwise. Where it is
-allowed, a model may escape any character of a member's name: in an object that names members and allows others, a named
-member could come a second time. So only schemas that demand the escape get it, in a form without such objects.
+The grammar library writes them only if that escape is allowed, and otherwise drops them from constants. With the escape
+allowed, a model may escape any character of a member's name, so in an object with listed and further members, a listed
+member could occur twice. So only schemas that require the escape get it, in a form without such objects.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ IN_LISTS = ("allOf", "anyOf", "prefixItems")
 
 
 def has_controls(document: Document) -> bool:
-    """Whether a constant of the schema has such a character, or a pattern names one."""
+    """Whether a constant or a pattern of the schema contains such a character."""
     return any(map(_has_controls, _schemas(document)))
 
 
 def without_open_objects(document: Document) -> Document:
-    """The same schema, in which no object names members and allows others by `additionalProperties`.
+    """Rewrite objects with `properties` and `additionalProperties`.
 
-    The others match a pattern of all further names instead. Raises Unenforceable where that takes two patterns.
+    A pattern of all further names replaces the latter. Raises Unenforceable if that takes two patterns.
     """
     definitions = {name: _closed(child, f"#/$defs/{name}") for name, child in document.definitions.items()}
     return Document(_closed(document.root, "#"), definitions, document.places)
 
 
 def with_exact_sets(document: Document) -> Document:
-    """The same schema, whose patterns the library writes into JSON texts exactly (`without_quotes_for_controls`)."""
+    """Rewrite patterns so that the library converts them to JSON strings exactly (`without_quotes_for_controls`)."""
     definitions = {name: _with_exact_sets(child) for name, child in document.definitions.items()}
     return Document(_with_exact_sets(document.root), definitions, document.places)
 
@@ -80,7 +80,7 @@ def _has_controls(schema: Mapping[str, Any]) -> bool:
 
 
 def _texts(values: list[Any]) -> Iterator[str]:
-    """All strings within values, other than names of members: the library spells those by itself."""
+    """Yield all strings within values, without member names, which the library escapes itself."""
     left = [*values]
     while left:
         value = left.pop()

@@ -1,8 +1,8 @@
-r"""Formats as regular expressions: those that the grammar library does not know, and those that it reads too widely.
+r"""Formats as regular expressions: those that the grammar library does not support or implements too permissively.
 
-Dates and times are RFC 3339's, of the years 0001 to 9999 and without leap seconds, which most libraries refuse.
-Host names have no labels like `ab--c`, of which only some `xn--` are valid. `idn-email`, `idn-hostname` and `regex`
-stay annotations, as all names that JSON Schema does not define.
+Dates and times are RFC 3339's, for the years 0001 to 9999, without leap seconds, which most libraries reject.
+Host names have no labels like `ab--c`, of which only some `xn--` labels are valid. `idn-email`, `idn-hostname`, `regex`
+and all formats that JSON Schema does not define remain annotations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _IPV4: Final = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 
 
 def _ipv6() -> str:
-    """RFC 4291: eight groups, the last two of which may be an IPv4 address, with `::` for one or more that are zero."""
+    """RFC 4291: eight groups. `::` replaces one or more zero groups, and an IPv4 address may replace the last two."""
     group = "[0-9A-Fa-f]{1,4}"
     last = f"(?:{group}:{group}|{_IPV4})"
     forms = [f"(?:{group}:){{6}}{last}"]
@@ -48,7 +48,7 @@ def _reference(letters: str, *, is_relative: bool) -> str:
 
 
 def _template() -> str:
-    """RFC 6570: text with expressions like `{?first,second*}`, without the operators that it reserves."""
+    """RFC 6570: text with expressions like `{?first,second*}`, without its reserved operators."""
     coded = "%[0-9A-Fa-f]{2}"
     letter = rf"(?:[A-Za-z0-9_]|{coded})"
     variable = rf"{letter}(?:\.?{letter})*(?::[1-9][0-9]{{0,3}}|\*)?"

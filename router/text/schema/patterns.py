@@ -1,9 +1,9 @@
-r"""Regular expressions of ECMA-262 (JSON Schema's) and of Python, in the form that the grammar library reads.
+r"""Translation of regular expressions of ECMA-262 (JSON Schema's dialect) and Python to the grammar library's dialect.
 
-Within brackets that library reads sets in sets and their differences: `[[a-z]*[-]?[a-z]*]*` would be one set with a `*`
-after it, where both dialects read a set, a `-` and another set. It refuses braces that are no quantifier, and `\0`.
-And its `.` is any character but `\n`, where ECMA's is no `\r` either. (Nor U+2028 and U+2029, which stay: without them
-masks of `.{1,200}` take fourteen times as long.) All functions take time linear in the pattern.
+The library supports nested sets and set differences: `[[a-z]*[-]?[a-z]*]*` is one set and a `*` in it, but a set, a `-`
+and another set in both dialects. It rejects braces that are not a quantifier, and `\0`. Its `.` excludes only `\n`,
+ECMA's also excludes `\r`. (And U+2028 and U+2029, which are allowed here, because masks of `.{1,200}` would take
+fourteen times as long without them.) All functions take time linear in the pattern.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ ESCAPE = re.compile(
     re.DOTALL,
 )
 PAIR = 12
-"""Characters of an escaped pair of surrogates."""
+"""Length of an escaped pair of surrogates, in characters."""
 SETS = "dDwWsSpP"
-"""Letters after a backslash that stand for several characters, so they begin and end no range."""
+"""Letters after a backslash that mean several characters, so they cannot be the ends of a range."""
 ASCII_SETS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 ECMA_DOT = r"[^\n\r]"
 FLAGS = re.compile(r"\(\?([aiLmsux]+)(-[imsx]+)?([:)])")
 QUANTIFIER = re.compile(r"\{[0-9]+(?:,[0-9]*)?\}")
 OPEN_QUANTIFIER = re.compile(r"\{,([0-9]*)\}")
-"""Python reads 0 where the first number is missing. In ECMA-262 such braces are text: left to the library to refuse."""
+"""In Python, a missing first number means 0. In ECMA-262 such braces are text, and the library rejects them."""
 LITERALS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "a": 7}
 CONTROLS = frozenset((*range(0x20), 0x7F)) - {8, 9, 10, 12, 13}
-r"""Characters that JSON texts can only spell as `\u00XX`, not as a letter after a backslash."""
+r"""Characters that JSON strings can only spell as `\u00XX`, not as a letter after a backslash."""
 QUOTED = frozenset(b'"\\')
 BLANKS = frozenset(b"\t\n\v\f\r")
 ESCAPED_OR_CONTROL = QUOTED | frozenset(range(0x20))
 
 
 def portable(pattern: str, *, python: bool = False) -> str:
-    r"""The pattern, with the same matches in the library as in ECMA-262, or in Python with `re.ASCII`.
+    r"""Translate a pattern of ECMA-262, or of Python with `re.ASCII`, to the library's dialect.
 
-    Unchanged where brackets or a comment are not closed. Raises ValueError for Python's possessive quantifiers.
+    Unclosed brackets and comments stay unchanged. Raises ValueError for Python's possessive quantifiers.
     """
     flags = "".join(found[1] for found in FLAGS.finditer(pattern))
     reader, dot = _Reader(python, "x" in flags), "." if python or "s" in flags else ECMA_DOT
@@ -81,7 +81,7 @@ def portable(pattern: str, *, python: bool = False) -> str:
 
 
 def demands_controls(pattern: str) -> bool:
-    """Whether a portable pattern names one of `CONTROLS`, other than in a set with other characters."""
+    """Whether a portable pattern contains one of `CONTROLS`, except in a set with other characters."""
     at = 0
     while at < len(pattern):
         if found := ESCAPE.match(pattern, at):
@@ -102,10 +102,10 @@ def demands_controls(pattern: str) -> bool:
 
 
 def without_quotes_for_controls(pattern: str) -> str:
-    r"""A portable pattern without U+0000 in sets like `[^"]`, of all control characters but not of `"` and `\\`.
+    r"""Remove U+0000 from sets like `[^"]` of a portable pattern: all control characters, without `"` or `\\`.
 
-    For a set of all control characters, or of all but `\n`, the library writes any letter after a backslash, and with
-    that `\"` and `\\\\` as well.
+    For a set of all control characters, or of all except `\n`, the library allows any letter after a backslash, and so
+    also `\"` and `\\\\`.
     """
     written: list[str] = []
     at = 0
@@ -139,7 +139,7 @@ def _without_null(text: str) -> str:
 
 
 def _group(found: re.Match[str]) -> str:
-    """A group's flags, without those that select how Python reads `\\w` and the like."""
+    """Return a group's opening without the flags that select Python's meaning of `\\w` and similar escapes."""
     flags = "".join(flag for flag in found[1] if flag not in "aLu") + (found[2] or "")
     if found[3] == ")":
         return f"(?{flags})" if flags else ""
@@ -147,7 +147,7 @@ def _group(found: re.Match[str]) -> str:
 
 
 def _end_of_class(pattern: str, begin: int) -> int:
-    """After the bracket that closes the class; 0 where none does. One at the begin of a class is a member of it."""
+    """Return the position after the closing bracket of a class, or 0. A bracket at its beginning is a member."""
     at = begin + 1
     at += pattern[at : at + 1] == "^"
     at += pattern[at : at + 1] == "]"
@@ -162,14 +162,14 @@ def _end_of_class(pattern: str, begin: int) -> int:
 
 
 class _Reader:
-    """Writes escapes and sets of a dialect as the library reads them."""
+    """Translates escapes and sets of a dialect."""
 
     def __init__(self, python: bool, verbose: bool) -> None:
         self._python = python
         self._special = SPECIAL + " #\t\n\r\f\v" if verbose else SPECIAL
 
     def escape(self, text: str) -> str:
-        """An escape outside of brackets."""
+        """Translate an escape outside of brackets."""
         if self._python and (chosen := ASCII_SETS.get(text[1:].lower())):
             return f"[{'^' if text[1].isupper() else ''}{chosen}]"
         if self._python and text == r"\Z":
@@ -177,7 +177,7 @@ class _Reader:
         return self._character(text)
 
     def set(self, text: str) -> str:
-        """A set in brackets, of single characters, ranges and sets that an escape names."""
+        """Translate a set in brackets: single characters, ranges, and escapes of several characters."""
         is_negated, ranges = _ranges(text)
         written = [
             self._member(low) if low == high else f"{self._member(low)}-{self._member(high)}" for low, high in ranges
@@ -187,14 +187,14 @@ class _Reader:
     def _member(self, member: str) -> str:
         if self._python and (chosen := ASCII_SETS.get(member[1:].lower())):
             return f"[^{chosen}]" if member[1].isupper() else chosen
-        if member == r"\b":  # within brackets a backspace
+        if member == r"\b":  # a backspace within brackets
             return r"\x08"
         if len(member) == 1 and member in self._special:
             return f"\\x{ord(member):02x}" if member.isspace() else "\\" + member
         return self._character(member)
 
     def _character(self, text: str) -> str:
-        """A single character, or an escape that means the same in brackets and outside."""
+        """Translate a single character, or an escape with the same meaning in brackets and outside."""
         if len(text) == 1 or text == "\\":
             return text
         letter = text[1]
@@ -210,7 +210,7 @@ class _Reader:
 
 
 def _ranges(text: str) -> tuple[bool, list[tuple[str, str]]]:
-    """Whether a set is negated, and its ranges. A single character, or an escape of several, is a range of itself."""
+    """Return whether a set is negated, and its ranges. A single character or escape is a range with equal ends."""
     is_negated = text.startswith("[^")
     members = list(_members(text[2 if is_negated else 1 : -1]))
     found: list[tuple[str, str]] = []
@@ -240,7 +240,7 @@ def _is_set(member: str) -> bool:
 
 
 def _is_of_controls(text: str) -> bool:
-    """Whether a set names some of `CONTROLS` by themselves, or leaves nothing else."""
+    """Whether a set consists of some of `CONTROLS`, or excludes everything else."""
     is_negated, ranges = _ranges(text)
     known = [(_code_point(low), _code_point(high)) for low, high in ranges if not _is_set(low)]
     if not is_negated:
@@ -255,7 +255,7 @@ def _is_of_controls(text: str) -> bool:
 
 
 def _code_point(text: str) -> int:
-    """The code point of a character or its escape; -1 for an escape of several, or of a place."""
+    """Return the code point of a character or its escape; -1 for an escape of several characters or of a position."""
     if len(text) == 1:
         return ord(text)
     letter, rest = text[1:2], text[2:]

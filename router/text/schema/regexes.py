@@ -1,4 +1,4 @@
-r"""Regular expressions of schemas in grammars of text that is not JSON, where a lexeme matches as a whole.
+r"""Schema patterns as lexemes, for grammars of text that is not JSON. A lexeme must match the whole text.
 
 JSON Schema's patterns match anywhere in a text: `^a` becomes `a[\s\S]*`, and `b` becomes `[\s\S]*b[\s\S]*`.
 """
@@ -17,16 +17,16 @@ PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|[\s\S]", re.DOTALL
 LOOK = re.compile(r"\(\?<?[=!]")
 BACK_REFERENCE = re.compile(r"\\(?:[1-9]|k$)")
 PATTERNS_KEPT = 512
-"""Pairs of a pattern and a name, which come again with each answer of a function."""
+"""Maximum number of cached pairs of a pattern and a name. They recur with each call of a function."""
 
 
 def lexeme(pattern: str) -> str:
-    """A pattern of the library, as a lexeme that matches as a whole."""
+    """Convert a portable pattern to a lexeme of its full matches."""
     return f"/{llguidance.regex_to_lark(pattern, 'dw')}/"
 
 
 def has_looks(pattern: str) -> bool:
-    """Whether a pattern has look-around or a back-reference, which the library does not have."""
+    """Whether a pattern has a look-around or a back-reference, which the library does not support."""
     return any(
         BACK_REFERENCE.match(found[0]) or (found[0] == "(" and LOOK.match(pattern, found.start()))
         for found in PIECE.finditer(pattern)
@@ -34,13 +34,13 @@ def has_looks(pattern: str) -> bool:
 
 
 def searched(pattern: str) -> str:
-    """The lexeme of all texts in which a pattern matches somewhere; "" if it has looks, or an anchor inside."""
+    """Return the lexeme of all texts that contain a match; "" for a pattern with look-arounds or inner anchors."""
     branches: list[list[str]] = [[]]
     depth = 0
     if has_looks(pattern):
         return ""
     for piece in PIECE.findall(pattern):
-        if piece[0] == "[" and piece[-1] != "]":  # which nothing closes: for the library to complain
+        if piece[0] == "[" and piece[-1] != "]":  # not closed: the library reports it
             return lexeme(pattern)
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and not depth:
@@ -53,7 +53,7 @@ def searched(pattern: str) -> str:
 
 
 def names_lexeme(names: str, patterns: Iterable[str], without: Iterable[str], taken: Sequence[str]) -> str:
-    """A lexeme of names: those of another lexeme that match all patterns, none of `without`, and are not `taken`."""
+    """Return a lexeme of those `names` that match all `patterns`, match none of `without`, and are not `taken`."""
     wanted = [lexeme for pattern in patterns if (lexeme := searched(pattern))]
     denied = [f"~{lexeme}" for pattern in without if (lexeme := searched(pattern))]
     known = [f"~({' | '.join(json.dumps(name, ensure_ascii=False) for name in taken)})"] if taken else []
@@ -61,7 +61,7 @@ def names_lexeme(names: str, patterns: Iterable[str], without: Iterable[str], ta
 
 
 def _inside(pieces: list[str]) -> list[str]:
-    """The pieces without anchors at both ends."""
+    """Return the pieces without the anchors at both ends."""
     inside = pieces[pieces[:1] == ["^"] :]
     return inside[: len(inside) - (inside[-1:] == ["$"])]
 
@@ -73,7 +73,7 @@ def _unanchored(pieces: list[str]) -> str:
 
 @lru_cache(PATTERNS_KEPT)
 def matches(pattern: str, text: str) -> bool:
-    """Whether a pattern matches somewhere in a text, in time linear in the text; False if it cannot be expressed."""
+    """Whether a pattern matches anywhere in a text. Takes linear time. False for an unsupported pattern."""
     written = searched(pattern)
     if not written:
         return False

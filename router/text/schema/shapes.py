@@ -1,4 +1,4 @@
-"""Reads a schema type by type, for formats of tool calls whose arguments are not JSON.
+"""Analyses a schema by type, for tool-call formats whose arguments are not JSON.
 
     {"anyOf": [{"$ref": "#/$defs/0"}, {"type": "null"}]}  ->  a case for objects, and a case for null
 
@@ -22,27 +22,27 @@ from router.text.schema.negation import any_of
 from router.text.schema.regexes import matches
 
 MAX_COMBINATIONS = 256
-"""Of one value. Alternatives that would make more are ignored, so that the grammar accepts too much."""
+"""Maximum number of cases of one value. Alternatives beyond it are ignored, so the grammar accepts more."""
 MAX_OVERLAPPING_PATTERNS = 3
-"""Patterns of names whose combinations are told apart; with more, each applies alone."""
+"""Maximum number of name patterns whose combinations are distinguished. With more, each applies separately."""
 MAX_COUNTED = 6
-"""Optional members of which some number is wanted: all choices are told apart."""
+"""Maximum number of optional members for which every choice of a required number of members is a separate shape."""
 MAX_COMPARED_DEPTH = 64
-"""Of values within values that are compared with schemas."""
+"""Maximum depth of values that are compared with schemas."""
 STRUCTURE: Final = frozenset(("$ref", "allOf", "anyOf", "$defs"))
 PARTS: Final = frozenset(
     ("properties", "patternProperties", "additionalProperties", "items", "prefixItems", "required")
 )
 
 Schemas = tuple[Schema, ...]
-"""Schemas of one value, which must match all of them."""
+"""Schemas that one value must all match."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way for a value to match: `parts` are keywords that all apply, without references and alternatives.
+    """One alternative of a value. `parts` are keywords that all apply, without references and alternatives.
 
-    `types` are those of the value. `values` are all values, where the parts list them.
+    `types` are the possible types, and `values` all possible values if the parts enumerate them.
     """
 
     parts: tuple[Mapping[str, Any], ...]
@@ -56,19 +56,19 @@ class Case:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its numbers are integers."""
+        """Whether all its numbers are integers."""
         return any("integer" in (kinds := _kinds(part)) and "number" not in kinds for part in self.parts)
 
     def least(self, key: str) -> float | None:
-        """The smallest of the parts' bounds, of which each is a largest value."""
+        """Return the smallest of the parts' upper bounds."""
         return min(self._bounds(key), default=None)
 
     def most(self, key: str) -> float | None:
-        """The largest of the parts' bounds, of which each is a smallest value."""
+        """Return the largest of the parts' lower bounds."""
         return max(self._bounds(key), default=None)
 
     def keywords(self, *keys: str) -> list[dict[str, Any]]:
-        """These keywords of the parts that have some."""
+        """Return these keywords of each part that has any of them."""
         found = [{key: part[key] for key in keys if key in part} for part in self.parts]
         return [each for each in found if each]
 
@@ -78,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Unnamed:
-    """Members whose names match all of `patterns` and none of `without`: their schemas."""
+    """Schemas of the unlisted members whose names match all of `patterns` and none of `without`."""
 
     patterns: tuple[str, ...]
     without: tuple[str, ...]
@@ -87,9 +87,9 @@ class Unnamed:
 
 @dataclass(frozen=True, slots=True)
 class ObjectShape:
-    """The members of an object: `named` ones in their order, then `least` to `most` others of one of the `unnamed`.
+    """The members of an object: the `named` ones in order, then `least` to `most` members of the kinds `unnamed`.
 
-    `taken` are names that no unnamed member has.
+    `taken` are names that unnamed members must not have.
     """
 
     named: Mapping[str, Schemas]
@@ -102,7 +102,7 @@ class ObjectShape:
 
 @dataclass(frozen=True, slots=True)
 class ArrayShape:
-    """The items of an array: the `first` ones one by one, then others of one schema."""
+    """The items of an array: the `first` items, each with its schemas, then `others`."""
 
     first: tuple[Schemas, ...]
     others: Schemas
@@ -112,7 +112,7 @@ class ArrayShape:
 
 @dataclass(frozen=True, slots=True)
 class _Alternatives:
-    """An `anyOf`, and the schemas that lead to it."""
+    """An `anyOf` and the schemas that lead to it."""
 
     options: Sequence[Schema]
     ancestors: frozenset[int]
@@ -130,21 +130,21 @@ class Shapes:
         self._objects: dict[int, tuple[Case, tuple[ObjectShape, ...]]] = {}
 
     def cases(self, *schemas: Schema) -> tuple[Case, ...]:
-        """The cases of a value that must match all schemas; none if nothing can match."""
+        """Return the cases of a value that must match all schemas; empty if nothing can match."""
         key = tuple(map(id, schemas))
         if key not in self._cases:
             self._cases[key] = schemas, tuple(self._found_cases(schemas))
         return self._cases[key][1]
 
     def object_shapes(self, case: Case) -> tuple[ObjectShape, ...]:
-        """The shapes of a case's objects; none if it has no objects."""
+        """Return the shapes of a case's objects; empty if it has no objects."""
         if id(case) not in self._objects:
             self._objects[id(case)] = case, tuple(self._found_objects(case)) if "object" in case.types else ()
         return self._objects[id(case)][1]
 
     @cached_property
     def root_objects(self) -> list[ObjectShape]:
-        """The shapes of all objects that match the root. Raises Unenforceable if nothing does."""
+        """The shapes of all objects that match the root. Raises Unenforceable if no object does."""
         found: list[ObjectShape] = []
         for case in self.cases(self.root):
             if case.values is not None:
@@ -156,15 +156,15 @@ class Shapes:
         return found
 
     def narrowed(self, cases: Sequence[Case], types: frozenset[str]) -> Schema:
-        """A schema of the values of cases that are of some types."""
+        """Return a schema of those values of the cases that have one of the types."""
         return any_of([_joined(case, types) for case in cases if case.types & types])
 
     def document_of(self, schema: Schema) -> Document:
-        """A schema that refers to this document, with the definitions that it reaches."""
+        """Create a document of a schema and the definitions that it refers to, directly or indirectly."""
         return Document(schema, self._reached(schema))
 
     def array_shape(self, case: Case) -> ArrayShape | None:
-        """The items of a case's arrays; None if it has no arrays."""
+        """Return the shape of a case's arrays, or None if it has no arrays."""
         if "array" not in case.types:
             return None
         length = max((len(sequence(part, "prefixItems")) for part in case.parts), default=0)
@@ -179,7 +179,7 @@ class Shapes:
         return ArrayShape(tuple(first), others, least, None if most is None else int(most))
 
     def members(self, name: str) -> list[Schemas]:
-        """The schemas of the root's member of this name, one of which it matches."""
+        """Return the alternatives for the root's member of this name."""
         found: list[Schemas] = []
         for shape in self.root_objects:
             if name in shape.named:
@@ -189,11 +189,11 @@ class Shapes:
         return found
 
     def accepts(self, value: Any, *schemas: Schema, depth: int = 0) -> bool:
-        """Whether a value of JSON matches all schemas. Formats, and patterns that cannot be expressed, are ignored."""
+        """Whether a JSON value matches all schemas. Formats and unsupported patterns are ignored."""
         return depth > MAX_COMPARED_DEPTH or any(self._accepts(value, case, depth) for case in self.cases(*schemas))
 
     def _reached(self, schema: Schema) -> dict[str, Schema]:
-        """The definitions to which a schema refers, and those to which these refer."""
+        """Return the definitions that a schema refers to, directly or indirectly."""
         found: dict[str, Schema] = {}
         left = [schema]
         while left:
@@ -223,14 +223,14 @@ class Shapes:
     def _flat(
         self, schemas: Schemas, choices: frozenset[int]
     ) -> tuple[list[Mapping[str, Any]], list[_Alternatives]] | None:
-        """The parts and alternatives of schemas; None if nothing matches. `choices` are alternatives chosen before."""
+        """Return the parts and alternatives of schemas; None if nothing matches. `choices` were chosen before."""
         parts: list[Mapping[str, Any]] = []
         options: list[_Alternatives] = []
         left = [(schema, frozenset[int]()) for schema in reversed(schemas)]
         seen: set[int] = set()
         while left:
             schema, ancestors = left.pop()
-            if schema is False or id(schema) in choices:  # the latter: a case of itself adds no values
+            if schema is False or id(schema) in choices:  # a choice that contains itself adds no values
                 return None
             if not isinstance(schema, Mapping) or id(schema) in seen:
                 continue
@@ -248,7 +248,7 @@ class Shapes:
     def _expand(
         self, parts: list[Mapping[str, Any]], options: list[_Alternatives], found: list[list[Mapping[str, Any]]]
     ) -> bool:
-        """Adds the parts of each choice among the options to `found`. False if there are too many."""
+        """Add the parts of each choice among the options to `found`. Returns False if there are too many."""
         if not options:
             found.append(parts)
             return len(found) <= MAX_COMBINATIONS
@@ -260,7 +260,7 @@ class Shapes:
         return True
 
     def _plain_of(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The schema's own keywords; the same object for schemas that say the same of scalars and required names."""
+        """Return the schema's own keywords. Schemas with equal keywords of scalars and `required` share one object."""
         if id(schema) not in self._plain:
             plain = {key: each for key, each in schema.items() if key not in STRUCTURE}
             if not any(isinstance(each, Mapping) for each in plain.values()):
@@ -298,7 +298,7 @@ class Shapes:
         if not optional or len(optional) > MAX_COUNTED or (smallest <= len(required) and largest is None):
             choices: list[Collection[str]] = [optional]
             is_counted = not optional
-        else:  # each choice of members is a shape, in which all of them are required
+        else:  # each choice of members is a shape that requires all of them
             choices = [some for size in range(len(optional) + 1) for some in combinations(optional, size)]
             is_counted = True
         for some in choices:
@@ -388,7 +388,7 @@ def _kinds(part: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _essential(schemas: Any) -> Schemas:
-    """The schemas, but for those that everything matches."""
+    """Return the schemas, without those that match everything."""
     return tuple(schema for schema in schemas if schema is not True and schema != {})
 
 
@@ -398,7 +398,7 @@ def _item(part: Mapping[str, Any], index: int) -> Schema:
 
 
 def _of_name(part: Mapping[str, Any], name: str) -> Iterator[Schema]:
-    """What a part says of the member of a name."""
+    """Yield a part's schemas for the member `name`."""
     found = [child for pattern, child in mapping(part, "patternProperties").items() if matches(pattern, name)]
     known = mapping(part, "properties")
     if name in known:
@@ -407,7 +407,7 @@ def _of_name(part: Mapping[str, Any], name: str) -> Iterator[Schema]:
 
 
 def _of_patterns(part: Mapping[str, Any], patterns: Sequence[str]) -> Iterator[Schema]:
-    """What a part says of a member whose name matches these patterns and is not listed."""
+    """Yield a part's schemas for an unlisted member whose name matches these patterns."""
     known = mapping(part, "patternProperties")
     yield from [known[pattern] for pattern in patterns if pattern in known] or [part.get("additionalProperties", True)]
 

@@ -56,8 +56,8 @@ def refusal(folder: Path, config: ModelConfig, max_rank: int = 16) -> str:
         ({"rank_pattern": {"(": 4}}, "rank_pattern: '(' is not supported: "),
         ({"rank_pattern": {"(?!x).*": 4}}, "rank_pattern: '(?!x).*' is not supported: "),
         ({"alpha_pattern": {"(" * 400: 4}}, "is not supported: "),
-        ({"lora_alpha": "x"}, "lora_alpha has 'x', which is no finite number"),
-        ({"lora_alpha": 10**400}, "which is no finite number"),
+        ({"lora_alpha": "x"}, "lora_alpha has 'x', which is not a finite number"),
+        ({"lora_alpha": 10**400}, "which is not a finite number"),
     ],
 )
 def test_what_is_refused_before_weights_are_read(
@@ -85,26 +85,26 @@ PREFIX = "base_model.model.model.layers.1.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({f"{PREFIX}.lora_A.weight": torch.zeros(4, 63)}, "is [4, 63], base model and rank want [4, 64]"),
-        ({f"{PREFIX}.lora_A.weight": torch.zeros(3, 64)}, "is [3, 64], base model and rank want [4, 64]"),
-        ({f"{PREFIX}.lora_B.weight": torch.zeros(65, 4)}, "is [65, 4], base model and rank want [64, 4]"),
+        ({f"{PREFIX}.lora_A.weight": torch.zeros(4, 63)}, "has shape [4, 63], expected [4, 64]"),
+        ({f"{PREFIX}.lora_A.weight": torch.zeros(3, 64)}, "has shape [3, 64], expected [4, 64]"),
+        ({f"{PREFIX}.lora_B.weight": torch.zeros(65, 4)}, "has shape [65, 4], expected [64, 4]"),
         (
             {f"{PREFIX}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int8)},
-            "is of torch.int8: only floats of 16 or 32 bits",
+            "is of torch.int8, expected 16- or 32-bit floats",
         ),
         ({f"{PREFIX}.lora_A.weight": None}, "lacks its lora_A or its lora_B"),
         ({f"{PREFIX}.bias": torch.zeros(4)}, "is not supported: only LoRA weights of q_proj"),
         ({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}, "is not supported: only LoRA weights"),
         (
             {f"base_model.model.model.layers.9.self_attn.q_proj.lora_{ab}.weight": torch.zeros(1) for ab in "AB"},
-            "is in layer 9, the base model has 4",
+            "is in layer 9, but the base model has 4 layers",
         ),
         (
             {f"base_model.model.model.layers.1.mlp.router.lora_{ab}.weight": torch.zeros(1) for ab in "AB"},
             "is not supported in this base model",
         ),
         ({f"{PREFIX}.lora_B.weight": torch.full((64, 4), float("nan"))}, "holds numbers that are not finite"),
-        ({f"{PREFIX}.lora_B.other.weight": torch.zeros(64, 4)}, "or is there twice"),
+        ({f"{PREFIX}.lora_B.other.weight": torch.zeros(64, 4)}, "is a duplicate, or belongs"),
         (
             {f"base_model.model.other.layers.1.self_attn.q_proj.lora_{ab}.weight": torch.zeros(1) for ab in "AB"},
             "belongs to the same module as",
@@ -186,7 +186,7 @@ def test_a_file_is_no_larger_than_the_base_model_allows(tmp_path: Path, base: Pa
     os.truncate(folder / "adapter_model.safetensors", 1 << 40)  # sparse: takes no room
     assert "1,099,511,627,776 bytes; at most" in refusal(folder, config)
     os.truncate(folder / "adapter_config.json", 2 << 20)
-    assert "2,097,152 bytes; at most 1,048,576 are read" in refusal(folder, config)
+    assert "2,097,152 bytes; the maximum is 1,048,576" in refusal(folder, config)
 
 
 def header(**tensors: Any) -> bytes:

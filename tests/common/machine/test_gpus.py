@@ -83,14 +83,14 @@ def test_a_process_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, progr
     monkeypatch.setattr(
         gpus.subprocess, "run", lambda command, **rest: run([command[0], "-c", f"import sys; {program}"], **rest)
     )
-    assert find_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == (0, f"torch could not be asked ({reason})")
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == (0, f"the process that imports torch failed ({reason})")
 
 
 def test_a_worker_is_placed() -> None:
     auto = DecodeWorkerConfig(tensor_parallel_size=2, kv_memory_gib=1.0)
     assert gpu_refusal(auto, FoundGPUs(2)) == "" and with_device(auto, "").device == "cuda"
     few = gpu_refusal(auto, FoundGPUs(1))
-    assert few == "its ranks need 2 GPUs, and this machine has 1"
+    assert few == "its ranks need 2 GPUs, but this machine has 1"
     assert with_device(auto, few).device == "cpu" and placement_message(few).endswith(f"the CPU, because {few}")
     for given in ("cpu", "cuda:1"):
         named = DecodeWorkerConfig(device=given)

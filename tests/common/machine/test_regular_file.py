@@ -35,7 +35,7 @@ def test_a_file_is_read_as_a_whole(tmp_path: Path) -> None:
     assert read_regular_file(path, len(data)) == data
     with pytest.raises(OSError, match="at most") as caught:
         read_regular_file(path, len(data) - 1)
-    assert "it has 2,097,157 bytes; at most 2,097,156 are read" in caught.value.strerror
+    assert "it has 2,097,157 bytes; the maximum is 2,097,156" in caught.value.strerror
     with pytest.raises(FileNotFoundError):
         read_regular_file(tmp_path / "none", 1)
 

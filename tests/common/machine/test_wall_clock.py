@@ -54,7 +54,7 @@ def test_a_jump_is_doubted_for_a_while(
     assert machine.bounds(LEASES_S) == (0.0, 0.0) and machine.bounds() == bounds
     machine.run(AGES_S - LEASES_S)
     assert machine.bounds() == (0.0, 0.0)
-    said = f"jumped by {by_s:+.0f} s: nothing expires by the new time before it has held for 3600 s"
+    said = f"jumped by {by_s:+.0f} s: the new time expires nothing for 3600 s"
     assert [record.getMessage() for record in caplog.records] == [f"the wall clock {said}"]
 
 

@@ -254,5 +254,5 @@ def test_two_tensors_of_one_name_in_the_parts_of_a_gguf_model_are_refused(
     monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path / "cache"))
     for number in (1, 2):
         shutil.copy(small_gguf, tmp_path / f"small-0000{number}-of-00002.gguf")
-    with pytest.raises(ModelError, match="is there twice in the model's files"):
+    with pytest.raises(ModelError, match="occurs twice in the model's files"):
         as_worker(tmp_path / "small-00001-of-00002.gguf")

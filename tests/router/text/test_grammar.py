@@ -127,7 +127,7 @@ def test_rules_of_lark_and_of_gbnf(grammar: str) -> None:
         (lambda: free_grammar("root ::= nothing"), "nothing"),
         (lambda: free_grammar("::= ((("), "line 1: expected a rule"),
         (lambda: free_grammar('root ::= "a" (\n'), "line 1: `(` without `)`"),
-        (lambda: free_grammar('x ::= "a"'), "there is no rule `root`"),
+        (lambda: free_grammar('x ::= "a"'), "the rule `root` is not defined"),
         (lambda: regex_grammar("a*+a"), "possessive"),
         (lambda: regex_grammar(r"(a)\1"), "backreferences"),
         (lambda: choice_grammar(["x" * MAX_GRAMMAR_CHARS]), f"at most {MAX_GRAMMAR_CHARS:,}"),
