@@ -173,7 +173,7 @@ def read_plan(
 
 
 def _refusal(pools: Sequence[WorkerConfig], gpus: FoundGPUs) -> str:
-    """Return why the pools with `--device auto` cannot use GPUs, or "". All pools or none use GPUs: they exchange KV."""
+    """Return why the pools with `--device auto` cannot use GPUs, or "". They exchange KV, so all or none do."""
     if any(pool.device == "cpu" for pool in pools):
         return "the other pool is on the CPU"
     return next(filter(None, (gpu_refusal(pool, gpus) for pool in pools if pool.device == AUTO)), "")

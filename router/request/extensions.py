@@ -37,7 +37,7 @@ def at_most(num_entries: int) -> BeforeValidator:
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > num_entries:
-            raise ValueError(f"must have at most {num_entries:,} entries, has {len(value):,}")
+            raise ValueError(f"must have at most {num_entries:,} entries, not {len(value):,}")
         return value
 
     return BeforeValidator(check)

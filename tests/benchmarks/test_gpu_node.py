@@ -174,11 +174,11 @@ def test_a_part_that_fails_hangs_or_crashes_ends_alone(tmp_path: Path, monkeypat
     parts = ("chip", "graphs", "ipc", "landing", "invariance", "families")
     assert node.main(["--dry-run", f"--out={out}", "--time-limit-s=0", "--parts", *parts]) == FAILED
     assert (out / "verdicts.txt").read_text().splitlines() == [
-        "FAIL  graphs: the part itself: ended its process with SIGSEGV (it ends by itself)",
+        "FAIL  graphs: the part itself: ended its process with SIGSEGV (a normal exit)",
         "PASS  ipc: first: 30.0 GB/s (at least 20)",
         "FAIL  ipc: the part itself: RuntimeError: the cable is cut (no error)",
         "FAIL  landing: the part itself: stopped at its deadline of 1 s (no error)",
-        "FAIL  invariance: the part itself: has not stopped 2 s after its deadline (it ends by itself)",
+        "FAIL  invariance: the part itself: did not stop within 2 s of its deadline (a normal exit)",
     ]
     found = json.loads((out / "gpu.json").read_text())
     assert list(found["seconds"]) == ["chip", "ipc", "landing", "families"]  # what came after each
@@ -188,8 +188,8 @@ def test_what_was_not_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "out"
     assert node.main(["--dry-run", f"--out={out}", "--time-limit-s=5", "--parts", "mla"]) == FAILED
     assert (out / "verdicts.txt").read_text().splitlines() == [
-        "SKIP  chip: the part itself: not run (the time was over)",
-        "SKIP  mla: the part itself: not run (the time was over)",
+        "SKIP  chip: the part itself: not run (the time limit was reached)",
+        "SKIP  mla: the part itself: not run (the time limit was reached)",
     ]
 
 

@@ -68,7 +68,7 @@ def test_a_kernel_that_does_not_fit_is_a_sentence() -> None:
     assert ended.returncode == 2, ended.stderr
     assert (
         "Traceback" not in ended.stderr
-        and ("cannot start: a kernel needs 102,400 bytes of shared memory, and this GPU has 101,376; --device cpu runs")
+        and ("cannot start: a kernel needs 102,400 bytes of shared memory, but this GPU has 101,376; --device cpu runs")
         in ended.stderr
     )
     assert "--device auto: " in ended.stderr

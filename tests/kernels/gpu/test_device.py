@@ -50,7 +50,7 @@ def test_supported_gpus_are_counted(pretend: Callable[..., None]) -> None:
     pretend([gpu(9, 0), gpu(7, 5)])
     assert usable_gpus() == (1, "")
     pretend([gpu(7, 5, "Tesla T4")])
-    assert usable_gpus() == (0, "the kernels need compute capability 8.0, and Tesla T4 has 7.5")
+    assert usable_gpus() == (0, "the kernels need compute capability 8.0, but Tesla T4 has 7.5")
     pretend([])
     assert usable_gpus() == (0, "torch finds no GPU")
 
@@ -60,7 +60,7 @@ def test_amd_is_known_by_its_chip(pretend: Callable[..., None]) -> None:
     pretend([gpu(9, 4, "MI300X", "gfx942:sramecc+:xnack-")], hip="7.0")
     assert usable_gpus() == (1, "")
     pretend([gpu(11, 0, "Radeon", "gfx1100")], hip="7.0")
-    assert usable_gpus() == (0, "the kernels support gfx90a, gfx942, gfx950, and Radeon is gfx1100")
+    assert usable_gpus() == (0, "the kernels support gfx90a, gfx942, gfx950, but Radeon is gfx1100")
 
 
 def test_an_old_driver_is_a_reason(pretend: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +121,6 @@ def test_a_kernel_that_is_too_large_is_a_sentence() -> None:
     from triton.runtime.errors import OutOfResources
 
     error = OutOfResources(102_400, 101_376, "shared memory")
-    words = "a kernel needs 102,400 bytes of shared memory, and this GPU has 101,376"
+    words = "a kernel needs 102,400 bytes of shared memory, but this GPU has 101,376"
     assert too_large(error) == words and too_large(ValueError("out of resource")) == ""
     assert Finding.of_failure("prefill attention", error).problem == words

@@ -153,7 +153,7 @@ def test_a_request_that_cannot_be_taken_leaves_nothing_behind() -> None:
     rig = Rig(max_inflight=1)
     rig.greet()
     rig.core.submit(request("a"), 0.0)
-    with pytest.raises(Unavailable, match="1 requests are in flight, this router takes at most 1"):
+    with pytest.raises(Unavailable, match="1 requests are in flight, the maximum is 1"):
         rig.core.submit(request("b"), 0.0)
     rig.core.end(rig.core.states["a"])
     with pytest.raises(InvalidRequest, match="no tokens"):

@@ -146,7 +146,7 @@ async def test_a_full_disk_at_the_start_is_waited_for(
     monkeypatch.setattr(database, "_opened", full)
     store = location.store_of(config_of("auto" if chosen == "auto" else path), reasons.append)
     assert store is not None and store.path == str(path)
-    with pytest.raises(StoreFailed, match="not open, because the disk was full at the start") as failed:
+    with pytest.raises(StoreFailed, match="not open, because the disk was full at startup") as failed:
         await store.find("resp_1", "")
     assert failed.value.reason == "full" and set(reasons) == {"full"}
     monkeypatch.setattr(database, "_opened", opening)
