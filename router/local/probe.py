@@ -63,7 +63,7 @@ async def ready_reason(host: str, port: int, *, tls: bool = False, model: str = 
         path = f"/ready?{urlencode({'model': model})}" if model else "/ready"
         status, body = await _get((host, port), path, PROBE_TIMEOUT_S, tls=tls)
     except _NO_ANSWER as error:
-        return f"the router does not answer ({error or type(error).__name__})"
+        return f"the router does not answer ({str(error) or type(error).__name__})"
     return "" if status == 200 else _message(body)
 
 
@@ -86,7 +86,7 @@ async def ask_health(address: Address, timeout_s: float, *, tls: bool = False) -
     except TimeoutError:
         return Health(f"no answer within {timeout_s:g} s", has_started=False)
     except _NO_ANSWER as error:
-        return Health(f"no answer: {error or type(error).__name__}", has_started=False)
+        return Health(f"no answer: {str(error) or type(error).__name__}", has_started=False)
     if status == 200:
         return Health("", has_started=_field(body, "state") != "loading")
     return Health(f"it answers {status}: {_field(body, 'state') or _message(body)}", has_started=True)

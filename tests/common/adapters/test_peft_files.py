@@ -184,7 +184,7 @@ def test_links_to_files_are_followed(tmp_path: Path, base: Path, config: ModelCo
 def test_a_file_is_no_larger_than_the_base_model_allows(tmp_path: Path, base: Path, config: ModelConfig) -> None:
     folder = make_adapter(tmp_path / "adapter", base)
     os.truncate(folder / "adapter_model.safetensors", 1 << 40)  # sparse: takes no room
-    assert "1,099,511,627,776 bytes; at most" in refusal(folder, config)
+    assert "1,099,511,627,776 bytes; the maximum is" in refusal(folder, config)
     os.truncate(folder / "adapter_config.json", 2 << 20)
     assert "2,097,152 bytes; the maximum is 1,048,576" in refusal(folder, config)
 

@@ -237,8 +237,8 @@ def test_texts(text: str, texts: list[str], others: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('x ::= "a"', "no rule `root`"),
-        ('root ::= "a"\nx ::= y', "no rule `y`"),
+        ('x ::= "a"', "rule `root` is not defined"),
+        ('root ::= "a"\nx ::= y', "rule `y` is not defined"),
         ('root ::= "a"\nroot ::= "b"', "line 2: the rule `root` is defined twice"),
         ('root ::= "a', "line 1: '\"' is not expected"),
         ("root ::=\n [a", "line 2: '\\['"),
