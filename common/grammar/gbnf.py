@@ -147,7 +147,7 @@ class _Parser:
             if name not in found:
                 raise GbnfError(f"the rule `{name[:64]}` is not defined")
         if "root" not in found:
-            raise GbnfError("there is no rule `root`")
+            raise GbnfError("the rule `root` is not defined")
         return found
 
     def _read(self) -> Iterator[_Token]:
@@ -251,7 +251,7 @@ class _Parser:
             else:
                 point = LETTERS.get(sign[1], -1)
             if not 0 <= point <= sys.maxunicode or point in SURROGATES:
-                raise self._error(at, f"`{sign}` is no character")
+                raise self._error(at, f"`{sign}` is not a character")
             found.append(point)
         if end != len(text):
             raise self._error(at, f"`{text[end : end + 10]}` is not a character")

@@ -250,7 +250,7 @@ def test_texts(text: str, texts: list[str], others: list[str]) -> None:
         ('root ::= ("a"', "`\\(` without"),
         ('root ::= "a")', "`\\)` without"),
         ("root ::= *", "follows no item to repeat"),
-        ('root ::= "a"{2,1}', "ends before"),
+        ('root ::= "a"{2,1}', "maximum below its minimum"),
         ('root ::= "a"{x}', "not expected"),
         ("root ::= root", "`root` never ends"),
         ('root ::= "a" x\nx ::= x "b" | y\ny ::= ("c" x)+', "`root` never ends"),
