@@ -33,7 +33,7 @@ class StepMasks:
         """Request the masks of slow grammars for the sequences that would sample in the next step."""
         for sequence in running:
             constraint = sequence.constraint
-            if constraint is None or not constraint.is_slow or sequence.sits_out or sequence.num_remaining != 1:
+            if constraint is None or not constraint.is_slow or sequence.skips_step or sequence.num_remaining != 1:
                 continue
             if not constraint.has_mask(sequence.num_output_tokens):
                 self._grammars.ask_mask(sequence, constraint)

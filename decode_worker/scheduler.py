@@ -163,7 +163,7 @@ class DecodeScheduler(DecodeQueue):
         chunks = [
             DecodeChunk(s, s.num_computed, 1)
             for s, left in zip(self.running, remaining, strict=True)
-            if left == 1 and not s.sits_out
+            if left == 1 and not s.skips_step
         ]
         prompts = [s for s, left in zip(self.running, remaining, strict=True) if left > 1 and s.read is None]
         rows = StepShape.of_rows(len(chunks), sum(chunk.start + 1 for chunk in chunks))

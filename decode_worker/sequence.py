@@ -135,7 +135,7 @@ class DecodeSequence(WorkerSequence):
         )
 
     @property
-    def sits_out(self) -> bool:
+    def skips_step(self) -> bool:
         """Whether the next step must not sample for it: the mask of its next token is not computed yet."""
         if self.awaits_mask or self.deferred:
             return True

@@ -27,7 +27,7 @@ PROBE_S = 120.0
 """Timeout of the subprocess that imports torch, in seconds. Sufficient for a cold disk."""
 
 
-class FoundGPUs(NamedTuple):
+class AvailableGPUs(NamedTuple):
     """The number of GPUs that torch and the kernels can use. If 0, `why` is the reason, as the end of a sentence."""
 
     num_gpus: int
@@ -55,34 +55,34 @@ def without_driver(environ: Mapping[str, str], nodes: tuple[Path, ...] = NODES) 
     return "" if any(node.exists() for node in nodes) else "no driver of a GPU was found"
 
 
-def find_gpus(environ: Mapping[str, str]) -> FoundGPUs:
+def find_gpus(environ: Mapping[str, str]) -> AvailableGPUs:
     """Find the GPUs that processes with this environment can use. If a driver exists, a subprocess asks torch."""
     if refusal := without_driver(environ):
-        return FoundGPUs(0, refusal)
+        return AvailableGPUs(0, refusal)
     command = [sys.executable, "-P", "-m", "common.machine.gpus"]
     search = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(
             command, env=dict(environ) | search, capture_output=True, text=True, timeout=PROBE_S, check=False
         )
-        return FoundGPUs(*json.loads(done.stdout.splitlines()[-1]))
+        return AvailableGPUs(*json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
-        return FoundGPUs(0, f"torch did not answer within {PROBE_S:g} s")
+        return AvailableGPUs(0, f"torch did not answer within {PROBE_S:g} s")
     except (ValueError, IndexError):
         words = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        return FoundGPUs(0, f"the process that imports torch failed ({words[0]})")
+        return AvailableGPUs(0, f"the process that imports torch failed ({words[0]})")
 
 
-def find_gpus_here() -> FoundGPUs:
+def find_gpus_here() -> AvailableGPUs:
     """Find the GPUs that this process can use. Imports torch if a driver exists."""
     if refusal := without_driver(os.environ):
-        return FoundGPUs(0, refusal)
+        return AvailableGPUs(0, refusal)
     from kernels.device import usable_gpus
 
-    return FoundGPUs(*usable_gpus())
+    return AvailableGPUs(*usable_gpus())
 
 
-def gpu_refusal(config: WorkerConfig, gpus: FoundGPUs) -> str:
+def gpu_refusal(config: WorkerConfig, gpus: AvailableGPUs) -> str:
     """Return why a worker with these settings cannot use `gpus`, or ""."""
     if gpus.refusal:
         return gpus.refusal

@@ -70,7 +70,7 @@ class WallClock:
         machine, settings = self._look(doubt_s)
         return machine + max(settings)
 
-    def saw(self, stamp: float) -> None:
+    def observe(self, stamp: float) -> None:
         """Record that this machine's clock once showed `stamp`. If it is past, the clock may have jumped since then."""
         with self._lock:
             machine = self._machine()

@@ -238,7 +238,7 @@ class DispatchCore:
 
     def _check_bounds(self, num_new: int = 1) -> None:
         if len(self.states) + num_new > self._config.max_inflight:
-            why = f"{len(self.states)} requests are in flight, the maximum is {self._config.max_inflight}"
+            why = f"{len(self.states)} requests are in flight; {num_new} more would exceed {self._config.max_inflight}"
             raise Unavailable(why, retry_after_s=RETRY_AFTER_S)
 
     def _admit(self, request: GenerationRequest, now: float) -> tuple[RequestState, tuple[Choice, RequestShape] | None]:

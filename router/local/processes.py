@@ -17,7 +17,7 @@ from common.config.field import Config, Field, fields_of
 from common.config.sources import FlagParser, Sources
 from common.config.worker import AUTO
 from common.errors import ConfigError
-from common.machine.gpus import FoundGPUs, count_gpus, find_gpus, gpu_refusal, placement_message, with_device
+from common.machine.gpus import AvailableGPUs, count_gpus, find_gpus, gpu_refusal, placement_message, with_device
 from common.wire.message_fields import Role
 from router.local.devices import on_gpus
 from router.models.models_file import table_of
@@ -127,7 +127,7 @@ def read_plan(
     is_auto = AUTO in (prefill.device, decode.device)
     placement = ""
     if is_auto:
-        gpus = find_gpus(environ) if num_gpus is None else FoundGPUs(num_gpus, "" if num_gpus else "no GPU")
+        gpus = find_gpus(environ) if num_gpus is None else AvailableGPUs(num_gpus, "" if num_gpus else "no GPU")
         refusal = _refusal([prefill, decode], gpus)
         prefill, decode, placement, num_gpus = (
             with_device(prefill, refusal),
@@ -172,7 +172,7 @@ def read_plan(
     )
 
 
-def _refusal(pools: Sequence[WorkerConfig], gpus: FoundGPUs) -> str:
+def _refusal(pools: Sequence[WorkerConfig], gpus: AvailableGPUs) -> str:
     """Return why the pools with `--device auto` cannot use GPUs, or "". They exchange KV, so all or none do."""
     if any(pool.device == "cpu" for pool in pools):
         return "the other pool is on the CPU"

@@ -229,7 +229,7 @@ class FileStore:
             self._measure(connection)
             (latest,) = connection.execute("SELECT max(created_at) FROM files").fetchone()
             if latest is not None:
-                self._clock.saw(latest)
+                self._clock.observe(latest)
             self._has_begun = True
 
     def _look_around(self, connection: sqlite3.Connection) -> None:

@@ -236,7 +236,7 @@ class ResponseStore:
         if not self._has_begun:
             (latest,) = connection.execute("SELECT max(used_at) FROM responses").fetchone()
             if latest is not None:
-                self._clock.saw(latest)
+                self._clock.observe(latest)
             self._has_begun = True
 
     def _look_around(self, connection: sqlite3.Connection) -> None:

@@ -271,7 +271,7 @@ def test_a_kernel_is_judged_by_its_floor_and_by_the_fastest_peer() -> None:
     row = {"kernel": "decode attention", "size": "8 x 4,096", "us": 100.0, "of_floor": 0.72}
     rows = [row | {"peers_us": {"torch sdpa": 400.0, "flashinfer": 80.0, "fa3": "ImportError: none"}}]
     by_floor, by_peer = verdict.of_kernel("kernels", rows[0])
-    assert by_floor.ok and not by_peer.ok and "beside flashinfer" in by_peer.what
+    assert by_floor.ok and not by_peer.ok and "vs. flashinfer" in by_peer.what
     assert by_peer.found == "1.25 times its time"
     goals = [
         {"kernel": "decode attention", "size": "32 x 4,096", "of_floor": 0.89},

@@ -100,7 +100,7 @@ def of_kernel(part: str, row: Mapping[str, Any]) -> Iterator[Verdict]:
         fastest = min(times, key=lambda name: times[name])
         ratio = row["us"] / times[fastest]
         most = MOST_OF_PEER.get(row["kernel"], MOST_OF_PEER_ELSE)
-        yield at_most(part, f"{what} beside {fastest}", ratio, most, "its time")
+        yield at_most(part, f"{what} vs. {fastest}", ratio, most, "its time")
 
 
 def of_step(kind: str, row: Mapping[str, Any]) -> Iterator[Verdict]:

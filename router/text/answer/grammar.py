@@ -17,7 +17,7 @@ from common.grammar.gbnf import gbnf_to_lark, is_gbnf
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
 from router.text.answer.closed_schema import closed
 from router.text.schema.canonical import Document, canonical
-from router.text.schema.controls import has_controls, with_exact_sets, without_open_objects
+from router.text.schema.control_characters import has_controls, with_exact_sets, without_open_objects
 from router.text.schema.loops import without_loops
 from router.text.schema.patterns import portable
 from router.text.schema.rewrite import rewritten

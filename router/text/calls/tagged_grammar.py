@@ -16,7 +16,7 @@ from router.text.calls.tagged_value import spellings
 from router.text.python_syntax.grammar import PythonRules
 from router.text.schema.keywords import TYPES, Unenforceable
 from router.text.schema.regexes import ANY, names_lexeme, searched
-from router.text.schema.shapes import Case, ObjectShape, Schemas, Shapes, Unnamed
+from router.text.schema.shapes import Case, ObjectShape, Schemas, Shapes, UnlistedMembers
 
 UNKNOWN_KEY = r'/[^<>"\n]{1,256}/'
 """Names of arguments that the schema does not name."""
@@ -59,7 +59,7 @@ class TaggedRules:
             parts.append(f"({' | '.join(unnamed)}){{{shape.least},{most}}}")
         return " ".join(parts)
 
-    def _unnamed(self, name: str, kind: Unnamed, taken: Sequence[str]) -> str:
+    def _unnamed(self, name: str, kind: UnlistedMembers, taken: Sequence[str]) -> str:
         key = f"{name.upper()}_KEY"
         self._rules[key] = names_lexeme(UNKNOWN_KEY, kind.patterns, kind.without, taken)
         return self._argument(key, name, kind.schemas)

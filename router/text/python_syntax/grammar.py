@@ -10,7 +10,7 @@ from typing import Any
 from router.text.answer.grammar import document_expression, literal
 from router.text.schema.canonical import Document
 from router.text.schema.regexes import names_lexeme
-from router.text.schema.shapes import ArrayShape, Case, ObjectShape, Schemas, Shapes, Unnamed
+from router.text.schema.shapes import ArrayShape, Case, ObjectShape, Schemas, Shapes, UnlistedMembers
 
 COMMA = "/, ?/"
 COLON = "/: ?/"
@@ -143,7 +143,7 @@ class PythonRules:
         return self._rule(f'"[" {following} "]"')
 
     def _object(self, shape: ObjectShape) -> str:
-        if shape == ObjectShape({}, frozenset(), (), (Unnamed((), (), ()),), 0, None):
+        if shape == ObjectShape({}, frozenset(), (), (UnlistedMembers((), (), ()),), 0, None):
             return self._known("py_object")
         parts = [
             (f"{self._either(list(map(literal, _spellings(n))))} {COLON} {self._value(each)}", n in shape.required)
@@ -152,7 +152,7 @@ class PythonRules:
         unnamed = [f"{self._key(kind, shape.taken)} {COLON} {self._value(kind.schemas)}" for kind in shape.unnamed]
         return self._rule(f'"{{" {self._members(parts, unnamed, shape.least, shape.most)} "}}"')
 
-    def _key(self, kind: Unnamed, taken: Sequence[str]) -> str:
+    def _key(self, kind: UnlistedMembers, taken: Sequence[str]) -> str:
         """Return the name of a terminal for quoted names that the schema does not list."""
         if not (kind.patterns or kind.without):
             return self._terminal(names_lexeme(QUOTED, (), (), [python_text(name) for name in taken]))

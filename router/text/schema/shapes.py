@@ -77,7 +77,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Unnamed:
+class UnlistedMembers:
     """Schemas of the unlisted members whose names match all of `patterns` and none of `without`."""
 
     patterns: tuple[str, ...]
@@ -95,7 +95,7 @@ class ObjectShape:
     named: Mapping[str, Schemas]
     required: frozenset[str]
     taken: tuple[str, ...]
-    unnamed: tuple[Unnamed, ...]
+    unnamed: tuple[UnlistedMembers, ...]
     least: int
     most: int | None
 
@@ -310,7 +310,7 @@ class Shapes:
                 whole = frozenset(chosen) if is_counted else frozenset(required)
                 yield ObjectShape(chosen, whole, taken, unnamed if most != 0 else (), max(0, least), most)
 
-    def _unnamed(self, parts: Sequence[Mapping[str, Any]]) -> Iterator[Unnamed]:
+    def _unnamed(self, parts: Sequence[Mapping[str, Any]]) -> Iterator[UnlistedMembers]:
         patterns = tuple(dict.fromkeys(p for part in parts for p in mapping(part, "patternProperties")))
         if len(patterns) > MAX_OVERLAPPING_PATTERNS:
             chosen: list[tuple[str, ...]] = [*((pattern,) for pattern in patterns), ()]
@@ -324,7 +324,7 @@ class Shapes:
             without = () if alone else tuple(pattern for pattern in patterns if pattern not in some)
             schemas = _essential(each for part in parts for each in _of_patterns(part, some))
             if self.cases(*schemas):
-                yield Unnamed(some, without, schemas)
+                yield UnlistedMembers(some, without, schemas)
 
     def _accepts(self, value: Any, case: Case, depth: int) -> bool:
         kind = type_of(value)
@@ -412,7 +412,7 @@ def _of_patterns(part: Mapping[str, Any], patterns: Sequence[str]) -> Iterator[S
     yield from [known[pattern] for pattern in patterns if pattern in known] or [part.get("additionalProperties", True)]
 
 
-def _is_named(kind: Unnamed, name: str) -> bool:
+def _is_named(kind: UnlistedMembers, name: str) -> bool:
     return all(matches(p, name) for p in kind.patterns) and not any(matches(p, name) for p in kind.without)
 
 

@@ -12,7 +12,7 @@ from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.errors import ConfigError
 from common.machine import gpus
 from common.machine.gpus import (
-    FoundGPUs,
+    AvailableGPUs,
     count_gpus,
     find_gpus,
     find_gpus_here,
@@ -24,7 +24,7 @@ from common.machine.gpus import (
 from common.worker import command
 
 NOTHING = Path("/nonexistent")
-BUILT_FOR_CPUS = FoundGPUs(0, f"torch {torch.__version__} is built without CUDA")
+BUILT_FOR_CPUS = AvailableGPUs(0, f"torch {torch.__version__} is built without CUDA")
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_a_process_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, progr
 
 def test_a_worker_is_placed() -> None:
     auto = DecodeWorkerConfig(tensor_parallel_size=2, kv_memory_gib=1.0)
-    assert gpu_refusal(auto, FoundGPUs(2)) == "" and with_device(auto, "").device == "cuda"
-    few = gpu_refusal(auto, FoundGPUs(1))
+    assert gpu_refusal(auto, AvailableGPUs(2)) == "" and with_device(auto, "").device == "cuda"
+    few = gpu_refusal(auto, AvailableGPUs(1))
     assert few == "its ranks need 2 GPUs, but this machine has 1"
     assert with_device(auto, few).device == "cpu" and placement_message(few).endswith(f"the CPU, because {few}")
     for given in ("cpu", "cuda:1"):
@@ -104,7 +104,7 @@ def test_a_worker_is_placed() -> None:
 def test_both_roles_of_a_worker_are_on_one_device(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(command, "find_gpus_here", lambda: FoundGPUs(1))
+    monkeypatch.setattr(command, "find_gpus_here", lambda: AvailableGPUs(1))
     with caplog.at_level(logging.INFO):
         both = command._on_found_device(DecodeWorkerConfig(), PrefillWorkerConfig(), "diptych decode-worker")
         cpus = command._on_found_device(DecodeWorkerConfig(), PrefillWorkerConfig(quantization="int8"), "diptych")
@@ -114,7 +114,7 @@ def test_both_roles_of_a_worker_are_on_one_device(
 
 
 def test_a_refused_start_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "find_gpus_here", lambda: FoundGPUs(0, "no driver of a GPU was found"))
+    monkeypatch.setattr(command, "find_gpus_here", lambda: AvailableGPUs(0, "no driver of a GPU was found"))
     with pytest.raises(SystemExit) as ended:
         command._on_found_device(DecodeWorkerConfig(kv_host_gib=1.0), None, "diptych decode-worker")
     assert ended.value.code == 2 and "because no driver of a GPU was found" in capsys.readouterr().err

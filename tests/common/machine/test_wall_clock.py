@@ -76,12 +76,12 @@ def test_a_machine_that_slept_is_believed(machine: Machine) -> None:
 
 
 def test_a_start_after_a_long_time_is_doubted_for_ages_alone(machine: Machine) -> None:
-    machine.clock.saw(machine.wall - MONTH_S)
+    machine.clock.observe(machine.wall - MONTH_S)
     assert machine.bounds() == (-MONTH_S, 0.0) and machine.bounds(LEASES_S) == (0.0, 0.0)
     machine.run(AGES_S)
     assert machine.bounds() == (0.0, 0.0)
-    machine.clock.saw(machine.wall + MONTH_S)  # of a clock that was ahead
-    machine.clock.saw(machine.wall - 1.0)
+    machine.clock.observe(machine.wall + MONTH_S)  # of a clock that was ahead
+    machine.clock.observe(machine.wall - 1.0)
     assert machine.bounds() == (0.0, 0.0)
 
 

@@ -153,7 +153,7 @@ def test_a_request_that_cannot_be_taken_leaves_nothing_behind() -> None:
     rig = Rig(max_inflight=1)
     rig.greet()
     rig.core.submit(request("a"), 0.0)
-    with pytest.raises(Unavailable, match="1 requests are in flight, the maximum is 1"):
+    with pytest.raises(Unavailable, match="1 requests are in flight; 1 more would exceed 1"):
         rig.core.submit(request("b"), 0.0)
     rig.core.end(rig.core.states["a"])
     with pytest.raises(InvalidRequest, match="no tokens"):
@@ -164,7 +164,7 @@ def test_a_request_that_cannot_be_taken_leaves_nothing_behind() -> None:
 def test_a_first_step_needs_room_for_the_later_ones_which_are_not_refused() -> None:
     rig = Rig(max_inflight=4)
     rig.greet()
-    with pytest.raises(Unavailable, match="the maximum is 4"):
+    with pytest.raises(Unavailable, match="5 more would exceed 4"):
         rig.core.submit(request("wide", num_at_once=5), 0.0)
     rig.core.end(rig.core.submit(request("first", num_at_once=4), 0.0))
     rig.core.submit(request("other"), 0.0)
