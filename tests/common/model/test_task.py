@@ -99,11 +99,11 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("auto", lambda folder: (folder / "modules.json").write_text("["), "is not valid JSON"),
     ("embed", lambda folder: change(folder, is_causal=False), "is_causal false is not supported"),
     ("score", lambda folder: None, "has neither a head that scores"),
-    ("auto", lambda folder: reranker(folder, id2label={"0": "no", "1": "yes"}), "a head of 2 labels"),
+    ("auto", lambda folder: reranker(folder, id2label={"0": "no", "1": "yes"}), "2 labels are not supported"),
     (
         "auto",
         lambda folder: reranker(folder, sbert_ce_default_activation_function="torch.nn.Tanh"),
-        "activation 'torch.nn.Tanh' is not supported",
+        "'torch.nn.Tanh' is not supported as activation",
     ),
 ]
 

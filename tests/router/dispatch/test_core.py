@@ -170,7 +170,7 @@ def test_a_first_step_needs_room_for_the_later_ones_which_are_not_refused() -> N
     rig.core.submit(request("other"), 0.0)
     for number in range(4):
         rig.core.submit(request(f"step-{number}", continues=True), 0.0)
-    with pytest.raises(Unavailable, match="at most 4"):
+    with pytest.raises(Unavailable, match="1 more would exceed 4"):
         rig.core.submit(request("new"), 0.0)
 
 
