@@ -52,7 +52,7 @@ def without_driver(environ: Mapping[str, str], nodes: tuple[Path, ...] = NODES) 
         return ""
     if hiding := [name for name in VISIBLE if name in environ]:
         return f"{hiding[0]} hides every GPU"
-    return "" if any(node.exists() for node in nodes) else "no driver of a GPU was found"
+    return "" if any(node.exists() for node in nodes) else "no GPU driver was found"
 
 
 def find_gpus(environ: Mapping[str, str]) -> AvailableGPUs:

@@ -54,7 +54,7 @@ def test_the_driver_says_what_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_without_a_driver_torch_is_not_asked(tmp_path: Path) -> None:
-    assert without_driver({}, (NOTHING,)) == "no driver of a GPU was found"
+    assert without_driver({}, (NOTHING,)) == "no GPU driver was found"
     assert without_driver({"CUDA_VISIBLE_DEVICES": ""}, (tmp_path,)) == "CUDA_VISIBLE_DEVICES hides every GPU"
     assert without_driver({}, (NOTHING, tmp_path)) == ""  # a device node alone, as in a sandbox
     assert without_driver({"CUDA_VISIBLE_DEVICES": "0"}, (NOTHING,)) == ""
@@ -114,7 +114,7 @@ def test_both_roles_of_a_worker_are_on_one_device(
 
 
 def test_a_refused_start_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "find_gpus_here", lambda: AvailableGPUs(0, "no driver of a GPU was found"))
+    monkeypatch.setattr(command, "find_gpus_here", lambda: AvailableGPUs(0, "no GPU driver was found"))
     with pytest.raises(SystemExit) as ended:
         command._on_found_device(DecodeWorkerConfig(kv_host_gib=1.0), None, "diptych decode-worker")
-    assert ended.value.code == 2 and "because no driver of a GPU was found" in capsys.readouterr().err
+    assert ended.value.code == 2 and "because no GPU driver was found" in capsys.readouterr().err
