@@ -383,7 +383,7 @@ async def test_a_service_whose_output_cannot_be_written_serves(
     monkeypatch.setattr(serve_module, "Supervisor", lambda *_: supervisor)
     monkeypatch.setattr(sys, "stdout", FullOutput())
     serving = asyncio.create_task(supervise(supervisor.plan, ["tiny-random"], records))
-    await until(lambda: serving.done() or "standard output cannot be written" in caplog.text)
+    await until(lambda: serving.done() or "cannot write to standard output" in caplog.text)
     assert not serving.done() and supervisor.router.alive
     supervisor.stop()
     assert await serving == 0
