@@ -230,7 +230,7 @@ async def test_its_prompt_is_that_of_the_same_conversation(running: Any) -> None
         {"role": "user", "content": "hi"},
     ]
     await post(running, input=items, instructions="s")
-    same = [("system", "s"), ("user", "ab"), ("assistant", "c"), ("user", "hi")]
+    same = [("system", "s"), ("user", "a\nb"), ("assistant", "c"), ("user", "hi")]
     await running.chat(messages=[{"role": role, "content": content} for role, content in same])
     first, second = running.engine.requests
     assert first.prompt_token_ids == second.prompt_token_ids

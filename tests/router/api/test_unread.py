@@ -134,8 +134,8 @@ async def test_an_unread_stream_ends_with_an_error(start: Any, connect: Any) -> 
     reader, writer = await connect(running)
     reader._transport.pause_reading()
     body = b'{"prompt": "hi", "stream": true, "logprobs": 20, "max_tokens": 4000, "n": 2}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
-    writer.write(head + body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
     async with asyncio.timeout(60):
         while len(engine.aborted) < 2:
             assert budget.num_bytes <= 1_000_000
