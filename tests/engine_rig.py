@@ -7,7 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any, TypeVar
+
+import pytest
 
 from common.grammar.checks import Verdict
 from common.grammar.grammars import Grammars
@@ -153,3 +156,17 @@ class RouterSide:
             self.engine.close()
         else:
             self.engine.stop()
+
+
+def break_sampling(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Have the function `broken`, named with its module, raise for requests with `allowed_token_ids` (65, 66)."""
+    module, _, name = broken.rpartition(".")
+    sound = getattr(import_module(module), name)
+
+    def fail(*arguments: Any, **named: Any) -> Any:
+        asked = arguments[0].allowed_token_ids if "limits" in broken else arguments[0]
+        if asked == (65, 66):
+            raise OverflowError("an unexpected parameter")
+        return sound(*arguments, **named)
+
+    monkeypatch.setattr(broken, fail)
