@@ -13,6 +13,9 @@ from typing import Any, ClassVar, NoReturn, get_type_hints
 
 from common.errors import ConfigError
 
+AUTO = "auto"
+"""The value of a setting that a process chooses for itself."""
+
 # The order in which `--help` and docs/configuration.md show settings.
 GROUPS = (
     "HTTP",

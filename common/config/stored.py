@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config.field import Config, setting
+from common.config.field import AUTO, Config, setting
 
-AUTO, MEMORY, OFF = "auto", "memory", "off"
+MEMORY, OFF = "memory", "off"
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from common.config.cluster import PodSettings
 from common.config.common import CommonConfig
 from common.config.cores import CORES, parse_cores
-from common.config.field import DURATION, FILE, HOST, PORT, setting
+from common.config.field import AUTO, DURATION, FILE, HOST, PORT, setting
 from common.errors import ConfigError
 
-AUTO = "auto"
-"""Value of `device` until a process that can see the GPUs replaces it (`common.machine.gpus`)."""
 BLOCK_SIZES = (16, 32, 64, 128)
 CPU_BLOCK, GPU_BLOCK = 16, 64
 """Tokens: on a GPU a tile of keys is a block of 64, so attention reads one entry of the block table a tile."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from common.config import WorkerConfig
-from common.config.worker import AUTO
+from common.config.field import AUTO
 from common.errors import ConfigError
 
 W = TypeVar("W", bound=WorkerConfig)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from common.config import WorkerConfig
+from common.config.field import AUTO
 from common.config.sources import counterpart, exit_refused, load
-from common.config.worker import AUTO
 from common.errors import ConfigError
 from common.machine.gpus import find_gpus_here, gpu_refusal, placement_message, with_device
 from common.observe.logging import setup_logging

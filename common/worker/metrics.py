@@ -9,18 +9,13 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
+from common.observe.buckets import SECONDS, SHORT_SECONDS
 from common.observe.draft_metrics import DraftMetrics
 from common.observe.families import Families
 from common.worker.engine import EngineStatus
 from common.worker.scaling import DecodeLoad, active_requests, backlog_s, pressure, unblocked_share
 from common.worker.tier_metrics import TierCollector
 
-SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
-    *(1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
-)
-"""vLLM's buckets, and finer ones below theirs."""
-SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 DRAFT_KINDS = ("ngram", "grammar", "model")
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig, WorkerConfig
-from common.config.field import Config, Field, fields_of
+from common.config.field import AUTO, Config, Field, fields_of
 from common.config.sources import FlagParser, Sources
-from common.config.worker import AUTO
 from common.errors import ConfigError
 from common.machine.gpus import AvailableGPUs, count_gpus, find_gpus, gpu_refusal, placement_message, with_device
 from common.wire.message_fields import Role

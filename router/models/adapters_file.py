@@ -20,7 +20,7 @@ from common.errors import ConfigError
 from common.wire.adapter_messages import MAX_ADAPTERS, MAX_PATH
 from router.auth.toml_file import table_of
 
-FIELD = "lora_file"
+LORA_FIELD = "lora_file"
 MAX_LIST_BYTES = 1024 * 1024
 """As many adapters as a worker tells of, with paths of any length, three times over."""
 ShortText = Annotated[str, Meta(max_length=256)]
@@ -42,12 +42,12 @@ class _AdaptersFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def adapters_of(path: str, data: bytes) -> tuple[AdapterEntry, ...]:
     """The adapters that the content of a file names. Raises ConfigError that names the table and the field."""
-    table = table_of(FIELD, path, data, MAX_LIST_BYTES)
+    table = table_of(LORA_FIELD, path, data, MAX_LIST_BYTES)
     try:
         entries = msgspec.convert(table, _AdaptersFile).adapter
     except msgspec.ValidationError as error:
-        raise ConfigError(FIELD, path, f"[[adapter]] tables with name, path, model, revision: {error}") from error
+        raise ConfigError(LORA_FIELD, path, f"[[adapter]] tables with name, path, model, revision: {error}") from error
     twice = [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]
     if twice:
-        raise ConfigError(FIELD, path, f"each name once, not {twice[0]!r} again")
+        raise ConfigError(LORA_FIELD, path, f"each name once, not {twice[0]!r} again")
     return tuple(entries)

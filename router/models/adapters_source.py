@@ -7,7 +7,7 @@ import msgspec
 from common.errors import ConfigError
 from router.auth.toml_file import content_of
 from router.auth.watch import FileWatch
-from router.models.adapters_file import FIELD, MAX_LIST_BYTES, AdapterEntry, adapters_of
+from router.models.adapters_file import LORA_FIELD, MAX_LIST_BYTES, AdapterEntry, adapters_of
 from router.models.catalog import Catalog
 from router.siblings.agreed_file import AgreedFile
 from router.siblings.part import RouterPart
@@ -26,13 +26,13 @@ class AdaptersSource:
         self._path = path
         self._agreed = AgreedFile(part, AGREED_NAME) if part is not None else None
         known = self._agreed.read() if self._agreed is not None else None
-        content = content_of(FIELD, path, MAX_LIST_BYTES) if known is None else known
+        content = content_of(LORA_FIELD, path, MAX_LIST_BYTES) if known is None else known
         self.watch = FileWatch([path], known=content)
         self.entries = self._accept(content, catalog)
 
     def read(self, catalog: Catalog) -> tuple[AdapterEntry, ...]:
         """Put in force what the file says now, where the models have these names. Raises ConfigError."""
-        self.entries = self._accept(content_of(FIELD, self._path, MAX_LIST_BYTES), catalog)
+        self.entries = self._accept(content_of(LORA_FIELD, self._path, MAX_LIST_BYTES), catalog)
         return self.entries
 
     def _accept(self, content: bytes, catalog: Catalog) -> tuple[AdapterEntry, ...]:
@@ -44,9 +44,11 @@ class AdaptersSource:
     def _with_model(self, entry: AdapterEntry, catalog: Catalog) -> AdapterEntry:
         """An entry that says which model it adapts, by the name under which the router serves it."""
         if catalog.has(entry.name):
-            raise ConfigError(FIELD, self._path, f"names that no model, alias or split has, not {entry.name!r}")
+            raise ConfigError(LORA_FIELD, self._path, f"names that no model, alias or split has, not {entry.name!r}")
         if entry.model and not catalog.is_model(entry.model):
             known = ", ".join(catalog.models)
-            raise ConfigError(FIELD, self._path, f"adapter {entry.name!r}, model: one of {known}, not {entry.model!r}")
+            raise ConfigError(
+                LORA_FIELD, self._path, f"adapter {entry.name!r}, model: one of {known}, not {entry.model!r}"
+            )
         model = catalog.targets(entry.model)[0] if entry.model else catalog.models[0]
         return msgspec.structs.replace(entry, model=model)

@@ -15,7 +15,7 @@ from router.auth.keys import ANONYMOUS, ApiKey
 from router.models.draw import draw
 from router.models.entry import ModelEntry, ModelTable, Split
 
-FIELD = "models_file"
+MODELS_FIELD = "models_file"
 MAX_SHOWN_NAME = 100
 """Characters of a wrong model name that an error shows."""
 MAX_SHOWN_NAMES = 32
@@ -145,7 +145,7 @@ class Catalog:
 
     def _check_free(self, name: str) -> None:
         if self.has(name):
-            raise ConfigError(FIELD, name, "each name of a model, alias or split once")
+            raise ConfigError(MODELS_FIELD, name, "each name of a model, alias or split once")
 
     def _check_targets(self, table: ModelTable) -> None:
         for entry in table.models:
@@ -157,7 +157,7 @@ class Catalog:
         for name in names:
             if name not in self._models:
                 known = ", ".join(dict.fromkeys(self._models))
-                raise ConfigError(FIELD, name, f"{where}: only names of models ({known})")
+                raise ConfigError(MODELS_FIELD, name, f"{where}: only names of models ({known})")
 
 
 def _shown(name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from common.config import RouterConfig
 from common.errors import ConfigError
-from router.models.catalog import FIELD
+from router.models.catalog import MODELS_FIELD
 from router.models.entry import ModelEntry
 
 
@@ -31,7 +31,9 @@ def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
         if len(models) > 1 and (named := getattr(config, field)):
             raise ConfigError(field, named, "left out with several models: --models-file names those of each")
     if config.planner == "kubernetes" and all(one.planner != "kubernetes" for one in models):
-        raise ConfigError(FIELD, config.models_file, "a decode_deployment for a model, with --planner kubernetes")
+        raise ConfigError(
+            MODELS_FIELD, config.models_file, "a decode_deployment for a model, with --planner kubernetes"
+        )
     cheapest = sum(one.min_prefill * one.price_prefill + one.min_decode * one.price_decode for one in models)
     if 0.0 < config.max_cost < cheapest:
         allowed = f"at least {cheapest:g}, the cost of the fewest workers of all models, or 0"
@@ -58,4 +60,4 @@ def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) ->
             **planned,  # type: ignore[arg-type]  # checked as they were read
         )
     except ConfigError as error:
-        raise ConfigError(FIELD, config.models_file, f"{name}, {error.field}: {error.allowed}") from error
+        raise ConfigError(MODELS_FIELD, config.models_file, f"{name}, {error.field}: {error.allowed}") from error

@@ -37,7 +37,7 @@ from common.errors import ConfigError
 from router.auth import toml_file
 from router.auth.key_file import LIMITS, MAX_LIMIT
 from router.auth.keys import Limits
-from router.models.catalog import FIELD
+from router.models.catalog import MODELS_FIELD
 from router.models.entry import ModelEntry, ModelTable, Split
 
 MAX_FILE_BYTES = 1024 * 1024
@@ -75,17 +75,17 @@ def table_of(config: RouterConfig) -> ModelTable:
 
 def read_models(path: str) -> ModelTable:
     """The models of a file. Raises ConfigError that names the table and the field."""
-    return models_of(path, toml_file.content_of(FIELD, path, MAX_FILE_BYTES))
+    return models_of(path, toml_file.content_of(MODELS_FIELD, path, MAX_FILE_BYTES))
 
 
 def models_of(path: str, data: bytes) -> ModelTable:
     """The models that the content of a file names. Raises ConfigError that names the table and the field."""
-    table = toml_file.table_of(FIELD, path, data, MAX_FILE_BYTES)
+    table = toml_file.table_of(MODELS_FIELD, path, data, MAX_FILE_BYTES)
     if unknown := sorted(table.keys() - {"model", "split"}):
-        raise ConfigError(FIELD, path, f"only [[model]] and [[split]] tables, not {unknown[0]!r}")
+        raise ConfigError(MODELS_FIELD, path, f"only [[model]] and [[split]] tables, not {unknown[0]!r}")
     models = [_model(one) for one in _tables(path, table, "model", MAX_MODELS)]
     if not models:
-        raise ConfigError(FIELD, path, "at least one [[model]] table")
+        raise ConfigError(MODELS_FIELD, path, "at least one [[model]] table")
     return ModelTable(tuple(models), tuple(_split(one) for one in _tables(path, table, "split", MAX_SPLITS)))
 
 
@@ -160,15 +160,15 @@ class _Table:
         return found
 
     def refuse(self, field: str, allowed: str) -> NoReturn:
-        raise ConfigError(FIELD, self._path, f"{self._where}, {field}: {allowed}")
+        raise ConfigError(MODELS_FIELD, self._path, f"{self._where}, {field}: {allowed}")
 
 
 def _tables(path: str, table: Mapping[str, Any], kind: str, most: int) -> list[_Table]:
     entries = table.get(kind, [])
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-        raise ConfigError(FIELD, path, f"[[{kind}]] tables")
+        raise ConfigError(MODELS_FIELD, path, f"[[{kind}]] tables")
     if len(entries) > most:
-        raise ConfigError(FIELD, path, f"at most {most} [[{kind}]] tables, not {len(entries):,}")
+        raise ConfigError(MODELS_FIELD, path, f"at most {most} [[{kind}]] tables, not {len(entries):,}")
     return [_Table(path, f"{kind} {number}", one) for number, one in enumerate(entries, 1)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.config import RouterConfig
 from router.auth.toml_file import content_of
 from router.auth.watch import FileWatch
-from router.models.catalog import FIELD
+from router.models.catalog import MODELS_FIELD
 from router.models.entry import ModelTable
 from router.models.models_file import MAX_FILE_BYTES, models_of, table_of
 from router.siblings.agreed_file import AgreedFile
@@ -29,14 +29,14 @@ class ModelsSource:
             self.table = table_of(config)
             return
         content = self._agreed.read() if self._agreed is not None else None
-        self._content = content_of(FIELD, self._path, MAX_FILE_BYTES) if content is None else content
+        self._content = content_of(MODELS_FIELD, self._path, MAX_FILE_BYTES) if content is None else content
         self.watch = FileWatch([self._path], known=self._content)
         self.table = models_of(self._path, self._content)
         self.accept()
 
     def read(self) -> ModelTable:
         """What the file says now. Raises ConfigError."""
-        self._content = content_of(FIELD, self._path, MAX_FILE_BYTES)
+        self._content = content_of(MODELS_FIELD, self._path, MAX_FILE_BYTES)
         return models_of(self._path, self._content)
 
     def accept(self) -> None:

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.registry import Collector
 
 from common.machine.process_metrics import register_process
+from common.observe.buckets import SECONDS, SHORT_SECONDS
 from common.observe.draft_metrics import DraftMetrics
-from common.worker.metrics import SECONDS, SHORT_SECONDS
 from router.admission.load import DispatchLoad
 from router.observe.batch_metrics import BatchMetrics
 from router.observe.load_metrics import LoadCollector

@@ -22,9 +22,9 @@ from router.generation.adapters import ServedAdapters
 from router.generation.choices.tracing import Tracing
 from router.generation.models import Models
 from router.generation.service import Service, ServingClient
-from router.models.adapters_file import FIELD as LORA_FIELD
+from router.models.adapters_file import LORA_FIELD
 from router.models.adapters_source import AdaptersSource
-from router.models.catalog import FIELD, Catalog
+from router.models.catalog import MODELS_FIELD, Catalog
 from router.models.model_settings import check_planned, same_model, settings_of
 from router.models.models_source import ModelsSource
 from router.observe.metrics import ENGINE, RouterMetrics
@@ -91,7 +91,7 @@ class Serving:
 
         service: Service = self.app.state.service
         if (watch := self._source.watch) is not None:
-            service.gate.also_watch(FIELD, watch, self._read_anew)
+            service.gate.also_watch(MODELS_FIELD, watch, self._read_anew)
         self._adapters: AdapterFollower | None = None
         if config.lora_file and (part is None or part.index == 0):
             self._adapters_source = AdaptersSource(config.lora_file, self.catalog, part)
@@ -140,7 +140,7 @@ class Serving:
         before = [same_model(entry) for entry in self._table.models]
         if before != [same_model(entry) for entry in table.models]:
             allowed = "the same models, names, parsers, goals and prefill, in the same order; a restart takes others"
-            raise ConfigError(FIELD, self._config.models_file, allowed)
+            raise ConfigError(MODELS_FIELD, self._config.models_file, allowed)
         self.catalog = Catalog(table, [model.files.model_id for model in self.models])
         service: Service = self.app.state.service
         service.models.catalog = self.catalog

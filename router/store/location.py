@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.config import RouterConfig
-from common.config.stored import AUTO, MEMORY, OFF
+from common.config.field import AUTO
+from common.config.stored import MEMORY, OFF
 from common.errors import ConfigError
 from router.store.database import IN_MEMORY
 from router.store.files import FileStore

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
+import common.ranks.links.interface as interface
 from common.errors import RankLost
-from common.ranks.links import interface
 from common.ranks.links.interface import addresses_of, interface_to
 
 
