@@ -2,8 +2,8 @@
 
 Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
-streams; `common/sequences/prompt_order.py` says whose. With a goal for the time of a token, predicted times say how
-many of these, and how many sequences run side by side (`common/sequences/step_budget.py`); one that has waited for
+streams; `prompt_order` says whose. With a goal for the time of a token, predicted times say how
+many of these, and how many sequences run side by side (`step_budget`); one that has waited for
 `PATIENCE` times as long runs besides. `queue.py` says which waiting requests get blocks.
 
 Where the model looks back through a window, a running sequence gives back the blocks that its next token does not see,

@@ -10,23 +10,15 @@
 
 from __future__ import annotations
 
+from common.config.classes import CONFIG_CLASSES
 from common.config.common import CommonConfig
 from common.config.cores import parse_cores
 from common.config.decode_worker import DecodeWorkerConfig
-from common.config.field import Config
 from common.config.prefill_worker import PrefillWorkerConfig
 from common.config.rank_host import RankHostConfig
 from common.config.router import RouterConfig
 from common.config.serve import ServeConfig
 from common.config.worker import WorkerConfig, is_loopback
-
-CONFIG_CLASSES: tuple[type[Config], ...] = (
-    ServeConfig,
-    RouterConfig,
-    PrefillWorkerConfig,
-    DecodeWorkerConfig,
-    RankHostConfig,
-)
 
 __all__ = [
     "CONFIG_CLASSES",

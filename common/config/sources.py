@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from common import __version__
-from common.config import CONFIG_CLASSES, WorkerConfig
+from common.config.classes import CONFIG_CLASSES
 from common.config.field import GROUPS, Config, Field, fields_of
+from common.config.worker import WorkerConfig
 from common.errors import ConfigError
 
 C = TypeVar("C", bound=Config)

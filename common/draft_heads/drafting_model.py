@@ -2,7 +2,7 @@
 
 Each step writes the head's keys and values of all its tokens, so a block is complete in all layers at once, and moves,
 is cached and found like any other. The hidden state before a chunk's first token comes from the step that ran that
-token: it is kept in a place until then (`common/sequences/hidden_places.py`). Where it is not known, zeros stand for
+token: it is kept in a place until then (`HiddenPlaces`). Where it is not known, zeros stand for
 it: behind a cached prefix, and for the first token that a decode worker runs. That can cost a draft token, and no more.
 """
 

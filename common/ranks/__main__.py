@@ -1,4 +1,4 @@
-"""`python -m common.ranks FD FD [FD]`: rank 1, 2, ... of a worker, started with its ends of the channels to rank 0.
+"""`python -m common.ranks FD FD [FD]`: rank 1, 2, ... of a worker, with its channels to rank 0.
 
 Rank 0 starts those of its host, with socket pairs for steps and adapters. A rank host starts the others, with
 connections for steps, adapters and blocks.

@@ -1,6 +1,6 @@
 """How a checkpoint of safetensors holds its quantised matrices, read from config.json. No torch.
 
-What a single matrix holds, bits and groups included, its own tensors say (`common/weight_formats`): the configuration
+What a single matrix holds, bits and groups included, its own tensors say: the configuration
 names the layout, and this refuses layouts that would be read wrongly.
 """
 
