@@ -48,16 +48,17 @@ class KVConnection:
         return next((dialer.refusal for dialer in self._dialers if dialer.refusal), "")
 
     def dial_again(self, now: float) -> bool:
-        """Process events of handshakes, and dial again where they failed.
+        """Process events of connections, and dial again those that failed or were given up.
 
         True when the first stream is dialled again: the messages sent so far are lost.
         """
-        first_again = self._dialers[0].dial_at <= now
+        first_again = False
         for monitor, dialer in zip(self._monitors, self._dialers, strict=True):
             while events(monitor) & zmq.POLLIN:
                 self.was_cut |= dialer.on_event(monitor.recv_multipart(), now) == zmq.EVENT_DISCONNECTED
             if dialer.dial_at <= now:
                 dialer.dial()
+                first_again |= dialer is self._dialers[0]
         return first_again
 
     @property

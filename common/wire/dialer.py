@@ -2,7 +2,9 @@
 
 After a failed handshake ZeroMQ itself either retries for ever with the same key, though another key may be right, or
 gives the address up: for a process that speaks another mechanism or no ZeroMQ at all, though the next process at that
-address may be right. Pure but for the socket: `now` comes in.
+address may be right. It also gives up an established connection that it closes itself because of a frame that is
+malformed or larger than `MAXMSGSIZE`; it reconnects only after the other side or the network closed the connection.
+Pure but for the socket: `now` comes in.
 """
 
 from __future__ import annotations
@@ -54,14 +56,18 @@ class Dialer:
         is_up, self._is_up = self._is_up, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self._is_up:
             self.refusal, self._num_failed, self._certain_at = "", 0, -math.inf
+            self.dial_at = math.inf
             self._tried.clear()
-        elif not is_up and self.dial_at == math.inf:  # a broken handshake, not yet given up
+        elif is_up:
+            self.dial_at = now + RETRY_S  # unless ZeroMQ reconnects before
+        elif self.dial_at == math.inf:  # a broken handshake, not yet given up
             self._on_failure(event, int(message["value"]), now)
         return event
 
     def dial(self) -> None:
         """Connect, once `dial_at` has come."""
         self.dial_at = math.inf
+        self._hang_up()  # else ZeroMQ ignores a second connection to the same address
         if self._curve is not None:
             self._key = self._next_key(self._curve)
             self._curve.expect(self._socket, self._key)
@@ -89,12 +95,16 @@ class Dialer:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
             self._tries_again = True  # ZeroMQ retries by itself: the other side went away
             return
+        self._hang_up()
+        self.dial_at = now + (RETRY_S if certain or self._mark_tried() else NEXT_KEY_S)
+
+    def _hang_up(self) -> None:
+        """Drop the connection and end ZeroMQ's own attempts to make it."""
         try:
             self._socket.disconnect(self._address)
         except zmq.ZMQError as error:
-            if error.errno != errno.ENOENT:  # ENOENT: ZeroMQ gave the connection up itself
+            if error.errno != errno.ENOENT:  # ENOENT: there is none, or ZeroMQ gave it up itself
                 raise
-        self.dial_at = now + (RETRY_S if certain or self._mark_tried() else NEXT_KEY_S)
 
     def _certain_reason(self, event: int, value: int) -> str:
         """The reason that a failure proves, or ""."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from common.wire.gatekeeper import ZAP_ADDRESS, Gatekeeper
 
 A, B, C = (KeyPair.generate() for _ in range(3))
 WAIT_S = 60.0
+MOST_BYTES = 1000
 
 
 class Server:
@@ -49,17 +51,24 @@ class Client:
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.IMMEDIATE, 1)
         self.socket.set(zmq.RECONNECT_IVL, 20)
+        self.socket.set(zmq.MAXMSGSIZE, MOST_BYTES)
         self.monitor = self.socket.get_monitor_socket(WATCHED)
         self.dialer = Dialer(self.socket, address, curve)
+        self.num_ups = 0
 
     def until(self, condition: Callable[[], object]) -> None:
         end = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < end, f"the condition did not come true; refusal: {self.dialer.refusal!r}"
             if self.monitor.poll(10):
-                self.dialer.on_event(self.monitor.recv_multipart(), time.monotonic())
+                event = self.dialer.on_event(self.monitor.recv_multipart(), time.monotonic())
+                self.num_ups += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             elif time.monotonic() >= self.dialer.dial_at:
                 self.dialer.dial()
+
+    def until_up(self, num_ups: int) -> None:
+        """Wait for handshake number `num_ups`."""
+        self.until(lambda: self.num_ups == num_ups)
 
     def talks_to(self, server: Server, word: bytes = b"hello") -> bool:
         """Sends once it is connected, and the server reads it."""
@@ -233,3 +242,30 @@ def test_a_server_that_changes_its_mind_is_found_again(network: Network) -> None
     there = network.serve(network.keys(A), port)
     assert here.talks_to(there)
     here.until(lambda: not here.dialer.refusal)  # the socket may be ready before its monitor has said so
+
+
+@pytest.mark.parametrize("pair", [pytest.param(None, id="plain"), pytest.param(A, id="CURVE")])
+def test_a_connection_that_this_side_closes_is_made_again(network: Network, pair: KeyPair | None) -> None:
+    """ZeroMQ closes it because of a frame that is too large or malformed, and does not reconnect by itself."""
+    there = network.serve(network.keys(pair))
+    here = network.dial(network.keys(pair), there.address)
+    for num_ups in (1, 2):
+        here.until_up(num_ups)
+        here.socket.send(b"hello")
+        name, word = there.socket.recv_multipart()
+        assert word == b"hello"
+        there.socket.send_multipart([name, bytes(MOST_BYTES + 1)])
+
+
+def test_a_connection_that_the_other_side_closes_is_made_again_once(network: Network) -> None:
+    there = network.serve(None)
+    here = network.dial(None, there.address)
+    assert here.talks_to(there)
+    here.until_up(1)
+    port = int(there.address.rpartition(":")[2])
+    network.open_ends.remove(there)
+    there.close()
+    there = network.serve(None, port)
+    here.until_up(2)
+    assert here.dialer.dial_at == math.inf
+    assert here.talks_to(there)

@@ -12,6 +12,7 @@ import zmq.asyncio
 from common.wire.codec import MAX_IN_A_ROW, decode, encode
 from common.wire.curve import Curve
 from common.wire.curve_keys import KeyPair
+from common.wire.message_fields import MAX_MESSAGE_BYTES
 from common.wire.messages import AbortRequest, RequestFailed, RouterHeartbeat
 from router.fleet.worker_connection import READ_S, ConnectionEvents, WorkerConnection
 
@@ -186,6 +187,17 @@ async def test_a_broken_connection_is_told(wire, tools):
     await tools.until(lambda: recorder.ups)
     router.close(linger=0)
     await tools.until(lambda: recorder.cuts)
+
+
+async def test_a_worker_that_sent_too_large_a_message_is_connected_again(wire, tools):
+    router, connection, recorder = wire
+    await tools.until(lambda: recorder.ups)
+    assert connection.send(RouterHeartbeat(router_id="me"))
+    name, _ = await router.recv_multipart()
+    await router.send_multipart([name, bytes(MAX_MESSAGE_BYTES + 1)])
+    await tools.until(lambda: recorder.ups == 2)
+    assert recorder.cuts == 1
+    assert connection.send(RouterHeartbeat(router_id="me"))
 
 
 async def test_a_worker_with_keys_is_told_of_and_found_once_it_has_none(tools):
