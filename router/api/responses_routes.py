@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
@@ -76,13 +77,15 @@ async def respond(request: Request) -> Response:
 
     async def answer(service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog) -> Response:
         log.visit.left_out = fields.left_out
+        given, fields = await kept.given(fields, plan.id), fields.without_prompt()
+        plan = replace(plan, body_bytes=plan.body_bytes + len(given))
         if fields.background:
-            return await _in_background(kept, service, fields, plan, log)
+            return await _in_background(kept, service, fields, given, plan, log)
         stores, owner = kept.stores(fields), log.visit.key.name
 
         def keep(response: Object) -> None:
             if stores:
-                kept.keep(fields, owner, response)
+                kept.keep(fields, given, owner, response)
 
         frames = ResponsesFrames(service, fields, plan, log, keep, stored=stores)
         return Exchange(service, plan, frames, log, kept.written if stores else None)
@@ -140,10 +143,10 @@ async def list_input_items(response_id: str, request: Request) -> Response:
 
 
 async def _in_background(
-    kept: KeptResponses, service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog
+    kept: KeptResponses, service: Service, fields: ResponsesRequest, given: bytes, plan: AnswerPlan, log: RequestLog
 ) -> Response:
-    """Begin to make a response, and say so."""
-    answer = BackgroundAnswer(fields, log.visit, log)
+    """Begin to make a response in the background, and answer with its state."""
+    answer = BackgroundAnswer(fields, given, log.visit, log)
 
     def keep(response: Object) -> None:
         kept.background.keep(answer, response)

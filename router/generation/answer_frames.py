@@ -53,9 +53,7 @@ class OpenAIFrames:
         options = fields.stream_options
         self._usage_at_end = bool(fields.stream) and options is not None and bool(options.include_usage)
         self._usage_always = bool(fields.stream) and options is not None and bool(options.continuous_usage_stats)
-        self._prompt_token_ids = [
-            prompt.token_ids if fields.return_token_ids else None for prompt in plan.prompts
-        ]  # None where the client does not want them
+        self._returns_ids = bool(fields.return_token_ids)
         self._head: Object = {
             "id": plan.id,
             "object": shape.chunk_object if fields.stream else shape.object,
@@ -74,7 +72,7 @@ class OpenAIFrames:
             orjson.Fragment(
                 orjson.dumps(
                     {
-                        **self._shape.whole(choice, pieces[choice.index], self._prompt_token_ids[choice.prompt]),
+                        **self._shape.whole(choice, pieces[choice.index], self._prompt_ids(choice.prompt)),
                         "index": index,
                     }
                 )
@@ -85,8 +83,7 @@ class OpenAIFrames:
 
     def opening(self) -> bytes:
         """The first chunk of every choice, if the endpoint has such chunks."""
-        ids = self._prompt_token_ids
-        openings = [self._shape.opening(choice, ids[choice.prompt]) for choice in self._plan.choices]
+        openings = [self._shape.opening(choice, self._prompt_ids(choice.prompt)) for choice in self._plan.choices]
         events: list[bytes] = []
         extra = self._envelope()
         for opening in filter(None, openings):
@@ -127,7 +124,11 @@ class OpenAIFrames:
         return event(chunk)
 
     def _envelope(self) -> Object:
-        return self._shape.envelope(self._plan.choices[0], self._prompt_token_ids[0])
+        return self._shape.envelope(self._plan.choices[0], self._prompt_ids(0))
+
+    def _prompt_ids(self, prompt: int) -> list[int] | None:
+        """The token ids of a prompt; None if the client does not want them."""
+        return list(self._plan.prompts[prompt].token_ids) if self._returns_ids else None
 
     def _usage(self) -> Object:
         num_prompt_tokens, num_output_tokens = self._plan.num_prompt_tokens, self._log.num_output_tokens

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -38,22 +39,23 @@ MAX_SEQUENCES = 1024
 class PlannedPrompt:
     """One prompt. `text` is what an echo shows, `max_tokens` the length that its answer may have.
 
-    With `max_tokens` 0 a worker still generates one token, which is not shown.
+    With `max_tokens` 0 a worker still generates one token, which is not shown. A prompt of an `AnswerPlan` may wait
+    for minutes; its tokens are an array, which takes a tenth of the memory of a list.
     """
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     max_tokens: int
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """One answer to make: prompts, and for each prompt in turn its `n` choices.
+    """One answer to make: prompts, and for each prompt in turn its `n` choices. `fields` are those without the prompt.
 
     It will hold `num_prompt_logprobs_held` log-probabilities of prompts, alternatives included. Each generated token
     has `num_logprobs` alternatives, or with -1 no log-probabilities. `beams`: a search finds all choices of a prompt.
     The vectors of an answer that has some are `num_values` numbers. At most `most_at_once` choices are with the pools
-    at a time, 0: all of them.
+    at a time, 0: all of them. `body_bytes` is the memory of what the answer needs of the request's body.
     """
 
     id: str
@@ -67,6 +69,7 @@ class AnswerPlan:
     beams: BeamSettings | None = None
     num_values: int = 0
     most_at_once: int = 0
+    body_bytes: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -149,7 +152,8 @@ def make_plan(
     choices: list[AnswerChoice] = []
     parts = AnswerParts(service, fields) if fields.stops and isinstance(fields, ChatRequest) else None
     salt, adapter = origin.key.salt(fields.cache_salt or ""), service.adapter_of(fields.model)
-    for number, prompt in enumerate(prompts):
+    compact = [replace(prompt, token_ids=array("I", prompt.token_ids)) for prompt in prompts]
+    for number, prompt in enumerate(compact):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         shared = Prompt(prompt.token_ids, salt, adapter)
         params = sampling_params(
@@ -184,7 +188,8 @@ def make_plan(
     name, created = service.check_model(fields.model), int(time.time())
     beams = _beams(service, fields) if fields.use_beam_search else None
     held = num_prompt_logprobs_held
-    return AnswerPlan(answer_id, created, name, fields, list(prompts), choices, held, num_logprobs, beams)
+    kept = fields.without_prompt()
+    return AnswerPlan(answer_id, created, name, kept, compact, choices, held, num_logprobs, beams)
 
 
 def _beams(service: Service, fields: SamplingFields) -> BeamSettings:

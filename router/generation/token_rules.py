@@ -87,6 +87,7 @@ def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[i
 
 def _num_after(mark: Sequence[int], prompt: Sequence[int]) -> int:
     """Return the number of tokens after the last `mark`, or of all tokens if a truncated prompt does not contain it."""
-    ends = range(len(prompt), len(mark) - 1, -1)
-    found = next((end for end in ends if prompt[end - len(mark) : end] == mark), 0)
+    tokens, wanted = list(prompt), list(mark)  # an array never equals a list
+    ends = range(len(tokens), len(wanted) - 1, -1)
+    found = next((end for end in ends if tokens[end - len(wanted) : end] == wanted), 0)
     return len(prompt) - found

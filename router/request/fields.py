@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 
@@ -114,6 +114,10 @@ class SamplingFields(Extensions):
     def continued_text(self) -> str:
         """The text of the last message if the answer continues it, else ""."""
         return ""
+
+    @abstractmethod
+    def without_prompt(self) -> Self:
+        """Return a copy without the fields that only make the prompt, which is kept while the answer is made."""
 
     @property
     def num_sampled(self) -> int:
@@ -305,7 +309,7 @@ class ChatRequest(SamplingFields):
     def num_alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
+    @cached_property
     def echo_text(self) -> str:
         """The text that precedes the answer: of the last message, if the answer goes on with the same role."""
         last = self.messages[-1]
@@ -315,12 +319,17 @@ class ChatRequest(SamplingFields):
             return "\n".join([part.said for part in last.content])
         return last.content or ""
 
-    @property
+    @cached_property
     def continued_text(self) -> str:
         last = self.messages[-1]
         if not self.continue_final_message or last.content is None:
             return ""
         return last.content if isinstance(last.content, str) else "".join([part.said for part in last.content])
+
+    def without_prompt(self) -> Self:
+        """Return a copy without messages that has the same `echo_text` and `continued_text`."""
+        texts = {"echo_text": self.echo_text, "continued_text": self.continued_text}
+        return self.model_copy(update={"messages": [], "chat_template_kwargs": None, **texts})
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -373,6 +382,9 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
             return cast(str | list[int], prompt)
         return max(cast(list[str], prompt), key=len)  # or lists of ids: the longest either way
+
+    def without_prompt(self) -> Self:
+        return self.model_copy(update={"prompt": "", "suffix": None})
 
     def check(self) -> None:
         super().check()

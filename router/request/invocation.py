@@ -17,6 +17,9 @@ class Invocation(SamplingFields):
     def longest_text(self) -> str | list[int]:
         raise NotImplementedError("an invocation is read as one of two other requests")
 
+    def without_prompt(self) -> Self:
+        raise NotImplementedError("an invocation is read as one of two other requests")
+
     @property
     def num_alternatives(self) -> int | None:
         raise NotImplementedError("an invocation is read as one of two other requests")

@@ -41,7 +41,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     cache_salt: str = ""
     deadline_s: float = 600.0

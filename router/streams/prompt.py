@@ -33,3 +33,7 @@ class Prompt:
         if hasher is None:
             hasher = self._hashers[block_size] = known.hasher(self.packed, block_size, self._salt, self._adapter)
         return hasher.copy()
+
+    def extend(self, hasher: BlockHasher, output: Sequence[int]) -> list[bytes]:
+        """Hashes of all full blocks of the prompt and the `output` so far, by a `hasher` of this prompt."""
+        return hasher.extend_packed(self.packed + pack_tokens(output))

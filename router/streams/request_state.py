@@ -185,10 +185,10 @@ class RequestState:
         hasher = self._hashers.get(block_size)
         if hasher is None:
             hasher = self._hashers[block_size] = self._prompt.hasher(block_size, self._known)
-        prompt, output = self.request.prompt_token_ids, self.stream.token_ids
-        if (len(prompt) + len(output)) // block_size == len(hasher.hashes):
+        num_output_tokens = len(self.stream.token_ids)
+        if (self.num_prompt_tokens + num_output_tokens) // block_size == len(hasher.hashes):
             return hasher.hashes
-        return hasher.extend(prompt + output)
+        return self._prompt.extend(hasher, self.stream.token_ids)
 
     def assignment(self, address: str, attempt: int) -> Assignment | None:
         """The present assignment of the worker at `address`, if it covers this attempt."""

@@ -137,3 +137,6 @@ class CountedPrompt(Prompt):
             mine = self._hashers[block_size] = InjectedHasher(self._content, block_size)
             mine.extend(self._token_ids)
         return InjectedHasher.copy(mine)  # type: ignore[arg-type]
+
+    def extend(self, hasher: BlockHasher, output: Sequence[int]) -> list[bytes]:
+        return hasher.extend(CountedTokens(self._content.num_prompt_tokens + len(output)))

@@ -103,14 +103,14 @@ class RerankFrames(ScoringFrames):
 
     def __init__(self, service: Service, fields: RerankRequest, plan: AnswerPlan, log: RequestLog) -> None:
         super().__init__(service, fields, plan, log)
-        self._documents, self._most = fields.documents, fields.top_n or len(fields.documents)
-        self._shows_documents = fields.return_documents is not False
+        self._documents = fields.documents if fields.return_documents is not False else None
+        self._most = fields.top_n or len(fields.documents)
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
         ranked = sorted(enumerate(self.scores), key=lambda one: -one[1])[: self._most]
         results = [
             {"index": index, "relevance_score": score}
-            | ({"document": {"text": self._documents[index]}} if self._shows_documents else {})
+            | ({"document": {"text": self._documents[index]}} if self._documents is not None else {})
             for index, score in ranked
         ]
         return {**self.head, "usage": self.usage, "results": results}

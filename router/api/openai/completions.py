@@ -57,7 +57,7 @@ async def _prompt(service: Service, fields: CompletionRequest, source: str | lis
     echo = ""
     if isinstance(source, str):
         token_ids = await _encoded(service, fields, source)
-        echo = source
+        echo = source if fields.echo else ""
     else:
         token_ids = source
     if fields.suffix:

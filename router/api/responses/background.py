@@ -25,7 +25,7 @@ from router.generation.exchange import KEEP_ALIVE, Exchange
 from router.generation.service import Service
 from router.request.paths import RESPONSES_PATH
 from router.store.errors import StoreFailed
-from router.store.record import QUEUED, RUNNING
+from router.store.record import QUEUED, RUNNING, StoredResponse
 from router.store.responses import ResponseStore
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,10 @@ SCOPE: Scope = {"type": "http", "http_version": "1.1", "method": "POST", "path":
 class BackgroundAnswer:
     """One answer; a client that polls gets `response` now. It has `events` if its client wants a stream."""
 
-    def __init__(self, fields: ResponsesRequest, visit: Visit, request_log: RequestLog) -> None:
-        self.fields, self.visit, self.log = fields, visit, request_log
+    def __init__(self, fields: ResponsesRequest, given: bytes, visit: Visit, request_log: RequestLog) -> None:
+        """`given` are the input items as they are stored."""
+        self._fields, self._given = fields, given
+        self.visit, self.log = visit, request_log
         self.on_growth: Callable[[], None] = lambda: None
         self.response: Object = {}
         self.events: list[bytes] | None = [] if fields.stream else None
@@ -76,6 +78,10 @@ class BackgroundAnswer:
     @property
     def is_running(self) -> bool:
         return self.response["status"] in RUNNING
+
+    def record(self, response: Object) -> StoredResponse:
+        """What the store keeps of this answer while its response is `response`."""
+        return record_of(response, self._fields, self._given, self.owner)
 
     def cancel(self, reason: str = "") -> None:
         """End it; without a `reason` its client wanted that. `ended` is set soon after."""
@@ -205,7 +211,7 @@ class BackgroundAnswers:
         answer.add(frames.queued())
         self._answers[answer.id] = answer
         try:
-            await self._store.begin(record_of(answer.response, answer.fields, answer.owner))
+            await self._store.begin(answer.record(answer.response))
         except BaseException:
             self.forget(answer.id)
             raise
@@ -223,7 +229,7 @@ class BackgroundAnswers:
         assert self._store is not None
         answer.response = response
         if response["status"] in RUNNING:
-            self._store.note(record_of(response, answer.fields, answer.owner))
+            self._store.note(answer.record(response))
 
     async def close(self) -> None:
         """Cancel what runs, and wait until that is stored."""
@@ -242,7 +248,7 @@ class BackgroundAnswers:
         stored = False
         try:
             await answer.make(exchange, frames)
-            await self._store.finish(record_of(answer.response, answer.fields, answer.owner))
+            await self._store.finish(answer.record(answer.response))
             stored = True
         except StoreFailed:  # counted and logged; the copy here is all there is
             pass

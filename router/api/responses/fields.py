@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -165,6 +165,10 @@ class ResponsesRequest(Extensions):
             return self.input
         content = self.input[-1].content
         return content if isinstance(content, str) else ""
+
+    def without_prompt(self) -> Self:
+        """Return a copy without the input, which is kept while the answer is made."""
+        return self.model_copy(update={"input": "", "chat_template_kwargs": None})
 
     @property
     def items(self) -> list[Item]:

@@ -19,10 +19,10 @@ PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc
 ITEMS = TypeAdapter(list[Item])
 
 
-def listed(fields: ResponsesRequest, response_id: str) -> list[Object]:
-    """The request's own input items, with ids; those without one are numbered after the response."""
+def listed(fields: ResponsesRequest, response_id: str) -> bytes:
+    """The request's own input items as JSON, with ids; those without one are numbered after the response."""
     base = response_id.rpartition("_")[2]
-    return [_listed(item, f"{base}_i{i}") for i, item in enumerate(fields.items)]
+    return orjson.dumps([_listed(item, f"{base}_i{i}") for i, item in enumerate(fields.items)])
 
 
 def _listed(item: Item, name: str) -> Object:
@@ -52,8 +52,8 @@ def _parts(content: Content, role: str | None) -> list[Object]:
     return [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
 
 
-def record_of(response: Object, fields: ResponsesRequest, owner: str) -> StoredResponse:
-    """What the store keeps of a response to this request.
+def record_of(response: Object, fields: ResponsesRequest, given: bytes, owner: str) -> StoredResponse:
+    """What the store keeps of a response to this request; `given` are its `listed` items.
 
     `head` has the output with log-probabilities, if there are any: those would fill the bounds of conversations.
     """
@@ -63,7 +63,7 @@ def record_of(response: Object, fields: ResponsesRequest, owner: str) -> StoredR
         id=str(response["id"]),
         owner=owner,
         status=str(response["status"]),
-        input=orjson.dumps(listed(fields, str(response["id"]))),
+        input=given,
         head=orjson.dumps(head),
         output=orjson.dumps(_without_logprobs(output)) if fields.wants_logprobs else output,
         previous=fields.previous_response_id or None,

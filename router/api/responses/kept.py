@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from common.errors import InvalidRequest, RequestError, quoted
 from router.api.responses.background import BackgroundAnswers
 from router.api.responses.fields import Item, ResponsesRequest
-from router.api.responses.items import conversation_items, input_items, record_of, shown
+from router.api.responses.items import conversation_items, input_items, listed, record_of, shown
 from router.generation.choices.shape import Object
 from router.generation.service import Service
 from router.request.fields import MAX_MESSAGES
@@ -88,10 +89,17 @@ class KeptResponses:
         if fields.background:
             self.background.check_room(owner)
 
-    def keep(self, fields: ResponsesRequest, owner: str, response: Object) -> None:
+    async def given(self, fields: ResponsesRequest, response_id: str) -> bytes:
+        """The input items of a request in the form that is stored; b"" if it is not. Raises Unavailable."""
+        if not self.stores(fields):
+            return b""
+        write = partial(listed, fields, response_id)
+        return await self._service.text.apart(write) if fields.is_long(()) else write()
+
+    def keep(self, fields: ResponsesRequest, given: bytes, owner: str, response: Object) -> None:
         """Store a response that ended. Never waits; any thread may call."""
         if self._store is not None and response["status"] != "in_progress":
-            self._store.keep(record_of(response, fields, owner))
+            self._store.keep(record_of(response, fields, given, owner))
 
     async def written(self) -> None:
         """Wait until other routers that share the store's file can read what was kept here, for a second at most.

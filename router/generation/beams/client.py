@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -118,7 +119,7 @@ class BeamClient:
                     one = msgspec.structs.replace(
                         request,
                         request_id=f"{request.request_id}-{step}-{i}",
-                        prompt_token_ids=[*request.prompt_token_ids, *beam.token_ids],
+                        prompt_token_ids=array("I", request.prompt_token_ids) + array("I", beam.token_ids),
                         params=_params(request.params, search.num_candidates + len(bans), step),
                         prompt=None,
                         deadline_s=remaining_s,

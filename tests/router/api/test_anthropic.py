@@ -149,7 +149,7 @@ async def test_text_parts_make_the_same_prompt_in_every_api(
         {"role": "user", "content": parts("input_text", *user)},
     ]
     assert (await running.http.post("/v1/responses", json={"input": items, "max_output_tokens": 1})).status_code == 200
-    found = [bytes(request.prompt_token_ids).decode() for request in running.engine.requests]
+    found = [bytes(list(request.prompt_token_ids)).decode() for request in running.engine.requests]
     tokens = (await running.http.post("/tokenize", json={"messages": both})).json()["tokens"]
     pipeline.close()
     assert [*found, bytes(tokens).decode()] == [shown] * 4

@@ -122,7 +122,7 @@ class Pools:
         if len(self.asked) == self.fail_at:
             raise Unavailable("no worker", retry_after_s=1.0)
         size = self._sizes.setdefault(request.request_id.rsplit("-", 2)[0], len(request.prompt_token_ids))
-        said = bytes(request.prompt_token_ids[size:]).decode()
+        said = bytes(list(request.prompt_token_ids[size:])).decode()
         known = self.NEXT.get(said, {"d": -0.2, "f": -2.0})
         top = [(ord(letter), value) for letter, value in known.items()]
         top += [(self.eos, -9.0), *((ord("0") + i, -20.0 - i) for i in range(request.params.logprobs - 3))]

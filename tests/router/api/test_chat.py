@@ -85,7 +85,7 @@ async def test_bytes_of_a_partial_character(start: Any, tools: Any) -> None:
 async def test_token_ids(running: Any) -> None:
     body = (await running.chat(max_tokens=2, return_token_ids=True)).json()
     assert body["choices"][0]["token_ids"] == [84, 104]
-    assert body["prompt_token_ids"] == running.engine.requests[0].prompt_token_ids
+    assert body["prompt_token_ids"] == list(running.engine.requests[0].prompt_token_ids)
 
 
 async def test_tools_that_must_not_be_called_are_no_error(running: Any) -> None:

@@ -26,7 +26,7 @@ async def test_the_default_is_sixteen_tokens(running: Any) -> None:
 @pytest.mark.parametrize("prompt", ["hi", ["hi"], [104, 105], [[104, 105]]])
 async def test_every_form_of_a_prompt(running: Any, prompt: Any) -> None:
     await running.completion(prompt=prompt)
-    assert [request.prompt_token_ids for request in running.engine.requests] == [[104, 105]]
+    assert [list(request.prompt_token_ids) for request in running.engine.requests] == [[104, 105]]
 
 
 async def test_choices_are_prompt_major(running: Any) -> None:
@@ -137,7 +137,7 @@ async def test_an_echo_of_tokens(running: Any) -> None:
 
 async def test_an_empty_prompt_is_bos(running: Any) -> None:
     await running.completion(prompt="")
-    assert running.engine.requests[0].prompt_token_ids == [256]
+    assert list(running.engine.requests[0].prompt_token_ids) == [256]
 
 
 async def test_cached_tokens_count_once_a_prompt(start: Any, tools: Any) -> None:

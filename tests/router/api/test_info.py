@@ -65,7 +65,7 @@ async def test_a_conversation_into_tokens(running: Any, tools: Any) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokens = (await running.http.post("/tokenize", json={"messages": messages, "tools": tools})).json()["tokens"]
     await running.chat(messages=messages, tools=tools, max_tokens=1)
-    assert tokens == running.engine.requests[0].prompt_token_ids
+    assert tokens == list(running.engine.requests[0].prompt_token_ids)
 
 
 async def test_two_tools_of_one_name_are_a_mistake_in_tokenize_too(running: Any) -> None:

@@ -58,7 +58,7 @@ async def test_an_end_token_is_no_text(start: Any, tools: Any) -> None:
     assert (texts(events), reasons(events)) == ("The", [(0, "stop")])
     ids = [token_id for event in events[1:-1] for token_id in event["choices"][0]["token_ids"]]
     assert ids == [84, 104, 101, tools.EOS]
-    assert events[0]["prompt_token_ids"] == running.engine.requests[0].prompt_token_ids
+    assert events[0]["prompt_token_ids"] == list(running.engine.requests[0].prompt_token_ids)
 
 
 async def test_choices_interleave(running: Any) -> None:
