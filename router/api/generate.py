@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from fastapi import APIRouter
@@ -148,7 +149,7 @@ async def serve(
 
             chosen, planned = await choose_model(service, log, fields, plan_at, origin)
         service.gate.take_prompt(visit, planned.num_prompt_tokens)
-        return await answer(chosen, fields, planned, log)
+        return await answer(chosen, fields, replace(planned, body_bytes=lease.rest_bytes), log)
     except RequestError as error:
         service.hint(error)
         log.fail(error)

@@ -68,12 +68,12 @@ async def respond(request: Request) -> Response:
 
     async def plan(service: Service, fields: ResponsesRequest, origin: Origin) -> AnswerPlan:
         kept.check(fields, origin.key.name)
-        past = await kept.past(fields, origin.key.name)
-        if fields.background:  # its events are what is made of it, read or not
-            fields = fields.model_copy(update={"stream": True})
-        return await plan_translated(
-            service, fields, origin, partial(fields.as_chat, past), is_long=fields.is_long(past)
-        )
+        with service.bodies.lease() as lease:
+            past = await kept.past(fields, origin.key.name, lease)
+            if fields.background:  # its events are what is made of it, read or not
+                fields = fields.model_copy(update={"stream": True})
+            translate = partial(fields.as_chat, past)
+            return await plan_translated(service, fields, origin, translate, is_long=fields.is_long(past))
 
     async def answer(service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog) -> Response:
         log.visit.left_out = fields.left_out

@@ -70,10 +70,8 @@ class Exchange(Response):
         log.num_prompt_tokens = plan.num_prompt_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._plan.num_prompt_logprobs_held:
-            await self._serve(scope, receive, send)
-            return
         with ExitStack() as held:
+            held.enter_context(self._service.bodies.lease_rest(self._plan.body_bytes))
             try:
                 held.enter_context(self._service.prompt_logprob_budget.lease(self._plan.num_prompt_logprobs_held))
             except Unavailable as error:

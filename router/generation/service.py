@@ -203,7 +203,7 @@ class Service:
     async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
         """The body as a checked `model`. Raises RequestError, or ClientDisconnect when the client leaves meanwhile."""
         data = await read_body(request, lease, max(MAX_NUMBERS, self.max_model_len))
-        return await self.large.model(data, model) if is_large(data) else parse(data, model)
+        return await self.large.model(data, model, lease) if is_large(data) else parse(data, model)
 
     def check_open(self) -> None:
         """Raises Unavailable while the process is about to end."""

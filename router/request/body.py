@@ -1,8 +1,17 @@
-"""Reads JSON bodies, whose size is bounded while they arrive, before anything is parsed."""
+"""Reads JSON bodies, whose size is bounded while they arrive, before anything is parsed.
+
+A body waits as bytes until there is memory for its objects, which take many times as much:
+
+    bytes arrive ─> values are counted ─> memory for objects ─> parsed ─> rendered ─> prompt in tokens
+    503: budget of bytes is spent         503 after 60 s                              objects are released
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -13,7 +22,7 @@ from starlette.requests import Request
 from common.errors import InvalidRequest, Unavailable
 from router.request.content_encoding import decoded, encoding_of
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType, invalid_field
-from router.text.json_values import MAX_NUMBERS, ValueCounter
+from router.text.json_values import MAX_NUMBERS, VALUE_BYTES, ValueCounter
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -21,11 +30,21 @@ BODY_TIMEOUT_S = 60.0
 """How long a body may take to arrive."""
 
 SMALL_BYTES = 64 * 1024
-"""A body of this size always finds room."""
+"""A body of at most this size is always accepted."""
+SMALL_OBJECT_BYTES = 256 * 1024
+"""Objects of at most this size are not counted: a conversation of 100 messages never waits for memory."""
 MAX_BODIES = 32
-"""How many bodies of the largest size may be held at once."""
+"""Number of bodies of the largest size, without their objects, that fit the budget."""
+MIN_BUDGET_BYTES = 256 * 1024 * 1024
+"""Minimum of the budget of bytes. It also counts the objects, such as tools, that an answer needs to its end."""
+OBJECT_BYTES = 64 * 1024 * 1024
+"""Memory for the objects of bodies that are being turned into prompts. A body that takes more is handled alone."""
+OBJECTS_TIMEOUT_S = 60.0
+"""Maximum time that a body waits for memory for its objects."""
+UNCOUNTED_REST_BYTES = 2 * 1024 * 1024
+"""Memory of a request's fields, such as its tools, that is not counted while its answer is made."""
 BUSY_RETRY_S = 2.0
-"""The hint of a refusal while other bodies hold all room."""
+"""Retry-After of a refusal while other bodies take the whole budget."""
 
 LARGE_BYTES = 256 * 1024
 """The values of smaller bodies are not counted while they arrive."""
@@ -35,32 +54,114 @@ SEPARATORS = b",[{"
 
 
 class BodyBudget:
-    """Bytes of all bodies that are being read or turned into prompts."""
+    """Memory of the bodies that are being read or turned into prompts: `num_bytes` of text, and their objects.
+
+    `num_bytes` includes the objects of long bodies, such as tools, that are kept until the request is answered. One
+    event loop owns it.
+    """
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
-        self.max_bytes = MAX_BODIES * max_body_bytes
-        self.num_bytes = 0
+        self.max_bytes = max(MIN_BUDGET_BYTES, MAX_BODIES * max_body_bytes)
+        self.num_bytes = self.object_bytes = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def lease(self) -> BodyLease:
-        """Room for one body until the end of a `with` block."""
+        """Memory for one body until the end of a `with` block."""
         return BodyLease(self)
+
+    def lease_rest(self, num_bytes: int) -> BodyLease:
+        """Memory for what an answer needs of its body to its end. It is never refused."""
+        lease = BodyLease(self)
+        lease.count(max(0, num_bytes - UNCOUNTED_REST_BYTES))
+        return lease
+
+    async def reserve_objects(self, num_bytes: int) -> None:
+        """Wait, in FIFO order, for memory for the objects of one body. Raises Unavailable."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_bytes, turn))
+        self._serve_waiting()
+        try:
+            async with asyncio.timeout(OBJECTS_TIMEOUT_S):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():
+                self.release_objects(num_bytes)
+            else:
+                with suppress(ValueError):  # `_serve_waiting` may have removed it
+                    self._waiting.remove((num_bytes, turn))
+                self._serve_waiting()
+            if not isinstance(error, TimeoutError):
+                raise
+            raise Unavailable(
+                f"the body waited {OBJECTS_TIMEOUT_S:g} s for memory: the objects of other bodies take "
+                f"{self.object_bytes:,} bytes; the maximum is {OBJECT_BYTES:,}",
+                retry_after_s=BUSY_RETRY_S,
+            ) from error
+
+    def release_objects(self, num_bytes: int) -> None:
+        """End a reservation."""
+        self.object_bytes -= num_bytes
+        self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        while self._waiting:
+            num_bytes, turn = self._waiting[0]
+            if turn.cancelled():
+                self._waiting.popleft()
+                continue
+            if self.object_bytes and self.object_bytes + num_bytes > OBJECT_BYTES:
+                return
+            self._waiting.popleft()
+            self.object_bytes += num_bytes
+            turn.set_result(None)
 
 
 class BodyLease:
-    """One body's part of the budget."""
+    """One body's part of the budget. `rest_bytes` is the memory that is needed until the request is answered."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self.budget = budget
-        self._num_bytes = 0
+        self._num_bytes = self._object_bytes = self.rest_bytes = 0
 
-    def take(self, num_bytes: int) -> None:
-        """Count more bytes. Raises Unavailable when other bodies hold the room."""
+    def count(self, num_bytes: int) -> None:
+        """Count more bytes, whatever the other bodies take."""
         self._num_bytes += num_bytes
         self.budget.num_bytes += num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Count more bytes. Raises Unavailable when other bodies take the rest of the budget."""
+        self.count(num_bytes)
         if self._num_bytes > SMALL_BYTES and self.budget.num_bytes > self.budget.max_bytes:
-            held = f"{self.budget.num_bytes:,} bytes of request bodies are held, the bound is {self.budget.max_bytes:,}"
-            raise Unavailable(held, retry_after_s=BUSY_RETRY_S)
+            raise Unavailable(
+                f"request bodies take {self.budget.num_bytes:,} bytes; the maximum is {self.budget.max_bytes:,}",
+                retry_after_s=BUSY_RETRY_S,
+            )
+
+    async def take_objects(self, num_bytes: int) -> None:
+        """Wait for memory for the objects of the body. Raises Unavailable."""
+        await self.budget.reserve_objects(num_bytes)
+        self._object_bytes += num_bytes
+
+    def take_more_objects(self, texts: Iterable[bytes]) -> None:
+        """Count the objects of stored JSON that the body continues, without waiting: it may have objects already.
+
+        Raises Unavailable if there is no memory, and InvalidRequest for too many values.
+        """
+        counter = ValueCounter("the stored conversation has")
+        for text in texts:
+            counter.add(text)
+        num_bytes, budget = counter.object_bytes, self.budget
+        if num_bytes <= SMALL_OBJECT_BYTES:
+            return
+        if budget.object_bytes and budget.object_bytes + num_bytes > OBJECT_BYTES:
+            raise Unavailable(
+                f"the stored conversation needs {num_bytes:,} bytes of memory: the objects of other bodies take "
+                f"{budget.object_bytes:,} bytes; the maximum is {OBJECT_BYTES:,}",
+                retry_after_s=BUSY_RETRY_S,
+            )
+        budget.object_bytes += num_bytes
+        self._object_bytes += num_bytes
 
     def __enter__(self) -> Self:
         return self
@@ -69,12 +170,18 @@ class BodyLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.budget.num_bytes -= self._num_bytes
-        self._num_bytes = 0
+        self.budget.release_objects(self._object_bytes)
+        self._num_bytes = self._object_bytes = 0
 
 
 def is_large(data: bytes | bytearray) -> bool:
     """Whether parsing JSON takes longer than the event loop may: commas and opened brackets bound its values."""
-    return len(data) > LARGE_BYTES or sum(map(data.count, SEPARATORS)) > MANY_VALUES
+    return len(data) > LARGE_BYTES or _most_values(data) > MANY_VALUES
+
+
+def _most_values(data: bytes | bytearray) -> int:
+    """Upper bound on the values of JSON, because each but the first follows a separator."""
+    return sum(map(data.count, SEPARATORS))
 
 
 def parse(data: bytes | bytearray, model: type[M]) -> M:
@@ -97,7 +204,7 @@ def validated(body: dict[str, object], model: type[M]) -> M:
 
 
 async def read_body(request: Request, lease: BodyLease, max_numbers: int = MAX_NUMBERS) -> bytearray:
-    """Read and decode a body of at most `max_body_bytes`.
+    """Read and decode a body of at most `max_body_bytes`, and wait for memory for its objects.
 
     Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable, and InvalidRequest for data that does not match
     its encoding and for JSON with too many values.
@@ -125,6 +232,10 @@ async def read_body(request: Request, lease: BodyLease, max_numbers: int = MAX_N
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
     if size > max_bytes:
         raise _too_large(f"more than {max_bytes:,} bytes{' when decoded' if encoding else ''}", max_bytes)
+    if not num_counted and VALUE_BYTES * _most_values(data) > SMALL_OBJECT_BYTES:
+        counter.add(data)
+    if counter.object_bytes > SMALL_OBJECT_BYTES:
+        await lease.take_objects(counter.object_bytes)
     return data
 
 

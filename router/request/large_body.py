@@ -7,7 +7,7 @@ the model is refused by its number of commas, and the rest is parsed piece by pi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -15,7 +15,8 @@ import orjson
 from pydantic import BaseModel
 
 from common.errors import ContextLengthExceeded, InvalidRequest
-from router.request.body import LARGE_BYTES, validated
+from router.request.body import LARGE_BYTES, BodyLease, validated
+from router.text.json_values import ValueCounter
 
 M = TypeVar("M", bound=BaseModel)
 Result = TypeVar("Result")
@@ -38,14 +39,22 @@ class LargeBodies:
     def __init__(self, threads: Threads, max_model_len: Callable[[], int], max_ids: Callable[[], int]) -> None:
         self._threads, self._max_model_len, self._max_ids = threads, max_model_len, max_ids
 
-    async def model(self, data: bytes | bytearray, model: type[M]) -> M:
-        """The body as a checked `model`. Raises RequestError, such as Unavailable when too many bodies wait."""
+    async def model(self, data: bytes | bytearray, model: type[M], lease: BodyLease) -> M:
+        """The body as a checked `model`. Sets the `rest_bytes` of the lease.
+
+        Raises RequestError, such as Unavailable when too many bodies wait.
+        """
         max_model_len, max_ids = self._max_model_len(), self._max_ids()
-        return await self._threads.apart(lambda: parse_large(data, model, max_model_len, max_ids), len(data))
+        return await self._threads.apart(lambda: parse_large(data, model, max_model_len, max_ids, lease), len(data))
 
 
-def parse_large(data: bytes | bytearray, model: type[M], max_model_len: int, max_ids: int) -> M:
-    """As `body.parse`, but the values of unknown fields are not checked to be JSON. Raises InvalidRequest."""
+def parse_large(
+    data: bytes | bytearray, model: type[M], max_model_len: int, max_ids: int, lease: BodyLease | None = None
+) -> M:
+    """As `body.parse`, but the values of unknown fields are not checked to be JSON. Raises InvalidRequest.
+
+    Sets the `rest_bytes` of the lease.
+    """
     try:
         fields = msgspec.json.decode(data, type=Pieces)
     except msgspec.ValidationError as error:
@@ -53,8 +62,21 @@ def parse_large(data: bytes | bytearray, model: type[M], max_model_len: int, max
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     names = getattr(model, "known_fields", model.model_fields)
-    known = ((name, memoryview(raw)) for name, raw in fields.items() if name in names)
-    return validated({name: _value(name, raw, max_model_len, max_ids) for name, raw in known}, model)
+    known = {name: memoryview(raw) for name, raw in fields.items() if name in names}
+    parsed = validated({name: _value(name, raw, max_model_len, max_ids) for name, raw in known.items()}, model)
+    if lease is not None:
+        lease.rest_bytes = _rest_bytes(known)
+    return parsed
+
+
+def _rest_bytes(fields: Mapping[str, memoryview]) -> int:
+    """Memory of the fields that are not the prompt, in bytes: their text and their objects."""
+    rest = [bytes(raw) for name, raw in fields.items() if name not in PROMPT_FIELDS]
+    num_bytes = sum(map(len, rest))
+    counter = ValueCounter("the body has", max_values=num_bytes, max_numbers=num_bytes)
+    for text in rest:
+        counter.add(text)
+    return num_bytes + counter.kept_bytes
 
 
 def check_number_of_ids(num_ids: int, max_ids: int) -> None:

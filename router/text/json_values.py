@@ -1,4 +1,4 @@
-"""Counts the values of JSON text before it is parsed, because `{},` takes three bytes as text and 72 as an object."""
+"""Counts the values of JSON text and their memory before parsing: `{},` takes 3 bytes as text and 72 as an object."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ MAX_VALUES: Final = 200_000
 """Maximum number of JSON values of a large body, without numbers in lists. Each takes up to 200 bytes when parsed."""
 MAX_NUMBERS: Final = 2**20
 """Maximum number of numbers in lists (token ids) of a large body. Each takes up to 48 bytes when parsed."""
+MODEL_VALUES: Final = 50_000
+"""Number of values that the largest lists of messages, parts and calls have; more values are plain objects."""
+VALUE_BYTES: Final = 600
+"""Memory of a value of messages, parts, calls or tools, with all copies that exist while the prompt is made."""
+PLAIN_VALUE_BYTES: Final = 200
+"""Memory of a value of plain objects, such as JSON schemas, while they are parsed."""
+KEPT_VALUE_BYTES: Final = 100
+"""Memory of a value of plain objects after they are parsed."""
+NUMBER_BYTES: Final = 48
+"""Memory of a number in a list."""
 COUNTED_BYTES = 64 * 1024
 """Bytes of JSON to count at a time. Bounds the memory and the time of one step."""
 DIGITS_AS_ONES = bytes.maketrans(b"0123456789", b"1" * 10)
@@ -42,6 +52,18 @@ class ValueCounter:
             if self._num_numbers > self._max_numbers:
                 what = f"{self._max_numbers:,} numbers in lists"
                 raise InvalidRequest(f"{self._whose} more than {what}", param=self._param)
+
+    @property
+    def object_bytes(self) -> int:
+        """Upper bound on the memory of the objects that the text so far becomes, in bytes."""
+        num_model_values = min(self._num_values, MODEL_VALUES)
+        num_plain_values = self._num_values - num_model_values
+        return VALUE_BYTES * num_model_values + PLAIN_VALUE_BYTES * num_plain_values + NUMBER_BYTES * self._num_numbers
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the objects after they are parsed, in bytes, if most of them are plain."""
+        return KEPT_VALUE_BYTES * self._num_values + NUMBER_BYTES * self._num_numbers
 
     def add_text(self, text: str) -> None:
         """Count another, complete JSON text. Raises InvalidRequest as `add` does."""

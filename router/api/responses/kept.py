@@ -14,6 +14,7 @@ from router.api.responses.fields import Item, ResponsesRequest
 from router.api.responses.items import conversation_items, input_items, listed, record_of, shown
 from router.generation.choices.shape import Object
 from router.generation.service import Service
+from router.request.body import BodyLease
 from router.request.fields import MAX_MESSAGES
 from router.store.database import IN_MEMORY
 from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed, asked
@@ -112,8 +113,8 @@ class KeptResponses:
             async with asyncio.timeout(WRITTEN_S):
                 await self._store.settle()
 
-    async def past(self, fields: ResponsesRequest, owner: str) -> list[Item]:
-        """The items of the conversation that a request goes on from. Raises RequestError."""
+    async def past(self, fields: ResponsesRequest, owner: str, lease: BodyLease) -> list[Item]:
+        """The items of the conversation that a request goes on from, counted by the lease. Raises RequestError."""
         name, most = fields.previous_response_id, self._service.config.max_body_bytes
         if not name:
             return []
@@ -131,6 +132,7 @@ class KeptResponses:
             raise UnknownResponse(name, param=PREVIOUS)
         if (status := turns[-1].status) not in ("completed", "incomplete"):
             raise InvalidRequest(f"{PREVIOUS}: its answer is not complete: its status is {status!r}", param=PREVIOUS)
+        lease.take_more_objects(part for turn in turns for part in (turn.input, turn.output))
         items = await self._read(turns, lambda: conversation_items(turns))
         if (num_items := len(items) + fields.num_items) > MAX_MESSAGES:
             raise InvalidRequest(

@@ -7,8 +7,15 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from common.errors import InvalidRequest
+from router.api.anthropic.fields import MessagesRequest
+from router.api.embeddings.fields import EmbeddingRequest
+from router.api.responses.fields import ResponsesRequest
+from router.request.fields import ChatRequest, CompletionRequest
+from router.request.large_body import parse_large
+from router.text.conversation import template_messages
 from router.text.json_values import COUNTED_BYTES, MAX_VALUES, ValueCounter
 
 MIB = 2**20
@@ -86,3 +93,55 @@ async def test_a_body_of_many_values_is_refused_before_they_are_made(
     assert reply.status_code == 400, reply.text
     assert f"more than {MAX_VALUES:,} JSON values" in reply.json()["error"]["message"]
     assert peak < 64 * MIB
+
+
+SAID = {"role": "user", "content": "a"}
+PART = {"type": "text", "text": "a"}
+CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+NUM = 2000
+
+
+def said(content: object, **fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}
+
+
+def tool_of(values: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"enum": values}}}
+
+
+BODIES: dict[str, tuple[type[BaseModel], dict[str, object]]] = {
+    "messages": (ChatRequest, {"messages": [SAID] * NUM}),
+    "parts": (ChatRequest, said([PART] * NUM)),
+    "calls": (ChatRequest, {"messages": [CALLED] * NUM}),
+    "tools": (ChatRequest, said("a", tools=[{"type": "function", "function": {"name": "f"}}] * 1000)),
+    "empty objects": (ChatRequest, said("a", tools=[tool_of([{}] * 50_000)])),
+    "objects": (ChatRequest, said("a", tools=[tool_of([{"a": [{}]}] * 20_000)])),
+    "token ids": (CompletionRequest, {"prompt": [*range(1000, 50_000)]}),
+    "lists of token ids": (CompletionRequest, {"prompt": [[*range(1000, 1100)]] * 1000}),
+    "items": (ResponsesRequest, {"input": [SAID] * NUM}),
+    "turns": (MessagesRequest, {"messages": [SAID] * NUM, "max_tokens": 1}),
+    "blocks": (MessagesRequest, said([PART] * NUM)),
+    "texts": (EmbeddingRequest, {"input": ["a b"] * NUM}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_memory_of_objects_is_known_before_they_exist(name: str) -> None:
+    """The bound includes the other API's fields, the chat request and the messages for the template."""
+    model, body = BODIES[name]
+    data = json.dumps(body, separators=(",", ":")).encode()
+    counter = ValueCounter("the body has")
+    counter.add(data)
+    tracemalloc.start()
+    try:
+        parsed: Any = parse_large(data, model, 10**6, 10**6)
+        chat = parsed.as_chat() if hasattr(parsed, "as_chat") else parsed
+        messages = chat.messages if isinstance(chat, ChatRequest) else ()
+        prepared = template_messages([message.as_dict() for message in messages])
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < counter.object_bytes
+    assert peak < counter.object_bytes + 16 * len(data), "the parser needs memory besides the objects for a short time"
+    assert counter.object_bytes < 12 * kept + MIB, "a bound that is far too high refuses ordinary bodies"
+    del prepared
