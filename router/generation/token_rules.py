@@ -68,10 +68,10 @@ def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[i
     budget = fields.thinking_token_budget
     if budget is None or budget < 0:
         return None
-    encode, table = service.text.tokenizer.encode, service.text.token_text
+    encode, token_bytes = service.text.tokenizer.encode, service.text.token_bytes
     start, end = (encode(mark, add_special_tokens=False) for mark in (OPEN, CLOSE))
     # A mark of several tokens may be written in other tokens than these, unless each is a single byte.
-    certain = all(len(ids) == 1 or all(len(table(i).raw) == 1 for i in ids) for ids in (start, end))
+    certain = all(len(ids) == 1 or all(len(token_bytes(i)) == 1 for i in ids) for ids in (start, end))
     if not service.thinks or not certain:
         raise InvalidRequest(
             "thinking_token_budget: this model does not write its thoughts between tokens of their own",

@@ -207,7 +207,7 @@ class TextPipeline:
         return len(self.tokenizer.encode(whole_words.rstrip(), add_special_tokens=False)) > num_tokens
 
     def token_text(self, token_id: int) -> TokenText:
-        """The text and the raw bytes of one token, for log-probabilities."""
+        """The text and the bytes of one token, for log-probabilities."""
         return self._table.text(token_id)
 
     def token_name(self, token_id: int) -> str:

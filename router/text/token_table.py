@@ -10,6 +10,8 @@ from common.model_files.tokenizer import BYTE_TOKEN, Tokenizer
 
 TABLES_KEPT = 4
 """One for each tokenizer: a router serves few models."""
+TEXTS_KEPT = 65_536
+"""Token texts kept for log-probabilities, about 300 bytes each."""
 
 
 class Joining(Enum):
@@ -27,10 +29,10 @@ class Joining(Enum):
 
 
 class TokenText(NamedTuple):
-    """One token alone, for log-probabilities: `token` has U+FFFD where `raw` is only part of a character."""
+    """One token alone, for log-probabilities: `token` has U+FFFD where its bytes are only part of a character."""
 
     token: str
-    raw: bytes
+    byte_values: tuple[int, ...]
 
 
 class TokenTable:
@@ -44,6 +46,7 @@ class TokenTable:
         self._raw: list[bytes | None] = [None] * tokenizer.vocab_size
         self._whole: dict[int, str | None] = {}
         self._names: dict[int, str] = {}
+        self.text = lru_cache(maxsize=TEXTS_KEPT)(self._text)
         self.joining = _joining(tokenizer)
         self.strips_leading_space = self.joining is Joining.RUNS and _decodes(tokenizer, ["▁"], "")
 
@@ -90,9 +93,9 @@ class TokenTable:
             self._names[token_id] = text
         return text
 
-    def text(self, token_id: int) -> TokenText:
+    def _text(self, token_id: int) -> TokenText:
         raw = self.raw(token_id)
-        return TokenText(raw.decode(errors="replace"), raw)
+        return TokenText(raw.decode(errors="replace"), tuple(raw))
 
 
 @lru_cache(maxsize=TABLES_KEPT)

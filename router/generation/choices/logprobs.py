@@ -29,8 +29,9 @@ class LogprobShapes:
         """Each token with its bytes and alternatives."""
         content: list[dict[str, object]] = []
         for token in with_logprobs:
-            top = [self._chat_token(i, p) for i, p in token.logprobs.top[: self._num_alternatives]]
-            content.append({**self._chat_token(token.token_id, token.logprobs.logprob), "top_logprobs": top})
+            logprobs = token.logprobs
+            own, *top = self._entries([(token.token_id, logprobs.logprob), *logprobs.top[: self._num_alternatives]])
+            content.append({**own, "top_logprobs": top})
         return content
 
     def completion(self, with_logprobs: Sequence[TokenWithLogprobs], offset: int) -> dict[str, list[object]]:
@@ -78,10 +79,17 @@ class LogprobShapes:
         top.setdefault(self._name(token_id), floored(logprobs.logprob))
         return top
 
-    def _chat_token(self, token_id: int, logprob: float) -> dict[str, object]:
-        shown = self._text.token_text(token_id)
-        name = f"token_id:{token_id}" if self._as_ids else shown.token
-        return {"token": name, "logprob": floored(logprob), "bytes": list(shown.raw)}
+    def _entries(self, logprobs: Sequence[tuple[int, float]]) -> list[dict[str, object]]:
+        """An entry for each token id and its log-probability. An answer may have 21 with each of its tokens."""
+        text, entries = self._text.token_text, []
+        for token_id, logprob in logprobs:
+            name, byte_values = text(token_id)
+            if self._as_ids:
+                name = f"token_id:{token_id}"
+            if not LOGPROB_FLOOR <= logprob <= 0.0:
+                logprob = floored(logprob)
+            entries.append({"token": name, "logprob": logprob, "bytes": byte_values})
+        return entries
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._text.token_name(token_id)
