@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -192,14 +192,25 @@ class Exchange(Response):
         await send(_body(b"".join(chunks), more=False))
 
     def _pass_on(self, index: int, at: float, event: TokenEvent) -> bool:
-        """Write an event in the middle of a stream at once; False leaves it to `_answer_stream`."""
-        choice, pieces = self._plan.choices[index], self._pieces
+        """Write an event in the middle of a stream at once; False leaves it to `_answer_stream`.
+
+        Events without log-probabilities do not wait for the turn budget.
+        """
+        choice, pieces, turns = self._plan.choices[index], self._pieces, self._service.logprob_turns
         if pieces is None or not pieces.ready or not self._is_middle(choice, event):
             return False
+        if not event.logprobs:
+            self._write(pieces, choice, at, event)
+        elif turns.has_time:
+            turns.run_now(partial(self._write, pieces, choice, at, event))
+        else:
+            return False
+        return True
+
+    def _write(self, pieces: Pieces, choice: AnswerChoice, at: float, event: TokenEvent) -> None:
         if not choice.finish_reason and (data := self._frames.chunk(choice, self._pushed(choice, at, event))):
             pieces.write(data)
             self._next_comment = at + self._service.config.keepalive_s
-        return True
 
     # ------------------------------------------------------------ both
 
@@ -219,10 +230,13 @@ class Exchange(Response):
     async def _made(self, write: Callable[[], bytes], num_tokens: int, *, first: bool = True) -> bytes:
         """The bytes that `write` makes of so many tokens, in a thread if they are many. Raises Unavailable.
 
+        Log-probabilities wait for a turn of the event loop that has time.
+
         The `first` bytes of an answer also have the log-probabilities of its prompts.
         """
-        many = self._is_many(num_tokens, first=first)
-        return await self._service.text.apart(write) if many else write()
+        if self._is_many(num_tokens, first=first):
+            return await self._service.text.apart(write)
+        return write() if self._plan.num_logprobs < 0 else await self._service.logprob_turns.run(write)
 
     def _is_many(self, num_tokens: int, *, first: bool) -> bool:
         plan = self._plan
@@ -236,9 +250,8 @@ class Exchange(Response):
         self._log.fail(error)
         await error_response(error)(scope, receive, send)
 
-    def _take(self, generations: Generations, arrivals: Sequence[Arrival]) -> list[tuple[AnswerChoice, Piece]]:
-        """Give arrivals to their choices. Raises the error that ended one of them."""
-        pieces: list[tuple[AnswerChoice, Piece]] = []
+    def _take(self, generations: Generations, arrivals: Sequence[Arrival]) -> Iterator[tuple[AnswerChoice, Piece]]:
+        """Yield what each arrival adds to its choice. Raises the error that ended one of them."""
         for arrival in arrivals:
             choice = self._plan.choices[arrival.index]
             if choice.finish_reason:  # ended by a stop string: tokens that were under way come too late
@@ -249,8 +262,7 @@ class Exchange(Response):
             self._measure(choice, arrival.at, len(piece.token_ids))
             if choice.finish_reason and not arrival.event.finish_reason:
                 generations.stop(arrival.index)
-            pieces.append((choice, piece))
-        return pieces
+            yield choice, piece
 
     def _measure(self, choice: AnswerChoice, at: float, num_tokens: int) -> None:
         """Count tokens that came now, and the time since those before them."""

@@ -23,6 +23,7 @@ from router.generation.adapters import NO_ADAPTERS, ServedAdapters
 from router.generation.choices.logprob_budget import LogprobBudget
 from router.generation.choices.request_log import RequestLog
 from router.generation.choices.tracing import Tracing
+from router.generation.choices.turn_budget import TurnBudget
 from router.generation.choices.unread import UnreadBudget
 from router.generation.models import Models
 from router.models.catalog import Catalog
@@ -106,6 +107,7 @@ class Service:
     large: LargeBodies = field(init=False)
     prompt_logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
     unread: UnreadBudget = field(default_factory=UnreadBudget)
+    logprob_turns: TurnBudget = field(default_factory=TurnBudget)
     dialect: Dialect = field(init=False)
     marks: frozenset[int] = field(init=False)
     thought_marks: frozenset[int] = field(init=False)
@@ -122,6 +124,7 @@ class Service:
         else:
             self.pace, self.bodies = self.front.pace, self.front.bodies
             self.prompt_logprob_budget, self.unread = self.front.prompt_logprob_budget, self.front.unread
+            self.logprob_turns = self.front.logprob_turns
         self.dialect = dialect_of(self.text.template, self.config.tool_parser)
         self.marks = self.text.mark_tokens(self.dialect.form.marks)
         self.thought_marks = self.text.mark_tokens((OPEN, CLOSE))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 
 from common.errors import Unavailable
 from router.api.openai.chat import ChatShape
+from router.generation.answer_frames import OpenAIFrames
+from router.generation.choices.choice import AnswerChoice, Piece
+from router.generation.choices.turn_budget import TurnBudget
 from router.generation.exchange import MANY_LOGPROBS
 from router.streams.client import GenerationRequest, TokenEvent
 
@@ -119,3 +124,32 @@ async def test_a_large_piece_of_a_stream_is_written_beside_the_event_loop(
     assert writers == {"text-long"}
     content = [token for event in events[:-1] for token in (event["choices"][0]["logprobs"] or {}).get("content", ())]
     assert len(content) == MANY_LOGPROBS
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_log_probabilities_wait_for_a_turn_with_time_and_text_does_not(
+    start: Any, turns: Turns, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    running = await start(turns)
+    ticks = itertools.count()  # each job takes the whole time of a turn
+    running.app.state.service.logprob_turns = TurnBudget(1.0, clock=lambda: float(next(ticks)))
+    with_logprobs: list[int] = []
+    text_alone: list[int] = []
+    chunk = OpenAIFrames.chunk
+
+    def noted(self: OpenAIFrames, choice: AnswerChoice, piece: Piece) -> bytes:
+        (with_logprobs if piece.with_logprobs else text_alone).append(turns.turn)
+        return chunk(self, choice, piece)
+
+    monkeypatch.setattr(OpenAIFrames, "chunk", noted)
+    asked = {"logprobs": True, "top_logprobs": 1} if "chat" in path else {"logprobs": 1}
+    many, plain = await asyncio.gather(
+        running.events(path, n=16, max_tokens=6, **asked), running.events(path, max_tokens=12)
+    )
+    assert len(text_alone) >= 12 and max(text_alone) < max(with_logprobs)
+    assert max(Counter(with_logprobs).values()) <= 2  # where the test counts a turn, and where the budget does, differ
+    tokens: Counter[int] = Counter()
+    for choice in itertools.chain.from_iterable(event["choices"] for event in many[:-1]):
+        if choice["logprobs"] is not None:
+            tokens[choice["index"]] += len(choice["logprobs"].get("content") or choice["logprobs"]["tokens"])
+    assert tokens == dict.fromkeys(range(16), 6) and plain[-1] == "[DONE]"
