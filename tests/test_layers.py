@@ -31,42 +31,14 @@ ROOM_ALLOWED = {
     "benchmarks/plan": {"router"},
     # It starts the router's own process with another policy.
     "benchmarks/reality": {"router"},
-    # It writes grammars of schemas as the router does.
-    "benchmarks/schemas": {"router"},
 }
 # file -> modules that it alone may import beyond its package's layer; each entry needs its reason in a comment.
 EXCEPTIONS: dict[str, set[str]] = {
     # Benchmarks run the real worker processes around random weights, and around a model that waits.
     "benchmarks/role_command.py": {"decode_worker.duty", "prefill_worker.duty"},
-    # They time the host's part of a real engine's steps.
-    "benchmarks/host_step.py": {
-        "decode_worker.engine",
-        "decode_worker.grants",
-        "decode_worker.limits",
-        "decode_worker.pipeline",
-        "decode_worker.scheduler",
-    },
-    "benchmarks/host_prefill.py": {
-        "prefill_worker.engine",
-        "prefill_worker.launcher",
-        "prefill_worker.scheduler",
-    },
     # A process that may change its role gets both duties, and hands the other one over without looking into it.
     "decode_worker/__main__.py": {"prefill_worker.duty"},
     "prefill_worker/__main__.py": {"decode_worker.duty"},
-    # They time the router's own decisions, and what it does with block events.
-    "benchmarks/block_events.py": {"router.fleet.block_reports", "router.fleet.prefix_index"},
-    "benchmarks/decisions.py": {
-        "router.streams.client",
-        "router.policy.request_shape",
-        "router.placement.placement",
-        "router.policy.routing",
-        "router.streams.request_state",
-        "router.fleet.prefix_index",
-        "router.fleet.registry",
-        "router.fleet.worker",
-        "router.garbage",
-    },
 }
 # The rooms of a package, from the lowest to the highest: each imports only those before it.
 ROOMS = {

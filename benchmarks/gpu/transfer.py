@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import zmq
 
-from benchmarks import raw_tcp
-from benchmarks.block_path import BlockPath, Events, Receivers, Shape, grant_all
+from benchmarks.gpu import raw_tcp
+from benchmarks.gpu.block_path import BlockPath, Events, Receivers, Shape, grant_all
 from benchmarks.gpu.shape import SHAPES, GPUShape
 from benchmarks.gpu.timer import Timer
 from common.kv.block_ring import ring_for

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import zmq
 
-from benchmarks.block_path import BlockPath, Events, Receivers, Shape, grant_all
+from benchmarks.gpu.block_path import BlockPath, Events, Receivers, Shape, grant_all
 from benchmarks.gpu.shape import GPUShape
 from common.errors import DiptychError
 from common.kv.cache import KVCache

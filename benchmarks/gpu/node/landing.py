@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import zmq
 
-from benchmarks.block_path import BlockPath, Events, Shape, grant_all
+from benchmarks.gpu.block_path import BlockPath, Events, Shape, grant_all
 from benchmarks.gpu.engine import recorded
 from benchmarks.gpu.model import random_model
 from benchmarks.gpu.node.verdict import Verdict

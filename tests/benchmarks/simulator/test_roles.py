@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ from msgspec.structs import replace
 
 from benchmarks.simulator.report import Findings
 from benchmarks.simulator.simulation import Run, Simulation
-from benchmarks.simulator.splits import at_rates, best_of_parts, bound_row, gain, splits, stretched
 from benchmarks.simulator.workers.process import ROLE_DRAIN_S
 from benchmarks.simulator.world.scenario import Scenario, read_scenario
-from common.errors import ConfigError
 from common.wire.messages import ChangeRole, WorkerHeartbeat
 
 PREFILL = {"coefficients": {"fixed_s": 0.01, "token_s": 2e-4}, "start_s": 1.0, "role_change_s": 0.1}
@@ -29,8 +26,11 @@ ALTERNATING = Path(__file__).parents[3] / "benchmarks" / "data" / "alternating.t
 
 def alternating(**values: Any) -> Scenario:
     """40 s of the scenario that changes every 20 s from long prompts to long answers."""
-    shorter = stretched(read_scenario(ALTERNATING), 0.5)
-    return replace(shorter, **({"duration_s": 40.0} | values))
+    scenario = read_scenario(ALTERNATING)
+    load = scenario.load
+    parts = tuple(replace(part, begin_s=0.5 * part.begin_s, end_s=0.5 * part.end_s) for part in load.parts)
+    load = replace(load, parts=parts, period_s=0.5 * load.period_s)
+    return replace(scenario, load=load, **({"duration_s": 40.0} | values))
 
 
 def home(scenario: Callable[..., Scenario], **values: Any) -> Simulation:
@@ -181,14 +181,6 @@ def test_a_worker_that_stops_gives_its_drain_for_another_role_up(scenario: Calla
     assert {request.outcome for request in run.requests} == {"ok"}
 
 
-def test_splits_are_those_of_all_workers() -> None:
-    base = alternating()
-    found = {name: [pool.count for pool in scenario.pool] for name, scenario in splits(base)}
-    assert found == {"0P4D": [0, 4], "1P3D": [1, 3], "2P2D": [2, 2], "3P1D": [3, 1], "as it is": [2, 2]}
-    assert [scenario.settings["role_change"] for _, scenario in splits(base)] == [False, False, False, False, True]
-    assert [part.end_s for part in stretched(base, 3.0).load.parts] == [60.0, 0.0]
-
-
 def test_a_decode_worker_hands_its_streams_over_and_changes(scenario: Callable[..., Scenario]) -> None:
     """Its streams last 10 s and more; it is a prefill worker within one."""
     load = {"rate": 3.0, "input_len": "200", "output_len": "250"}
@@ -203,25 +195,3 @@ def test_a_decode_worker_hands_its_streams_over_and_changes(scenario: Callable[.
     assert run.num_handovers["done"] >= 3
     assert {request.outcome for request in run.requests} == {"ok"}
     assert run.conserved.num_answer_tokens == run.conserved.num_computed_tokens
-
-
-def test_the_bound_takes_the_best_split_of_each_part() -> None:
-    """Two splits, of which each serves another part, and one that changes."""
-
-    def found(good: tuple[float, ...]) -> Any:
-        num_good = sum(share * num for share, num in zip(good, (100, 50), strict=True))
-        return SimpleNamespace(num_by_part=(100, 50), good_by_part=good, num_good=num_good)
-
-    fixed = [found((0.9, 0.2)), found((0.5, 1.0))]
-    assert best_of_parts(fixed) == [90, 50]
-    assert bound_row(fixed, 10.0)[:3] == ("best of each part", "14.00", "90%, 100%")
-    assert gain(fixed, found((0.8, 0.8))) == {"gain": 1.2, "possible": 1.4}
-    assert gain([found((0.0, 0.0))], found((0.0, 0.0))) == {}
-
-
-def test_parts_of_a_load_get_other_rates() -> None:
-    base = alternating()
-    assert [part.rate for part in at_rates(base, (3.4, 2.0)).load.parts] == [3.4, 2.0]
-    assert at_rates(base, ()) is base
-    with pytest.raises(ConfigError, match="one for each of 2 parts"):
-        at_rates(base, (1.0,))

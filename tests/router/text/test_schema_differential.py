@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from benchmarks.schemas.documents import Documents
-from benchmarks.schemas.validity import Validity
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.resolve import resolve_model
 from router.text.answer.grammar import json_grammar
 from router.text.schema.keywords import Unenforceable
+
+from ...random_documents import Documents
+from .validity import Validity
 
 NAMES = ("a", "b", "c")
 ALL = dict.fromkeys(NAMES, True)

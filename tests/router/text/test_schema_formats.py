@@ -14,11 +14,12 @@ from datetime import date
 import llguidance
 import pytest
 
-from benchmarks.schemas.documents import Documents
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.resolve import resolve_model
 from router.text.answer.grammar import json_grammar
 from router.text.schema.keywords import FORMATS
+
+from ...random_documents import Documents
 
 NUM_ANSWERS = 25
 NUM_CHANGES = 1500

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.schemas.documents import Documents
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.resolve import resolve_model
 from router.text.answer.grammar import json_grammar
 from router.text.schema.patterns import portable
 
+from ...random_documents import Documents
 from ..answers import checked, is_answer
 
 TEXT = {"type": "string"}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.schemas.validity import Validity
 from router.text.answer.grammar import json_grammar, literal
 from router.text.calls.form import Wanted
 from router.text.calls.function import Function
@@ -16,6 +15,7 @@ from router.text.calls.hermes import HermesForm
 from router.text.schema.keywords import Unenforceable
 
 from ..answers import checked, is_answer
+from .validity import Validity
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 SHUT = {"additionalProperties": False}

@@ -1,9 +1,8 @@
-"""Random documents of a grammar, and whether a document is one: token by token, as workers go through an answer."""
+"""Random documents drawn from a grammar, and whether a text is one: token by token, as workers generate an answer."""
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,8 +27,6 @@ class Documents:
 
     files: ModelFiles
     vocabulary: llguidance.LLTokenizer = field(init=False)
-    mask_s: list[float] = field(default_factory=list)
-    """What each mask took."""
     _text_of: list[bytes] = field(init=False)
     _token_of: dict[int, int] = field(init=False)
     _weights: np.ndarray = field(init=False)
@@ -56,9 +53,7 @@ class Documents:
         matcher, text = matcher.deep_copy(), bytearray()
         mask = np.zeros(-(-self.files.vocab_size // 32), dtype=np.int32)
         for length in range(MAX_TOKENS):
-            began = time.perf_counter()
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            self.mask_s.append(time.perf_counter() - began)
             if matcher.is_error():
                 raise ValueError(matcher.get_error()[:200])
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.files.vocab_size]

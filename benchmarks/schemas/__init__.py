@@ -1,1 +1,0 @@
-"""JSON schemas of a corpus: how many are served, whether answers match them, and what that costs."""

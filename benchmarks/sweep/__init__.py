@@ -1,1 +1,0 @@
-"""Plans beside sweeps of real clusters."""
