@@ -29,7 +29,7 @@ help:
 	@echo "make fetch      download MODEL only"
 	@echo "make bench      load generator (ARGS='--help')"
 	@echo "make compare    Diptych beside another engine (ARGS='--peer openvino --peer-env DIR'; --help)"
-	@echo "make sla        how well goals are met and at what cost, in 20 minutes: tables and plots (ARGS='--only policies'; --help)"
+	@echo "make sla        how well goals are met and at what cost, in virtual time: tables and plots (ARGS='--only policies'; --help)"
 	@echo "make gpu        what a GPU node can tell, in ten minutes, into a folder (OUT=build/gpu ARGS='--parts first'; --help)"
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 WORKERS = {
     "prefill_worker": ("prefill_worker.__main__", "prefill_worker.duty", "common.worker.process"),
     "decode_worker": ("decode_worker.__main__", "decode_worker.duty", "common.worker.process"),
-    "benchmarks.paced.worker": ("benchmarks.paced.worker", "common.worker.process"),
+    "tests.paced": ("tests.paced", "common.worker.process"),
 }
 ROUTERS = {
     "router": (

@@ -29,8 +29,6 @@ ROOM_ALLOWED = {
     "benchmarks/planner": {"router"},
     # It asks the planner's formulas before it simulates.
     "benchmarks/plan": {"router"},
-    # It starts the router's own process with another policy.
-    "benchmarks/reality": {"router"},
 }
 # file -> modules that it alone may import beyond its package's layer; each entry needs its reason in a comment.
 EXCEPTIONS: dict[str, set[str]] = {

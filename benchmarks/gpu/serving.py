@@ -9,18 +9,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 
-from benchmarks.arms import Target
 from benchmarks.gpu.model import write_folder
 from benchmarks.gpu.shape import GPUShape
+from benchmarks.load.client import CompletionClient, RequestOptions, ask_server, ask_token_ids
 from benchmarks.load.load import Load
 from benchmarks.load.summary import summarise
+from benchmarks.load.workload import LengthRange, Vocabulary, Workload
 from benchmarks.stack import Stack, StackProcess, StackSettings
 
 AGGREGATED, POOLS = "aggregated", "1P1D"
 WARMUP_INDEX = 10**9
 READY_TIMEOUT_S = 180.0
+REQUEST_TIMEOUT_S = 300.0
 
 
 class RandomStack(Stack):
@@ -88,13 +91,16 @@ def _decode_flags(shape: GPUShape, prefills: int) -> tuple[str, ...]:
 async def _drive(shape: GPUShape, url: str, num_requests: int) -> dict[str, Any]:
     """Closed loop, greedy, no end tokens. Raises RuntimeError when a request fails."""
     prompt_len, output_len, concurrency = shape.serving
-    target = Target.of(url)
-    workload = target.workload(prompt_len, output_len, seed=1)
-    warmup = Load(target.client, workload, num_requests=concurrency, first_index=WARMUP_INDEX)
+    with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as asking:
+        model = ask_server(asking, "").model
+        vocabulary = Vocabulary(ask_token_ids(asking, model, 0))
+    client = CompletionClient(url, RequestOptions(model, timeout_s=REQUEST_TIMEOUT_S))
+    workload = Workload(vocabulary, LengthRange(prompt_len, prompt_len), LengthRange(output_len, output_len), seed=1)
+    warmup = Load(client, workload, num_requests=concurrency, first_index=WARMUP_INDEX)
     await warmup.closed_loop(concurrency)
-    run = Load(target.client, workload, num_requests=num_requests)
+    run = Load(client, workload, num_requests=num_requests)
     await run.closed_loop(concurrency)
-    await target.client.close()
+    await client.close()
     failed = [record for record in (*warmup.records, *run.records) if not record.ok]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with {failed[0].outcome}: {failed[0].message}")

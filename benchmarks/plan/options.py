@@ -163,7 +163,7 @@ def _only_steps(kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _coefficients(path: Path) -> dict[str, Any]:
-    """A file as `python -m benchmarks.paced` takes it."""
+    """A file of coefficients for both roles, such as benchmarks/data/paced.json."""
     found = read_table(path, "plan")
     if unknown := set(found) - {"prefill", "decode", "kv_bytes"}:
         raise ConfigError("coefficients", str(path), f"a file with prefill, decode and kv_bytes, not {min(unknown)}")

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from benchmarks.paced.coefficients import StepCoefficients
 from benchmarks.plan.candidate import Candidate, Flags, base_flags, scenario
 from benchmarks.plan.spec import PlanSpec, WorkerSpec
 from benchmarks.simulator.simulation import Simulation
+from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.simulator.world.load import SimulatedRequest
 from common.latency.step_model import StepShape
 from common.wire.message_fields import Role

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from benchmarks.load.input_file import converted
-from benchmarks.paced.coefficients import StepCoefficients
+from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.simulator.world.scenario import LoadSpec, ModelSpec, Part, Positive, Seconds, Share
 from common.errors import ConfigError
 

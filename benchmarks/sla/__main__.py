@@ -3,8 +3,8 @@
     python -m benchmarks.sla --traces FOLDER
 
 Each step writes `sla-STEP-DATE.json` and `.png` into the folder of results. A step that cannot run here says why, and
-the others go on. Those that simulate run first, a core each; they keep what they have so far in
-`sla-STEP.partial.jsonl`: `--resume` goes on there. Those that measure real processes follow, one by one.
+the others go on. All run in virtual time, a core each; they keep what they have so far in
+`sla-STEP.partial.jsonl`: `--resume` goes on there.
 """
 
 from __future__ import annotations
@@ -27,17 +27,13 @@ from benchmarks.load.conditions import conditions
 from benchmarks.load.report import open_console, write_json
 from benchmarks.load.trace import TraceError
 from benchmarks.script import run
-from benchmarks.sla import knobs, planner, policies, prediction, reality, roles, tuning
+from benchmarks.sla import planner, policies, tuning
 from benchmarks.sla.journal import Journal
 from benchmarks.sla.side_by_side import SideBySide
 from benchmarks.sla.step import Settings, Skipped, Step
-from benchmarks.stack import StackError
 
 PROGRAM: Final = "python -m benchmarks.sla"
-STEPS: Final[tuple[Step, ...]] = (
-    *(policies.STEP, planner.STEP, tuning.STEP),
-    *(prediction.STEP, reality.STEP, knobs.STEP, roles.STEP),
-)
+STEPS: Final[tuple[Step, ...]] = (policies.STEP, planner.STEP, tuning.STEP)
 RESULTS: Final = Path(__file__).parent.parent / "results"
 
 
@@ -59,17 +55,12 @@ def parse(argv: Sequence[str]) -> Namespace:
         type=float,
         default=usual.begin,
         metavar="SHARE",
-        help="policies and reality leave out this share of each trace at its begin; results are named sla-STEP-later",
+        help="policies leaves out this share of each trace at its begin; results are named sla-STEP-later",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where results are written")
     parser.add_argument("--repeats", type=int, default=usual.repeats, help="runs of each policy with other requests")
     parser.add_argument("--num-requests", type=int, default=usual.num_requests, help="of each run of a policy")
     parser.add_argument("--seconds", type=float, default=usual.seconds, help="of virtual time for each planner's load")
-    parser.add_argument("--real-s", type=float, default=usual.real_s, help="seconds of load on real processes")
-    parser.add_argument(
-        "--reality", type=Path, metavar="FILE", help="result of benchmarks.reality, instead of running it"
-    )
-    parser.add_argument("--model", default=usual.model, help="small real model, for predictions")
     parser.add_argument("--seed", type=int, default=usual.seed, help="of arrivals, lengths and noise")
     parser.add_argument(
         "--cases",
@@ -83,7 +74,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--redraw", type=Path, nargs="+", metavar="JSON", help="only draw these results again")
     options = parser.parse_args(argv)
-    for name, least in (("repeats", 1), ("num_requests", 20), ("seconds", 120.0), ("real_s", 5.0)):
+    for name, least in (("repeats", 1), ("num_requests", 20), ("seconds", 120.0)):
         if getattr(options, name) < least:
             parser.error(f"argument --{name.replace('_', '-')}: {getattr(options, name)} is less than {least}")
     if not 0 <= options.begin < 1:
@@ -98,16 +89,13 @@ def settings_of(options: Namespace, step: Step) -> Settings:
         repeats=options.repeats,
         num_requests=options.num_requests,
         seconds=options.seconds,
-        real_s=options.real_s,
-        reality=options.reality,
-        model=options.model,
         seed=options.seed,
         cases=tuple(options.cases),
     )
     file = options.results / f"sla-{step.name}.partial.jsonl"
     # Settings that no simulation reads may differ.
     traces = None if settings.traces is None else Path(".")
-    same = replace(settings, reality=None, real_s=0.0, model="", traces=traces, cases=())
+    same = replace(settings, traces=traces, cases=())
     return replace(settings, journal=Journal(file, repr(same), resume=options.resume))
 
 
@@ -120,7 +108,7 @@ def title_of(step: Step, found: dict[str, Any]) -> str:
 def run_step(
     step: Step, settings: Settings, beside: SideBySide, options: Namespace, console: Console, argv: Sequence[str]
 ) -> None:
-    """Measure, print, write and draw one step. Raises Skipped, StackError, TraceError."""
+    """Measure, print, write and draw one step. Raises Skipped, TraceError."""
     before, began = os.getloadavg()[0], time.monotonic()
     with Status(step.about, console=console) as status:
 
@@ -161,9 +149,8 @@ def main(argv: Sequence[str]) -> int:
         redraw(options.redraw, console)
         return 0
     chosen = {step: settings_of(options, step) for step in STEPS if step.name in options.only}
-    virtual = {step: settings for step, settings in chosen.items() if step.in_virtual_time}
     num_failed = 0
-    with SideBySide(virtual if len(virtual) > 1 else {}, os.cpu_count() or 1) as beside:
+    with SideBySide(chosen if len(chosen) > 1 else {}, os.cpu_count() or 1) as beside:
         for number, (step, settings) in enumerate(chosen.items(), 1):
             console.print(f"[{number}/{len(chosen)}] {step.name}: {step.about}", markup=False, highlight=False)
             try:
@@ -174,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
             except Skipped as why:
                 settings.journal.remove()
                 console.print(f"skipped {step.name}: {why}", markup=False, highlight=False)
-            except (StackError, TraceError) as error:
+            except TraceError as error:
                 num_failed += 1
                 print(f"{PROGRAM}: {step.name} failed: {error}", file=sys.stderr)
     return 1 if num_failed else 0

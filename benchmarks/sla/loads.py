@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.load.trace import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace
-from benchmarks.paced.coefficients import StepCoefficients
+from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.sla.step import Settings
 from common.latency.step_model import StepShape
 

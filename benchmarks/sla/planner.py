@@ -162,4 +162,4 @@ def _draw_costs(axes: Any, rows: Sequence[Mapping[str, Any]], goal: float) -> No
     axes.legend(loc="lower right", fontsize=8, ncols=2)
 
 
-STEP: Final = Step("planner", "pools under the planner and rival rules, in virtual time", measure, show, draw, True)
+STEP: Final = Step("planner", "pools under the planner and rival rules, in virtual time", measure, show, draw)

@@ -246,4 +246,4 @@ def draw(numbers: Mapping[str, Any], path: Path, title: str) -> None:
     save(figure, path, title)
 
 
-STEP: Final = Step("policies", "goodput against rate by policy, in virtual time", measure, show, draw, True)
+STEP: Final = Step("policies", "goodput against rate by policy, in virtual time", measure, show, draw)

@@ -23,10 +23,9 @@ class Settings:
     """What the steps share. `traces` is a folder of trace files, or None for synthetic loads.
 
     `repeats` runs with other seeds and slices of traces, of `num_requests` requests each, compare policies; `seconds`
-    of virtual time compare planners; `real_s` seconds of load measure real processes. `reality` is a file that
-    `python -m benchmarks.reality --output` wrote, or None to run it. A step that takes minutes asks the `journal` for
-    each of its parts. `cases` are parts of names: only cases of `tuning` and loads of `policies` that have one of them
-    run; all without any. `policies` and `reality` leave out the share `begin` of each trace at its begin.
+    of virtual time compare planners. A step that takes minutes asks the `journal` for each of its parts. `cases` are
+    parts of names: only cases of `tuning` and loads of `policies` that have one of them run; all without any.
+    `policies` leaves out the share `begin` of each trace at its beginning.
     """
 
     traces: Path | None = None
@@ -34,9 +33,6 @@ class Settings:
     repeats: int = 5
     num_requests: int = 300
     seconds: float = 3600.0
-    real_s: float = 60.0
-    reality: Path | None = None
-    model: str = "smollm2-135m"
     seed: int = 1
     cases: tuple[str, ...] = ()
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
@@ -45,11 +41,10 @@ class Settings:
 @dataclass(frozen=True, slots=True)
 class Step:
     """`measure` returns numbers (and tells its progress in a few words), or raises Skipped; `show` prints and `draw`
-    draws them. `in_virtual_time`: it needs a core, and nothing that else runs changes its numbers."""
+    draws them. It runs in virtual time on one core."""
 
     name: str
     about: str
     measure: Callable[[Settings, Callable[[str], None]], Numbers]
     show: Callable[[Console, Mapping[str, Any]], None]
     draw: Callable[[Mapping[str, Any], Path, str], None]
-    in_virtual_time: bool = False

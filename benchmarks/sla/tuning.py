@@ -261,6 +261,4 @@ def _at(values: Sequence[float | None]) -> tuple[list[float], list[float]]:
     return at, [math.nan if value is None else value for value in values]
 
 
-STEP: Final = Step(
-    "tuning", "knobs that goals turn beside the best fixed flags, in virtual time", measure, show, draw, True
-)
+STEP: Final = Step("tuning", "knobs that goals turn beside the best fixed flags, in virtual time", measure, show, draw)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.load.trace import TraceRow, read_trace
-from benchmarks.paced.coefficients import StepCoefficients
+from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.simulator.world.scenario import Scenario, scenario_of
 from common.latency.step_model import StepShape
 

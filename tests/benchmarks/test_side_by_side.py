@@ -32,7 +32,7 @@ def _draw(numbers: Mapping[str, Any], path: Path, title: str) -> None: ...
 
 def test_steps_measure_apart_and_say_how_far_they_are() -> None:
     first, second, third = (
-        Step(name, name, measure, _show, _draw, in_virtual_time=True)
+        Step(name, name, measure, _show, _draw)
         for name, measure in (("first", _process), ("second", _process), ("third", _skip))
     )
     told: list[str] = []
@@ -48,7 +48,7 @@ def test_steps_measure_apart_and_say_how_far_they_are() -> None:
 
 
 def test_nothing_runs_on_once_the_command_is_interrupted() -> None:
-    slow = Step("slow", "slow", _wait, _show, _draw, in_virtual_time=True)
+    slow = Step("slow", "slow", _wait, _show, _draw)
     with pytest.raises(KeyboardInterrupt), SideBySide({slow: Settings()}, 1) as beside:
 
         def interrupt(words: str) -> None:

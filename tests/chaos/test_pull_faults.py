@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.paced.model import answer
-from benchmarks.paced.stack import PacedStack
 from benchmarks.stack import StackSettings
 from common.wire.messages import KVPull
 
 from ..e2e.asking import wait_until
 from ..e2e.conftest import System
 from ..e2e.test_pulls import PACE, asked, prompt, pulls
+from ..paced import PacedStack, answer
 from .conftest import READY_S
 from .faults import FRAME_FAULTS, Fault, Rule
 from .wire_proxy import WireProxy

@@ -12,10 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.paced.model import answer
-from benchmarks.paced.stack import PacedStack
 from benchmarks.stack import StackProcess, StackSettings
 
+from ..paced import PacedStack, answer
 from .asking import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.paced.model import answer
-from benchmarks.paced.stack import PacedStack
 from benchmarks.stack import StackSettings
+
+from ..paced import PacedStack, answer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 

@@ -13,11 +13,10 @@ import httpx
 import msgspec
 import pytest
 
-from benchmarks.paced.coefficients import StepCoefficients
-from benchmarks.paced.model import Coefficients, answer
-from benchmarks.paced.stack import PacedStack
+from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.stack import StackProcess, StackSettings
 
+from ..paced import Coefficients, PacedStack, answer
 from .asking import wait_until
 from .conftest import READY_S, System, samples
 

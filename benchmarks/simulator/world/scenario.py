@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from benchmarks.load.input_file import converted, read_table
 from benchmarks.load.trace import MOONCAKE_BLOCK_TOKENS
-from benchmarks.paced.coefficients import StepCoefficients
+from benchmarks.simulator.world.coefficients import StepCoefficients
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.errors import ConfigError
 from common.wire.message_fields import Role

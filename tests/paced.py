@@ -1,18 +1,27 @@
-"""A model that takes the time that coefficients say, and computes next to nothing: for clusters larger than a machine.
+"""Paced workers: real worker processes around a model that waits as long as coefficients say, and computes next to
+nothing, for clusters that are larger than the machine.
 
 Each token's KV is a running sum over all tokens before it, and the next token is a hash of that sum. So an answer
-depends on every token before it and on every block that was cached or transferred, and one that is wrong shows. Tokens
-are printable ASCII, of the tiny model's byte tokenizer.
+depends on every token before it and on every block that was cached or transferred, and a wrong one is noticed. Tokens
+are printable ASCII, from the byte tokenizer of the tiny model.
+
+    python -m tests.paced COEFFICIENTS prefill|decode FLAGS
+
+is such a worker, with its flags, engine, scheduler, sockets and KV bytes. `--model` is a folder that `write_folder`
+wrote. The file COEFFICIENTS has the pace of both kinds of worker.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -20,14 +29,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.paced.coefficients import StepCoefficients
-from common.errors import ModelError
+from benchmarks.role_command import run_role
+from benchmarks.simulator.world.coefficients import StepCoefficients
+from benchmarks.stack import Stack, StackProcess, StackSettings
+from common.config import WorkerConfig
+from common.errors import ConfigError, ModelError
 from common.kv.cache import KVCache
 from common.latency.step_model import StepShape
 from common.model.batch import ForwardBatch, SequenceChunk, check_chunk
 from common.model_files.config import ModelConfig, from_hf
+from common.model_files.files import ModelFiles
+from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
+from common.runner.loaded import LoadedModel, Makers
 from common.runner.runner import ModelRunner
+from common.wire.message_fields import ROLES
+from common.worker.duty import DutyOffer
+from common.worker.process import WorkerProcess, end_process
 from kernels.interface.attention_plan import AttentionPlan, QuerySpan
 
 log = logging.getLogger(__name__)
@@ -188,3 +206,94 @@ def answer(token_ids: Sequence[int], num_tokens: int) -> list[int]:
         total = (numbers * _mixed(np.arange(len(known), dtype=np.uint64))).sum(dtype=np.uint64, keepdims=True)
         known.append(FIRST_TOKEN + int(_mixed(total)[0] % np.uint64(NUM_TOKENS)))
     return known[len(token_ids) :]
+
+
+MODEL: Final = "paced"
+EXAMPLE: Final = Path(__file__).parents[1] / "benchmarks" / "data" / "paced.json"
+"""Round numbers of about the size that an 8B model on one GPU has."""
+MAX_MODEL_LEN: Final = 131_072
+START_S: Final = 20.0
+"""For each process: two cores import torch for all of them."""
+
+
+class PacedStack(Stack):
+    """A stack of paced workers. `settings` need not name their model.
+
+    `slower` names workers (such as "decode-0") with a file of coefficients of their own.
+    Raises ModelError for a file that does not hold coefficients, StackError as `Stack`.
+    """
+
+    def __init__(
+        self,
+        settings: StackSettings,
+        *,
+        coefficients: Path = EXAMPLE,
+        slower: Mapping[str, Path] | None = None,
+        max_model_len: int = MAX_MODEL_LEN,
+    ) -> None:
+        found = Coefficients.read(coefficients)
+        self._coefficients, self._slower = coefficients.resolve(), dict(slower or {})
+        self._folder = tempfile.TemporaryDirectory(prefix="diptych-paced-")
+        model = write_folder(found, Path(self._folder.name) / MODEL, max_model_len)
+        super().__init__(
+            replace(
+                settings,
+                model=str(model),
+                dtype="float32",
+                worker_flags=("--threads", "1", *settings.worker_flags),
+                ready_timeout_s=max(settings.ready_timeout_s, START_S * settings.num_processes),
+            )
+        )
+
+    def _worker(self, role: str, index: int, flags: Sequence[str], cores: Sequence[int]) -> StackProcess:
+        name = f"{role}-{index}"
+        log = self.log_dir / f"{name}.log"
+        file = str(self._slower.get(name, self._coefficients))
+        own = ("--worker-id", name, "--address-file", str(log.with_suffix(".json")))
+        command = [sys.executable, "-P", "-m", "tests.paced", file, role, *own, *flags]
+        return StackProcess(name, role, command, log, cores)
+
+    def stop(self) -> None:
+        super().stop()
+        self._folder.cleanup()
+
+
+PROGRAM = "python -m tests.paced"
+
+
+def load_paced(
+    coefficients: Coefficients, config: WorkerConfig, role: Callable[[], str]
+) -> tuple[ModelFiles, LoadedModel]:
+    """`role` is asked at each step. Raises ConfigError for settings with which the KV would not stay as it is."""
+    if config.device != "cpu":
+        raise ConfigError("device", config.device, "cpu: a paced worker computes nothing")
+    for field, value in (("kv_cache_dtype", "auto"), ("kv_wire_dtype", "native")):
+        if getattr(config, field, value) != value:
+            raise ConfigError(field, getattr(config, field), f"{value}: answers depend on every bit of the KV")
+    files = resolve_model(config.model, progress=False)
+    assert files.config is not None  # a folder has one
+    model = PacedModel(files.config.parent)
+    makers = Makers(runner=lambda kv: PacedRunner(model, kv, coefficients, role))
+    return files, LoadedModel.of(lambda: model, files, config, makers)
+
+
+class PacedWorker(WorkerProcess):
+    """A worker at a pace, that of its present role."""
+
+    def __init__(self, coefficients: Coefficients, home: DutyOffer, other: DutyOffer | None) -> None:
+        super().__init__(home, other)
+        self._coefficients = coefficients
+
+    def _load(self) -> tuple[ModelFiles, LoadedModel]:
+        return load_paced(self._coefficients, self.config, lambda: self.duties.role)
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) < 2 or argv[1] not in ROLES:
+        raise SystemExit(f"usage: {PROGRAM} COEFFICIENTS {'|'.join(ROLES)} FLAGS")
+    coefficients = Coefficients.read(Path(argv[0]))
+    return run_role(argv[1], argv[2:], lambda home, other: PacedWorker(coefficients, home, other))
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

@@ -11,22 +11,24 @@ import httpx
 import msgspec
 import pytest
 
-from benchmarks.paced.coefficients import StepCoefficients
-from benchmarks.paced.model import (
-    FIRST_TOKEN,
-    NUM_TOKENS,
-    Coefficients,
-    PacedModel,
-    PacedRunner,
-    answer,
-    write_folder,
-)
-from benchmarks.paced.stack import EXAMPLE, PacedStack
+from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.stack import StackSettings
 from common.errors import ModelError
 from common.kv.cache import KVCache
 from common.latency.step_model import StepShape
 from common.model.batch import SequenceChunk
+
+from .paced import (
+    EXAMPLE,
+    FIRST_TOKEN,
+    NUM_TOKENS,
+    Coefficients,
+    PacedModel,
+    PacedRunner,
+    PacedStack,
+    answer,
+    write_folder,
+)
 
 PACE = StepCoefficients(fixed_s=0.5, floor_s=0.2, token_s=0.01, pair_s=1e-4, row_s=0.03, context_s=1e-3)
 

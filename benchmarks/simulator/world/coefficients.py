@@ -1,4 +1,4 @@
-"""How long steps take, as files for simulations and paced workers say it: `/load` of a router shows the same."""
+"""Coefficients of step times in files for simulations and plans; `/load` of a router reports the same."""
 
 from __future__ import annotations
 

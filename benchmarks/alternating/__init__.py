@@ -1,1 +1,0 @@
-"""`python -m benchmarks.alternating`: fixed splits beside changing roles, under a load that alternates."""

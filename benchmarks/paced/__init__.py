@@ -1,1 +1,0 @@
-"""Clusters of real processes whose model waits as long as coefficients say."""
