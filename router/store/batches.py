@@ -24,7 +24,6 @@ from router.store.file_record import (
     COMPLETED,
     EXPIRED,
     FINALIZING,
-    IN_PROGRESS,
     READY,
     UNFINISHED,
     VALIDATING,
@@ -34,6 +33,7 @@ from router.store.file_record import (
     LineResult,
     StoredBatch,
 )
+from router.store.record import IN_PROGRESS
 from router.store.upkeep import LEASE_S, MAX_DELETED, lease_bounds
 
 COUNTS = "num_total, num_completed, num_failed, has_output, has_errors"

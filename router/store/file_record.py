@@ -8,6 +8,8 @@ from typing import Final
 
 import orjson
 
+from router.store.record import IN_PROGRESS
+
 BATCH_INPUT: Final = "batch"
 BATCH_OUTPUT: Final = "batch_output"
 
@@ -17,7 +19,6 @@ DELETED: Final = "deleted"
 """States of a file. Clients see it when it is ready."""
 
 VALIDATING: Final = "validating"
-IN_PROGRESS: Final = "in_progress"
 FINALIZING: Final = "finalizing"
 CANCELLING: Final = "cancelling"
 COMPLETED: Final = "completed"

@@ -13,12 +13,12 @@ from router.store.file_record import (
     EXPIRED,
     FAILED,
     FINALIZING,
-    IN_PROGRESS,
     BatchProblem,
     BatchUsage,
     StoredBatch,
     StoredFile,
 )
+from router.store.record import IN_PROGRESS
 
 STAMPED = (IN_PROGRESS, FINALIZING, COMPLETED, FAILED, EXPIRED, CANCELLING, CANCELLED)
 

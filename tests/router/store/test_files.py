@@ -17,7 +17,6 @@ from router.store.file_record import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
-    IN_PROGRESS,
     VALIDATING,
     BatchUsage,
     LineResult,
@@ -25,6 +24,7 @@ from router.store.file_record import (
     StoredFile,
 )
 from router.store.files import FileStore
+from router.store.record import IN_PROGRESS
 from router.store.upkeep import LEASE_S
 
 
