@@ -34,7 +34,7 @@ def test_it_writes_its_addresses_once_there_is_room(tmp_path: Path) -> None:
             time.sleep(0.05)
         worker.terminate()
         _, log = worker.communicate(timeout=60)
-    assert log.count("cannot write --address-file, retrying every 2 s: [Errno 28] No space left on device") == 1, log
+    assert log.count("cannot write --address-file, retrying every 0.1 s: [Errno 28] No space left on device") == 1, log
     assert json.loads(file.read_text())["address"].startswith("tcp://127.0.0.1:")
 
 
