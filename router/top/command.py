@@ -6,18 +6,25 @@ asking thread ── Answer ──> latest, wake ──> the loop: keys, age of 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import select
+import signal
 import sys
+import termios
 import threading
 import time
-from collections.abc import Sequence
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
 
 from router.batch.client_flags import DEFAULT_URL, add_api_key
 from router.top.figures import ago
-from router.top.picture import BAD, BOLD, WIDTH, Line, picture
-from router.top.screen import Ended, Screen
+from router.top.picture import BAD, BOLD, WIDTH, line, picture
 from router.top.source import Answer, LoadSource, WrongUrl
 
 PROG = "diptych top"
@@ -28,7 +35,14 @@ LATE_S = 2.0
 """How much older than the interval a picture is when its age is shown in red."""
 REDRAW_S = 0.5
 """Between two pictures without a new answer, as its age grows."""
+MAX_KEY_BYTES = 64
+"""Bytes read at a time from the keyboard."""
+QUIT = b"qQ\x03\x04"
 NO_LOAD = "what answers there is no Diptych router of this version"
+
+
+class Ended(Exception):
+    """A signal asks the process to end."""
 
 
 class Asking:
@@ -67,36 +81,73 @@ class Asking:
             self._stop.wait(self._interval_s)
 
 
-def frame(asking: Asking, url: str, interval_s: float, num_lines: int, now: float) -> list[Line]:
+def frame(asking: Asking, url: str, interval_s: float, num_lines: int, now: float) -> Group:
     """What the screen shows: a title, a problem if there is one, and the latest picture."""
-    title = f"diptych top   {url}   {time.strftime('%H:%M:%S')}   q: end"
+    title = line(f"diptych top   {url}   {time.strftime('%H:%M:%S')}   q: end", BOLD)
     if asking.load is None:
-        return [Line(title, BOLD), Line(""), Line(_sentence(asking.problem), BAD)]
+        return Group(title, line(""), line(_sentence(asking.problem), BAD))
     load, came_at = asking.load
     age_s = now - came_at
-    said = [Line(_sentence(asking.problem), BAD)] if asking.problem else []
-    if said or age_s > interval_s + LATE_S:
-        said.append(Line(f"What you see is from {ago(age_s)}.", BAD))
-    return [Line(title, BOLD), *said, *drawn(load, max(1, num_lines - 1 - len(said)))]
+    warnings = [line(_sentence(asking.problem), BAD)] if asking.problem else []
+    if warnings or age_s > interval_s + LATE_S:
+        warnings.append(line(f"What you see is from {ago(age_s)}.", BAD))
+    return Group(title, *warnings, drawn(load, max(1, num_lines - 1 - len(warnings))))
 
 
-def drawn(load: dict[str, Any], num_lines: int = 0) -> list[Line]:
+def drawn(load: dict[str, Any], num_lines: int = 0) -> Group:
     """The picture, or a line that says that this is no load of a router."""
     try:
         return picture(load, num_lines)
     except (KeyError, TypeError, ValueError, AttributeError):
-        return [Line(f"{NO_LOAD[0].upper()}{NO_LOAD[1:]}.", BAD)]
+        return Group(line(_sentence(NO_LOAD), BAD))
 
 
-def watch(source: LoadSource, interval_s: float, *, styled: bool) -> int:
+@contextmanager
+def keyboard() -> Iterator[int | None]:
+    """The file descriptor of the keyboard, if there is one, which gives each key at once. Signals raise Ended."""
+    keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+    before: Any = None if keys is None else termios.tcgetattr(keys)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a background script's children ignore the first
+    handlers = {number: signal.signal(number, _end) for number in signals}
+    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped process leaves its screen
+    try:
+        if keys is not None:
+            tty.setcbreak(keys)
+        yield keys
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if keys is not None:
+            with suppress(termios.error):  # the terminal may be gone
+                termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise Ended
+
+
+def _is_going_on(keys: int | None, wake: int) -> bool:
+    """Wait until `wake` is readable, or for REDRAW_S. Returns False when a key ends the command."""
+    watched = [wake] if keys is None else [wake, keys]
+    ready, _, _ = select.select(watched, [], [], REDRAW_S)
+    if wake in ready:
+        os.read(wake, MAX_KEY_BYTES)
+    if keys is None or keys not in ready:
+        return True
+    pressed = os.read(keys, MAX_KEY_BYTES)
+    return bool(pressed) and not any(key in QUIT for key in pressed)
+
+
+def watch(source: LoadSource, interval_s: float, console: Console) -> int:
     """Show the load until a key or a signal ends it."""
     asking = Asking(source, interval_s)
     try:
-        with Screen(styled=styled) as screen:
+        with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             asking.start()
             while True:
-                screen.draw(frame(asking, source.url, interval_s, screen.size.lines, time.monotonic()))
-                if not screen.wait(asking.wake, REDRAW_S):
+                shown = frame(asking, source.url, interval_s, console.height, time.monotonic())
+                live.update(shown, refresh=True)
+                if not _is_going_on(keys, asking.wake):
                     return 0
     except (KeyboardInterrupt, Ended):
         return 0
@@ -104,28 +155,26 @@ def watch(source: LoadSource, interval_s: float, *, styled: bool) -> int:
         asking.stop()
 
 
-def follow(source: LoadSource, interval_s: float) -> int:
+def follow(source: LoadSource, interval_s: float, console: Console) -> int:
     """Print one picture after another, for a pipe or a file."""
     while True:
         answer = source.ask_within(ROUTER_ANSWER_S)
-        lines = [Line(_sentence(answer.problem))] if answer.load is None else drawn(answer.load)
-        print(time.strftime("%Y-%m-%d %H:%M:%S"), source.url)
-        print(_text(lines), end="\n\n", flush=True)
+        shown = line(_sentence(answer.problem)) if answer.load is None else drawn(answer.load)
+        console.print(line(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {source.url}"), shown, "")
         time.sleep(interval_s)
 
 
-def once(source: LoadSource, *, as_json: bool) -> int:
+def once(source: LoadSource, console: Console, *, as_json: bool) -> int:
     """Print one picture. Returns 1 when the router did not answer."""
     answer = source.ask_within(ROUTER_ANSWER_S)
     if answer.load is None:
         print(f"{PROG}: {source.url}: {answer.problem}", file=sys.stderr)
         return 1
-    print(json.dumps(answer.load, indent=2) if as_json else _text(drawn(answer.load)))
+    if as_json:
+        console.print_json(data=answer.load)
+    else:
+        console.print(drawn(answer.load))
     return 0
-
-
-def _text(lines: Sequence[Line]) -> str:
-    return "\n".join(line.shown(2 * WIDTH, styled=False) for line in lines)
 
 
 def _sentence(problem: str) -> str:
@@ -168,16 +217,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     try:
+        console = Console(width=None if sys.stdout.isatty() else 2 * WIDTH)
         if arguments.once or arguments.json:
-            return once(source, as_json=arguments.json)
-        if not sys.stdout.isatty():
-            return follow(source, arguments.interval_s)
-        styled = "NO_COLOR" not in os.environ and os.environ.get("TERM", "") != "dumb"
-        return watch(source, arguments.interval_s, styled=styled)
+            return once(source, console, as_json=arguments.json)
+        if sys.stdout.isatty() and not console.is_dumb_terminal:
+            return watch(source, arguments.interval_s, console)
+        return follow(source, arguments.interval_s, console)
     except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:  # who read it has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 

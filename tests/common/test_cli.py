@@ -48,7 +48,10 @@ def test_help_of_a_command_needs_no_torch(command: str) -> None:
     assert "usage:" in done.stdout
 
 
-@pytest.mark.parametrize(("command", "hidden", "extra"), [("plan", "rich", "bench"), ("simulate", "rich", "bench")])
+@pytest.mark.parametrize(
+    ("command", "hidden", "extra"),
+    [("plan", "rich", "bench"), ("simulate", "rich", "bench"), ("top", "rich", "router")],
+)
 def test_a_command_without_its_packages_says_what_brings_them(command: str, hidden: str, extra: str) -> None:
     program = f"import sys; sys.modules[{hidden!r}] = None; import common.cli as cli; sys.exit(cli.main([{command!r}]))"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from rich.console import Console, RenderableType
 
 from common.wire.sampling_params import SamplingParams
 from router.admission.load import ClassLoad, DispatchLoad, WorkerLoad
@@ -21,7 +22,7 @@ from router.planner.sizing.pool import Fleet, Goals
 from router.planner.sizing.sizing import Prediction
 from router.streams.client import RequestTimeline
 from router.top import figures
-from router.top.picture import BAD, WARM, WIDTH, Line, picture
+from router.top.picture import BAD, WARM, WIDTH, picture
 
 DECODE = WorkerLoad("tcp://127.0.0.1:1", "decode", "decode-0", "ready", 3, 70, 25, 100, 3, 1234.0, 0.0, 0, 0, 0)
 PREFILL = dataclasses.replace(DECODE, role="prefill", worker_id="prefill-0", address="tcp://127.0.0.1:2")
@@ -39,10 +40,29 @@ def load_of(*workers: WorkerLoad, plan: Plan | None = None, served: int = 0, **f
         traffic.ended(RequestRecord("r", "/v1/completions", 1.0, 3.0, 200, **record), 10.0)  # type: ignore[arg-type]
     load = DispatchLoad(STAGES, workers, {}, {}, {}, 0, **fields)
     outlook = None if plan is None else Outlook(plan, OfferedLoad(rate=1.5), Fleet({}), (0.25, 0.0))
-    models = [{"id": "tiny", "max_model_len": 4096}]
+    models = [{"id": "tiny", "max_model_len": 4096, "ready": True}]
     body = load_body(load, outlook, Goals(), models, traffic.summary(11.0))
     answer: dict[str, Any] = orjson.loads(orjson.dumps(body))
     return answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the terminal, and the style of its text."""
+
+    text: str
+    style: str
+
+
+def printed(shown: RenderableType, width: int = 2 * WIDTH) -> list[Line]:
+    """The lines that a terminal shows."""
+    console = Console(width=width, color_system="standard", force_terminal=True)
+    lines = []
+    for segments in console.render_lines(shown, pad=False):
+        styles = {str(one.style) for one in segments if one.text.strip()}
+        text = "".join(one.text for one in segments).rstrip()
+        lines.append(Line(text, " ".join(styles - {"none", "None"})))
+    return lines
 
 
 def found(lines: list[Line], begin: str) -> Line:
@@ -52,7 +72,7 @@ def found(lines: list[Line], begin: str) -> Line:
 
 
 def test_what_is_going_on() -> None:
-    lines = picture(load_of(PREFILL, DECODE, served=4))
+    lines = printed(picture(load_of(PREFILL, DECODE, served=4)))
     assert found(lines, "Model").text == "Model       tiny (4,096 tokens)"
     assert found(lines, "Requests").text == "Requests    4/s"
     assert found(lines, "In flight").text == "In flight   4: 1 waiting, 0 prompt, 0 KV transfer, 3 answer"
@@ -67,13 +87,13 @@ def test_what_is_going_on() -> None:
 def test_of_several_models_each_worker_names_its_own() -> None:
     load = load_of(PREFILL, dataclasses.replace(DECODE, model="org/b"))
     both = [{"id": "a", "max_model_len": 10, "ready": True}, {"id": "b", "max_model_len": 2000, "ready": False}]
-    lines = picture(load | {"models": both})
+    lines = printed(picture(load | {"models": both}))
     assert found(lines, "Models") == Line("Models      a (10 tokens), b (2,000 tokens, no worker is ready)", WARM)
-    assert found(lines, "decode-0").text.endswith("1,234  org/b")
+    assert found(lines, "decode-0").text.endswith("1,234 org/b")
 
 
 def test_a_service_that_did_nothing_has_no_times() -> None:
-    lines = picture(load_of())
+    lines = printed(picture(load_of()))
     assert found(lines, "First token").text.split()[2:] == ["(TTFT)", "-", "-", "-", "0"]
     assert found(lines, "Prefill").text == "Prefill     0 of 0 ready"
     assert not any(line.text.startswith(("class", "plan", "events")) for line in lines)
@@ -81,57 +101,61 @@ def test_a_service_that_did_nothing_has_no_times() -> None:
 
 def test_a_missed_goal_stands_out() -> None:
     one = ClassLoad("default", ttft_ms=300.0, attainment={"ttft": 0.5})
-    lines = picture(load_of(DECODE, served=1, classes=(one,)))
+    lines = printed(picture(load_of(DECODE, served=1, classes=(one,))))
     assert found(lines, "First token").style == WARM and found(lines, "First token").text.endswith("300 ms")
     assert found(lines, "default").style == BAD and found(lines, "default").text.endswith("50 %         -")
 
 
 def test_the_plan_says_what_cannot_be() -> None:
     plan = Plan({"decode": PoolPlan(2, 3, 1, "KV blocks")}, Prediction(0.1, 0.02), unmet="too dear")
-    lines = picture(load_of(plan=plan))
+    lines = printed(picture(load_of(plan=plan)))
     assert found(lines, "The goals").text == "The goals cannot be met: too dear"
     assert found(lines, "decode:") == Line("decode: 1 present, 2 wanted, 3 needed. KV blocks", WARM)
 
 
-def test_workers_in_trouble_come_first_with_their_reason() -> None:
+def test_workers_in_trouble_come_first_and_their_reasons_follow() -> None:
     dead = dataclasses.replace(DECODE, worker_id="decode-7", state="dead", reason="silent for more than 3 s")
-    lines = picture(load_of(DECODE, PREFILL, dead))
+    lines = printed(picture(load_of(DECODE, PREFILL, dead)))
     begin = next(number for number, line in enumerate(lines) if line.text.startswith("worker"))
-    assert [line.text.split()[0] for line in lines[begin + 1 : begin + 5]] == [
-        "decode-7", "silent", "prefill-0", "decode-0",
-    ]  # fmt: skip
-    assert lines[begin + 1].style == BAD and lines[begin + 3].text.split()[2:] == [
-        "ready", "3", "70", "0", "ms", "75", "%", "1,234",
-    ]  # fmt: skip
+    assert [line.text.split()[0] for line in lines[begin + 1 : begin + 4]] == ["decode-7", "prefill-0", "decode-0"]
+    assert lines[begin + 1].style == BAD and lines[begin + 4].text == "decode-7: silent for more than 3 s"
+    assert lines[begin + 2].text.split()[2:] == ["ready", "3", "70", "0", "ms", "75", "%", "1,234"]
 
 
 def test_of_many_workers_a_window_shows_a_part() -> None:
     many = [dataclasses.replace(DECODE, worker_id=f"decode-{number}") for number in range(1000)]
-    lines = picture(load_of(*many), 40)
+    lines = printed(picture(load_of(*many), 40))
     assert len(lines) == 40
     (more,) = (line.text for line in lines if line.text.startswith("... and"))
     shown = [line.text.split()[0] for line in lines if line.text.startswith("decode-")]
-    assert shown[:3] == ["decode-0", "decode-1", "decode-2"] and f"{1000 - len(shown):,} lines more" in more
-    assert len(picture(load_of(*many))) > 1000
+    assert shown[:3] == ["decode-0", "decode-1", "decode-2"] and f"{1000 - len(shown):,} workers more" in more
+    assert len(printed(picture(load_of(*many)))) > 1000
 
 
 def test_it_fits_80_columns() -> None:
     long = dataclasses.replace(DECODE, worker_id="a-worker-with-a-very-long-name-in-a-pod", wait_s=123456.0)
     one = ClassLoad("a-class-of-a-long-name-indeed", attainment={"ttft": 0.999, "tpot": 0.5})
-    lines = picture(load_of(long, PREFILL, served=2000, classes=(one,)))
+    lines = printed(picture(load_of(long, PREFILL, served=2000, classes=(one,))), 200)
     assert max(len(line.text) for line in lines) <= WIDTH
+    assert found(lines, "a-worker").text.split()[0] == "a-worker-with-a-ver…"
 
 
 def test_a_worker_cannot_write_to_the_terminal() -> None:
     hostile = dataclasses.replace(DECODE, worker_id="a\x1b[2Jb", state="draining", reason="\x9b31mred\r\n")
     event = FleetEvent("lost", "w\x07", "decode", "gone\x1b]0;title\x07", 3.0)
-    text = "".join(line.text for line in picture(load_of(hostile, events=(event,))))
+    text = "".join(line.text for line in printed(picture(load_of(hostile, events=(event,)))))
     assert "a?[2Jb" in text and text.isprintable()
 
 
-def test_a_line_is_cut_before_it_is_coloured() -> None:
-    assert Line("abcdef", BAD).shown(3, styled=True) == "\x1b[31mabc\x1b[0m"
-    assert Line("abcdef", BAD).shown(3, styled=False) == "abc"
+def test_a_worker_cannot_use_markup() -> None:
+    hostile = dataclasses.replace(DECODE, worker_id="[bold]a", state="dead", reason="[/bold][red]b")
+    lines = printed(picture(load_of(hostile)))
+    assert found(lines, "[bold]a  ").style == BAD and found(lines, "[bold]a: ").text.endswith("[/bold][red]b")
+
+
+def test_a_narrow_terminal_cuts_lines() -> None:
+    lines = printed(picture(load_of(PREFILL, DECODE)), 40)
+    assert max(len(line.text) for line in lines) == 40 and found(lines, "In flight").text.endswith("…")
 
 
 @pytest.mark.parametrize(
