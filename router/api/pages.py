@@ -19,7 +19,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",  # a browser that has the page of an older version asks for the new one
 }
-PART = re.compile(r"^/\* @([a-z_/]+\.(?:css|js)) \*/\n", re.MULTILINE)
+PART = re.compile(r"^/\* @([a-z0-9_/.-]+\.(?:css|js)) \*/\n", re.MULTILINE)
 POLICY = (
     "default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"

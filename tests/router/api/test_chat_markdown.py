@@ -29,7 +29,7 @@ async def test_marks_within_a_line() -> None:
         "one\ntwo<br>three",
     )
     assert found == [
-        "<p><strong>bold <em>it</em></strong> and <strong><em>both</em></strong>, <code>co*d*e</code>,"
+        "<p><strong>bold <em>it</em></strong> and <em><strong>both</strong></em>, <code>co*d*e</code>,"
         " <del>no</del></p>",
         "<p>snake_case_name, 5 * 3 * 2, *plain*, <em>em</em></p>",
         "<p><code>a ` b</code> and `open</p>",
@@ -53,6 +53,58 @@ async def test_only_addresses_of_the_web_become_links_and_html_stays_text() -> N
     ]
 
 
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<svg/onload=alert(1)>",
+    "<svg><script>alert(1)</script></svg>",
+    "<iframe srcdoc='<script>alert(1)</script>'></iframe>",
+    "<math><mtext></form><form><mglyph><style></math><img src onerror=alert(1)>",
+    "<details open ontoggle=alert(1)>x</details>",
+    "<a href='javascript:alert(1)'>x</a>",
+    "<style>@import 'https://x.y'</style><base href='https://x.y'><meta http-equiv=refresh content='0;https://x.y'>",
+    "[x](javascript:alert(1))",
+    "[x](JaVaScRiPt:alert(1))",
+    "[x](java\tscript:alert(1))",
+    "[x](&#106;avascript:alert(1))",
+    "[x](javascript&colon;alert(1))",
+    "[x](data:text/html;base64,PHNjcmlwdD5hbGVydCgxKTwvc2NyaXB0Pg==)",
+    "[x](vbscript:msgbox(1))",
+    "[x](<javascript:alert(1)>)",
+    "![x](javascript:alert(1))",
+    '![x](https://x.y/p.png"onerror="alert(1))',
+    "![x](https://x.y 'a\" onmouseover=\"alert(1)')",
+    "<javascript:alert(1)>",
+    "[x]: javascript:alert(1)\n\n[x]",
+    "[<img src=x onerror=alert(1)>](https://x.y)",
+    "`<img src=x onerror=alert(1)>`",
+    '```"><img src=x onerror=alert(1)>\n</code></pre><script>alert(1)</script>\n```',
+    "# <script>alert(1)</script>",
+    "| <img src=x onerror=alert(1)> |\n|---|\n| <script>alert(1)</script> |",
+    "- <b onclick=alert(1)>x</b>\n\n  <div onclick=alert(1)>x</div>",
+    "> <script>alert(1)\n> </script>",
+    "<!--><img src=x onerror=alert(1)>-->",
+    "<![CDATA[<img src=x onerror=alert(1)>]]>",
+)
+SHAPES = """((text, open) => { const found = new Set(); const look = (one) => { if (typeof one === 'string') return;
+ found.add(one.tag); for (const [name, value] of Object.entries(one.attributes)) found.add(name === 'href' ?
+ `href ${value.toLowerCase().replace(/:.*/s, ':')}` : name); one.children.forEach(look); };
+ Markdown.read(text, open).forEach(look); return [...found]; })"""
+HARMLESS = {
+    *("p", "a", "h3", "code", "pre", "div", "span", "button", "table", "thead", "tbody", "tr", "th", "td", "ul", "li"),
+    *("blockquote", "hr", "br", "strong", "em", "del", "class", "target", "rel", "type", "tabindex", "role", "scope"),
+    *("data-do", "aria-label", "href https:", "href http:", "href mailto:"),
+}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+async def test_hostile_text_makes_only_harmless_nodes(is_open: bool) -> None:
+    """Nodes are made by createElement and setAttribute: what is not a tag or an attribute here cannot run."""
+    shapes = (f"{SHAPES}({json.dumps(text)}, {json.dumps(is_open)})" for text in HOSTILE)
+    for text, shape in zip(HOSTILE, await node.values("markdown/markdown", *shapes), strict=True):
+        assert set(shape) <= HARMLESS, text
+
+
 async def test_headings_lists_and_quotes() -> None:
     found = await html(
         "# One\ntext\n## Two ##\n---",
@@ -64,14 +116,14 @@ async def test_headings_lists_and_quotes() -> None:
     assert found == [
         '<h3 class="level-1">One</h3><p>text</p><h4 class="level-2">Two</h4><hr></hr>',
         '<ul><li>a</li><li>b<ol start="1"><li>c<br></br>more</li><li>d</li></ol></li><li>☑ done</li></ul><p>after</p>',
-        '<ol start="3"><li><p>one</p><p>more</p></li><li>two</li></ol><ul><li>other</li></ul>',
+        '<ol start="3"><li><p>one</p><p>more</p></li><li><p>two</p></li></ol><ul><li>other</li></ul>',
         "<blockquote><p>quoted</p><blockquote><p>deeper</p></blockquote><ul><li>item</li></ul></blockquote>",
         "<p>text<br></br>2. no list within a paragraph</p>",
     ]
 
 
 async def test_tables_have_columns_that_lean_and_bars_that_are_text() -> None:
-    (found,) = await html("| a | b |\n|:--|--:|\n| `x|y` | 1 |\n| c \\| d |\n\nafter")
+    (found,) = await html("| a | b |\n|:--|--:|\n| `x\\|y` | 1 |\n| c \\| d |\n\nafter")
     assert found == (
         '<div class="wide" tabindex="0" role="region" aria-label="Table"><table>'
         '<thead><tr><th scope="col">a</th><th scope="col" class="right">b</th></tr></thead>'
@@ -89,7 +141,7 @@ async def test_code_has_its_language_and_colours_and_stays_as_it_is() -> None:
     assert "<span>python</span>" in whole and whole.endswith("</code></pre></div><p>after</p>")
     assert '<span class="code-word">def</span> f(x):  <span class="code-comment"># "no"</span>\n' in whole
     assert '<span class="code-string">"&lt;b>"</span> * <span class="code-number">2</span>' in whole
-    assert "<span>text</span>" in plain and "<code>**a**\n\n```\n</code>" in plain
+    assert "<span>text</span>" in plain and "<code>**a**\n\n```</code>" in plain
     assert listed.startswith("<ul><li>a<div") and listed.endswith("</div></li><li>c</li></ul>")
 
 
@@ -100,6 +152,7 @@ async def test_code_has_its_language_and_colours_and_stays_as_it_is() -> None:
         ("a **bold*", "a <strong>bold</strong>"),
         ("see [the *page*](https://x", "see the <em>page</em>"),
         ("5 * 3", "5 * 3"),
+        ("a `co** b", "a <code>co** b</code>"),
     ],
 )
 async def test_what_is_still_being_written_does_not_flicker(text: str, shown: str) -> None:
@@ -130,6 +183,9 @@ async def test_no_text_takes_long() -> None:
         "'**a* '",
         "'- - - '",
         "'((https://'",
+        "'<'",
+        "'[['",
+        "'&#'",
     )
     texts = ", ".join(f"{one}.repeat(5000)" for one in repeats)
     (lengths,) = await node.values(

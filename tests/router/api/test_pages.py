@@ -23,8 +23,9 @@ def test_every_part_is_put_in(page: str) -> None:
 
 def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
     assert "default-src 'none'" in page and "connect-src 'self'" in page
-    assert not re.search(r"""(src|href)=["'](?!data:|/"|/dashboard")""", page)
-    assert not re.search(r"@import|url\(", page)
+    markup = page.partition("<script>")[0]
+    assert not re.search(r"""(src|href)=["'](?!data:|/"|/dashboard")""", markup)
+    assert not re.search(r"@import|url\(", markup)
 
 
 def test_only_the_script_and_the_styles_of_the_page_may_run(page: str) -> None:
@@ -48,6 +49,21 @@ def test_files_are_short_and_all_of_them_are_used() -> None:
     }
     assert {file.relative_to(pages.STATIC).as_posix() for file in parts} == used
     assert all(len(file.read_text(encoding="utf-8").splitlines()) < 400 for file in parts)
+
+
+def test_the_script_ends_where_the_page_ends_it(page: str) -> None:
+    """A browser reads on past `</script>` when a comment and another script have begun before it."""
+    script = page.partition("<script>")[2]
+    assert script.count("</script>") == 1 and "<script" not in script
+
+
+def test_code_of_others_has_its_version_and_its_licence() -> None:
+    files = sorted((pages.STATIC / "vendor").glob("*.js"))
+    assert files
+    for file in files:
+        name, version = re.fullmatch(r"([a-z]+)-([\d.]+)(?:\.\w+)*\.js", file.name).groups()  # type: ignore[union-attr]
+        assert f"{name} v{version}" in file.read_text(encoding="utf-8")[:200]
+        assert (file.parent / f"{name}-{version}.LICENSE").stat().st_size
 
 
 def test_every_control_has_a_name(page: str) -> None:
