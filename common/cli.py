@@ -23,7 +23,6 @@ COMMANDS = {
     "bench": ("benchmarks.load.command", "load any OpenAI-compatible server and measure it"),
     "plan": ("benchmarks.plan", "find the cheapest pools and flags that meet goals for a load, by simulation"),
     "simulate": ("benchmarks.simulator", "simulate a service in virtual time: a load, goals, policies, failures"),
-    "units": ("router.units.command", "write systemd units or compose files for a service of a few machines"),
     "api-key": ("router.auth.new_key", "draw an API key and print its entry for the router's key file"),
     "keygen": ("common.wire.keygen", "make a key pair that encrypts and authenticates what processes send"),
     "fetch": ("common.model_files.fetch", "download a built-in model into the cache"),
