@@ -39,7 +39,6 @@ CHART_SETS = frozenset(
         *("advertise_host", "allow_remote", "address_file", "worker_id"),
         *(
             "model",
-            "more_models",
             "models_file",
             "lora_file",
             "served_model_name",

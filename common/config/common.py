@@ -37,7 +37,7 @@ class CommonConfig(Config):
         pattern=r".+",
         expects="a model name, folder or file",
         metavar="NAME",
-        repeats="more_models",
+        once="given once: a worker serves one model, and --models-file names several for a router or `diptych serve`",
     )
     task: str = setting(
         "auto",

@@ -60,8 +60,8 @@ class Rule:
     metavar: str = ""
     secret: bool = False
     in_file: bool = True
-    repeats: str = ""
-    """The list that further values of a repeated flag belong to, in a program that has it."""
+    once: str = ""
+    """What to do in place of repeating the flag; "": the last of several values counts."""
 
 
 def setting(default: Any, help: str, **rule: Any) -> Any:

@@ -66,15 +66,6 @@ class RouterConfig(
     served_model_name: str = setting(
         "", "name that clients use for the model; empty: the model's own name", group="Model", metavar="NAME"
     )
-    more_models: tuple[str, ...] = setting(
-        (),
-        "models to serve beside --model, each by the workers that say that they serve it; --model given again does the "
-        "same",
-        group="Model",
-        pattern=r".+",
-        expects="names, folders or files of models",
-        metavar="NAME",
-    )
     models_file: str = setting(
         "",
         "TOML file with all models to serve, in place of --model, with their aliases, fallbacks and limits, and with "
@@ -218,14 +209,13 @@ class RouterConfig(
             raise ConfigError("decode_deployment", "", "the name of a Deployment with --planner kubernetes")
 
     def _check_models(self) -> None:
-        if not self.models_file and not self.more_models:
+        if not self.models_file:
             return
         if self.served_model_name:
-            allowed = "empty with several models: --models-file names each"
-            raise ConfigError("served_model_name", self.served_model_name, allowed)
+            raise ConfigError("served_model_name", self.served_model_name, "empty: --models-file names each model")
         default = next(field.default for field in fields_of(type(self)) if field.name == "model")
-        if self.models_file and (self.more_models or self.model != default):
-            raise ConfigError("model", ", ".join((self.model, *self.more_models)), "left out with --models-file")
+        if self.model != default:
+            raise ConfigError("model", self.model, "left out with --models-file")
 
     def check_start(self) -> None:
         super().check_start()

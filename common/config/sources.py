@@ -130,7 +130,7 @@ class FlagParser(argparse.ArgumentParser):
         )
         self.add_argument("--version", action="version", version=f"diptych {__version__}")
         self._groups: dict[str, Any] = {}
-        self._repeated: dict[str, str] = {}
+        self._once: dict[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError("command line", message, f"see {self.prog} --help")
@@ -150,8 +150,8 @@ class FlagParser(argparse.ArgumentParser):
                 group.add_argument(
                     other, action="store_const", const=str(other == flag), **options | {"help": argparse.SUPPRESS}
                 )
-            elif field.rule.repeats:
-                self._repeated[options["dest"]] = prefix + field.rule.repeats
+            elif field.rule.once:
+                self._once[options["dest"]] = field.rule.once
                 group.add_argument(flag, metavar=_metavar(field), action="append", **options)
             elif field.type in (str, int, float):
                 group.add_argument(flag, metavar=_metavar(field), **options)
@@ -167,20 +167,10 @@ class FlagParser(argparse.ArgumentParser):
             close = nearest(flag, (name for name in self._option_string_actions if name.startswith("--")))
             raise ConfigError(flag, following, f"no such option, the nearest is {close}")
         values: dict[str, str | list[str]] = vars(given)
-        for name, rest in self._repeated.items():
-            if isinstance(several := values.get(name), list):
-                self._divide(values, name, rest, several)
+        for name, instead in self._once.items():
+            if len(several := values.get(name, ())) > 1 and isinstance(several, list):
+                raise ConfigError(name, ", ".join(several), instead)
         return {name: ",".join(text) if isinstance(text, list) else text for name, text in values.items()}
-
-    def _divide(self, values: dict[str, str | list[str]], name: str, rest: str, several: list[str]) -> None:
-        """The first value of a repeated flag is its own, further ones belong to the list `rest`. Raises ConfigError."""
-        values[name] = several[0]
-        if len(several) == 1:
-            return
-        if not any(action.dest == rest for action in self._actions):
-            raise ConfigError(name, ", ".join(several), "given once here")
-        listed = values.get(rest, [])
-        values[rest] = [*several[1:], *(listed if isinstance(listed, list) else [listed])]
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

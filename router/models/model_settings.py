@@ -49,7 +49,6 @@ def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) ->
             config,
             model=entry.model,
             served_model_name=name if entry.name else "",
-            more_models=(),
             models_file="",
             tool_parser=entry.tool_parser or config.tool_parser,
             reasoning=entry.reasoning or config.reasoning,

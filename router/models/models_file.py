@@ -63,14 +63,13 @@ SPLIT_FIELDS = ("name", "weights")
 
 
 def table_of(config: RouterConfig) -> ModelTable:
-    """The models that a router's settings name: those of its file, or of `--model` and `--more-models`.
+    """The models that a router's settings name: those of its file, or of `--model`.
 
     Raises ConfigError.
     """
     if config.models_file:
         return read_models(config.models_file)
-    first = ModelEntry(config.model, config.served_model_name)
-    return ModelTable((first, *(ModelEntry(model) for model in config.more_models)))
+    return ModelTable((ModelEntry(config.model, config.served_model_name),))
 
 
 def read_models(path: str) -> ModelTable:

@@ -96,8 +96,6 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, forg
     file.write_text(FILE.format(**folders))
     flags = ("--models-file", str(file), "--router-processes", str(NUM), "--response-store", "memory")
     stack = stack_of_two(folders, flags, tmp_path_factory.mktemp("logs"))
-    router = stack.router.command
-    del router[router.index("--model") : router.index("--model") + 2]
     with stack:
         found = Processes(stack, folders)
         found.file = file

@@ -43,7 +43,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[TwoModels]:
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(KEYS)
-    flags = ("--model", str(folders["second"]), "--api-key-file", str(keys))
+    models = keys.with_name("models.toml")
+    models.write_text("".join(f'[[model]]\nmodel = "{folder}"\n' for folder in folders.values()))
+    flags = ("--models-file", str(models), "--api-key-file", str(keys))
     stack = stack_of_two(folders, flags, tmp_path_factory.mktemp("logs"))
     with stack:
         found = TwoModels(stack, folders, BOTH)

@@ -67,4 +67,6 @@ def stack_of_two(folders: dict[str, Path], router_flags: tuple[str, ...], log_di
     for worker in stack.workers():
         if worker.name.endswith("-1"):
             worker.command[worker.command.index(first)] = second
+    router = stack.router.command  # `router_flags` name a file of both models
+    del router[router.index("--model") : router.index("--model") + 2]
     return stack

@@ -18,7 +18,7 @@ from router.local.pools import Gauges, LocalPools
 from router.local.processes import read_plan
 from router.local.supervisor import Supervisor
 
-from .test_serve import pretended, records, until  # noqa: F401 (records is a fixture)
+from .test_serve import models_file, pretended, records, until  # noqa: F401 (records is a fixture)
 
 PAGE = """# HELP diptych_pool_wanted_workers Workers that the plan wants
 # TYPE diptych_pool_wanted_workers gauge
@@ -54,8 +54,8 @@ def test_autoscale_has_bounds() -> None:
     assert read_plan([], {}, num_cores=8).router.planner == "off"
 
 
-def test_of_several_models_each_has_the_same_bounds() -> None:
-    models = ("--model", "a", "--model", "b")
+def test_of_several_models_each_has_the_same_bounds(tmp_path: Path) -> None:
+    models = (models_file(tmp_path, "a", "b"),)
     plan = read_plan(["--autoscale", *models, "--prefill=2", "--max-decode=3"], {}, num_cores=8)
     assert (plan.autoscale, plan.router.planner, plan.models) == (True, "advice", ("a", "b"))
     assert (plan.router.max_prefill, plan.router.max_decode) == (4, 3)
@@ -114,7 +114,7 @@ def names(pools: LocalPools, role: Role, model: str) -> list[str]:
 
 
 async def test_models_scale_apart_and_their_workers_share_no_name(tmp_path: Path) -> None:
-    plan = read_plan(["--autoscale", "--model", "a", "--model", "org/b", "--block-size", "64"], {}, num_cores=4)
+    plan = read_plan(["--autoscale", models_file(tmp_path, "a", "org/b"), "--block-size", "64"], {}, num_cores=4)
     pools = LocalPools(plan.kinds, tmp_path)
     staff = Staff(pools)
     first, second = (LocalScaler(staff, pools, model) for model in plan.models)
@@ -147,7 +147,7 @@ async def test_the_plan_of_each_model_is_carried_out(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("router.local.autoscale.metrics_page", page)
     models = {"a": "folder/of-a", "org/b": "org/b", "c": "org/c"}
-    plan = read_plan(["--autoscale", *(f"--model={model}" for model in models.values())], {}, num_cores=4)
+    plan = read_plan(["--autoscale", models_file(tmp_path, *models.values())], {}, num_cores=4)
     pools = LocalPools(plan.kinds, tmp_path)
     staff = Staff(pools)
     unplanned = pools.add("decode", model="org/c")
@@ -159,10 +159,14 @@ async def test_the_plan_of_each_model_is_carried_out(tmp_path: Path, monkeypatch
     assert pools.workers["prefill"] == []
 
 
-async def test_workers_are_started_listed_and_ended(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+async def test_workers_are_started_listed_and_ended(
+    records: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("router.local.supervisor.LEAVE_S", 0.0)
     monkeypatch.setattr("router.local.autoscale.LOOK_S", 0.05)
-    supervisor: Supervisor = pretended(records, "--autoscale", "--model", "tiny-random", "--model", "another")
+    supervisor: Supervisor = pretended(records, "--autoscale", models_file(tmp_path, "tiny-random", "another"))
     monkeypatch.setattr("router.local.pools.MODULES", {"prefill": "pretended_worker", "decode": "pretended_worker"})
     await supervisor.start()
     assert "--discovery=file" in (records / "router").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from common.errors import ConfigError
 from common.model_files.task import GENERATES, ServedTask, Task
 from router.local.processes import ServePlan, read_plan
 from router.local.serve import pools_for, summary
+
+from .test_serve import models_file
 
 
 def plan_of(*argv: str) -> ServePlan:
@@ -42,14 +45,14 @@ def test_a_model_that_generates_no_text_has_no_decode_workers(name: Task, path: 
             pools_for(plan_of(*flags), [task])
 
 
-def test_of_several_models_only_those_that_generate_text_have_decode_workers() -> None:
-    plan = plan_of("--model", "a", "--model", "b")
+def test_of_several_models_only_those_that_generate_text_have_decode_workers(tmp_path: Path) -> None:
+    plan = plan_of(models_file(tmp_path, "a", "b"))
     served = pools_for(plan, [ServedTask("embed", "last", 4), GENERATES])
     assert [one.model for one in served.prefill] == ["a", "b"] and [one.model for one in served.decode] == ["b"]
 
 
-def test_several_models_scale_by_themselves_if_all_of_them_generate_text() -> None:
-    plan = plan_of("--model", "a", "--model", "b", "--autoscale")
+def test_several_models_scale_by_themselves_if_all_of_them_generate_text(tmp_path: Path) -> None:
+    plan = plan_of(models_file(tmp_path, "a", "b"), "--autoscale")
     assert pools_for(plan, [GENERATES, GENERATES]) == plan
     with pytest.raises(ConfigError, match="a model that is served to score has no pools to balance"):
         pools_for(plan, [GENERATES, ServedTask("score", "last", 4)])

@@ -202,10 +202,8 @@ async def test_no_prefill_pool_is_planned_for_a_model_that_has_none(serving: Any
     assert [one.planning._roles for one in found.models] == [("prefill", "decode"), ("decode",)]
 
 
-def test_models_without_a_file_have_no_deployments_to_scale() -> None:
-    config = RouterConfig(
-        model="tiny-random", more_models=("other",), planner="kubernetes", decode_deployment="decode", max_decode=4
-    )
+def test_several_models_name_their_own_deployments() -> None:
+    config = RouterConfig(models_file="m.toml", planner="kubernetes", decode_deployment="decode", max_decode=4)
     with pytest.raises(ConfigError, match="--models-file names those of each"):
         check_planned(config, [config, config])
 

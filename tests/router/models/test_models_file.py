@@ -91,31 +91,23 @@ def router_of(*flags: str, **environ: str) -> RouterConfig:
     return read(RouterConfig, [*flags, "--decode", "tcp://127.0.0.1:1"], environ=environ)
 
 
-def test_model_given_again_is_one_more() -> None:
-    config = router_of("--model", "a", "--model", "b", "--model=c")
-    assert (config.model, config.more_models) == ("a", ("b", "c"))
-    assert [entry.model for entry in table_of(config).models] == ["a", "b", "c"]
-    assert router_of("--model", "a", "--more-models", "b", "c").more_models == ("b", "c")
-    assert router_of("--model", "a", DIPTYCH_MORE_MODELS="b,c").more_models == ("b", "c")
-
-
 def test_one_model_is_what_it_was() -> None:
     config = router_of("--model", "a", "--served-model-name", "mine")
-    assert config.more_models == ()
     assert table_of(config).models == (ModelEntry("a", "mine"),)
 
 
-def test_a_worker_serves_one_model() -> None:
-    with pytest.raises(ConfigError, match="given once here"):
+def test_several_models_are_named_by_a_file_only() -> None:
+    with pytest.raises(ConfigError, match="model='a, b' is refused: given once.*--models-file names several"):
+        router_of("--model", "a", "--model=b")
+    with pytest.raises(ConfigError, match="given once: a worker serves one model"):
         read(PrefillWorkerConfig, ["--model", "a", "--model", "b"], environ={})
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--model", "a", "--model", "b", "--served-model-name", "c"),
+        ("--models-file", "m.toml", "--served-model-name", "c"),
         ("--models-file", "m.toml", "--model", "a"),
-        ("--models-file", "m.toml", "--more-models", "a"),
     ],
 )
 def test_settings_that_exclude_each_other(flags: tuple[str, ...]) -> None:
