@@ -84,9 +84,6 @@ class DiscoverySettings(ClusterSettings):
         expects="a namespace's name",
         metavar="NAMESPACE",
     )
-    discovery_interval_s: float = setting(
-        5.0, "seconds between two lookups of the names, with --discovery dns", group="Workers", ge=0.05, le=3600
-    )
     prefill: tuple[str, ...] = setting(
         (),
         "control addresses of the prefill workers; none: decode workers do everything",

@@ -19,16 +19,10 @@ class FileSettings(Config):
         ge=0,
         le=10_000_000,
     )
-    file_store_entries: int = setting(
-        10_000, "files, and batches that ended; more files get 413", group="HTTP", ge=2, le=10_000_000
-    )
     file_store_hours: float = setting(
         720.0, "hours after which a file, or a batch that ended, is deleted", group="HTTP", ge=0.01, le=876_000
     )
     max_file_mib: int = setting(200, "MiB of an uploaded file; larger ones get 413", group="HTTP", ge=1, le=100_000)
-    max_batch_lines: int = setting(
-        50_000, "requests of a batch; one with more fails", group="HTTP", ge=1, le=10_000_000
-    )
     max_batches: int = setting(
         64,
         "batches that have not ended; one key may have half of them; more get 429",

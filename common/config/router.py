@@ -111,14 +111,6 @@ class RouterConfig(
         ge=1,
         le=64,
     )
-    max_tokenize_bytes: int = setting(
-        0,
-        "bytes of text that /tokenize and count_tokens take at most, and four times the token ids that /detokenize "
-        "takes; more get 400. 0: 1 MiB, or 16 bytes for each token of the model's length if that is more",
-        group="Model",
-        ge=0,
-        le=1_000_000_000,
-    )
     local_prefill_threshold: int = setting(
         64,
         "prompts with at most this many uncached tokens are prefilled on the decode worker itself, longer ones on a "

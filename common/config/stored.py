@@ -31,13 +31,6 @@ class StoreSettings(Config):
         ge=0,
         le=1_000_000,
     )
-    response_store_entries: int = setting(
-        100_000,
-        "stored responses; above it, the key that has most loses its least recently used ones",
-        group="HTTP",
-        ge=1,
-        le=100_000_000,
-    )
     response_store_hours: float = setting(
         720.0,
         "hours after which a stored response is deleted, counted from when it was made or a conversation last went on "

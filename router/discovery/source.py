@@ -10,6 +10,9 @@ from common.wire.message_fields import Role
 from router.discovery.endpoint import Publish
 from router.discovery.status import DiscoveryStatus
 
+DNS_INTERVAL_S = 5.0
+"""Seconds between two lookups of names."""
+
 
 class Source(Protocol):
     """Publishes the present endpoints whenever they change, and waits out failures of the network."""
@@ -32,7 +35,7 @@ def open_source(config: RouterConfig, publish: Publish) -> Source | None:
         case "dns":
             from router.discovery.dns_source import DNSSource
 
-            return DNSSource(services, publish, interval_s=config.discovery_interval_s)
+            return DNSSource(services, publish, interval_s=DNS_INTERVAL_S)
         case "kubernetes":
             # Imported here, because no other router needs this HTTP client.
             from common.cluster.api import KubernetesClient

@@ -143,8 +143,7 @@ class Service:
     @property
     def max_tokenize_bytes(self) -> int:
         """The most bytes of a text that is only tokenised, whether it fits the model or not."""
-        most = max(MIN_TOKENIZE_BYTES, BYTES_PER_TOKEN * self.max_model_len)
-        return self.config.max_tokenize_bytes or most
+        return max(MIN_TOKENIZE_BYTES, BYTES_PER_TOKEN * self.max_model_len)
 
     @property
     def max_detokenize_ids(self) -> int:

@@ -33,7 +33,7 @@ ROUTER_DRAIN_S, WORKER_DRAIN_S = 3.0, 2.0
 OWN = frozenset(("config", "curve_key", "curve_authorized", "kubernetes_api", "kubernetes_credentials"))
 """Fields that the supervisor sets itself, for each process."""
 DISCOVERY = (
-    *("discovery", "prefill_services", "decode_services", "discovery_namespace", "discovery_interval_s"),
+    *("discovery", "prefill_services", "decode_services", "discovery_namespace"),
     "discovery_file",
 )
 PLANNER = ("planner", "prefill_deployment", "decode_deployment", "planner_lease")

@@ -22,6 +22,8 @@ DEFAULT_FILE_MIB, DEFAULT_MEMORY_MIB = 1024, 128
 """Of responses, in a file and in memory."""
 FILES_DEFAULT_FILE_MIB, FILES_DEFAULT_MEMORY_MIB = 4096, 128
 """Of files, which are larger."""
+MAX_RESPONSES, MAX_FILES = 100_000, 10_000
+"""Entries of each store; files include batches that ended."""
 
 
 def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: str = IN_MEMORY) -> ResponseStore | None:
@@ -65,7 +67,7 @@ def file_store_of(
             path,
             on_failure,
             max_bytes=2**20 * (config.file_store_mib or default),
-            max_entries=config.file_store_entries,
+            max_entries=MAX_FILES,
             max_age_s=config.file_store_hours * 3600,
         )
     except (sqlite3.Error, OSError) as error:
@@ -109,6 +111,6 @@ def _open(
         path,
         on_failure,
         max_bytes=2**20 * (config.response_store_mib or default_mib),
-        max_entries=config.response_store_entries,
+        max_entries=MAX_RESPONSES,
         max_age_s=config.response_store_hours * 3600,
     )

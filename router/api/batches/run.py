@@ -35,6 +35,8 @@ from router.store.files import FileStore
 
 log = logging.getLogger(__name__)
 
+MAX_LINES = 50_000
+"""Requests of a batch, as at OpenAI."""
 STORE_RETRY_S = 2.0
 """Between two tries to store a result that the store could not take."""
 AWAY_S = 1.0
@@ -122,7 +124,7 @@ class BatchRun:
                 lines,
                 self.batch.endpoint,
                 self._service.check_model,
-                max_lines=config.max_batch_lines,
+                max_lines=MAX_LINES,
                 max_bytes=config.max_body_bytes + ENVELOPE_BYTES,
                 stopped=lambda: self.halt.stops,
             )

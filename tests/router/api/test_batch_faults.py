@@ -39,8 +39,9 @@ async def sdk(running: Any) -> AsyncIterator[openai.AsyncOpenAI]:
         ([line(f"{i}") for i in range(4)], [("too_many_tasks", 4, None)]),
     ],
 )
-async def test_a_faulty_file(start: Any, lines: list[Any], faults: list[Any]) -> None:
-    running = await start(max_batch_lines=3, max_body_bytes=1024)
+async def test_a_faulty_file(start: Any, lines: list[Any], faults: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.api.batches.run.MAX_LINES", 3)
+    running = await start(max_body_bytes=1024)
     async with client_of(running) as sdk:
         failed = await ended(sdk, await made(sdk, lines or ["\n\n"]))
         assert failed.status == "failed" and failed.failed_at and not failed.output_file_id

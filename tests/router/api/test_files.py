@@ -130,8 +130,9 @@ async def test_a_file_that_is_too_large(start: Any) -> None:
     assert await settled(running) == MIB
 
 
-async def test_a_full_store_says_so_and_frees_what_is_deleted(start: Any) -> None:
-    running = await start(file_store_mib=1, file_store_entries=3)
+async def test_a_full_store_says_so_and_frees_what_is_deleted(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.store.location.MAX_FILES", 3)
+    running = await start(file_store_mib=1)
     first = (await upload(running, b"x" * 700_000)).json()
     reply = await upload(running, b"x" * 700_000)
     error = reply.json()["error"]

@@ -84,8 +84,9 @@ async def test_tokens_that_do_not_exist(running: Any) -> None:
 
 
 @pytest.mark.parametrize("most", [2_000, 500_000])  # different code reads bodies of each size
-async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int) -> None:
-    http = (await start(max_tokenize_bytes=most)).http
+async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.generation.service.Service.max_tokenize_bytes", most)
+    http = (await start()).http
     ok, long = "é" * (most // 2), "é" * (most // 2) + "e"
     assert (await http.post("/tokenize", json={"prompt": ok})).json()["count"] == most
     reply = await http.post("/tokenize", json={"prompt": long})
@@ -99,8 +100,9 @@ async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int) ->
 
 
 @pytest.mark.parametrize("most", [500, 125_000])
-async def test_too_many_ids_to_be_made_into_text(start: Any, most: int) -> None:
-    http = (await start(max_tokenize_bytes=4 * most)).http
+async def test_too_many_ids_to_be_made_into_text(start: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.generation.service.Service.max_tokenize_bytes", 4 * most)
+    http = (await start()).http
     assert (await http.post("/detokenize", json={"tokens": [104] * most})).json() == {"prompt": "h" * most}
     reply = await http.post("/detokenize", json={"tokens": [104] * (most + 1)})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
