@@ -49,7 +49,6 @@ ROOMS = {
     "router": (
         "discovery", "fleet", "policy", "streams", "admission", "placement", "dispatch", "planner", "text", "store",
         "siblings", "observe", "auth", "models", "request", "batch", "generation", "api", "server", "local", "top",
-        "units",
     ),
 }  # fmt: skip
 HEAVY = ("torch", "triton", "transformers", "safetensors")

@@ -18,6 +18,12 @@ MAX_ID_CHARS = 512
 """Of a custom_id."""
 MAX_SHOWN_CHARS = 100
 """Of a faulty line's value in an error."""
+AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
+"""Statuses of answers that may be better another time."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+"""Before the second try of a request; each further wait is twice as long, up to the second number."""
+MAX_FAILURES = 5
+"""How often a request may be answered with 500 before this counts as its answer: it may be what fails."""
 
 
 class BadBatch(Exception):

@@ -16,16 +16,10 @@ from typing import Any
 
 import httpx
 
-from router.batch.lines import BatchRequest, BatchResult
+from router.batch.lines import AGAIN, FIRST_WAIT_S, LONGEST_WAIT_S, MAX_FAILURES, BatchRequest, BatchResult
 
-AGAIN = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
-"""Statuses of answers that may be better another time."""
 STOPS = frozenset((401, 403))
 """Statuses that every other request would get too."""
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
-"""Before the second try of a request; each further wait is twice as long, up to the second number."""
-MAX_FAILURES = 5
-"""How often a request may be answered with 500 before this counts as its answer: it may be what fails."""
 CONNECT_S = 10.0
 """To the router, which is there or restarts."""
 MAX_PROBLEM_CHARS = 300

@@ -24,8 +24,14 @@ from common.errors import InternalError, RequestError
 from router.api.batches.halt import Halt
 from router.api.batches.lines import InputLine
 from router.auth.class_choice import HEADER, batch_class_of
-from router.batch.lines import BatchResult, new_request_id
-from router.batch.sender import AGAIN, FIRST_WAIT_S, LONGEST_WAIT_S, MAX_FAILURES
+from router.batch.lines import (
+    AGAIN,
+    FIRST_WAIT_S,
+    LONGEST_WAIT_S,
+    MAX_FAILURES,
+    BatchResult,
+    new_request_id,
+)
 from router.generation.exchange import SEND_GRACE_S
 from router.generation.service import Service
 from router.request.errors import error_object
