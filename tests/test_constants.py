@@ -26,7 +26,6 @@ EQUAL_BY_CHANCE = {
     ("BLOCK", 1024): "each kernel is tuned alone",
     ("BLOCK_K", 64): "each kernel is tuned alone",
     ("BLOCK_N", 64): "each kernel is tuned alone",
-    ("IN_PROGRESS", "in_progress"): "a state of batches, and one of responses",
     ("NAME", '{"name": "'): "of different models' calls",
     ("POLL_S", 0.02): "each loop has its own reason",
     ("POLL_S", 0.2): "each loop has its own reason",
