@@ -29,7 +29,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.role_command import run_role
 from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.stack import Stack, StackProcess, StackSettings
 from common.config import WorkerConfig
@@ -44,6 +43,7 @@ from common.model_files.tiny import make_tiny_model
 from common.runner.loaded import LoadedModel, Makers
 from common.runner.runner import ModelRunner
 from common.wire.message_fields import ROLES
+from common.worker.command import run_role
 from common.worker.duty import DutyOffer
 from common.worker.process import WorkerProcess, end_process
 from kernels.interface.attention_plan import AttentionPlan, QuerySpan

@@ -31,13 +31,7 @@ ROOM_ALLOWED = {
     "benchmarks/plan": {"router"},
 }
 # file -> modules that it alone may import beyond its package's layer; each entry needs its reason in a comment.
-EXCEPTIONS: dict[str, set[str]] = {
-    # Benchmarks run the real worker processes around random weights, and around a model that waits.
-    "benchmarks/role_command.py": {"decode_worker.duty", "prefill_worker.duty"},
-    # A process that may change its role gets both duties, and hands the other one over without looking into it.
-    "decode_worker/__main__.py": {"prefill_worker.duty"},
-    "prefill_worker/__main__.py": {"decode_worker.duty"},
-}
+EXCEPTIONS: dict[str, set[str]] = {}
 # The rooms of a package, from the lowest to the highest: each imports only those before it.
 ROOMS = {
     "kernels": ("interface", "plain", "cpu", "gpu", "agreement"),

@@ -13,12 +13,13 @@ import torch
 
 from benchmarks.gpu.model import random_model
 from benchmarks.gpu.shape import SHAPES, GPUShape
-from benchmarks.role_command import run_role
 from common.config import WorkerConfig
 from common.model.load import torch_device
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.runner.loaded import LoadedModel
+from common.wire.message_fields import ROLES
+from common.worker.command import run_role
 from common.worker.duty import DutyOffer
 from common.worker.process import WorkerProcess, end_process
 
@@ -45,7 +46,8 @@ class RandomWorker(WorkerProcess):
 
 def main(argv: Sequence[str]) -> int:
     shape = SHAPES[argv[0]]
-    return run_role(argv[1], argv[2:], lambda home, other: RandomWorker(shape, home, other))
+    (role,) = (role for role in ROLES if role == argv[1])
+    return run_role(role, argv[2:], lambda home, other: RandomWorker(shape, home, other))
 
 
 if __name__ == "__main__":

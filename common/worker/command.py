@@ -1,24 +1,60 @@
-"""What the commands of both workers do: read the settings, pin the cores, run the process until SIGTERM."""
+"""The one entry point of both workers: reads the settings, pins the cores, and runs the process until SIGTERM."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from common.config import WorkerConfig
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
 from common.config.field import AUTO
 from common.config.sources import counterpart, exit_refused, load
 from common.errors import ConfigError
 from common.machine.gpus import find_gpus_here, gpu_refusal, placement_message, with_device
 from common.observe.logging import setup_logging
+from common.wire.message_fields import Role
 
 if TYPE_CHECKING:
+    from common.worker.duty import DutyOffer
     from common.worker.process import WorkerProcess
 
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=WorkerConfig)
 Other = TypeVar("Other", bound=WorkerConfig)
+Build: TypeAlias = "Callable[[DutyOffer, DutyOffer | None], WorkerProcess]"
+"""Makes the process of its role and of the role to which it may change."""
+
+SETTINGS: Mapping[Role, type[WorkerConfig]] = {"prefill": PrefillWorkerConfig, "decode": DecodeWorkerConfig}
+DUTIES: Mapping[Role, str] = {
+    "prefill": "prefill_worker.duty:prefill_offer",
+    "decode": "decode_worker.duty:decode_offer",
+}
+"""Where the duty of each role is found. A worker may change between them, and neither package imports the other."""
+
+
+def make_process(home: DutyOffer, other: DutyOffer | None) -> WorkerProcess:
+    """The process of a worker."""
+    from common.worker.process import WorkerProcess
+
+    return WorkerProcess(home) if other is None else WorkerProcess(home, other)
+
+
+def run_role(role: Role, argv: Sequence[str], build: Build = make_process) -> int:
+    """Run a worker of `role` until SIGTERM: 0 after a clean end, 2 when settings or model are refused."""
+    away: Role = "decode" if role == "prefill" else "prefill"
+
+    def offer(of: Role, config: WorkerConfig) -> DutyOffer:
+        made: DutyOffer = resolve_name(DUTIES[of])(config)  # imports torch
+        return made
+
+    return run_command(
+        argv,
+        SETTINGS[role],
+        SETTINGS[away],
+        role,
+        lambda config, other: build(offer(role, config), None if other is None else offer(away, other)),
+    )
 
 
 def run_command(

@@ -31,7 +31,6 @@ from common.worker.control import ControlServer
 from common.worker.duty import Duty, DutyOffer, WorkerParts
 from common.worker.engine import Engine
 from common.worker.metrics import WorkerMetrics
-from common.worker.scaling import active_requests
 from common.worker.step_times import StepTimes
 from common.worker.vitals import WorkerIdentity
 
@@ -177,7 +176,7 @@ class Duties:
         self.is_draining = True
         control.broadcast_heartbeat()
         if not await self._is_left(engine, began + ROLE_DRAIN_S):
-            log.warning("stays a %s worker: %d requests are left", before, active_requests(engine.status))
+            log.warning("stays a %s worker: %d requests are left", before, engine.status.num_active)
             self.is_draining = False
             control.broadcast_heartbeat()
             return

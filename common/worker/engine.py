@@ -104,6 +104,11 @@ class EngineStatus:
     draft_seconds: float = 0.0
     at: float = 0.0
 
+    @property
+    def num_active(self) -> int:
+        """Requests that would break off if the worker ended now."""
+        return self.num_running + self.num_waiting + self.num_transferring
+
     def waiting_left_s(self, now: float) -> float:
         """The rest of `waiting_s`: since the snapshot a long step has computed on."""
         return max(0.0, self.waiting_s - max(0.0, now - self.at))

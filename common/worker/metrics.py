@@ -13,7 +13,7 @@ from common.observe.buckets import SECONDS, SHORT_SECONDS
 from common.observe.draft_metrics import DraftMetrics
 from common.observe.families import Families
 from common.worker.engine import EngineStatus
-from common.worker.scaling import DecodeLoad, active_requests, backlog_s, pressure, unblocked_share
+from common.worker.scaling import DecodeLoad, backlog_s, pressure, unblocked_share
 from common.worker.tier_metrics import TierCollector
 
 DRAFT_KINDS = ("ngram", "grammar", "model")
@@ -60,7 +60,7 @@ class _StatusCollector(Collector):
         yield counter("diptych_connections_refused", "Connections with a key not authorised", refused)
 
     def _scaling(self, status: EngineStatus, usage: float) -> Iterator[Metric]:
-        active, gauge = active_requests(status), self._families.gauge
+        active, gauge = status.num_active, self._families.gauge
         yield gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
         role = self._role()
         if role == "prefill":

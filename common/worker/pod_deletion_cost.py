@@ -14,7 +14,6 @@ from collections.abc import Callable
 from common.cluster.api import KubernetesClient, KubernetesError
 from common.config import WorkerConfig
 from common.worker.engine import EngineStatus
-from common.worker.scaling import active_requests
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def keep_pod_deletion_cost(config: WorkerConfig, status: Callable[[], EngineStat
     access = config.cluster
     namespace = access.namespace(os.environ.get("POD_NAMESPACE", ""), "POD_NAMESPACE")
     path = f"/api/v1/namespaces/{namespace}/pods/{os.environ['POD_NAME']}"
-    keeper = PodDeletionCost(KubernetesClient(access), path, lambda: active_requests(status()))
+    keeper = PodDeletionCost(KubernetesClient(access), path, lambda: status().num_active)
     task = asyncio.create_task(keeper.run(), name="pod-deletion-cost")
     task.add_done_callback(_on_end)
     return task

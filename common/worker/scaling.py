@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.latency.step_model import StepModel, StepShape
-from common.worker.engine import EngineStatus
 
 KV_TARGET = 0.8
 """Share of the KV blocks in use at which a decode worker counts as full: above it, bursts end in preemption."""
@@ -77,8 +76,3 @@ def pressure(work: DecodeLoad, slo_tpot_s: float) -> float:
     step_s = work.model.seconds(StepShape.of_rows(num_rows, round(num_rows * work.context_each)))
     faster = goal_s / step_s if 0.0 < step_s < goal_s else 1.0
     return max(by_memory, faster * num_rows / max(1.0, work.model.most_rows(work.context_each, goal_s)))
-
-
-def active_requests(status: EngineStatus) -> int:
-    """Requests that would break off if the worker ended now."""
-    return status.num_running + status.num_waiting + status.num_transferring
