@@ -1,10 +1,10 @@
-"""No setting leaks into a test from the environment. Which tests are slow, and how long all may take."""
+"""Fixtures, markers and time limits of all tests. No setting leaks into a test from the environment."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +15,6 @@ import pytest
 from .examples import register_profiles
 from .forge import SharedForges, forged_processes
 from .program import Program
-from .slow_tests import SLOW, SlowTests, read_slow_tests
 from .trust import load_trust_once
 
 register_profiles()
@@ -28,6 +27,7 @@ LONG_S = 360
 """A deadline is against what hangs: real processes start, and state machines run, at the pace of the machine."""
 STATE_MACHINE = "runTest"
 """Hypothesis' name of a test that runs one."""
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,29 +46,34 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if budget and took > budget:
         terminalreporter.section("over budget", yellow=True)
         terminalreporter.line(f"the tests took {took:.0f} s; {budget:.0f} s is what they may take.")
-        terminalreporter.line(f"Make the slowest quicker, or list them in {SLOW.relative_to(ROOT)}.")
+        terminalreporter.line("Make the slowest faster, or mark them with @pytest.mark.slow.")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A quick run does not import files of slow tests alone: some import whole SDKs."""
-    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+    """Do not import files in which every test is slow when slow tests are deselected: some import whole SDKs."""
+    if "not slow" not in config.option.markexpr or not collection_path.name.startswith("test_"):
         return None
-    file = collection_path.resolve().relative_to(ROOT)  # some tests run files through a link from elsewhere
-    return slow_tests().holds_all_of(file.as_posix()) or None
+    return ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
 
 
-@functools.cache
-def slow_tests() -> SlowTests:
-    return read_slow_tests(SLOW.read_text())
+def is_slow_case(item: pytest.Item) -> bool:
+    """Whether `slow_cases` or `slow_except` selects the parameters of a test."""
+    case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+
+    def is_named(marker: pytest.Mark) -> bool:
+        return any(case == name or (name.endswith("*") and case.startswith(name[:-1])) for name in marker.args)
+
+    return any(is_named(marker) for marker in item.iter_markers("slow_cases")) or any(
+        not is_named(marker) for marker in item.iter_markers("slow_except")
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow tests, skips what this machine cannot run, gives real processes time. Only GPU tests need torch."""
+    """Mark slow cases, skip what this machine cannot run, extend timeouts of processes. Only GPU tests need torch."""
     if config.getoption("longest_first"):
         items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
-    slow = slow_tests()
     for item in items:
-        if item.nodeid in slow:
+        if is_slow_case(item):
             item.add_marker(pytest.mark.slow)
     absent = {}
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():

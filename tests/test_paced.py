@@ -120,6 +120,7 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], num_tokens: int) -> 
     return {"tokens": reply.json()["choices"][0]["token_ids"], "took_s": time.monotonic() - began}
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_cluster_answers_at_its_pace(tmp_path: Path, forge: None) -> None:
     """2P2D behind two routers: no answer is wrong, none comes before its steps can have ended."""

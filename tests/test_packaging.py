@@ -140,6 +140,7 @@ def test_the_installed_wheel_runs_without_its_dependencies(wheel: Path, tmp_path
     assert run(str(tmp_path / "venv" / "bin" / "diptych"), "--version") == f"diptych {__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_wheel_with_kernels_is_for_one_kind_of_machine(wheel: Path, wheel_with_kernels: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     assert re.search(rf"-py3-none-manylinux_2_\d+_{platform.machine()}\.whl$", wheel_with_kernels.name)
@@ -148,6 +149,7 @@ def test_a_wheel_with_kernels_is_for_one_kind_of_machine(wheel: Path, wheel_with
     assert held == {f"kernels/native/built/{each.name}.so" for each in of_machine(platform.machine())}
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_with_kernels_calls_no_compiler(wheel_with_kernels: Path, tmp_path: Path) -> None:
     """Neither what is on the path, where nothing is, nor what CXX names."""
     best, *_ = that_run(platform.machine(), features_here()) or pytest.skip("a CPU for which no wheel has a library")
@@ -196,6 +198,7 @@ def test_a_wheel_refuses_instruction_sets_that_it_does_not_know(repository: Path
     assert done.returncode != 0 and "DIPTYCH_KERNELS: no 'sse9'" in done.stderr
 
 
+@pytest.mark.slow
 def test_transformers_is_undisturbed_by_our_kernels(repository: Path, tmp_path: Path) -> None:
     """It may import PyPI's `kernels`, and tells by the distribution whether that is there."""
     environment = os.environ | {"PYTHONPATH": str(repository), "HF_HUB_OFFLINE": "1"}

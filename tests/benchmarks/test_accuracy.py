@@ -27,6 +27,7 @@ def test_a_variant_agrees_with_itself_and_not_with_its_opposite() -> None:
     assert divergence > 1.0
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_tiny_model(tmp_path / "model")
     out = tmp_path / "accuracy.json"

@@ -42,7 +42,13 @@ def test_closed_loop_writes_json_and_plot(
 
 @pytest.mark.parametrize(
     "flags",
-    [("--rate=500",), ("--rate=inf",), ("--endpoint=chat",), ("--prompt-text",), ("--ramp=5:90", "--duration-s=1")],
+    [
+        ("--rate=500",),
+        ("--rate=inf",),
+        ("--endpoint=chat",),
+        ("--prompt-text",),
+        pytest.param(("--ramp=5:90", "--duration-s=1"), marks=pytest.mark.slow),
+    ],
 )
 def test_other_loads(server: ScriptedServer, flags: tuple[str, ...]) -> None:
     assert run(server, *flags) == 0
@@ -57,12 +63,14 @@ def test_a_trace_sets_lengths(server: ScriptedServer, tmp_path: Path) -> None:
     assert prompts[0] == prompts[1]
 
 
+@pytest.mark.slow
 def test_duration_bounds_the_run(server: ScriptedServer) -> None:
     before = len(server.bodies)
     assert bench.main(["--url", server.url, "--duration-s=1.0", "--output-len=2", "--concurrency=2"]) == 0
     assert len(server.bodies) > before + 2
 
 
+@pytest.mark.slow
 def test_a_rate_that_changes_ends_with_its_profile(server: ScriptedServer, tmp_path: Path) -> None:
     output = tmp_path / "r.json"
     flags = ["--rates=100x0.2,0x0.2,100-200x0.2", "--output-len=1", "--warmup=0", f"--output={output}"]
@@ -72,6 +80,7 @@ def test_a_rate_that_changes_ends_with_its_profile(server: ScriptedServer, tmp_p
     assert len(starts) == len(list(expected)) > 20
 
 
+@pytest.mark.slow
 def test_find_rate_says_that_no_rate_holds(
     server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +97,7 @@ def test_find_rate_says_that_no_rate_holds(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_find_rate_finds_the_capacity(server: ScriptedServer, tmp_path: Path) -> None:
     """Model "turns" serves one request at a time, 20 ms each: more than 50 a second cannot be served."""
     output = tmp_path / "r.json"
@@ -142,6 +152,7 @@ def test_settings_from_file_and_environment(tmp_path: Path) -> None:
     assert (config.rate, config.input_len, config.output_len) == ("5", "9-12", "7")
 
 
+@pytest.mark.slow
 def test_an_interrupt_reports_what_was_measured(
     server: ScriptedServer, tmp_path: Path, launch: Callable[..., Program]
 ) -> None:

@@ -162,6 +162,7 @@ class FakePeer(Peer):
         return fake_process(self.folder, ports[0])
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_whole_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PEERS, "fake", FakePeer(tmp_path))

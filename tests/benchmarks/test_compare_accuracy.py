@@ -186,6 +186,7 @@ def test_a_refused_setting_says_what_is_allowed(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_formats_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "cache_folder", lambda: tmp_path / "cache")
     passage, output = tmp_path / "passage.txt", tmp_path / "a.json"

@@ -179,6 +179,7 @@ def test_inputs_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
         checkpoints.write_checkpoint(resolve_model("tiny-random"), tmp_path / "awq", FORMATS["awq"].source)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_two_formats_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "cache_folder", lambda: tmp_path / "cache")  # the workers' kernels stay where they are

@@ -199,6 +199,7 @@ async def ask(url: str, model: str) -> RequestRecord:
     return record
 
 
+@pytest.mark.slow
 def test_the_proxy_hands_the_blocks_of_one_server_to_the_other() -> None:
     pair = VllmPair()
     with serving(pair.app) as upstream, serving(Proxy(upstream, upstream).app) as url:

@@ -61,6 +61,7 @@ def test_a_process_that_dies_is_an_error_with_its_log(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_process_that_is_never_ready_is_an_error_and_ended(tmp_path: Path) -> None:
     program = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     with (
@@ -130,6 +131,7 @@ def test_a_bad_request_is_answered(tmp_path: Path) -> None:
     assert "prompt" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_comparison_that_is_told_to_end_ends_what_it_started(launch: Callable[..., Program]) -> None:
     flags = ("--model=tiny-random", "--workload=16/4", "--concurrency=1", "--max-s=100", "--per-user=100000")

@@ -9,6 +9,8 @@ from benchmarks import cpu
 from common.model_files.tiny import make_tiny_model
 from kernels.cpu.backend import native_backend
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "auto"), ("int8", "int8"), ("none", "fp8")])
 def test_every_operation_has_its_time(

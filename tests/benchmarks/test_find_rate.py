@@ -92,6 +92,7 @@ def test_a_search_without_an_end_is_given_up(holds: bool) -> None:
     assert math.isinf(search.missed) if holds else (search.held == 0.0 and search.missed < 0.05)
 
 
+@pytest.mark.slow
 def test_the_rate_of_a_queue_is_found() -> None:
     """Against the rate at which 95 % meet the goal in a run of 200,000 requests."""
 

@@ -24,6 +24,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pretended")
 def test_the_rate_and_a_killed_owner() -> None:
     rate, killed = ipc_rows(SHAPE, torch.device("cpu"), pretended_cuda.use)

@@ -38,6 +38,7 @@ def run(tree: Path, *parts: str, **more: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
 
 
+@pytest.mark.slow
 def test_each_part_ends_in_time_and_leaves_its_log(tree: Path) -> None:
     done = run(tree, "do.good:60:$PYTHON -P -c 'import gift; print(gift.BOX)'", "do.slow:1:echo begun; sleep 90", "x:9")
     assert (done.returncode, done.stderr) == (1, "")
@@ -54,6 +55,7 @@ def test_the_node_part_leaves_its_results_in_the_folder(tree: Path) -> None:
     assert told == f"-P -m benchmarks.gpu.node --out {tree / 'out'} --time-limit-s 260 --dry-run --parts chip"
 
 
+@pytest.mark.slow
 def test_all_parts_together_end_in_time(tree: Path) -> None:
     done = run(tree, "do:60:true", LIMIT_S="1")
     assert done.returncode == 1 and "do: left out, the time is over" in done.stdout

@@ -59,6 +59,7 @@ def dry_run(
     return done, lines, json.loads((folder / "gpu.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.timeout(600)
 def test_a_dry_run_tells_the_most_important_first(tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_a_dry_run_tells_the_most_important_first(tmp_path: Path) -> None:
     assert all(line in done.stdout for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.timeout(600)
 def test_a_dry_run_of_the_kernels(tmp_path: Path) -> None:
@@ -99,6 +101,7 @@ def test_a_dry_run_of_the_kernels(tmp_path: Path) -> None:
     assert "PASS  kernels: attention of awkward lengths: agrees (the reference's numbers)" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.timeout(600)
 def test_a_dry_run_of_everything_else(tmp_path: Path) -> None:
@@ -113,6 +116,7 @@ def test_a_dry_run_of_everything_else(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "workers").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.timeout(600)
 def test_torch_and_triton_suffice_for_the_first_parts(tmp_path: Path) -> None:
@@ -161,6 +165,7 @@ sys.exit(run.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.timeout(300)
 def test_a_part_that_fails_hangs_or_crashes_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +198,7 @@ def test_what_was_not_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
+@pytest.mark.slow
 def test_without_triton_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\")\n")
@@ -243,6 +249,7 @@ def test_a_row_of_a_tile_keeps_its_bits_at_any_place() -> None:
         assert np.allclose(whole, a @ b, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.timeout(600)
 def test_a_dry_run_of_two_ranks(tmp_path: Path) -> None:
@@ -253,6 +260,7 @@ def test_a_dry_run_of_two_ranks(tmp_path: Path) -> None:
     assert lines[-1].startswith("PASS  ranks: recorded steps of two ranks: 0 of 200 tokens differ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_without_a_gpu_it_says_so(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert node.main([f"--out={tmp_path / 'out'}"]) == NO_GPU

@@ -68,6 +68,7 @@ def test_steps_follow_the_clock_or_the_readers() -> None:
     assert steps.due(20.0, 3) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run itself fails unless every token that was made arrived and every answer ended."""

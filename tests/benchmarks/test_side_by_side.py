@@ -14,6 +14,8 @@ from rich.console import Console
 from benchmarks.sla.side_by_side import SideBySide
 from benchmarks.sla.step import Numbers, Settings, Skipped, Step
 
+pytestmark = pytest.mark.slow
+
 
 def _process(settings: Settings, tell: Callable[[str], None]) -> Numbers:
     tell(f"seed {settings.seed}")

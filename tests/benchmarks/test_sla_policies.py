@@ -140,6 +140,7 @@ def all_in_time(jobs: list[tuple[float, float]]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_policies_are_simulated_shown_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = loads.log_normal("code", 1, (900, 0.5), (20, 0.5), num=60)
     monkeypatch.setattr(loads, "loads", lambda settings: iter([load]))

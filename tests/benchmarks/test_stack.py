@@ -83,6 +83,7 @@ def test_no_port_is_given_twice() -> None:
     assert len({free_port() for _ in range(50)}) == 50
 
 
+@pytest.mark.slow
 def test_nothing_survives_a_stack_that_cannot_start(tmp_path: Path) -> None:
     stack = Stack(
         StackSettings(prefill=0, model=str(tmp_path / "absent"), log_dir=tmp_path / "logs", ready_timeout_s=60)

@@ -60,6 +60,7 @@ def test_cases_change_at_the_event() -> None:
     assert len({one.name for one in named}) == len(named) and all(len(one.settings()) >= 6 for one in named)
 
 
+@pytest.mark.slow
 def test_goals_turn_the_knobs_of_one_arm_only(tmp_path: Path) -> None:
     """A fixed worker keeps its flags; one with goals lets so many run, and computes so much, as keep them."""
     case = Case("tiny", Phase(0.15, SHORT), Phase(0.15, SHORT))
@@ -75,6 +76,7 @@ def test_goals_turn_the_knobs_of_one_arm_only(tmp_path: Path) -> None:
     assert seen[False] != seen[True]
 
 
+@pytest.mark.slow
 def test_a_case_is_measured_shown_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("tiny", Phase(0.05, LONG), Phase(0.08, LONG), 1, 1)
     monkeypatch.setattr(tuning, "cases", lambda traces: [case])

@@ -24,7 +24,7 @@ from .streams import Ask, difference
 from .watch import counter, fetch, is_ready, until
 from .wire_proxy import WireProxy
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BLOCK_SIZE = 16
 CHUNK_BLOCKS = 2

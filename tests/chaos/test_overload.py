@@ -153,6 +153,7 @@ async def next_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         return int(head.split()[1]), head.lower()
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 async def test_refusals_come_before_bodies(stacks: Any) -> None:
@@ -187,6 +188,7 @@ async def _is_decoding(stack: Stack) -> bool:
 BOUNDS = ("--max-inflight", "24")
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(180)
 async def test_a_short_overload(stacks: Any, report: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from .streams import Ask, Client, answers, difference, plan
 from .watch import counter, settle, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.slow]
 
 ROUTER_TIMEOUT_S = 1.0
 

@@ -12,7 +12,7 @@ from benchmarks.stack import Stack
 from .streams import Ask, Client, Heard, answers, difference, plan
 from .watch import counter, settle, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROUTER_TIMEOUT_S, WORKER_TIMEOUT_S = 1.0, 2.0
 NUM_FROZEN, NUM_OTHER = 6, 4

@@ -94,6 +94,7 @@ async def storm_over(
     return storm
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 async def test_no_stream_notices_a_short_storm(stacks: Any, report: Any) -> None:
@@ -101,6 +102,7 @@ async def test_no_stream_notices_a_short_storm(stacks: Any, report: Any) -> None
     await storm_over(stack, report, seed=7, seconds=12.0, at_once=12, num_asks=60, every_s=(1.0, 2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 async def test_no_stream_notices_roles_that_change_in_a_short_storm(stacks: Any, report: Any) -> None:

@@ -89,6 +89,7 @@ only_tcp = pytest.mark.parametrize("shared_rig", ["tcp"], indirect=True)
 # ---------------------------------------------------------------- named
 
 
+@pytest.mark.slow
 @only_tcp
 async def test_lost_ack(rig: Rig) -> None:
     """The decode worker has everything: the answer goes on, and the prefill worker's lease ends its hold."""
@@ -97,6 +98,7 @@ async def test_lost_ack(rig: Rig) -> None:
     await rig.struck_times(rule, 3)  # an acknowledgement is on no answer's way
 
 
+@pytest.mark.slow
 @only_tcp
 async def test_lost_grant(rig: Rig) -> None:
     rule = rig.strike(KVGrant, Fault.DROP)
@@ -130,6 +132,7 @@ async def test_duplicate_done(rig: Rig) -> None:
     assert rule.struck == 3
 
 
+@pytest.mark.slow
 @only_tcp
 async def test_a_restarted_peer_on_the_same_address(rig: Rig) -> None:
     """An announcement to a worker's earlier life reaches the later one, which knows that it is not meant.
@@ -179,6 +182,7 @@ async def test_lost_abort(rig: Rig) -> None:
     await suffer(rig, AbortRequest, Fault.DROP)
 
 
+@pytest.mark.slow
 @only_tcp
 @pytest.mark.parametrize("fault", FRAME_FAULTS)
 async def test_spoilt_block(rig: Rig, fault: Fault) -> None:

@@ -38,6 +38,7 @@ def wrong(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Headed:
     return Headed.load(served, str(eagle_folder(tmp_path_factory.mktemp("wrong") / "head", served)))
 
 
+@pytest.mark.slow_except("on a lazy device-greedy", "on a lazy device-thoughts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_changes(drafting: Callable[..., Rig], kind: str) -> None:
     """Drawn with the same noise, many of its tokens are right where its logits are not the model's, only like them."""
@@ -48,6 +49,7 @@ def test_no_token_changes(drafting: Callable[..., Rig], kind: str) -> None:
         assert counts["right"] == counts["drafted"] > 90
 
 
+@pytest.mark.slow_except("on a thread-greedy")
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "penalties"])
 def test_a_head_that_is_wrong_changes_no_token(drafting: Callable[..., Rig], wrong: Headed, kind: str) -> None:
     counts = answered(drafting(num_blocks=64, max_num_seqs=32, headed=wrong), **KINDS[kind])
@@ -63,6 +65,7 @@ def test_every_token_right_makes_as_few_steps_as_there_can_be(drafting: Callable
     assert total(rig.engine.metrics.drafts.accepted, kind="model") == 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_requests_that_come_and_go(drafting: Callable[..., Rig], seed: int) -> None:
     rig = drafting(num_blocks=48)
@@ -94,6 +97,7 @@ def test_an_aborted_request_gives_its_places_back(drafting: Callable[..., Rig]) 
 # ---------------------------------------------------------------- other heads, and what goes wrong
 
 
+@pytest.mark.slow_except("on a thread-deepseek-v3")
 @pytest.mark.parametrize("case", ["deepseek-v3", "glm4-moe"])
 def test_an_mtp_layer_of_the_checkpoint(drafting: Callable[..., Rig], tmp_path: Path, case: str) -> None:
     """The answers are compared with those of an engine that drafts nothing: experts are not what the oracle knows."""

@@ -46,6 +46,7 @@ def drafting(
         yield make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_model_that_is_the_model_is_always_right(drafting: Callable[..., Rig], kind: str) -> None:
     rig = drafting(num_blocks=64, max_num_seqs=32, grammars=kind == "grammar")
@@ -54,6 +55,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(drafting: Callable[...,
     assert counts["steps"] <= 20
 
 
+@pytest.mark.slow_except("on a lazy device-greedy")
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_draft_model_changes_no_token(drafting: Callable[..., Rig], other: Decoder, kind: str) -> None:
     rig = drafting(num_blocks=64, max_num_seqs=32, draft=other, grammars=kind == "grammar")
@@ -69,6 +71,7 @@ def test_every_token_right_makes_as_few_steps_as_there_can_be(drafting: Callable
     assert counted(rig) == {"steps": 11, "tokens": 61, "drafted": 50, "right": 50}  # the first token, ten times six
 
 
+@pytest.mark.slow_except("on a thread-12")
 @pytest.mark.parametrize("num_blocks", [8, 10, 12])
 def test_preempted_sequences_give_the_same_tokens(
     drafting: Callable[..., Rig], other: Decoder, num_blocks: int
@@ -84,6 +87,7 @@ def test_preempted_sequences_give_the_same_tokens(
         assert counted(rig)["drafted"] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_requests_that_come_and_go(drafting: Callable[..., Rig], other: Decoder, seed: int) -> None:
     for draft in (None, other):
@@ -93,6 +97,7 @@ def test_requests_that_come_and_go(drafting: Callable[..., Rig], other: Decoder,
         assert rig.drafter.cache.check_integrity().owned == 0
 
 
+@pytest.mark.slow_cases("waited for")
 def test_too_few_blocks_for_drafts_are_no_harm(drafting: Callable[..., Rig]) -> None:
     rig = drafting(num_draft_blocks=3)
     counts = answered(rig, (20, 30, 40))
@@ -112,6 +117,7 @@ def test_an_aborted_request_gives_its_draft_blocks_back(drafting: Callable[..., 
 # ---------------------------------------------------------------- KV that comes from elsewhere
 
 
+@pytest.mark.slow_cases("waited for")
 def test_it_catches_up_while_the_prompt_is_on_its_way(drafting: Callable[..., Rig]) -> None:
     rig, tokens = drafting(), prompt(70, 3)
     rig.ask(tokens, remote=True, max_tokens=40)
@@ -125,6 +131,7 @@ def test_it_catches_up_while_the_prompt_is_on_its_way(drafting: Callable[..., Ri
     assert counted(rig) == {"steps": 7, "tokens": 39, "drafted": 32, "right": 32}
 
 
+@pytest.mark.slow_except("on a lazy device")
 def test_without_idle_time_it_catches_up_beside_other_steps(drafting: Callable[..., Rig]) -> None:
     rig, tokens = drafting(), prompt(70, 3)
     rig.ask(prompt(20), "b", max_tokens=120)
@@ -159,6 +166,7 @@ def test_prompts_that_begin_alike_are_caught_up_with_once(drafting: Callable[...
     assert rig.drafter.cache.pool.counts.cached == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 16, 100])
 def test_a_stream_that_drafts_goes_on_elsewhere(
     make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, tiny: tuple[Decoder, Any], length: int
@@ -177,6 +185,7 @@ def test_a_stream_that_drafts_goes_on_elsewhere(
 # ---------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.slow_cases("on a lazy device")
 def test_a_draft_model_that_fails_is_done_without(drafting: Callable[..., Rig]) -> None:
     rig = drafting()
     rig.ask(prompt(20), max_tokens=40)

@@ -52,6 +52,7 @@ def drafting(
         yield make
 
 
+@pytest.mark.slow_except("greedy")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_changes(drafting: Callable[..., Rig], kind: str) -> None:
     rig = drafting(num_blocks=64, max_num_seqs=32, grammars=kind == "grammar")
@@ -61,7 +62,16 @@ def test_no_token_changes(drafting: Callable[..., Rig], kind: str) -> None:
         assert counts["right"] == counts["drafted"] > 90
 
 
-@pytest.mark.parametrize("kind", ["greedy", "seeded", "bias", "allowed", "grammar"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "greedy",
+        pytest.param("seeded", marks=pytest.mark.slow),
+        pytest.param("bias", marks=pytest.mark.slow),
+        pytest.param("allowed", marks=pytest.mark.slow),
+        pytest.param("grammar", marks=pytest.mark.slow),
+    ],
+)
 def test_a_head_that_knows_few_tokens_changes_none(drafting: Callable[..., Rig], narrow: Headed, kind: str) -> None:
     """What it does not know it never drafts; where nothing that it knows is allowed, it drafts nothing."""
     rig = drafting(num_blocks=64, max_num_seqs=32, headed=narrow, grammars=kind == "grammar")

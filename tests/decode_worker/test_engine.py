@@ -32,7 +32,9 @@ def test_tokens_equal_the_oracle_whatever_the_batch(engine: Rig, params: dict[st
         assert engine.reason(name) == "length"
 
 
-@pytest.mark.parametrize("num_blocks", [8, 10, 12])
+@pytest.mark.parametrize(
+    "num_blocks", [pytest.param(8, marks=pytest.mark.slow), 10, pytest.param(12, marks=pytest.mark.slow)]
+)
 def test_preempted_sequences_give_the_same_tokens(make_engine: Callable[..., Rig], num_blocks: int) -> None:
     engine = make_engine(num_blocks=num_blocks, chunk=24)
     prompts = {f"r{seed}": prompt(20, seed) for seed in range(4)}
@@ -45,6 +47,7 @@ def test_preempted_sequences_give_the_same_tokens(make_engine: Callable[..., Rig
     assert not engine.deltas("r0")[-1].timeline.num_preemptions  # the oldest goes through
 
 
+@pytest.mark.slow
 def test_a_sequence_is_counted_once_for_its_penalties(
     make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from .handover_pair import Pair, Rig
 # ---------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.slow
 def test_a_target_of_another_life_refuses(pair: Pair) -> None:
     pair.start()
     pair.new.engine._transfers.incoming._epoch = 8
@@ -30,6 +31,7 @@ def test_a_target_of_another_life_refuses(pair: Pair) -> None:
     pair.goes_on(why="boot epoch")
 
 
+@pytest.mark.slow
 def test_a_target_that_is_told_to_forget_it(pair: Pair) -> None:
     pair.start(100)
     pair.hand_over()
@@ -51,6 +53,7 @@ def test_a_block_that_arrives_spoilt(make_engine: Callable[..., Rig]) -> None:
     assert pair.new.failures()[0].phase == "transfer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["everything", "the acknowledgement"])
 def test_a_target_that_does_not_answer(pair: Pair, lost: str) -> None:
     """The stream goes on from where it paused, whether the target has it too or not."""
@@ -112,6 +115,7 @@ def test_a_router_that_is_lost_meanwhile(pair: Pair) -> None:
     pair.until(lambda: pair.old.is_clean and pair.new.is_clean)
 
 
+@pytest.mark.slow
 def test_a_second_order_replaces_the_first(pair: Pair) -> None:
     pair.start(100)
     pair.old.tell(pair.order("a", len(pair.old.tokens()), 1, 0, 32))
@@ -122,6 +126,7 @@ def test_a_second_order_replaces_the_first(pair: Pair) -> None:
     assert pair.new.reason(attempt=2) == "length"
 
 
+@pytest.mark.slow
 def test_the_same_worker_takes_it_back_as_a_new_attempt(pair: Pair) -> None:
     pair.filter_events(lambda event: not isinstance(event, TransferEnded))
     pair.start()
@@ -133,6 +138,7 @@ def test_the_same_worker_takes_it_back_as_a_new_attempt(pair: Pair) -> None:
     assert pair.old.tokens(attempt=2) == pair.expected()
 
 
+@pytest.mark.slow
 def test_what_the_target_has_of_a_stream_outlives_the_old_worker(pair: Pair) -> None:
     pair.filter_events(lambda event: False)  # the old worker gets no further than its first copies
     pair.start(100)
@@ -152,6 +158,7 @@ def test_what_the_target_has_of_a_stream_outlives_the_old_worker(pair: Pair) -> 
 # ---------------------------------------------------------------- orders that make no sense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -170,12 +177,14 @@ def test_an_order_that_fits_no_stream_is_refused(pair: Pair, change: dict[str, A
     pair.finish()
 
 
+@pytest.mark.slow
 def test_another_routers_order_is_refused(pair: Pair) -> None:
     pair.start()
     pair.old.tell(pair.order("a", 1, 7, 0, 8), b"stranger")
     pair.goes_on(why="attempt 0 is not here")
 
 
+@pytest.mark.slow
 def test_a_stream_without_kv_is_given_up_for_another_worker_to_compute(make_engine: Callable[..., Rig]) -> None:
     pair = Pair(make_engine, num_blocks=8)
     pair.start(40, count=60, tokens=1)
@@ -196,7 +205,7 @@ def take_order(old: Rig) -> None:
     time.sleep(0.001)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nothing_is_shipped_of_blocks_that_were_given_to_others(
     make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
@@ -239,6 +248,7 @@ def test_nothing_is_shipped_of_blocks_that_were_given_to_others(
     assert known + new.tokens("s", attempt=5) == pair.expected("s")
 
 
+@pytest.mark.slow
 def test_a_stream_that_loses_its_blocks_meanwhile_stays(make_engine: Callable[..., Rig]) -> None:
     pair = Pair(make_engine, num_blocks=8)
     pair.start(40, count=60, tokens=1)

@@ -25,6 +25,7 @@ def launcher(request: pytest.FixtureRequest) -> Callable[..., Any] | None:
     return StepThread if request.param == "ahead" else None
 
 
+@pytest.mark.slow_except("ahead-sampling0")
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.3, "seed": 4}])
 def test_answers_are_those_of_the_oracle(
     make_engine: Callable[..., Any], launcher: Any, sampling: dict[str, Any]
@@ -41,6 +42,7 @@ def test_answers_are_those_of_the_oracle(
             assert PATTERN.fullmatch(bytes(text)) and end in ENDS
 
 
+@pytest.mark.slow
 def test_a_preempted_answer_keeps_its_place(make_engine: Callable[..., Any], launcher: Any) -> None:
     """Blocks for fewer sequences than run: some lose theirs, and are computed again."""
     rig = make_engine(grammars=True, launcher=launcher, num_blocks=9, max_num_seqs=4)
@@ -54,6 +56,7 @@ def test_a_preempted_answer_keeps_its_place(make_engine: Callable[..., Any], lau
         assert rig.tokens(f"r{i}") == rig.oracle(prompt(20, i), 80, grammar=long)
 
 
+@pytest.mark.slow_cases("step by step")
 def test_an_answer_that_moved_here_goes_on_where_it_was(make_engine: Callable[..., Any], launcher: Any) -> None:
     rig = make_engine(grammars=True, launcher=launcher)
     whole = rig.oracle(prompt(40), 30, grammar=DATE)
@@ -77,6 +80,7 @@ def test_ends_fill_up_an_answer_that_must_not_end(make_engine: Callable[..., Any
     assert bytes(rig.tokens()[:3]) == b"yes" and set(rig.tokens()[3:]) <= set(ENDS) and len(rig.tokens()) == 9
 
 
+@pytest.mark.slow_cases("ahead")
 def test_a_grammar_at_fault_fails_its_request_alone(make_engine: Callable[..., Any], launcher: Any) -> None:
     rig = make_engine(grammars=True, launcher=launcher)
     rig.ask(prompt(30), "bad", grammar="start: nothing")
@@ -87,6 +91,7 @@ def test_a_grammar_at_fault_fails_its_request_alone(make_engine: Callable[..., A
     assert rig.tokens("good") == rig.oracle(prompt(31), 30, grammar=DATE)
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_while_a_grammar_is_compiled(make_engine: Callable[..., Any], launcher: Any) -> None:
     """One that takes longer than anything may: another grammar is compiled and used meanwhile."""
     rig = make_engine(grammars=True, launcher=launcher, num_blocks=64)

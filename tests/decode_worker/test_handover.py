@@ -21,6 +21,7 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 4, "presence_penalty": 0.
 # ---------------------------------------------------------------- streams that leave
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shm"])
 @pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("length", [1, 13, 14, 200])
@@ -38,6 +39,7 @@ def test_a_stream_goes_on_elsewhere_with_the_same_tokens(
     assert pair.new.receiver.num_bytes == pair.old.sender.num_bytes > 0
 
 
+@pytest.mark.slow
 def test_decoding_goes_on_while_blocks_travel(pair: Pair) -> None:
     pair.start(100)
     num_known = len(pair.old.tokens())
@@ -63,6 +65,7 @@ def test_many_streams_leave_at_once(make_engine: Callable[..., Rig]) -> None:
         pair.finish(name)
 
 
+@pytest.mark.slow
 def test_the_new_worker_reports_at_once_and_repeats_logprobs(make_engine: Callable[..., Rig]) -> None:
     pair, undisturbed = Pair(make_engine), make_engine()
     pair.start(30, count=24, logprobs=2)
@@ -78,6 +81,7 @@ def test_the_new_worker_reports_at_once_and_repeats_logprobs(make_engine: Callab
         assert len(delta.logprobs) == len(delta.token_ids)
 
 
+@pytest.mark.slow
 def test_a_stream_that_came_by_hand_over_leaves_again(make_engine: Callable[..., Rig]) -> None:
     pair, third = Pair(make_engine), make_engine(worker_id="third")
     pair.start(50, logprobs=0, **SAMPLED)
@@ -94,6 +98,7 @@ def test_a_stream_that_came_by_hand_over_leaves_again(make_engine: Callable[...,
     assert pair.merged()[: len(known)] + third.tokens(attempt=2) == pair.expected()
 
 
+@pytest.mark.slow
 def test_blocks_that_the_new_worker_has_are_not_sent(pair: Pair) -> None:
     pair.start(64)
     pair.new.ask(pair.prompts["a"], "b", max_tokens=1)
@@ -104,6 +109,7 @@ def test_blocks_that_the_new_worker_has_are_not_sent(pair: Pair) -> None:
     assert pair.new.receiver.num_bytes < 3 * pair.new.kv.block_bytes
 
 
+@pytest.mark.slow
 def test_a_step_in_flight_completes_before_its_sequence_leaves(make_engine: Callable[..., Rig]) -> None:
     devices: list[LazyDevice] = []
 
@@ -124,6 +130,7 @@ def test_a_step_in_flight_completes_before_its_sequence_leaves(make_engine: Call
 # ---------------------------------------------------------------- the room on the other side
 
 
+@pytest.mark.slow
 def test_a_stream_that_outruns_its_room_before_the_grant_stays(pair: Pair) -> None:
     pair.start(30)
     pair.hand_over(reserved=4)
@@ -131,6 +138,7 @@ def test_a_stream_that_outruns_its_room_before_the_grant_stays(pair: Pair) -> No
     pair.goes_on(why="no room for it came within")
 
 
+@pytest.mark.slow
 def test_a_stream_pauses_where_its_room_ends(pair: Pair) -> None:
     notify = pair.old.engine.notify
     pair.old.sender._on_advanced = lambda event: notify(replace(event, caught_up=False))
@@ -146,6 +154,7 @@ def test_a_stream_pauses_where_its_room_ends(pair: Pair) -> None:
     pair.finish()
 
 
+@pytest.mark.slow
 def test_unused_room_is_given_back(pair: Pair) -> None:
     pair.start(20)
     pair.hand_over(reserved=128)
@@ -155,6 +164,7 @@ def test_unused_room_is_given_back(pair: Pair) -> None:
     pair.finish()
 
 
+@pytest.mark.slow
 def test_without_room_on_the_target_the_stream_stays(make_engine: Callable[..., Rig]) -> None:
     pair = Pair(make_engine)
     pair.new.ask(prompt(400, 9), "big", max_tokens=100)

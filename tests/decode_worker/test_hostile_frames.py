@@ -59,6 +59,7 @@ def test_forged_messages_before_the_transfer_change_nothing(engine: Rig, strange
     finishes(engine, engine.granted(TOKENS))
 
 
+@pytest.mark.slow
 def test_garbage_is_counted_and_changes_nothing(engine: Rig, stranger: Peer) -> None:
     engine.ask(TOKENS, remote=True)
     first = engine.granted(TOKENS)
@@ -133,6 +134,7 @@ def test_its_own_router_can_send_nonsense_and_only_harms_itself(engine: Rig) -> 
     engine.until(lambda: engine.is_clean)
 
 
+@pytest.mark.slow
 def test_offers_of_memory_that_is_none_are_bounded(make_engine: Callable[..., Rig]) -> None:
     engine = make_engine()
     stranger = engine.another_peer()

@@ -101,7 +101,15 @@ def test_the_least_batch_runs_whatever_the_goal() -> None:
     assert (len(plan.running), plan.batch_cap.reason) == (LEAST_BATCH, "least")
 
 
-@pytest.mark.parametrize("goal_s", [0.005, 0.012, 0.02, 0.08])
+@pytest.mark.parametrize(
+    "goal_s",
+    [
+        pytest.param(0.005, marks=pytest.mark.slow),
+        pytest.param(0.012, marks=pytest.mark.slow),
+        0.02,
+        pytest.param(0.08, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_the_true_ones_whatever_the_knobs(
     make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, goal_s: float
 ) -> None:

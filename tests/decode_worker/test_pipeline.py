@@ -43,6 +43,7 @@ def ahead(make_engine: Callable[..., Rig]) -> Callable[..., Rig]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}])
 def test_tokens_equal_the_oracle(ahead: Callable[..., Rig], params: dict[str, object]) -> None:
     engine = ahead()
@@ -57,6 +58,7 @@ def test_tokens_equal_the_oracle(ahead: Callable[..., Rig], params: dict[str, ob
     assert engine.device.num_launched <= 30  # a sequence whose length is up is not run once more
 
 
+@pytest.mark.slow
 def test_a_stop_token_is_seen_one_step_late_and_nothing_follows_it(ahead: Callable[..., Rig]) -> None:
     engine = ahead()
     full = engine.oracle(prompt(20), 20)
@@ -67,6 +69,7 @@ def test_a_stop_token_is_seen_one_step_late_and_nothing_follows_it(ahead: Callab
     assert engine.tokens("b") == engine.oracle(prompt(33, 1), 20)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_publishes_nothing_it_was_to_write(ahead: Callable[..., Rig]) -> None:
     engine, tokens = ahead(), prompt(20)
     full = engine.oracle(tokens, 50)
@@ -111,6 +114,7 @@ def test_blocks_of_a_finished_sequence_linger_until_its_last_step_ended(ahead: C
     assert engine.is_clean and engine.device.num_run == engine.device.num_launched
 
 
+@pytest.mark.slow
 def test_an_aborted_sequence_leaves_the_others_alone(ahead: Callable[..., Rig]) -> None:
     engine = ahead()
     engine.ask(prompt(20), max_tokens=200)
@@ -134,6 +138,7 @@ def test_an_aborted_request_comes_back_under_its_name(ahead: Callable[..., Rig])
     assert engine.tokens(attempt=1) == engine.oracle(prompt(25, 2), 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [8, 10, 12])
 def test_preempted_sequences_give_the_same_tokens(ahead: Callable[..., Rig], num_blocks: int) -> None:
     engine = ahead(num_blocks=num_blocks, chunk=24)
@@ -147,6 +152,7 @@ def test_preempted_sequences_give_the_same_tokens(ahead: Callable[..., Rig], num
     assert engine.device.num_fed
 
 
+@pytest.mark.slow
 def test_a_transfer_gets_no_block_that_a_step_in_flight_writes_to(ahead: Callable[..., Rig]) -> None:
     """A prompt waits for the blocks of a request that is aborted while a step of it has not run yet."""
     engine = ahead(num_blocks=5)
@@ -226,6 +232,7 @@ def test_a_step_that_fails_before_the_next_one_is_sampled_ends_both(ahead: Calla
     assert engine.tokens("c") == engine.oracle(prompt(20), **KINDS["penalties"])
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_a_row_of_the_step_that_is_not_sampled_yet(ahead: Callable[..., Rig]) -> None:
     engine = ahead()
     params = KINDS["penalties"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ..engine_rig import prompt
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
@@ -30,6 +32,7 @@ def test_kv_that_arrives_is_progress_and_kv_that_does_not_come_is_none(engine: A
     assert engine.progress("a") == ["a"]  # it fails by itself when no frame comes for long
 
 
+@pytest.mark.slow
 def test_a_preempted_stream_that_is_computed_again(make_engine: Any) -> None:
     engine = make_engine(num_blocks=8, chunk=16)
     for name in ("old", "young"):

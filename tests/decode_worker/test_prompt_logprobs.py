@@ -21,6 +21,7 @@ def told(rig: Rig, name: str = "a", attempt: int = 0) -> list[PromptLogprobs]:
     return [message for message in messages if (message.request_id, message.attempt) == (name, attempt)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "launched ahead"])
 @pytest.mark.parametrize("most", [1024, 7])
 def test_logprobs_and_tokens_are_the_oracles(make_engine: Callable[..., Rig], most: int, ahead: bool) -> None:
@@ -55,6 +56,7 @@ def test_what_is_cached_is_computed_again_and_serves_others(engine: Rig) -> None
     check_logprobs(joined(told(engine, "b")), engine.model, tokens, 2)
 
 
+@pytest.mark.slow
 def test_who_loses_its_blocks_scores_what_is_not_scored_yet(make_engine: Callable[..., Rig]) -> None:
     """Preempted amid its prompt: it goes on from blocks that are cached still, as far as it had come."""
     rig = make_engine(num_blocks=12, chunk=16, watermark=0.0)

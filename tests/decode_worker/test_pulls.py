@@ -13,6 +13,8 @@ from common.wire.messages import AbortRequest
 from ..engine_rig import prompt, wait
 from ..peer_rig import as_peer
 
+pytestmark = pytest.mark.slow
+
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 FIRST = prompt(40)
 

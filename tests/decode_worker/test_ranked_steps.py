@@ -21,7 +21,7 @@ from .. import engine_rig
 from ..rank_rig import recording_worker
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.slow]
 NUM_SEQS, NUM_BLOCKS = 8, 16
 MIXED: list[dict[str, object]] = [
     {},

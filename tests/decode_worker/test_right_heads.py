@@ -40,6 +40,7 @@ def answers(right: Headed) -> TrueAnswers:
     return TrueAnswers()
 
 
+@pytest.mark.slow_cases("eagle-waited for-8", "eagle3-waited for-8")
 @pytest.mark.parametrize("num_blocks", [8, 12])
 def test_preempted_sequences_give_the_same_tokens(
     drafting: Callable[..., Rig], answers: TrueAnswers, num_blocks: int
@@ -56,6 +57,7 @@ def test_preempted_sequences_give_the_same_tokens(
     assert counts["right"] == counts["drafted"] > 10
 
 
+@pytest.mark.slow_cases("eagle3-waited for")
 def test_the_heads_kv_comes_with_the_prompts(drafting: Callable[..., Rig], answers: TrueAnswers) -> None:
     """One step without drafts makes the first hidden state here; the head then sees the whole prompt."""
     rig, tokens = drafting(), prompt(70, 3)
@@ -66,6 +68,7 @@ def test_the_heads_kv_comes_with_the_prompts(drafting: Callable[..., Rig], answe
     assert counted(rig) == {"steps": 8, "tokens": 39, "drafted": 31, "right": 31}
 
 
+@pytest.mark.slow_cases("eagle-waited for", "eagle3-waited for")
 def test_without_the_heads_kv_the_tokens_are_the_same(drafting: Callable[..., Rig], answers: TrueAnswers) -> None:
     """Zeros in its layer: what it says is worth less then."""
     rig, tokens = drafting(), prompt(70, 3)
@@ -80,6 +83,7 @@ def test_without_the_heads_kv_the_tokens_are_the_same(drafting: Callable[..., Ri
     assert counts["right"] < counts["drafted"]
 
 
+@pytest.mark.slow_cases("eagle-waited for", "eagle3-waited for")
 def test_a_cached_prefix_has_the_heads_kv(drafting: Callable[..., Rig], answers: TrueAnswers) -> None:
     """The next turn of a conversation computes its last tokens alone."""
     rig = drafting()
@@ -94,6 +98,7 @@ def test_a_cached_prefix_has_the_heads_kv(drafting: Callable[..., Rig], answers:
     assert after["right"] - before["right"] == after["drafted"] - before["drafted"] > 10
 
 
+@pytest.mark.slow_except("eagle-16", "eagle3-100")
 @pytest.mark.parametrize("length", [1, 16, 100])
 def test_a_stream_that_drafts_goes_on_elsewhere(
     make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, right: Headed, length: int

@@ -62,6 +62,7 @@ def truth(rig: Rig, tokens: list[int], count: int = 40, **params: Any) -> list[i
     return ANSWERS[key]
 
 
+@pytest.mark.slow_except("waited for-greedy", "on a thread-greedy", "on a lazy *")
 @pytest.mark.parametrize(
     "params",
     [
@@ -100,6 +101,7 @@ def test_tokens_equal_the_oracle_in_fewer_steps(
     assert 0.4 < counts["right"] / counts["drafted"] < 1
 
 
+@pytest.mark.slow
 def test_every_guess_right_makes_as_few_steps_as_there_can_be(
     make_engine: Callable[..., Rig], prophet: Prophet
 ) -> None:
@@ -111,6 +113,7 @@ def test_every_guess_right_makes_as_few_steps_as_there_can_be(
     assert counted(rig) == {"steps": 11, "tokens": 61, "drafted": 50, "right": 50}  # the first token, ten times six
 
 
+@pytest.mark.slow
 def test_every_guess_wrong_costs_no_step(make_engine: Callable[..., Rig], prophet: Prophet) -> None:
     rig = make_engine(max_draft_tokens=5)
     prophet.wrong = 1.0
@@ -128,6 +131,7 @@ def test_who_wants_none_gets_none(make_engine: Callable[..., Rig], prophet: Prop
     assert counted(rig) == {"steps": 20, "tokens": 20, "drafted": 0, "right": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_requests_that_come_and_go(drafting: Callable[..., Rig], prophet: Prophet, seed: int) -> None:
     rig = drafting(num_blocks=48)
@@ -186,6 +190,7 @@ def test_an_aborted_request_gives_its_blocks_back(drafting: Callable[..., Rig], 
     assert rig.tokens() == truth(rig, prompt(20), 200)[: len(rig.tokens())]
 
 
+@pytest.mark.slow_cases("waited for-8", "waited for-10")
 @pytest.mark.parametrize("num_blocks", [8, 10, 12])
 def test_preempted_sequences_give_the_same_tokens(
     drafting: Callable[..., Rig], prophet: Prophet, num_blocks: int
@@ -201,6 +206,7 @@ def test_preempted_sequences_give_the_same_tokens(
     assert counted(rig)["right"] > 10
 
 
+@pytest.mark.slow_except("on a lazy device")
 def test_blocks_of_right_guesses_are_cached_as_if_they_had_been_computed_one_by_one(
     drafting: Callable[..., Rig], prophet: Prophet
 ) -> None:
@@ -231,6 +237,7 @@ LETTERS = r"start: /[a-p]{30,60}/"
 FORCED = 'start: "it says: " /[a-d]{3}/ " and nothing else at all" /[a-d]{3}/ "."'
 
 
+@pytest.mark.slow_except("on a lazy *")
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.3, "seed": 4}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("grammar", [LETTERS, FORCED], ids=["letters", "forced"])
 def test_answers_in_a_grammar_are_those_of_the_oracle(
@@ -260,6 +267,7 @@ def test_what_a_grammar_forces_needs_no_earlier_text(
 # ---------------------------------------------------------------- hand-over
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reserved", [16, 20, 32])
 @pytest.mark.parametrize("length", [1, 13, 16, 100])
 def test_a_stream_that_guesses_goes_on_elsewhere(

@@ -68,6 +68,7 @@ def threaded(make_engine: Callable[..., Rig]) -> Iterator[Callable[..., Rig]]:
         steps.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}])
 def test_tokens_equal_the_oracle(threaded: Callable[..., Rig], params: dict[str, object]) -> None:
     engine = threaded()
@@ -105,6 +106,7 @@ class BesidePrompts(CoreShare):
         return self.has_prompts
 
 
+@pytest.mark.slow
 def test_steps_beside_prompts_keep_a_pace_and_change_no_token(threaded: Callable[..., Rig]) -> None:
     engine = threaded(slo_tpot_s=0.02)
     engine.engine.share_cores(BesidePrompts(), lambda num_threads: None)
@@ -134,6 +136,7 @@ def test_a_held_engine_sends_what_it_has_and_takes_commands(threaded: Callable[.
     assert engine.tokens("b") == engine.oracle(prompt(30), 5)
 
 
+@pytest.mark.slow
 def test_stops_penalties_and_preemption(threaded: Callable[..., Rig]) -> None:
     engine = threaded(num_blocks=10, chunk=24)
     full = engine.oracle(prompt(20), 40)
@@ -166,6 +169,7 @@ def test_a_failed_step_ends_its_requests_once_and_leaks_nothing(threaded: Callab
     assert engine.tokens("c") == engine.oracle(prompt(20))
 
 
+@pytest.mark.slow
 def test_any_mixture_of_arrivals_and_ends(threaded: Callable[..., Rig]) -> None:
     engine = threaded(num_blocks=24, max_num_seqs=5, chunk=20)
     engine.mix(seed=7)

@@ -28,6 +28,7 @@ def rig(make_engine: Callable[..., Rig], tmp_path: Path) -> Rig:
     return rig
 
 
+@pytest.mark.slow
 def test_a_next_turn_reads_the_answer_before_it(rig: Rig) -> None:
     turn = [*FIRST, *rig.oracle(FIRST, 40), 5]
     rig.ask(turn, "next", max_tokens=10)
@@ -63,6 +64,7 @@ def test_a_prompt_may_be_aborted_while_it_is_read(rig: Rig) -> None:
     assert rig.is_clean
 
 
+@pytest.mark.slow
 def test_the_true_tokens_whatever_is_preempted_aborted_or_read(make_engine: Callable[..., Rig], tmp_path: Path) -> None:
     """The second engine reads what the first one wrote of prompts that begin alike."""
     first = make_engine(disk=tmp_path / "blocks", num_blocks=14)

@@ -24,6 +24,8 @@ from common.worker.engine import RequestReceived, RouterLost
 from ..examples import examples
 from .transfer_fleet import NUM_TOKENS, ROUTER, Asked, Fleet, Rig, runner_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def fleet(make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:

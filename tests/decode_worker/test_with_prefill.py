@@ -140,6 +140,7 @@ def test_a_decode_worker_learns_the_link_from_its_transfers(make_service: Callab
     assert links.usual.is_known  # both coefficients are 0 where all KV was there when the prompts ended
 
 
+@pytest.mark.slow_except("shm-14-12-3")
 @pytest.mark.parametrize(("decode_blocks", "prefill_blocks", "num_streams"), [(64, 64, 1), (14, 12, 3)])
 def test_tokens_equal_the_oracle(
     make_service: Callable[..., Service], decode_blocks: int, prefill_blocks: int, num_streams: int

@@ -135,6 +135,7 @@ def cached(client: httpx.Client, prompt: str, **fields: Any) -> int:
     return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+@pytest.mark.slow
 def test_a_tenant_finds_nothing_of_another_in_the_cache(guarded: Guarded) -> None:
     """Neither by asking for the same text nor by naming a salt; keys of one group share on purpose."""
     prompt = "Only alice knows this. " * 8
@@ -148,6 +149,7 @@ def test_a_tenant_finds_nothing_of_another_in_the_cache(guarded: Guarded) -> Non
         assert cached(alice, prompt) >= 160
 
 
+@pytest.mark.slow
 def test_tokens_of_a_stream_count_as_they_come(guarded: Guarded) -> None:
     with guarded.client("slow") as client:
         body = {"model": MODEL, "prompt": "x" * 50, "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -158,6 +160,7 @@ def test_tokens_of_a_stream_count_as_they_come(guarded: Guarded) -> None:
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
 
 
+@pytest.mark.slow
 def test_the_probe_of_the_supervisor_speaks_https(guarded: Guarded) -> None:
     assert asyncio.run(ready_reason("127.0.0.1", guarded.port, tls=True)) == ""
     assert "does not answer" in asyncio.run(ready_reason("127.0.0.1", guarded.port))
@@ -175,6 +178,7 @@ def test_old_tls_and_plain_http_are_refused(guarded: Guarded) -> None:
         httpx.get(guarded.url + "/health", verify=old, trust_env=False, timeout=30)
 
 
+@pytest.mark.slow
 def test_a_renewed_certificate_is_shown_and_cuts_nobody(guarded: Guarded) -> None:
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with guarded.client("alice") as client, client.stream("POST", "/v1/completions", json=body) as reply:
@@ -191,6 +195,7 @@ def test_a_renewed_certificate_is_shown_and_cuts_nobody(guarded: Guarded) -> Non
         assert list(filter(None, lines))[-1] == "data: [DONE]"
 
 
+@pytest.mark.slow
 def test_the_load_generator_speaks_https(guarded: Guarded, tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "benchmarks.load.command", "--url", guarded.url]
     command += ["--num-requests", "3", "--concurrency", "2", "--input-len", "20", "--output-len", "4"]
@@ -217,6 +222,7 @@ def test_a_stop_string_leaves_a_whole_line_in_the_log(guarded: Guarded) -> None:
         assert part in line
 
 
+@pytest.mark.slow
 def test_the_audit_log_is_rotated(guarded: Guarded) -> None:
     with guarded.client("alice") as client:
         client.get("/v1/models", headers={"x-request-id": "before"})
@@ -228,6 +234,7 @@ def test_the_audit_log_is_rotated(guarded: Guarded) -> None:
     wait_until(lambda: [line["request_id"] for line in guarded.audit()] == ["after"], "with the later line")
 
 
+@pytest.mark.slow
 def test_no_secret_is_told_to_anybody(guarded: Guarded) -> None:
     """With everything logged, after every kind of request, good and bad; the last test of this router."""
     shown = []
@@ -273,6 +280,7 @@ BAD_FLAGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_FLAGS)
 def test_files_that_cannot_be_used_are_one_line(name: str, tmp_path: Path) -> None:
     flags, said = BAD_FLAGS[name]

@@ -10,7 +10,7 @@ import anthropic
 import pytest
 from anthropic import beta_tool
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 GREEDY = {"temperature": 0}  # newer versions of the client have no such argument
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}

@@ -66,6 +66,7 @@ def test_sdk_chat_streams_what_it_answers(sdk: openai.OpenAI) -> None:
     assert {c.id for c in chunks} == {chunks[0].id} and chunks[0].id.startswith("chatcmpl-")
 
 
+@pytest.mark.slow
 def test_sdk_completion_streams_what_it_answers(sdk: openai.OpenAI) -> None:
     whole = sdk.completions.create(prompt=PROMPT, max_tokens=24, **GREEDY)
     chunks: list[Completion] = list(sdk.completions.create(prompt=PROMPT, max_tokens=24, stream=True, **GREEDY))
@@ -73,6 +74,7 @@ def test_sdk_completion_streams_what_it_answers(sdk: openai.OpenAI) -> None:
     assert whole.id.startswith("cmpl-") and whole.model == MODEL
 
 
+@pytest.mark.slow
 def test_sdk_choices_differ_and_repeat_with_their_seed(sdk: openai.OpenAI) -> None:
     def ask() -> list[str | None]:
         answer = sdk.chat.completions.create(model=MODEL, messages=HELLO, n=4, seed=5, max_tokens=16)
@@ -113,6 +115,7 @@ def test_sdk_lists_the_model(sdk: openai.OpenAI) -> None:
 # ---------------------------------------------------------------- text and numbers
 
 
+@pytest.mark.slow
 def test_a_stop_string_over_tokens_cuts_the_answer(http: httpx.Client) -> None:
     text = complete(http, prompt=PROMPT, max_tokens=60)["choices"][0]["text"]
     stop = text[20:24]
@@ -132,6 +135,7 @@ def test_the_stop_string_is_kept_on_request(http: httpx.Client) -> None:
     assert kept["choices"][0]["text"] == text[: text.index(text[10:13]) + 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", ([0xC3, 0xA9], [0xF0, 0x9F, 0x99, 0x82], [0xE6, 0xBC, 0x41]))
 def test_characters_split_over_tokens_stream_whole(http: httpx.Client, tokenizer: Tokenizer, ids: list[int]) -> None:
     bias = {str(token_id): 100 for token_id in ids}  # nothing but pieces of characters, in any order
@@ -208,6 +212,7 @@ def test_the_schema_names_every_endpoint_and_its_answers(http: httpx.Client) -> 
         assert "422" not in operation["responses"]
 
 
+@pytest.mark.slow
 def test_without_a_decode_worker_the_router_is_not_ready(system_of: Any) -> None:
     stack = system_of(router_flags=BRIEF_QUEUE).stack
     decode = stack.workers("decode")[0]
@@ -222,6 +227,7 @@ def test_without_a_decode_worker_the_router_is_not_ready(system_of: Any) -> None
         assert complete(client, prompt="x", max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ("/v1/completions", "/v1/chat/completions"))
 def test_a_failure_after_the_start_is_an_event(system_of: Any, path: str) -> None:
     stack = system_of(router_flags=BRIEF_QUEUE).stack
@@ -241,6 +247,7 @@ def test_a_failure_after_the_start_is_an_event(system_of: Any, path: str) -> Non
         wait_until(lambda: is_ready(client), "the router is ready again")
 
 
+@pytest.mark.slow
 def test_two_routers_share_the_workers(stack: Stack, http: httpx.Client, tmp_path: Any) -> None:
     second = StackProcess("router-1", "router", stack.router.command, tmp_path / "router-1.log")
     port = free_port()
@@ -267,6 +274,7 @@ def test_two_routers_share_the_workers(stack: Stack, http: httpx.Client, tmp_pat
             second.stop()
 
 
+@pytest.mark.slow
 def test_a_key_guards_the_api_and_not_the_probes(system_of: Any) -> None:
     stack = system_of(router_flags=("--api-key", "s3cret", "--local-prefill-threshold", "0")).stack
     with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
@@ -278,6 +286,7 @@ def test_a_key_guards_the_api_and_not_the_probes(system_of: Any) -> None:
         assert [client.get(path).status_code for path in ("/health", "/ready", "/metrics")] == [200, 200, 200]
 
 
+@pytest.mark.slow
 def test_a_stopped_router_finishes_its_streams(system_of: Any) -> None:
     stack = system_of(router_flags=("--max-retries", "2")).stack
     body = {"model": MODEL, "prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}

@@ -18,7 +18,7 @@ from benchmarks.stack import Stack
 
 from .asking import owned, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PROGRAM = Path(sys.executable).with_name("schemathesis")
 CHECKS = (

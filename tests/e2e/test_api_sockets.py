@@ -78,6 +78,7 @@ def answer_on(connection: socket.socket) -> tuple[int, dict[str, str], dict[str,
     return status, headers, error
 
 
+@pytest.mark.slow_cases("empty", "not JSON")
 @pytest.mark.parametrize("name", BAD_BODIES)
 def test_a_bad_body_is_told_what_is_wrong(stack: Stack, name: str) -> None:
     body, wanted_status, param = BAD_BODIES[name]
@@ -168,6 +169,7 @@ def test_a_client_that_leaves_during_prefill_aborts_it(stack: Stack) -> None:
     wait_until(lambda: not any(owned(stack).values()), "every block is given back")
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_work_at_once(stack: Stack, http: httpx.Client) -> None:
     text = complete(http, prompt=PROMPT, max_tokens=12)["choices"][0]["text"]
     decode = stack.workers("decode")[0]
@@ -203,6 +205,7 @@ NASTY = (
 HARMLESS = {"model": MODEL, "max_tokens": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "needed"),
     [

@@ -17,7 +17,7 @@ from benchmarks.stack import StackProcess, StackSettings
 from ..paced import PacedStack, answer
 from .asking import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200), pytest.mark.slow]
 
 NUM_ANSWERS, NUM_TOKENS, PROMPT_LEN = 6, 320, 64
 NUM_BLOCKS = 96

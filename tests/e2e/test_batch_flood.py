@@ -13,7 +13,7 @@ from benchmarks.stack import StackSettings
 
 from ..paced import PacedStack, answer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200), pytest.mark.slow]
 
 CLASSES = ("--request-class", "name=interactive,priority=5", "name=batch,priority=-5")
 NUM_BLOCKS, DECODE_BLOCKS = 64, 48

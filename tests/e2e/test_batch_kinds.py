@@ -18,7 +18,7 @@ from .asking import wait_until
 from .test_batches import AT_ONCE, NUM_LINES, check_whole, client_of, completed, made
 from .test_router_processes import page, pids, told
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM = 3
 

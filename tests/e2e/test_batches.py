@@ -15,7 +15,7 @@ from openai.types import Batch
 
 from .asking import MODEL, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_LINES, AT_ONCE = 40, 4
 

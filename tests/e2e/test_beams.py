@@ -16,7 +16,7 @@ from .asking import PROBE_TIMEOUT_S, wait_until
 from .conftest import samples
 from .test_token_rules import ALL_REMOTE, ALLOWED, BAD
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 Ban = Callable[[bytes], Collection[int]]
 """What may not follow an answer so far."""

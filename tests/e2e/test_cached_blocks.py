@@ -10,7 +10,7 @@ import pytest
 
 from .conftest import PROBE_TIMEOUT_S, READY_S, samples
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_CONVERSATIONS, ANSWER_TOKENS, NEXT_TOKENS = 6, 40, 5
 BLOCK_SIZE = 16

@@ -12,7 +12,7 @@ import pytest
 from .asking import MODEL
 from .test_token_rules import ALL_REMOTE
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 FORMS = ("hermes", "llama3", "mistral", "pythonic", "deepseek", "harmony", "qwen3-coder", "glm", "minimax", "kimi")
 SCHEMA = {

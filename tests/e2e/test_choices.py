@@ -14,7 +14,7 @@ from benchmarks.stack import StackProcess
 from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
 from .conftest import samples
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_TOKENS = 400
 LOGPROB_TOLERANCE = 1e-3

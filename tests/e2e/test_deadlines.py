@@ -21,7 +21,7 @@ from .asking import MODEL, PROBE_TIMEOUT_S, complete, owned, wait_until
 from .conftest import samples
 from .other_program import running_instead
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PATIENCE_S = 120.0
 TIMEOUT_S, DRAIN_S = 2.0, 5.0

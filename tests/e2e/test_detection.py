@@ -15,7 +15,7 @@ from common.worker.step_times import LONGEST_S
 
 from .other_program import running_instead
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 FLAGS = ("--local-prefill-threshold", "0")
 NUM_TOKENS = 200

@@ -28,6 +28,7 @@ def pods(tmp_path: Path, forge: None) -> Iterator[Pods]:
     pods.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_pools_grow_from_zero_and_change_under_load(pods: Pods) -> None:
     source = random.Random(7)
@@ -80,6 +81,7 @@ def check_the_end(pods: Pods) -> None:
     pods.check_blocks()
 
 
+@pytest.mark.slow
 def test_names_are_looked_up(pods: Pods) -> None:
     ports = {role: pods.add(role).addresses["address"].rpartition(":")[2] for role in ("prefill", "decode")}
     names = {role: f"localhost:{port}" for role, port in ports.items()}

@@ -14,7 +14,7 @@ from .conftest import Oracle
 from .test_draft_model import KINDS, answers, answers_survive_a_kill_and_a_drain, counted
 from .test_failures import ALL_REMOTE, SLOW_PREFILL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.slow]
 NUM_LAYERS = 24
 """Of which the first alone adds something: a head of one such layer says the same in a small part of the time."""
 LENGTHS = (1, 15, 16, 17, 40, 130, 300)

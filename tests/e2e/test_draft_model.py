@@ -18,7 +18,7 @@ from common.model_files.tiny import make_tiny_model
 from .test_failures import ALL_REMOTE, run_with
 from .test_handover import leave, under_load
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.slow]
 
 NUM_LAYERS, TIMES = 4, 6
 LENGTHS = (1, 15, 16, 17, 40, 130, 300)

@@ -19,7 +19,7 @@ from .asking import wait_until
 from .conftest import samples
 from .test_failures import SLOW_PREFILL, is_busy
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 100, 300, 512)
 ATOL = 1e-5

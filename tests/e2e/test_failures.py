@@ -110,6 +110,7 @@ QUICKLY = [("prefill", "shm", SAMPLED), ("prefill", "tcp", {}), ("decode", "shm"
 SLOWLY = [("prefill", "shm", {}), ("prefill", "tcp", SAMPLED), ("decode", "shm", SAMPLED), ("decode", "tcp", {})]
 
 
+@pytest.mark.slow_except("decode-tcp-params3")
 @pytest.mark.parametrize(
     ("role", "transport", "params"), [*QUICKLY, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)]
 )
@@ -129,6 +130,7 @@ def test_a_killed_worker_costs_no_token(
     system.stack.wait_ready(time.monotonic() + 60)
 
 
+@pytest.mark.slow
 def test_a_frozen_prefill_worker_is_left_and_comes_back(system_of: Any, random_prompts: Any) -> None:
     system = system_of(
         2, 2, router_flags=ALL_REMOTE, worker_flags=("--kv-transport", "tcp"), prefill_flags=SLOW_PREFILL
@@ -146,6 +148,7 @@ def test_a_frozen_prefill_worker_is_left_and_comes_back(system_of: Any, random_p
     assert again == [tokens[:AGAIN_TOKENS] for tokens in expected]
 
 
+@pytest.mark.slow
 def test_a_frozen_decode_worker_is_left_and_comes_back(system_of: Any, random_prompts: Any) -> None:
     system = system_of(2, 2, router_flags=ALL_REMOTE)
     prompts = random_prompts((40, 300, 900) * 2, vocab_size=256, seed=2)
@@ -160,6 +163,7 @@ def test_a_frozen_decode_worker_is_left_and_comes_back(system_of: Any, random_pr
     assert again == [tokens[:AGAIN_TOKENS] for tokens in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "terminate"])
 def test_streams_wait_for_a_decode_worker_and_go_on(system_of: Any, random_prompts: Any, end: str) -> None:
     """The only one dies, or drains for longer than it may: what runs waits, and so does what comes meanwhile."""

@@ -17,7 +17,7 @@ from ..families import CASES as OTHER_CASES
 from .conftest import Oracle
 from .test_failures import SLOW_PREFILL, run_with
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ALL_REMOTE = ("--local-prefill-threshold", "0")
 CASES = {name: LLAMA_CASES[name] for name in ("qwen2", "qwen2-window", "qwen3")} | OTHER_CASES
 """Llama itself and Mistral go through two pools in files of their own."""

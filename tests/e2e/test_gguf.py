@@ -13,7 +13,7 @@ from ..common.model.gguf_checkpoint import GGUF_CASES, write_gguf
 from ..families import CASES
 from .conftest import Oracle
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NUM_TOKENS = 30
 
 

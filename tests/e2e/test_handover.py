@@ -114,7 +114,7 @@ def handovers(system: Any, outcome: str = "done") -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'outcome="{outcome}"' in line)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.slow), "tcp"])
 def test_a_decode_worker_that_ends_hands_its_streams_over(system_of: Any, random_prompts: Any, transport: str) -> None:
     system = system_of(2, 2, **flags(transport))
     victim = system.stack.workers("decode")[0]
@@ -125,6 +125,7 @@ def test_a_decode_worker_that_ends_hands_its_streams_over(system_of: Any, random
     come_back(system, victim)
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_fails_no_request_and_changes_no_token(system_of: Any, random_prompts: Any) -> None:
     system = system_of(2, 2, **flags("tcp"))
     done = handovers(system)
@@ -136,6 +137,7 @@ def test_a_rolling_restart_fails_no_request_and_changes_no_token(system_of: Any,
     assert handovers(system) > done
 
 
+@pytest.mark.slow
 def test_the_last_decode_worker_finishes_its_streams(system_of: Any, random_prompts: Any) -> None:
     system = system_of(1, 1, **flags("tcp"))
     prompts = random_prompts((40, 300), vocab_size=256, seed=3)

@@ -81,6 +81,7 @@ def addresses(system: Any) -> list[str]:
     return [address for address in found if address]
 
 
+@pytest.mark.slow
 def test_the_answer_is_the_same(system: Any, prompts: list[list[int]], tiny_oracle: Any) -> None:
     assert system.generate(prompts, max_tokens=20) == [tiny_oracle.greedy(prompt, 20) for prompt in prompts]
     assert system.transfers("tcp") >= len(prompts)
@@ -88,6 +89,7 @@ def test_the_answer_is_the_same(system: Any, prompts: list[list[int]], tiny_orac
     assert "secret" not in log.lower()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "why"), [("", "wants CURVE"), ("stranger", "breaks every handshake off")])
 def test_another_router_is_told_why_it_gets_no_worker(
     system: Any, keys: Keys, tmp_path: Path, name: str, why: str
@@ -199,6 +201,7 @@ def test_a_bombardment_changes_no_answer(system: Any, keys: Keys, prompts: list[
     assert system.generate(prompts, max_tokens=60) == expected
 
 
+@pytest.mark.slow
 def test_a_worker_without_descriptors_comes_back(system: Any, prompts: list[list[int]]) -> None:
     """Connections that say nothing until none is left to give: the worker lives, and serves once they are gone."""
     expected = system.generate(prompts, max_tokens=10)

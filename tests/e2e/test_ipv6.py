@@ -12,7 +12,7 @@ from common.wire.listening import has_ipv6, listen
 
 from .pods import NUM_TOKENS, Pods, answers, complete, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KUBERNETES = ("--discovery", "kubernetes", "--prefill-services", "prefill", "--decode-services", "decode")
 

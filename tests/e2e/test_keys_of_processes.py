@@ -18,7 +18,7 @@ from router.auth.keys import digest_of
 from .asking import wait_until
 from .test_router_processes import bearer, page, pids, told
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM, MANY = 2, 12
 OLD, NEW = "dpk_" + "o" * 40, "dpk_" + "n" * 40

@@ -16,7 +16,7 @@ from .conftest import Oracle
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, random_order, run_with
 from .test_handover import LONG, come_back, flags, handovers, leave, under_load
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.slow]
 LENGTHS = (5, 16, 33, 100, 250)
 BLOCK_SIZE = 16
 

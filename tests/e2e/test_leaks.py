@@ -41,6 +41,7 @@ async def _load(url: str, prompts: list[list[int]]) -> tuple[int, int]:
     return counts["finished"], counts["aborted"]
 
 
+@pytest.mark.slow_cases("shape1-tcp")
 @pytest.mark.parametrize(
     ("shape", "transport"),
     [((1, 1), "shm"), ((2, 2), "tcp"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],

@@ -25,7 +25,7 @@ from ..common.weight_formats.checkpoints import FORMATS, write_checkpoint
 from .asking import MODEL, wait_until
 from .conftest import Oracle
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.slow]
 
 NUM_TOKENS = 70
 LENGTHS = (20, 45, 70)

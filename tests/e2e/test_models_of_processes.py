@@ -21,7 +21,7 @@ from .asking import wait_until
 from .test_router_processes import pids, told
 from .two_models import TwoModels, stack_of_two
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM, MANY = 3, 15
 FILE = """

@@ -17,7 +17,7 @@ from .conftest import READY_S, System
 from .dying_worker import POISON
 from .other_program import run_instead
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_WORKERS, MAX_RETRIES = 4, 2
 NUM_TOKENS = 300

@@ -15,7 +15,7 @@ import torch
 from .asking import wait_until
 from .test_failures import ALL_REMOTE, SLOW_PREFILL, is_busy
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 300, 700, 1500)
 ATOL = {"tiny-random": 1e-4, "smollm2-135m": 2e-3}

@@ -103,6 +103,7 @@ def workers(system: System) -> list[StackProcess]:
     return system.stack.workers("prefill")
 
 
+@pytest.mark.slow_cases("tcp")
 def test_a_busy_holder_lends(system: System) -> None:
     """It would take seconds for all; the other worker has nothing, and would take 320 ms more for each prefix."""
     prefix = prompt(LONG, 1)
@@ -115,6 +116,7 @@ def test_a_busy_holder_lends(system: System) -> None:
     system.settle()
 
 
+@pytest.mark.slow
 def test_an_answer_comes_back_to_a_prefill_worker(system: System) -> None:
     """Only the decode worker computed it, and here decode workers compute no prompts."""
     turn = prompt(64, 4)
@@ -128,6 +130,7 @@ def test_an_answer_comes_back_to_a_prefill_worker(system: System) -> None:
     system.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL], ids=["frozen", "dead"])
 def test_a_holder_that_freezes_or_dies_costs_time_alone(system: System, fault: signal.Signals) -> None:
     prefix = prompt(LONG, 6 + fault)
@@ -150,6 +153,7 @@ def test_a_holder_that_freezes_or_dies_costs_time_alone(system: System, fault: s
     system.settle()
 
 
+@pytest.mark.slow
 def test_workers_that_share_nothing_pull_nothing(tmp_path: Path, forge: None) -> None:
     (tmp_path / "pace.json").write_bytes(msgspec.json.encode(PACE))
     flags = ("--no-pull-prefixes", "--kv-memory-gib", "0.1")

@@ -27,7 +27,7 @@ from ..common.model.mxfp4_checkpoint import write_mxfp4
 from ..common.weight_formats.checkpoints import FORMATS, write_checkpoint
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, run_with
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.slow]
 LENGTHS = (5, 33, 66, 70, 81, 96, 97, 130)
 SHORT_TOKENS = 40
 NUM_BLOCKS = 12

@@ -16,7 +16,7 @@ from kernels import gather_blocks, scatter_blocks
 
 from .asking import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 LENGTHS = (5, 16, 17, 33, 100, 250, 400)
 NUM_TOKENS = 12
 BLOCK_SIZE = 16

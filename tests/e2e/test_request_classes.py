@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CLASSES = ("--request-class", "name=interactive,ttft_ms=20000,priority=5", "name=batch,priority=-5")
 NUM_BATCH, NUM_INTERACTIVE, LENGTH = 80, 4, 1000

@@ -21,7 +21,7 @@ from .asking import wait_until
 from .conftest import samples
 from .test_handover import LENGTHS, come_back, flags, handovers, is_used, router_lines, under_load
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.slow]
 
 PATIENCE_S = 60.0
 Kind = TypeVar("Kind", bound=Message)

@@ -18,7 +18,7 @@ from router.auth.keys import digest_of
 
 from .asking import MODEL, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM = 3
 SECRET, LIMITED = "dpk_" + "a" * 40, "dpk_" + "b" * 40

@@ -17,7 +17,7 @@ from common.model_files.tiny import VOCAB_SIZE
 
 from .test_failures import ALL_REMOTE
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 MORE = 3 * 32
 NUM_TOKENS = 300

@@ -48,6 +48,7 @@ def slowly(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "block_size"), [(16, 64), (64, 16), (512, 64), slowly(16, 16), slowly(64, 64), slowly(512, 16)]
 )
@@ -63,6 +64,7 @@ def test_every_chunk_and_block_size(system_of: Any, tiny_case: Case, chunk: int,
     assert system.metric("diptych_kv_blocks_skipped", "decode") > 0
 
 
+@pytest.mark.slow
 def test_one_by_one(system_of: Any, tiny_case: Case) -> None:
     system = system_of(router_flags=ALL_REMOTE)
     tiny_case.check(system.generate(tiny_case.prompts, max_tokens=NUM_TOKENS, at_once=1))
@@ -70,7 +72,11 @@ def test_one_by_one(system_of: Any, tiny_case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "transport"),
-    [((), "shm"), (("--kv-streams", "3"), "shm"), (("--kv-streams", "3", "--kv-transport", "tcp"), "tcp")],
+    [
+        pytest.param((), "shm", marks=pytest.mark.slow),
+        pytest.param(("--kv-streams", "3"), "shm", marks=pytest.mark.slow),
+        (("--kv-streams", "3", "--kv-transport", "tcp"), "tcp"),
+    ],
 )
 def test_two_by_two(system_of: Any, tiny_case: Case, flags: tuple[str, ...], transport: str) -> None:
     system = system_of(2, 2, prefill_flags=flags, router_flags=ALL_REMOTE)
@@ -81,6 +87,7 @@ def test_two_by_two(system_of: Any, tiny_case: Case, flags: tuple[str, ...], tra
         assert system.requests_of(worker) > 0, f"{worker.name} got nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [16, 128])
 def test_without_a_prefill_worker(system_of: Any, tiny_case: Case, chunk: int) -> None:
     system = system_of(0, 1, decode_flags=("--local-prefill-chunk", str(chunk)))
@@ -110,7 +117,17 @@ def test_prefix_on_the_decode_worker_only(system_of: Any, tiny_oracle: Any, rand
     assert system.metric("diptych_kv_blocks_skipped", "decode") - skipped == 3 + 3 + 4
 
 
-@pytest.mark.parametrize("length", [31, 32, 33, 47, 48, 49])
+@pytest.mark.parametrize(
+    "length",
+    [
+        31,
+        32,
+        33,
+        pytest.param(47, marks=pytest.mark.slow),
+        pytest.param(48, marks=pytest.mark.slow),
+        pytest.param(49, marks=pytest.mark.slow),
+    ],
+)
 def test_full_and_partial_hits_around_a_border(
     system_of: Any, tiny_oracle: Any, random_prompts: Any, length: int
 ) -> None:
@@ -133,6 +150,7 @@ def test_the_next_turn_hits_what_was_generated(system_of: Any, tiny_oracle: Any,
     assert system.metric("diptych_kv_blocks_skipped", "decode") - skipped == 8
 
 
+@pytest.mark.slow
 def test_preempted_sequences(system_of: Any, tiny_oracle: Any, random_prompts: Any) -> None:
     system = system_of(
         router_flags=ALL_REMOTE, decode_flags=("--num-blocks", "24", "--watermark", "0"), prefill_flags=()
@@ -143,6 +161,7 @@ def test_preempted_sequences(system_of: Any, tiny_oracle: Any, random_prompts: A
     assert system.metric("vllm:num_preemptions", "decode") > 0
 
 
+@pytest.mark.slow
 def test_first_token_ends_it(system_of: Any, tiny_oracle: Any, random_prompts: Any) -> None:
     system = system_of(router_flags=ALL_REMOTE)
     (prompt,) = random_prompts((100,), vocab_size=256, seed=7)
@@ -155,6 +174,7 @@ def test_first_token_ends_it(system_of: Any, tiny_oracle: Any, random_prompts: A
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("model", "shape"), [("smollm2-135m", (1, 1)), slowly("smollm2-135m", (0, 1)), slowly("gemma3-270m", (1, 1))]

@@ -107,6 +107,7 @@ def ask(url: str, model: str = "tiny-random") -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_pool_at_zero_is_started_for_those_who_ask(served: list[Served], tmp_path: Path) -> None:
     """The whole way: the router's plan, its gauges, a worker more, the file that lists it, and requests that use it."""
     goals = ("--slo-ttft-ms", "10000", "--slo-tpot-ms", "1000", "--planner-interval-s", "0.3")
@@ -122,6 +123,7 @@ def test_a_pool_at_zero_is_started_for_those_who_ask(served: list[Served], tmp_p
     assert served[0].end(signal.SIGTERM, whole_group=False) == set()
 
 
+@pytest.mark.slow
 def test_of_two_models_the_one_that_is_asked_for_grows(served: list[Served], tmp_path: Path) -> None:
     folder = str(make_tiny_model(tmp_path / "another", seed=7))
     goals = ("--slo-ttft-ms", "10000", "--slo-tpot-ms", "1000", "--planner-interval-s", "0.3")
@@ -145,6 +147,7 @@ def test_of_two_models_the_one_that_is_asked_for_grows(served: list[Served], tmp
     assert served[0].end(signal.SIGTERM, whole_group=False) == set()
 
 
+@pytest.mark.slow
 def test_two_services_side_by_side_end_by_control_c_and_by_sigterm(served: list[Served], tmp_path: Path) -> None:
     served += [Served(tmp_path / "a.log"), Served(tmp_path / "b.log", "--prefill", "0")]
     first, second = served
@@ -156,6 +159,7 @@ def test_two_services_side_by_side_end_by_control_c_and_by_sigterm(served: list[
     assert second.end(signal.SIGTERM, whole_group=True) == set()
 
 
+@pytest.mark.slow
 def test_two_models_behind_one_router(served: list[Served], tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "another", seed=7)
     served.append(Served(tmp_path / "a.log", "--model", str(folder), "--prefill", "0"))
@@ -171,11 +175,13 @@ def test_sigterm_to_the_parent_alone_ends_everything(served: list[Served], tmp_p
     assert served[0].returncode == 0
 
 
+@pytest.mark.slow
 def test_killing_the_parent_ends_everything(served: list[Served], tmp_path: Path) -> None:
     served.append(Served(tmp_path / "d.log", "--prefill", "0"))
     assert served[0].end(signal.SIGKILL, whole_group=False) == set()
 
 
+@pytest.mark.slow
 def test_a_worker_that_freezes_while_it_starts_is_not_waited_for_without_end(
     served: list[Served], tmp_path: Path
 ) -> None:
@@ -209,6 +215,7 @@ def wait_for_another(one: Served, name: str, pid: int) -> None:
     wait_until(lambda: one.pid_of(name) not in (0, pid), f"another process is {name}", patience_s=60)
 
 
+@pytest.mark.slow
 def test_what_hangs_is_started_again_and_what_starts_slowly_is_not(served: list[Served], tmp_path: Path) -> None:
     program = (str(Path(__file__).with_name("hanging_service.py")), str(tmp_path))
     flags = ("--prefill", "0", "--decode", "2", "--threads", "1", "--liveness-s", "6.3", "--stall-timeout-s", "1")
@@ -237,6 +244,7 @@ def test_what_hangs_is_started_again_and_what_starts_slowly_is_not(served: list[
     one.end(signal.SIGTERM, whole_group=False)
 
 
+@pytest.mark.slow
 def test_a_router_of_two_processes(served: list[Served], tmp_path: Path) -> None:
     served.append(Served(tmp_path / "a.log", "--prefill", "0", "--router-processes", "2"))
     assert ask(served[0].url) == ask(served[0].url)

@@ -21,7 +21,7 @@ from .conftest import READY_S, System, samples
 from .test_handover import come_back, handovers, wait_for_streams
 from .test_tensor_parallel import ALL_REMOTE, GONE_S, LENGTHS, LONG, NUM_TOKENS, PATIENCE_S, is_running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]
 
 
 def two_hosts(port: int) -> tuple[str, ...]:

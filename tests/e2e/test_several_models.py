@@ -15,7 +15,7 @@ from common.model_files.tiny import make_tiny_model
 
 from .two_models import DEADLINE_S, NUM_TOKENS, TwoModels, stack_of_two
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LENGTHS = (1, 17, 64, 200, 700)
 KEYS = """

@@ -18,7 +18,7 @@ from common.runner.runner import ModelRunner
 from .asking import wait_until
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, random_order, run_with
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 DEVICE = os.environ.get("DIPTYCH_DEVICE", "cpu")
 INT8 = pytest.param("int8", marks=pytest.mark.skipif(DEVICE != "cpu", reason="for CPUs alone"))
 LENGTHS = (5, 16, 17, 33, 100, 250, 400)

@@ -45,6 +45,7 @@ def body_of(number: int) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1), (0, 1), (2, 2)], ids=["1P1D", "0P1D", "2P2D"])
 def test_answers_match_their_schemas_alone_and_in_a_batch(system_of: Any, shape: tuple[int, int]) -> None:
     system = system_of(*shape, router_flags=ALL_REMOTE if shape[0] else ())
@@ -76,6 +77,7 @@ def generate_long(system: Any, random_prompts: Any, disturb: Callable[..., list[
     assert disturb(prompts, **params) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_answer_whose_worker_dies_keeps_to_its_grammar(system_of: Any, random_prompts: Any, role: str) -> None:
     """Its first tokens come with it: the grammar's place is found again by them."""
@@ -89,6 +91,7 @@ def test_an_answer_whose_worker_dies_keeps_to_its_grammar(system_of: Any, random
     system.stack.restart(victim)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_handed_over_keeps_to_its_grammar(system_of: Any, random_prompts: Any) -> None:
     system = system_of(2, 2, router_flags=ALL_REMOTE, prefill_flags=SLOW_PREFILL)
     wait_until(lambda: states(system).count("ready") == 4, "all workers are used")
@@ -108,7 +111,10 @@ def test_an_answer_that_is_handed_over_keeps_to_its_grammar(system_of: Any, rand
     system.stack.restart(victim)
 
 
-@pytest.mark.parametrize("grammar", [{"regex": "("}, {"grammar": "start: nothing"}, {"json": {"type": "no"}}])
+@pytest.mark.parametrize(
+    "grammar",
+    [{"regex": "("}, {"grammar": "start: nothing"}, pytest.param({"json": {"type": "no"}}, marks=pytest.mark.slow)],
+)
 def test_what_cannot_be_matched_is_the_clients_error(http: httpx.Client, grammar: dict[str, Any]) -> None:
     reply = http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "structured_outputs": grammar})
     assert reply.status_code == 400 and reply.json()["error"]["param"].startswith("structured_outputs.")
@@ -121,6 +127,7 @@ LONG_S = 300.0
 """Grammars at their bounds, and streams beside them, on a busy machine."""
 
 
+@pytest.mark.slow
 def test_grammars_beyond_their_bounds_are_refused_and_nobody_notices(system_of: Any, random_prompts: Any) -> None:
     """They took a minute and gigabytes of the engine, of one worker after the other."""
     system = system_of(2, 2, router_flags=ALL_REMOTE, prefill_flags=SLOW_PREFILL)

@@ -19,7 +19,7 @@ from .asking import wait_until
 from .conftest import READY_S, System, samples
 from .test_handover import come_back, handovers, leave, wait_for_streams
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]
 
 TWO = ("--tensor-parallel-size", "2")
 ALL_REMOTE = ("--local-prefill-threshold", "0", "--drain-timeout-s", "60")

@@ -14,7 +14,7 @@ from common.model_files.tiny import make_tiny_model
 from .asking import wait_until
 from .test_token_rules import ALL_REMOTE
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BUDGETS, END = (0, 1, 12, 40), list(b"</think>")
 FORMS: dict[str, dict[str, Any]] = {

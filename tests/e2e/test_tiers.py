@@ -15,7 +15,7 @@ from .asking import wait_until
 from .conftest import System, samples
 from .test_failures import ALL_REMOTE
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 LENGTHS, NUM_CACHED = (200, 90, 17), (192, 80, 16)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from .asking import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ALL_REMOTE = ("--local-prefill-threshold", "0")
 ALLOWED = [*b"abcdefgh ,."]

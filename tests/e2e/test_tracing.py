@@ -12,7 +12,7 @@ from ..collector import Collector, attributes, seconds
 from .asking import wait_until
 from .test_failures import ALL_REMOTE
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_where_the_time_went(system_of: Any, random_prompts: Any) -> None:

@@ -15,7 +15,7 @@ from ..program import Program
 from .asking import MODEL, PATIENCE_S, PROBE_TIMEOUT_S, wait_until
 from .conftest import READY_S
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_a_worker_is_ready_once_it_has_its_vocabulary(tmp_path: Path, launch: Callable[..., Program]) -> None:

@@ -15,7 +15,7 @@ from benchmarks.stack import Stack, StackProcess
 from .asking import MODEL, PROMPT, complete, wait_until
 from .conftest import samples
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 QUEUE_S = 2.0
 COUNT = 3500

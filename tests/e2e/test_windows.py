@@ -18,7 +18,7 @@ from .test_failures import ALL_REMOTE, run_with
 from .test_handover import LONG, come_back, handovers, leave, under_load
 from .test_tiers import hits, used
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.slow]
 WINDOW, BLOCK = 40, 16
 LENGTHS = (20, 41, 66, 97, 210, 330)
 NUM_TOKENS = 70

@@ -12,6 +12,8 @@ import pytest
 
 from .chart import CHART
 
+pytestmark = pytest.mark.slow
+
 
 class Refusal(BaseHTTPRequestHandler):
     """A router that asks for a key."""

@@ -11,7 +11,7 @@ from .chart import EXAMPLES, Object, Rendered, render
 from .custom_types import PACKAGES, package, problems, shape_of
 from .programs import NotAvailable
 
-pytestmark = pytest.mark.helm
+pytestmark = [pytest.mark.helm, pytest.mark.slow]
 
 
 def check(item: Object) -> list[str]:

@@ -29,6 +29,7 @@ def values(manifests: dict[str, Object], kind: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("Application", "HelmRelease"))
 def test_the_values_of_the_page_render(kind: str, manifests: dict[str, Object], helm4: Path) -> None:
     over = values(manifests, kind)
@@ -46,6 +47,7 @@ def test_the_chart_is_where_a_release_pushes_it(manifests: dict[str, Object]) ->
     assert manifests["HelmRelease"]["spec"]["chartRef"]["name"] == manifests["OCIRepository"]["metadata"]["name"]
 
 
+@pytest.mark.slow
 def test_what_an_autoscaler_sets_is_left_to_it(manifests: dict[str, Object], helm4: Path) -> None:
     """Argo CD renders without a cluster to ask: the field is absent, and a difference in it is ignored."""
     (ignored,) = manifests["Application"]["spec"]["ignoreDifferences"]

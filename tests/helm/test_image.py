@@ -43,6 +43,7 @@ def pins(repository: Path, name: str = "constraints") -> dict[str, Version]:
     return {name.lower().replace("_", "-"): Version(version) for name, version in pairs}
 
 
+@pytest.mark.slow
 def test_the_linter_finds_nothing(repository: Path) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():

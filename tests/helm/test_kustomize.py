@@ -62,6 +62,7 @@ def built() -> Iterator[list[Object]]:
     yield [item for item in yaml.load_all(done.stdout, UniqueKeys) if item]
 
 
+@pytest.mark.slow
 def test_the_base_is_what_the_chart_renders(helm4: Path) -> None:
     text = base(helm4)
     if os.environ.get("UPDATE_GOLDEN"):
@@ -79,6 +80,7 @@ def test_the_base_runs_no_image_of_somebody_else_s_and_names_no_namespace() -> N
     assert "discovery_namespace" not in text
 
 
+@pytest.mark.slow
 def test_the_overlay_builds(built: list[Object]) -> None:
     named = {(item["kind"], item["metadata"]["name"]): item for item in built}
     assert {item["metadata"]["namespace"] for item in built} == {"llm"}
@@ -97,6 +99,7 @@ def pod_containers(item: Object) -> list[dict[str, Any]]:
     return [*spec.get("initContainers", ()), *spec.get("containers", ())]
 
 
+@pytest.mark.slow
 def test_a_setting_that_the_overlay_changes_keeps_the_others(built: list[Object]) -> None:
     """The ConfigMap is replaced as a whole: the example must hold every setting that the base has."""
     original, changed = (

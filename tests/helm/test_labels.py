@@ -11,6 +11,7 @@ from .chart import EXAMPLES, render
 pytestmark = pytest.mark.helm
 
 
+@pytest.mark.slow
 def test_labels_of_the_user_s_are_there_and_selectors_untouched(helm4: Path) -> None:
     over = {
         "commonLabels": {"team": "llm", "app.kubernetes.io/part-of": "platform", "diptych/pool": "elsewhere"},
@@ -35,6 +36,7 @@ def test_labels_of_the_user_s_are_there_and_selectors_untouched(helm4: Path) -> 
     assert router["annotations"]["prometheus.io/port"] == "1"
 
 
+@pytest.mark.slow_except("laptop")
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_a_new_chart_alone_restarts_nothing(helm4: Path, example: str) -> None:
     for deployment in render(helm4, example).of("Deployment"):
@@ -43,6 +45,7 @@ def test_a_new_chart_alone_restarts_nothing(helm4: Path, example: str) -> None:
         assert not changing & deployment["spec"]["template"]["metadata"]["labels"].keys()
 
 
+@pytest.mark.slow
 def test_another_name_of_the_chart_is_in_names_and_selectors(helm4: Path) -> None:
     rendered = render(helm4, over={"nameOverride": "serving"})
     deployment = rendered.named("Deployment", "demo-serving-decode-default")

@@ -12,7 +12,7 @@ from common.config.sources import Sources, counterpart
 
 from .chart import CONTROL, HTTP, KV, LEND, Rendered, ports_of, render, selects
 
-pytestmark = pytest.mark.helm
+pytestmark = [pytest.mark.helm, pytest.mark.slow]
 
 
 def allowed(rendered: Rendered, source: dict[str, str], target: dict[str, str], port: int) -> bool:

@@ -20,6 +20,7 @@ SAFE_VOLUMES = {"configMap", "downwardAPI", "emptyDir", "ephemeral", "persistent
 MARGIN_S = 15
 
 
+@pytest.mark.slow_cases("default")
 def test_object_names_are_unique_and_everything_is_in_the_namespace(rendered: Rendered) -> None:
     names = [(item["kind"], item["metadata"]["name"]) for item in rendered.objects]
     assert len(names) == len(set(names))
@@ -119,6 +120,7 @@ def test_every_probe_asks_its_own_question(rendered: Rendered) -> None:
             assert paths["readiness"] == "/ready"
 
 
+@pytest.mark.slow
 def test_a_router_before_empty_pools_takes_requests(helm4: Path) -> None:
     def path(rendered: Rendered) -> str:
         routers = [item for item in rendered.of("Deployment") if "-router-" in item["metadata"]["name"]]
@@ -143,6 +145,7 @@ def test_autoscalers_and_budgets_have_targets_and_each_target_one_master(rendere
         assert ("minAvailable" in budget["spec"]) != ("maxUnavailable" in budget["spec"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("discovery", ["kubernetes", "dns"])
 def test_a_router_that_plans_its_pools_has_the_rights_for_that_and_no_others(
     helm4: Path, tmp_path: Path, discovery: str
@@ -241,6 +244,7 @@ def test_config_maps_that_pods_read_exist(rendered: Rendered) -> None:
     assert not rendered.of("Secret")
 
 
+@pytest.mark.slow
 def test_a_changed_setting_rolls_the_pods(helm4: Path) -> None:
     def checksum(**settings: Any) -> str:
         rendered = render(helm4, over={"decode": {"defaults": {"settings": settings}}})
@@ -283,6 +287,7 @@ def test_routes_end_at_routers(rendered: Rendered) -> None:
         assert own and all(backend["port"] == 80 for backend in own)
 
 
+@pytest.mark.slow
 def test_a_gpu_pod_asks_for_its_device_and_computes_on_it(helm4: Path) -> None:
     for vendor, resource in (("nvidia", "nvidia.com/gpu"), ("amd", "amd.com/gpu")):
         rendered = render(helm4, over={"decode": {"pools": {"gpu": {"accelerator": {"vendor": vendor}}}}})
@@ -293,6 +298,7 @@ def test_a_gpu_pod_asks_for_its_device_and_computes_on_it(helm4: Path) -> None:
         assert "DIPTYCH_THREADS" not in names
 
 
+@pytest.mark.slow
 def test_pools_inherit_and_override(helm4: Path) -> None:
     over = {
         "workers": {"settings": {"block_size": 32, "enable_prefix_caching": True}, "drainSeconds": 100},
@@ -321,6 +327,7 @@ def test_pools_inherit_and_override(helm4: Path) -> None:
     assert "demo-diptych-decode-b" not in [item["metadata"]["name"] for item in rendered.of("PodDisruptionBudget")]
 
 
+@pytest.mark.slow
 def test_a_pool_may_keep_prefixes_on_disk(helm4: Path) -> None:
     rendered = render(helm4, over={"prefill": {"defaults": {"kvDisk": {"enabled": True, "gib": 7}}}})
     prefill, decode = (rendered.named("Deployment", f"demo-diptych-{role}-default") for role in ("prefill", "decode"))
@@ -332,6 +339,7 @@ def test_a_pool_may_keep_prefixes_on_disk(helm4: Path) -> None:
     assert {"name": "kv-disk", "emptyDir": {"sizeLimit": "8Gi"}} in spec["volumes"]
 
 
+@pytest.mark.slow
 def test_what_fetches_a_model_has_the_environment_of_its_pod(helm4: Path) -> None:
     proxy = [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]
     rendered = render(helm4, over={"workers": {"env": proxy}, "router": {"env": proxy}})
@@ -346,6 +354,7 @@ def test_the_test_s_pod_is_there_for_its_log(rendered: Rendered) -> None:
         assert pod["metadata"]["annotations"]["helm.sh/hook-delete-policy"] == "before-hook-creation"
 
 
+@pytest.mark.slow
 def test_services_take_the_families_that_are_asked_for(helm4: Path) -> None:
     dual = render(helm4, over={"router": {"service": {"ipFamilyPolicy": "PreferDualStack"}}})
     policies = {item["metadata"]["name"]: item["spec"].get("ipFamilyPolicy") for item in dual.of("Service")}
@@ -353,6 +362,7 @@ def test_services_take_the_families_that_are_asked_for(helm4: Path) -> None:
     assert set(policies.values()) == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "memory", "emptyDir", "claim"])
 def test_a_router_keeps_responses_where_it_is_told_to(helm4: Path, kind: str) -> None:
     store = {"type": kind, "claimName": "kept", "size": "5Gi"}

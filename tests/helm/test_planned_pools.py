@@ -71,6 +71,7 @@ def test_a_shared_router_is_told_of_each_model_s_pools_in_the_file_of_models(hel
         assert "replicas" not in rendered.named("Deployment", name)["spec"], "an upgrade leaves them alone"
 
 
+@pytest.mark.slow
 def test_a_shared_router_may_scale_the_pools_that_it_plans_and_no_others(helm4: Path) -> None:
     keda = {"autoscaling": {"type": "keda"}}
     rendered = render(helm4, over=two_models(other=keda, discovery={"type": "dns"}))
@@ -87,6 +88,7 @@ def test_a_shared_router_may_scale_the_pools_that_it_plans_and_no_others(helm4: 
     assert any(port["port"] == 6443 for rule in way["spec"]["egress"] for port in rule.get("ports", ()))
 
 
+@pytest.mark.slow
 def test_leases_are_those_of_all_models_that_a_router_plans(helm4: Path) -> None:
     rendered = render(helm4, over=two_models(other=scaled(), sharedRouter={"enabled": True, "defaultModel": "b"}))
     assert rights(rendered) == {
@@ -95,6 +97,7 @@ def test_leases_are_those_of_all_models_that_a_router_plans(helm4: Path) -> None
     }
 
 
+@pytest.mark.slow
 def test_a_shared_router_of_one_model_has_its_plan_in_the_file_too(helm4: Path) -> None:
     """So that a second model is no other kind of release."""
     pools = {"default": None, "a": scaled()}
@@ -104,6 +107,7 @@ def test_a_shared_router_of_one_model_has_its_plan_in_the_file_too(helm4: Path) 
     assert settings["planner"] == "kubernetes" and not OF_A_MODEL & settings.keys()
 
 
+@pytest.mark.slow
 def test_where_nothing_is_planned_nothing_is_said_of_a_plan(helm4: Path) -> None:
     rendered = render(helm4, over=two_models(prefill={}, decode={}))
     assert tables(rendered) == {"a": {}, "b": {}}
@@ -111,6 +115,7 @@ def test_where_nothing_is_planned_nothing_is_said_of_a_plan(helm4: Path) -> None
     assert rights(rendered) == {}
 
 
+@pytest.mark.slow
 def test_a_changed_plan_rolls_the_shared_router(helm4: Path) -> None:
     """A running router takes none of it from the file."""
     first = checksum(render(helm4, over=two_models()))
@@ -128,6 +133,7 @@ def test_a_changed_plan_rolls_the_shared_router(helm4: Path) -> None:
     assert checksum(render(helm4, over=two_models(other={"autoscaling": {"type": "none", "price": 3}}))) == first
 
 
+@pytest.mark.slow
 def test_a_worker_over_several_pods_is_scaled_as_a_set(helm4: Path) -> None:
     spread = {"tensorParallelSize": 4, "rankHosts": 2, "accelerator": {"vendor": "nvidia"}}
     rendered = render(
@@ -141,6 +147,7 @@ def test_a_worker_over_several_pods_is_scaled_as_a_set(helm4: Path) -> None:
     assert found["deployments/scale"] == ["demo-diptych-prefill-a"]
 
 
+@pytest.mark.slow
 def test_a_router_of_one_model_has_prices_in_its_settings(helm4: Path, tmp_path: Path) -> None:
     rendered = render(
         helm4,
@@ -159,13 +166,14 @@ def test_a_router_of_one_model_has_prices_in_its_settings(helm4: Path, tmp_path:
     assert (config.price_prefill, config.price_decode) == (0.001, 1)
 
 
+@pytest.mark.slow
 def test_the_largest_price_stays_a_whole_number(helm4: Path) -> None:
     """YAML through Helm makes 1e+09 of it."""
     rendered = render(helm4, over=two_models(decode=scaled(price=1_000_000_000)))
     assert "price_decode = 1000000000\n" in rendered.named("ConfigMap", NAME)["data"]["models.toml"]
 
 
-@pytest.mark.parametrize("shared", (True, False), ids=("shared", "own"))
+@pytest.mark.parametrize("shared", (pytest.param(True, marks=pytest.mark.slow), False), ids=("shared", "own"))
 def test_a_price_that_is_said_twice_is_refused(helm4: Path, shared: bool) -> None:
     over = two_models(decode=scaled(price=3), router={"settings": {"price_decode": 2}})
     said = "settings.price_decode and autoscaling.price of the decode pool both say what a pod of model a costs"

@@ -10,7 +10,7 @@ import pytest
 from .chart import Object, Refused, Rendered, containers, render, settings_of
 from .test_render import check_schemas
 
-pytestmark = pytest.mark.helm
+pytestmark = [pytest.mark.helm, pytest.mark.slow]
 
 ROUTER, PREFILL, DECODE = (
     f"demo-diptych-{name}" for name in ("router-smollm2-135m", "prefill-default", "decode-default")

@@ -16,7 +16,7 @@ import trustme
 from .chart import Rendered, render
 from .cluster import Cluster, Secrets, running, small_values
 
-pytestmark = [pytest.mark.helm, pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.helm, pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.slow]
 
 
 KEY = "dk-of-the-chart-s-own-test"

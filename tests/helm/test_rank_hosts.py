@@ -44,6 +44,7 @@ def templates(item: Object) -> tuple[Object, Object]:
     return template["leaderTemplate"], template["workerTemplate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kubernetes", KUBERNETES)
 def test_the_set_is_what_its_api_takes(helm4: Path, kubernetes: str) -> None:
     rendered = render(helm4, "several-hosts", kubernetes=kubernetes, apis=APIS)
@@ -55,6 +56,7 @@ def test_the_set_is_what_its_api_takes(helm4: Path, kubernetes: str) -> None:
     assert check_schemas(Rendered("", others), kubernetes) >= 15
 
 
+@pytest.mark.slow
 def test_a_misspelt_field_would_be_found(helm4: Path) -> None:
     wrong = copy.deepcopy(spread(helm4).named("LeaderWorkerSet", DECODE))
     wrong["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Never"
@@ -67,6 +69,7 @@ def test_a_misspelt_field_would_be_found(helm4: Path) -> None:
     assert "spec.leaderWorkerTemplate.workerTemplate is missing" in problems_of_set(wrong, KUBERNETES[-1])
 
 
+@pytest.mark.slow
 def test_a_group_has_the_devices_and_the_model_of_each_host(helm4: Path, tmp_path: Path) -> None:
     rendered = spread(helm4, replicas=3)
     item = rendered.named("LeaderWorkerSet", DECODE)
@@ -91,6 +94,7 @@ def test_a_group_has_the_devices_and_the_model_of_each_host(helm4: Path, tmp_pat
     assert host.log_json
 
 
+@pytest.mark.slow
 def test_both_sides_prove_themselves_with_the_key_of_the_cluster(helm4: Path) -> None:
     rendered = render(helm4, "several-hosts", apis=APIS)
     table = tomllib.loads(rendered.named("ConfigMap", DECODE)["data"]["diptych.toml"])
@@ -100,6 +104,7 @@ def test_both_sides_prove_themselves_with_the_key_of_the_cluster(helm4: Path) ->
         assert table["rank_host"]["curve_key"].startswith(mounts["curve"])
 
 
+@pytest.mark.slow
 def test_only_leaders_are_workers(helm4: Path) -> None:
     """To Services, and so to routers; monitors look for a port that other pods do not have."""
     rendered = spread(helm4)
@@ -112,6 +117,7 @@ def test_only_leaders_are_workers(helm4: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_pods_of_a_pool_reach_each_other_and_no_stranger_reaches_them(helm4: Path) -> None:
     rendered = spread(helm4)
     leader, other = (pod["metadata"]["labels"] for pod in templates(rendered.named("LeaderWorkerSet", DECODE)))
@@ -127,6 +133,7 @@ def test_pods_of_a_pool_reach_each_other_and_no_stranger_reaches_them(helm4: Pat
     assert not allowed(Rendered("", others), stranger, leader, RANKS)
 
 
+@pytest.mark.slow
 def test_one_budget_holds_all_pods_of_a_pool(helm4: Path) -> None:
     """With minAvailable of workers: whichever pod goes takes a worker with it."""
     budget = spread(helm4, replicas=3, pdb={"enabled": True, "minAvailable": 2}).named("PodDisruptionBudget", DECODE)
@@ -136,6 +143,7 @@ def test_one_budget_holds_all_pods_of_a_pool(helm4: Path) -> None:
     assert plain["spec"]["maxUnavailable"] == 1
 
 
+@pytest.mark.slow
 def test_what_scales_names_the_set(helm4: Path) -> None:
     for scaling in ({"type": "hpa", "target": 0.9}, {"type": "keda", "target": 0.9}):
         (found,) = spread(helm4, autoscaling=scaling).of("HorizontalPodAutoscaler", "ScaledObject")
@@ -163,6 +171,7 @@ def test_what_cannot_be_spread_is_refused(helm4: Path) -> None:
         render(helm4, over={"decode": {"pools": {"default": SPREAD}}})
 
 
+@pytest.mark.slow
 def test_a_prefill_pool_is_spread_too(helm4: Path, tmp_path: Path) -> None:
     rendered = render(helm4, over={"prefill": {"pools": {"default": SPREAD}}}, apis=APIS)
     leader, other = templates(rendered.named("LeaderWorkerSet", "demo-diptych-prefill-default"))

@@ -44,6 +44,7 @@ def check_schemas(rendered: Rendered, kubernetes: str) -> int:
     return num_checked
 
 
+@pytest.mark.slow_cases("helm3")
 def test_lint_finds_nothing(either_helm: Path) -> None:
     for name in ("", *EXAMPLES):
         files = ["-f", str(CHART / "examples" / f"{name}.yaml")] if name else []
@@ -54,6 +55,7 @@ def test_lint_finds_nothing(either_helm: Path) -> None:
         assert done.returncode == 0 or (name in NEEDS and "needs the API" in done.stdout + done.stderr), done.stdout
 
 
+@pytest.mark.slow_except("4-1.37-operators-several-models")
 @pytest.mark.parametrize("example", ("", *EXAMPLES))
 @pytest.mark.parametrize("operators", (True, False), ids=("operators", "bare"))
 @pytest.mark.parametrize(("major", "kubernetes"), ((3, KUBERNETES[-1]), *((4, each) for each in KUBERNETES)))
@@ -75,6 +77,7 @@ def test_every_object_is_what_kubernetes_defines(
         assert check_schemas(rendered, kubernetes) >= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ("", *EXAMPLES))
 def test_both_helms_render_the_same(helm3: Path, helm4: Path, example: str) -> None:
     examples = (example,) if example else ()
@@ -95,6 +98,7 @@ def test_golden(helm4: Path, example: str) -> None:
     assert not (changed := list(lines)), "\n".join(changed[:60])
 
 
+@pytest.mark.slow
 def test_sources_are_tidy_yaml() -> None:
     rules = "{extends: relaxed, rules: {line-length: {max: 160}, key-duplicates: enable, truthy: enable}}"
     files = [
@@ -108,11 +112,13 @@ def test_sources_are_tidy_yaml() -> None:
         assert not [problem for problem in found if problem.level == "error"], f"{file.name}: {found}"
 
 
+@pytest.mark.slow
 def test_without_operators_nothing_of_theirs_is_made(helm4: Path) -> None:
     kinds = {item["apiVersion"].partition("/")[0] for item in render(helm4, apis=()).objects}
     assert kinds <= {"v1", "apps", "policy", "networking.k8s.io", "rbac.authorization.k8s.io"}
 
 
+@pytest.mark.slow
 def test_old_kubernetes_gets_an_older_pause(helm4: Path) -> None:
     router = "demo-diptych-router-smollm2-135m"
     for kubernetes, kind in (("1.29", "exec"), ("1.30", "sleep")):
@@ -121,6 +127,7 @@ def test_old_kubernetes_gets_an_older_pause(helm4: Path) -> None:
         assert list(lifecycle["preStop"]) == [kind]
 
 
+@pytest.mark.slow
 def test_names_that_look_like_numbers_stay_names(helm4: Path) -> None:
     over = {
         "models": {"1": {"source": {"claimName": "123", "cacheClaim": "77", "cacheSize": "5"}}},

@@ -11,7 +11,7 @@ from router.request.paths import GENERATING
 
 from .chart import Refused, Rendered, render
 
-pytestmark = pytest.mark.helm
+pytestmark = [pytest.mark.helm, pytest.mark.slow]
 
 INGRESS = {"enabled": True, "hosts": [{"host": "llm.example.com"}]}
 ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["llm.example.com"]}

@@ -55,6 +55,7 @@ def scaling_expressions(helm: Path) -> Iterator[tuple[str, str]]:
                     yield f"{item['metadata']['name']}: {trigger['name']}", trigger["metadata"]["query"]
 
 
+@pytest.mark.slow
 def test_every_expression_parses(helm4: Path) -> None:
     expressions = [rule["expr"] for rule in rules_of(helm4)]
     expressions += [expression for _, expression in (*dashboard_expressions(), *scaling_expressions(helm4))]
@@ -63,6 +64,7 @@ def test_every_expression_parses(helm4: Path) -> None:
         promql_parser.parse(expression)
 
 
+@pytest.mark.slow
 def test_every_expression_uses_metrics_that_exist(helm4: Path, repository: Path) -> None:
     documented = (repository / "docs" / "metrics.md").read_text(encoding="utf-8")
     records = {rule["record"] for rule in rules_of(helm4) if "record" in rule}
@@ -104,6 +106,7 @@ def test_every_expression_counts_requests_of_all_apis(helm4: Path) -> None:
     assert len(patterns) == 1
 
 
+@pytest.mark.slow
 def test_two_releases_have_dashboards_of_their_own(helm4: Path) -> None:
     pages: dict[str, Any] = {}
     for name in ("demo", "other"):
@@ -138,6 +141,7 @@ def template(helm: Path, release: str) -> str:
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
+@pytest.mark.slow
 def test_an_alert_can_be_left_out_and_labelled(helm4: Path) -> None:
     over = {"disabled": ["DiptychRetries"], "alertLabels": {"team": "ml"}, "runbookURL": "https://example.com/runs"}
     (rules,) = render(helm4, over={"monitoring": {"rules": over}}).of("PrometheusRule")

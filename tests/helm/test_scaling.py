@@ -22,6 +22,8 @@ from .autoscaler import Scaler
 from .chart import NAMESPACE, Rendered, render
 from .cluster import Container, small_values
 
+pytestmark = pytest.mark.slow
+
 PHASE_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 300.0
 TICK_S = 0.5

@@ -85,6 +85,7 @@ def test_workers_call_their_model_as_the_router_does(helm4: Path, tmp_path: Path
             assert any(path.startswith(f"{mount['mountPath']}/") for mount in mounts)
 
 
+@pytest.mark.slow
 def test_a_router_fetches_each_model_of_the_hub(helm4: Path) -> None:
     rendered = render(helm4, over=values(model("a"), model("b")))
     spec = rendered.named("Deployment", NAME)["spec"]["template"]["spec"]
@@ -92,6 +93,7 @@ def test_a_router_fetches_each_model_of_the_hub(helm4: Path) -> None:
     assert fetches == {"fetch-a": ["org/a", "--no-weights"], "fetch-b": ["org/b", "--no-weights"]}
 
 
+@pytest.mark.slow
 def test_models_share_a_cache_that_all_of_them_name(helm4: Path) -> None:
     def cache(*claims: str) -> Any:
         models = [
@@ -104,6 +106,7 @@ def test_models_share_a_cache_that_all_of_them_name(helm4: Path) -> None:
     assert cache("one", "two")["emptyDir"] == {}
 
 
+@pytest.mark.slow
 def test_only_what_a_running_router_does_not_take_restarts_it(helm4: Path) -> None:
     first = checksum(render(helm4, over=values(model("a"), model("b"))))
     live = values(
@@ -121,6 +124,7 @@ def test_only_what_a_running_router_does_not_take_restarts_it(helm4: Path) -> No
     assert all(checksum(render(helm4, over=values(*models))) != first for models in others)
 
 
+@pytest.mark.slow
 def test_autoscalers_and_series_are_those_of_each_model(helm4: Path) -> None:
     rendered = render(helm4, "shared-router")
     triggers = rendered.named("ScaledObject", "demo-diptych-prefill-large")["spec"]["triggers"]
@@ -136,6 +140,7 @@ def test_autoscalers_and_series_are_those_of_each_model(helm4: Path) -> None:
     assert dotted["spec"]["podMetricsEndpoints"][0]["metricRelabelings"][0]["regex"] == r"m-1\.5"
 
 
+@pytest.mark.slow
 def test_a_router_that_may_hold_requests_for_one_model_takes_them(helm4: Path) -> None:
     def path(**scaling: Any) -> str:
         pools = {"default": None, "a": {}, "b": {"autoscaling": {"type": "keda"} | scaling}}
@@ -146,6 +151,7 @@ def test_a_router_that_may_hold_requests_for_one_model_takes_them(helm4: Path) -
     assert (path(minReplicas=1), path(minReplicas=0)) == ("/ready", "/health")
 
 
+@pytest.mark.slow
 def test_routes_need_no_model_and_refuse_an_unknown_one(helm4: Path) -> None:
     routes = {
         "ingress": {"enabled": True, "hosts": [{"host": "a"}, {"host": "b", "model": "b"}]},
@@ -172,6 +178,7 @@ PVC = {"claimName": "c", "path": "snapshot"}
 PLANNED = {"autoscaling": {"type": "planner"}}
 
 
+@pytest.mark.slow_except("over0-*", "over5-*", "over6-*", "over7-*", "over9-*", "over12-*")
 @pytest.mark.parametrize(
     ("over", "message"),
     (
@@ -210,6 +217,7 @@ def test_what_one_router_cannot_have_is_refused_with_a_sentence(
     assert message in str(refused.value)
 
 
+@pytest.mark.slow
 def test_notes_name_the_models(helm4: Path, tmp_path: Path) -> None:
     split = {"name": "chat", "weights": {"a": 1, "b": 1}}
     file = tmp_path / "values.json"
@@ -240,6 +248,7 @@ def cluster(helm4: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_the_rendered_router_serves_all_models_and_takes_a_changed_file(

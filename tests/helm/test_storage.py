@@ -25,6 +25,7 @@ def filled(helm: Path, source: Object | None = None, **over: Any) -> Rendered:
     return render(helm, over={"models": models, **over})
 
 
+@pytest.mark.slow
 def test_the_claim_is_made_and_stays(either_helm: Path) -> None:
     volume = {"size": "50Gi", "storageClass": "nfs", "accessMode": "ReadWriteOnce"}
     (claim,) = filled(either_helm, {"cacheVolume": volume}).of("PersistentVolumeClaim")
@@ -38,6 +39,7 @@ def test_the_claim_is_made_and_stays(either_helm: Path) -> None:
     assert "annotations" not in claim["metadata"] and claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
+@pytest.mark.slow
 def test_every_pod_of_the_model_has_the_volume(helm4: Path) -> None:
     rendered = filled(helm4)
     for item in (*rendered.of("Deployment"), *rendered.of("Job")):
@@ -46,6 +48,7 @@ def test_every_pod_of_the_model_has_the_volume(helm4: Path) -> None:
     assert check_schemas(rendered, "1.37") >= 15
 
 
+@pytest.mark.slow
 def test_the_job_fetches_what_workers_load(helm4: Path) -> None:
     """With weights, by the router's image, which any node can pull, into the folder where workers look."""
     rendered = filled(helm4)
@@ -64,6 +67,7 @@ def test_the_job_fetches_what_workers_load(helm4: Path) -> None:
     assert job["spec"]["template"]["spec"]["restartPolicy"] == "OnFailure"
 
 
+@pytest.mark.slow
 def test_a_job_that_fetches_something_else_has_another_name(helm4: Path) -> None:
     """Kubernetes refuses a change of a Job; what does not concern it leaves its name."""
 
@@ -118,6 +122,7 @@ def test_a_tokenizer_has_no_volume_of_its_own(helm4: Path) -> None:
         render(helm4, over={"models": {"smollm2-135m": {"source": {"id": "x"}, "tokenizer": tokenizer}}})
 
 
+@pytest.mark.slow
 def test_a_modelcar_is_mounted_under_its_own_name(helm4: Path) -> None:
     source = {"reference": "oci://registry.example.com/modelcars/qwen:1", "path": "models"}
     rendered = render(helm4, over={"models": {"smollm2-135m": {"source": source}}})

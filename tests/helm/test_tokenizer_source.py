@@ -10,7 +10,7 @@ import pytest
 
 from .chart import Refused, render, settings_of
 
-pytestmark = pytest.mark.helm
+pytestmark = [pytest.mark.helm, pytest.mark.slow]
 
 LARGE: dict[str, Any] = {"source": {"claimName": "models", "path": "llama"}, "tokenizer": {"id": "meta/llama"}}
 ROUTER = "demo-diptych-router-m"

@@ -128,6 +128,7 @@ def upgraded(helm: Path, server: str, home: Path, over: dict[str, Any]) -> dict[
     return replicas_of(list(yaml.safe_load_all(done.stdout)))
 
 
+@pytest.mark.slow_cases("helm3")
 def test_turning_autoscaling_on_keeps_the_pods_that_run(either_helm: Path, tmp_path: Path) -> None:
     """Eight replicas of a manifest that has none the next time were set to 1 by the API server."""
     with api_server({PREFILL: 3, DECODE: 8, ROUTER: 4}) as server:
@@ -136,6 +137,7 @@ def test_turning_autoscaling_on_keeps_the_pods_that_run(either_helm: Path, tmp_p
         assert upgraded(either_helm, server, tmp_path, fixed) == {PREFILL: 2, DECODE: 2, ROUTER: 1}
 
 
+@pytest.mark.slow
 def test_what_does_not_run_yet_is_left_to_the_autoscaler(helm4: Path, tmp_path: Path) -> None:
     with api_server({DECODE: 0}) as server:
         assert upgraded(helm4, server, tmp_path, AUTOSCALED) == {PREFILL: None, DECODE: 0, ROUTER: None}

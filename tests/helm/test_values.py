@@ -57,6 +57,17 @@ def test_a_misspelt_key_is_caught_at_every_depth() -> None:
         assert not validator.is_valid(wrong), ".".join(path)
 
 
+@pytest.mark.slow_cases(
+    "helm4-over1-max_num_seqs",
+    "helm4-over6-vendor",
+    "helm4-over7-name",
+    "helm4-over8-Not_A_Label",
+    "helm4-over11-source",
+    "helm4-over15-apiKeySecret",
+    "helm4-over16-requestTimeout",
+    "helm4-over17-responseStore",
+    "helm4-over26-requestsPerHour",
+)
 @pytest.mark.parametrize(
     ("over", "message"),
     (
@@ -98,6 +109,7 @@ def test_bad_values_are_refused_by_both_helms(either_helm: Path, over: dict[str,
         render(either_helm, over=over)
 
 
+@pytest.mark.slow_cases("helm4-over1-*")
 @pytest.mark.parametrize(
     ("over", "shown"),
     (
@@ -122,6 +134,9 @@ FOLLOWS = {"type": "keda", "kedaTrigger": "prometheus", "slo": True}
 ROUTE = {"enabled": True, "parentRefs": [{"name": "public"}]}
 
 
+@pytest.mark.slow_except(
+    "over0-*", "over3-*", "over4-*", "over11-characters, Kubernetes takes 63", "over16-a Service cannot be called 1st-"
+)
 @pytest.mark.parametrize(
     ("over", "message"),
     (
@@ -224,12 +239,14 @@ def notes_of(helm: Path, home: Path, *flags: str, models: bool = False) -> str:
     return done.stdout.partition("NOTES:")[2]
 
 
+@pytest.mark.slow
 def test_notes_say_how_to_try_it(helm4: Path, tmp_path: Path) -> None:
     notes = notes_of(helm4, tmp_path)
     assert "port-forward service/demo-diptych-router-smollm2-135m" in notes and "helm test demo" in notes
     assert "longer ones are cut" not in notes
 
 
+@pytest.mark.slow
 def test_notes_warn_of_answers_that_an_update_would_cut(helm4: Path, tmp_path: Path) -> None:
     assert RouterConfig(decode=("tcp://d:1",)).request_timeout_s == 600  # what NOTES.txt takes it for
     notes = notes_of(helm4, tmp_path, "--set", "router.settings.request_timeout_s=900")
@@ -245,6 +262,7 @@ def template(helm: Path, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_and_a_pool_are_set_from_the_command_line(either_helm: Path) -> None:
     text = template(
         either_helm,
@@ -258,6 +276,7 @@ def test_a_model_and_a_pool_are_set_from_the_command_line(either_helm: Path) -> 
     assert sorted(images) == ["ghcr.io/acme/diptych-router:0.1.0", "ghcr.io/acme/diptych-worker:0.1.0-cpu"]
 
 
+@pytest.mark.slow
 def test_an_overlay_takes_entries_away_and_a_pool_belongs_to_the_model_of_its_name(helm4: Path, tmp_path: Path) -> None:
     overlay = {"models": {"small": None}, "decode": {"pools": {"small": None}}, "prefill": {"pools": {"small": None}}}
     (tmp_path / "overlay.json").write_text(json.dumps(overlay))
@@ -268,6 +287,7 @@ def test_an_overlay_takes_entries_away_and_a_pool_belongs_to_the_model_of_its_na
     assert names == {f"demo-diptych-{role}" for role in roles}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("images", "name"),
     (
@@ -283,12 +303,14 @@ def test_images_have_whole_names(helm4: Path, images: dict[str, Any], name: str)
     assert f'image: "{name}' in render(helm4, over={"images": images}).text
 
 
+@pytest.mark.slow
 def test_without_a_host_an_image_is_refused(either_helm: Path) -> None:
     for images in ({"registry": ""}, {"registry": "acme"}):
         with pytest.raises(Refused, match=r"names no host: build and push .* --set images\.registry=ghcr\.io/acme"):
             render(either_helm, over={"images": images})
 
 
+@pytest.mark.slow
 def test_a_pool_may_have_an_image_of_its_own(helm4: Path) -> None:
     digest = "sha256:" + "b" * 64
     pools = {"amd": {"image": {"tag": "rocm"}}, "default": {}, "pinned": {"image": {"digest": digest}}}
@@ -308,6 +330,7 @@ def image_of(rendered: Rendered, pool: str) -> str:
     return str(image).partition("diptych-worker")[2]
 
 
+@pytest.mark.slow
 def test_a_pool_s_image_is_that_of_its_accelerator(helm4: Path) -> None:
     pools = {vendor: {"accelerator": {"vendor": vendor}} for vendor in ("none", "nvidia", "amd")}
     over: dict[str, Any] = {"decode": {"pools": pools}}
@@ -323,6 +346,7 @@ def test_a_pool_s_image_is_that_of_its_accelerator(helm4: Path) -> None:
     assert image_of(render(helm4, over=over), "none") == ":mine"
 
 
+@pytest.mark.slow
 def test_an_accelerator_without_an_image_needs_one(helm4: Path) -> None:
     pool: dict[str, Any] = {"accelerator": {"vendor": "intel", "device": "xpu"}}
     with pytest.raises(Refused, match=r"no worker image is built for accelerator\.vendor intel: set image\.repository"):
@@ -331,6 +355,7 @@ def test_an_accelerator_without_an_image_needs_one(helm4: Path) -> None:
     assert image_of(render(helm4, over={"decode": {"pools": {"default": pool}}}), "default") == ":xpu"
 
 
+@pytest.mark.slow
 def test_notes_say_that_the_test_has_no_key(helm4: Path, tmp_path: Path) -> None:
     flags = ("--set", "apiKeys.existingSecret=keys")
     assert "helm test has none: set test.apiKeySecret" in notes_of(helm4, tmp_path, *flags)

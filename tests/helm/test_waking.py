@@ -20,6 +20,7 @@ def settings(helm: Path, over: dict[str, Any]) -> dict[str, Any]:
     return settings_of(rendered, rendered.named("Deployment", "demo-diptych-router-smollm2-135m"))
 
 
+@pytest.mark.slow
 def test_routers_hold_requests_until_the_slowest_pool_could_have_started(helm4: Path) -> None:
     over: dict[str, Any] = {
         "workers": {"autoscaling": ZERO, "startupSeconds": 400},
@@ -38,6 +39,7 @@ def test_a_wait_that_the_whole_request_does_not_allow_is_refused(helm4: Path) ->
         render(helm4, over=over)
 
 
+@pytest.mark.slow
 def test_notes_say_when_requests_would_give_up_first(helm4: Path, tmp_path: Path) -> None:
     flags = ("--set", "workers.autoscaling.type=planner", "--set", "workers.autoscaling.minReplicas=0")
     warning = "is held 30 s (router.settings.queue_timeout_s) and then answered 503, though a worker may take 1800 s"

@@ -24,6 +24,7 @@ def worst(case: Any, out: torch.Tensor, **options: Any) -> float:
     return float((out.double() - expected).abs().max())
 
 
+@pytest.mark.slow_except("torch-32", "torch-128", "native-32")
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_block_sizes(each_backend: Any, make_case: Any, block: int) -> None:
     case = make_case(MIXED, block=block)
@@ -42,6 +43,7 @@ def test_head_groups(each_backend: Any, make_case: Any, heads: int, kv_heads: in
     assert worst(case, case.run(each_backend)) < 3e-6
 
 
+@pytest.mark.slow_cases("torch-7", "torch-65", "torch-5000")
 @pytest.mark.parametrize("window", [1, 7, 16, 64, 65, 500, 5000])
 def test_windows(each_backend: Any, make_case: Any, window: int) -> None:
     case = make_case(MIXED)
@@ -84,6 +86,7 @@ def test_sinks(each_backend: Any, make_case: Any, dtype: torch.dtype, options: d
     assert not out[:, 3].any() and out[:, 0].abs().amin(-1).isfinite().all()
 
 
+@pytest.mark.slow
 def test_bfloat16_rounds_only_what_it_stores(each_backend: Any, make_case: Any) -> None:
     case = make_case(MIXED, dtype=torch.bfloat16, heads=9, kv_heads=3)
     assert worst(case, case.run(each_backend)) < 0.02

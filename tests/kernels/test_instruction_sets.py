@@ -81,6 +81,7 @@ def test_a_set_needs_whatever_its_compiler_may_use(each: InstructionSet) -> None
     assert used and used - OF_EVERY_X86 <= each.needs
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="asks a compiler of x86-64")
 def test_every_part_of_the_sources_is_in_some_library(repository: Path) -> None:
     """A new `#if` in the C++ for instructions that no set has would never be shipped."""

@@ -83,6 +83,7 @@ def test_other_compilers_serve_as_well(tmp_path: Path, repository: Path, kind: s
     assert len(list((tmp_path / "cache" / "native").glob("*.so"))) == 1
 
 
+@pytest.mark.slow
 def test_the_library_is_built_once(tmp_path: Path, calls: Path) -> None:
     assert native_build.load_native.__wrapped__() is not None
     (built,) = (tmp_path / "native").iterdir()
@@ -91,6 +92,7 @@ def test_the_library_is_built_once(tmp_path: Path, calls: Path) -> None:
     assert built.stat().st_mtime_ns == stamp and len(calls.read_text().split()) == count > 0
 
 
+@pytest.mark.slow
 def test_a_damaged_library_is_built_again(tmp_path: Path, calls: Path) -> None:
     assert native_build.load_native.__wrapped__() is not None
     (built,) = (tmp_path / "native").iterdir()
@@ -100,6 +102,7 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, calls: Path) -> None:
     assert native_build.load_native.__wrapped__() is not None
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_compile_once(calls: Path) -> None:
     program = "from kernels.cpu.build import load_native; assert load_native() is not None"
     started = [subprocess.Popen([sys.executable, "-P", "-c", program]) for _ in range(2)]
@@ -141,6 +144,7 @@ def test_a_library_that_does_not_load_makes_room_for_the_next(
     assert "trying the next" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_cpu_that_no_library_fits_compiles(
     shipped: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,6 +154,7 @@ def test_a_cpu_that_no_library_fits_compiles(
     assert calls.exists() and "compiling them for it" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_kind_that_is_named_is_compiled(shipped: Path, calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setenv("DIPTYCH_MARCH", "x86-64-v3")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(400)  # of compilers, on any machine
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]  # of compilers, on any machine
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
 NEEDED = {
     "native": set(),

@@ -99,6 +99,7 @@ def decode_steps(model: Decoder, batch: int) -> tuple[Tensor, Tensor]:
     return runner.forward(steps), torch.cat([runner.forward([step]) for step in steps])
 
 
+@pytest.mark.slow_cases("llama-40-bfloat16-none", "gemma3-20-bfloat16-none", "gemma3-40-bfloat16-none")
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 @pytest.mark.parametrize("batch", [5, 20, 40])
 def test_a_step_of_many_is_that_of_each(folder: Path, dtype: str, quantization: str, batch: int) -> None:

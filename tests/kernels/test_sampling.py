@@ -39,7 +39,20 @@ def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-@pytest.mark.parametrize("width", [1, 5, 8, 31, 64, 333, 4097, 49_152, 50_257])
+@pytest.mark.parametrize(
+    "width",
+    [
+        1,
+        5,
+        8,
+        31,
+        64,
+        333,
+        4097,
+        pytest.param(49_152, marks=pytest.mark.slow),
+        pytest.param(50_257, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_of_the_plain_draw(width: int) -> None:
     count = 240 if width < 1000 else 48
     rows, logits = SamplingTensors.pack(draws_of(count), CPU), random_logits(count, width, seed=width)

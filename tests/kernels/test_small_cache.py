@@ -46,6 +46,7 @@ def test_head_sizes(each_backend: Any, dim: int, dtype: torch.dtype, kv_dtype: t
     assert worst(case, case.run(each_backend)) < (0.02 if dtype == torch.bfloat16 else 5e-6)
 
 
+@pytest.mark.slow_cases("torch-*")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "options",

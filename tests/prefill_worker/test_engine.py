@@ -198,6 +198,7 @@ def test_an_acknowledgement_stops_the_computing(engine: Rig) -> None:
     assert not engine.deltas() and not engine.failures()
 
 
+@pytest.mark.slow
 def test_no_acknowledgement_ends_with_the_lease(make_engine: Callable[..., Rig]) -> None:
     engine = make_engine(lease_s=0.5)  # far more than the prompt takes
     held(engine)

@@ -45,6 +45,7 @@ def test_a_grammar_at_fault_fails_its_request_alone(make_engine: Callable[..., A
     assert rig.deltas("good")[0].token_ids == (ord("a"),)
 
 
+@pytest.mark.slow
 def test_prompts_go_on_while_a_grammar_is_compiled(
     make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_an_address_that_is_none_fails_that_transfer_only(rig: Rig, address: str
     ships(rig)
 
 
+@pytest.mark.slow
 def test_more_targets_than_sockets_fail_and_the_rest_goes_on(rig: Rig) -> None:
     rig.open(num_ready=4)
     rig.read_open()
@@ -92,6 +93,7 @@ def test_more_targets_than_sockets_fail_and_the_rest_goes_on(rig: Rig) -> None:
     ships(rig)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", ["none", "another"])
 def test_a_decode_worker_that_takes_no_connection_fails_its_transfers_soon(
     make_rig: Callable[..., Rig], keys: str

@@ -99,6 +99,7 @@ def test_a_refusal_ends_it_with_its_reason(rig: Rig) -> None:
     assert "boot epoch 9" in rig.ended[0].reason
 
 
+@pytest.mark.slow
 def test_no_grant_ends_with_the_lease(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(lease_s=0.5)  # what was never announced is not taken back either: it must have left by then
     rig.open(num_ready=4)
@@ -107,6 +108,7 @@ def test_no_grant_ends_with_the_lease(make_rig: Callable[..., Rig]) -> None:
     assert "silent for 0.5 s" in rig.ended[0].reason
 
 
+@pytest.mark.slow
 def test_no_acknowledgement_ends_with_the_lease(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(lease_s=1.0)
     rig.open()
@@ -133,6 +135,7 @@ def test_waiting_renews_the_lease(rig: Rig) -> None:
     rig.wait(lambda: transfer.lease_until > before)
 
 
+@pytest.mark.slow
 def test_slow_computing_costs_no_lease_and_says_so(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +311,7 @@ def test_many_transfers_share_a_connection(make_rig: Callable[..., Rig]) -> None
     assert set(seen) == names
 
 
+@pytest.mark.slow
 def test_a_slow_reader_bounds_what_is_sent(make_rig: Callable[..., Rig]) -> None:
     num_blocks, size = 96, 2**20
     rig = make_rig(num_blocks=num_blocks, block_bytes=size)

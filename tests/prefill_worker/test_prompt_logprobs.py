@@ -20,7 +20,9 @@ def told(rig: Rig, name: str = "a", attempt: int = 0) -> list[PromptLogprobs]:
     return [message for message in messages if (message.request_id, message.attempt) == (name, attempt)]
 
 
-@pytest.mark.parametrize("most", [1024, 24, 7])
+@pytest.mark.parametrize(
+    "most", [1024, pytest.param(24, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_logprobs_are_the_oracles_whatever_the_batch_and_chunks(make_engine: Callable[..., Rig], most: int) -> None:
     rig = make_engine()
     rig.engine.scheduler.max_prompt_logprobs = most

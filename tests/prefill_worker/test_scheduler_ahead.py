@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
@@ -67,7 +68,7 @@ class WindowedAheadMachine(AheadMachine):
     WINDOW, LONGER = 5, 4
 
 
-TestWindowedAheadMachine = WindowedAheadMachine.TestCase
+TestWindowedAheadMachine = pytest.mark.slow(WindowedAheadMachine.TestCase)
 TestWindowedAheadMachine.settings = TestAheadMachine.settings
 
 

@@ -44,6 +44,7 @@ def test_of_several_processes_of_a_router_the_largest_plan_counts() -> None:
     assert Gauges.of(page).wanted == {("a", "decode"): 4, ("b", "decode"): 3}
 
 
+@pytest.mark.slow
 def test_autoscale_has_bounds() -> None:
     plan = read_plan(["--autoscale", "--slo-ttft-ms", "500"], {}, num_cores=8)
     assert plan.router.planner == "advice"
@@ -159,6 +160,7 @@ async def test_the_plan_of_each_model_is_carried_out(tmp_path: Path, monkeypatch
     assert pools.workers["prefill"] == []
 
 
+@pytest.mark.slow
 async def test_workers_are_started_listed_and_ended(
     records: Path,  # noqa: F811
     tmp_path: Path,

@@ -49,6 +49,7 @@ def test_too_few_are_refused_with_the_numbers() -> None:
         plan_of("--prefill-device", "cuda:1", "--decode-device", "cuda", "--decode", "2", num_gpus=2)
 
 
+@pytest.mark.slow
 def test_workers_of_several_ranks_get_neighbours() -> None:
     """The larger ones choose first."""
     plan = plan_of(*RANKS, "--prefill", "2", "--decode", "1", "--decode-tensor-parallel-size", "2", num_gpus=4)

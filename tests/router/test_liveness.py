@@ -167,6 +167,7 @@ def hangs_said(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRec
     found += [record for record in caplog.records if record.getMessage() == "a process hangs, ending it"]
 
 
+@pytest.mark.slow
 async def test_a_process_that_says_that_it_is_stuck_is_asked_to_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,6 +204,7 @@ async def test_a_slow_start_names_who_still_loads(tmp_path: Path) -> None:
         assert await loading([*children, silent], 10.0) == ["decode-0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", ["while it loads", "before it tells where it is"])
 async def test_a_process_that_does_not_start_is_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, hangs: str
@@ -219,6 +221,7 @@ async def test_a_process_that_does_not_start_is_ended(
     assert record["child"] == "decode-1" and record["for_s"] > 1.0
 
 
+@pytest.mark.slow
 async def test_no_process_is_ended_while_the_supervisor_itself_does_not_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,6 +238,7 @@ async def test_no_process_is_ended_while_the_supervisor_itself_does_not_run(
         assert await child.ended() == -signal.SIGKILL  # both run again, and it still hangs
 
 
+@pytest.mark.slow
 async def test_ending_a_process_leaves_the_next_one_alone(tmp_path: Path) -> None:
     child = Probed(tmp_path / "decode-0", "ready")
     child.start()

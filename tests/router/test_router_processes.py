@@ -104,6 +104,7 @@ async def all_answer(config: RouterConfig) -> dict[int, int]:
     return found
 
 
+@pytest.mark.slow
 async def test_connections_are_dealt_out_to_all(config: RouterConfig, tmp_path: Path) -> None:
     async with parent_of(config, tmp_path / "run") as parent:
         found = await all_answer(config)
@@ -113,6 +114,7 @@ async def test_connections_are_dealt_out_to_all(config: RouterConfig, tmp_path: 
         await asyncio.open_connection(config.host, config.port)
 
 
+@pytest.mark.slow
 async def test_no_connection_is_refused_while_a_process_is_started_again(config: RouterConfig, tmp_path: Path) -> None:
     async with parent_of(config, tmp_path / "run") as parent:
         before = await all_answer(config)
@@ -125,6 +127,7 @@ async def test_no_connection_is_refused_while_a_process_is_started_again(config:
         assert after[1] != before[1] and (after[0], after[2]) == (before[0], before[2])
 
 
+@pytest.mark.slow
 async def test_a_process_that_stays_away_gets_no_connection(
     config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +140,7 @@ async def test_a_process_that_stays_away_gets_no_connection(
         assert {(await answered(config))[0] for _ in range(40)} == {0, 2}
 
 
+@pytest.mark.slow
 async def test_a_stuck_process_is_ended(config: RouterConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_processes, "PERIOD_S", 0.3)
     monkeypatch.setattr(router_processes, "ROUTER_STOP_GRACE_S", -29.0)  # beyond a drain of 30 s
@@ -149,6 +153,7 @@ async def test_a_stuck_process_is_ended(config: RouterConfig, tmp_path: Path, mo
         assert (await all_answer(config))[2] != before[2]
 
 
+@pytest.mark.slow
 async def test_all_are_told_to_read_their_files_again(config: RouterConfig, tmp_path: Path) -> None:
     async with parent_of(config, tmp_path / "run") as parent:
         await all_answer(config)
@@ -168,6 +173,7 @@ def test_a_port_of_another_program_is_refused(capsys: pytest.CaptureFixture[str]
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_they_die_with_their_parent_and_leave_nothing_for_long(config: RouterConfig) -> None:
     program = (
         "import sys; from common.config import RouterConfig; from router.local import router_processes\n"

@@ -59,6 +59,7 @@ def test_an_option_reaches_every_process_that_has_it() -> None:
     assert (plan.router.max_retries, plan.decode[0].watermark) == (1, 0.1)
 
 
+@pytest.mark.slow
 def test_workers_of_one_gpu_share_its_memory_and_leave_prompts_to_prefill_workers() -> None:
     """A prompt in a decode step would have it run kernel by kernel instead of as a recorded graph."""
     plan = plan_of("--device", "cuda", "--decode", "2")
@@ -283,6 +284,7 @@ async def test_a_worker_that_dies_comes_back_on_its_address_which_nobody_can_tak
     assert first_port == second_port
 
 
+@pytest.mark.slow
 async def test_a_child_that_cannot_be_spawned_now_is_spawned_later(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +309,7 @@ async def test_a_child_that_cannot_be_spawned_now_is_spawned_later(
     await running
 
 
+@pytest.mark.slow
 async def test_a_router_that_hangs_is_replaced(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "STOP_GRACE_S", 0.2)
     supervisor = pretended(records, "--prefill", "0", "--liveness-s", "1.8")
@@ -323,6 +326,7 @@ async def test_a_router_that_hangs_is_replaced(records: Path, monkeypatch: pytes
     assert not any(child.alive for child in supervisor.children)
 
 
+@pytest.mark.slow
 async def test_hanging_processes_may_be_left_alone(records: Path) -> None:
     supervisor = pretended(records, "--prefill", "0", "--liveness-s", "0")
     await supervisor.start()
@@ -334,6 +338,7 @@ async def test_hanging_processes_may_be_left_alone(records: Path) -> None:
     assert "keep router" in names and not any(name.startswith("watch ") for name in names)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_cannot_start_ends_the_service(records: Path) -> None:
     supervisor = pretended(records, "--decode-max-waiting", "7")
     with pytest.raises(StartFailed, match=r"decode-0 ended while starting \(exit status 3\)"):
@@ -342,6 +347,7 @@ async def test_a_worker_that_cannot_start_ends_the_service(records: Path) -> Non
     assert not any(child.alive for child in supervisor.children)
 
 
+@pytest.mark.slow
 async def test_a_process_that_ignores_the_request_is_killed(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "STOP_GRACE_S", 0.2)
     supervisor = pretended(records, "--decode-max-waiting", "9")
@@ -350,6 +356,7 @@ async def test_a_process_that_ignores_the_request_is_killed(records: Path, monke
     assert not any(child.alive for child in supervisor.children)
 
 
+@pytest.mark.slow
 async def test_stopping_while_starting_ends_at_once(records: Path) -> None:
     supervisor = pretended(records)
     supervisor.stop()
@@ -358,6 +365,7 @@ async def test_stopping_while_starting_ends_at_once(records: Path) -> None:
     assert not any(child.alive for child in supervisor.children)
 
 
+@pytest.mark.slow
 async def test_a_signal_that_comes_twice_at_once_is_one(records: Path) -> None:
     supervisor = pretended(records)
     await supervisor.start()
@@ -404,6 +412,7 @@ async def test_a_port_that_is_taken_meanwhile_ends_the_start(records: Path) -> N
         await supervisor.shutdown()
 
 
+@pytest.mark.slow
 async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper_module, "ECHO_S", 0.0)
     supervisor = pretended(records, "--decode-max-waiting", "9")  # its decode worker ignores SIGTERM
@@ -414,6 +423,7 @@ async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.
     assert await supervisor.decode[0].ended() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signals are Linux's")
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     program = (

@@ -30,6 +30,7 @@ def test_the_summary_has_a_curl_that_parses() -> None:
     assert json.loads(text.split("-d '")[1].split("'\n")[0])["model"] == "tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "path"), [("embed", "/v1/embeddings"), ("score", "/v1/score")])
 def test_a_model_that_generates_no_text_has_no_decode_workers(name: Task, path: str) -> None:
     task, plan = ServedTask(name, "last", 4), plan_of("--prefill", "2", "--decode", "2")

@@ -214,6 +214,7 @@ def parts(tmp_path: Path) -> tuple[RouterPart, ...]:
     return tuple(RouterPart(index, 2, tmp_path) for index in range(2))
 
 
+@pytest.mark.slow
 async def test_processes_of_a_router_grant_the_limits_of_a_model_together(serving: Any, parts: Any) -> None:
     text = FILE.replace('aliases = ["old"]', "requests_per_minute = 3")
     gates = [serving(text, part=part)[0].app.state.service.gate for part in parts]
@@ -225,6 +226,7 @@ async def test_processes_of_a_router_grant_the_limits_of_a_model_together(servin
             gate.models.enter(visits[3], "small")
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_started_again_goes_by_the_file_that_the_others_accepted(
     serving: Any, parts: Any, tmp_path: Path
 ) -> None:
@@ -246,6 +248,7 @@ async def test_a_process_that_is_started_again_goes_by_the_file_that_the_others_
     assert third.app.state.service.models.one("new").model_name == "small"
 
 
+@pytest.mark.slow
 async def test_all_processes_say_the_same_of_a_model(serving: Any, parts: Any, tmp_path: Path) -> None:
     os.utime(tmp_path / LOCK, (1234, 1234))
     assert [serving(part=part)[0].app.state.service.created for part in parts] == [1234, 1234]

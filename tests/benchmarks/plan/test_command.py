@@ -50,6 +50,7 @@ def test_the_same_seed_gives_the_same_plan(tmp_path: Path) -> None:
     assert results[0]["candidates"] == results[1]["candidates"]
 
 
+@pytest.mark.slow
 def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
     results = []
     for jobs in ("1", "2"):

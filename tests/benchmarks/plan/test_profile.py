@@ -22,6 +22,7 @@ def test_phases_fill_the_time_with_prompts_then_batches() -> None:
     assert [phase.input_len for phase in prompts] == sorted(phase.input_len for phase in prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_profile_of_real_workers_is_planned_with(tmp_path: Path) -> None:
     """A worker of each kind is started and driven for ten seconds: minutes on a busy machine."""

@@ -47,6 +47,7 @@ def test_where_only_both_goals_together_can_be_loosened_both_are() -> None:
     assert as_json(Plan(search, None, found), {})["reach"]["both"]["goals"]["tpot_ms"] >= 54
 
 
+@pytest.mark.slow
 def test_a_goal_that_no_number_of_workers_meets_is_named_with_the_best_possible() -> None:
     spec = make_spec(
         goals={"tpot_ms": 5.0, "ttft_ms": 0.0}, bounds={"max_workers": 2}, duration_s=2.0, load={"rate": 3.0}

@@ -68,6 +68,7 @@ def test_one_pool_is_picked_where_it_is_cheaper_and_two_are_shown_beside_it() ->
     assert any(search.meets(one) and not one.candidate.is_one_pool for one in search.ranked())
 
 
+@pytest.mark.slow
 def test_a_flag_that_saves_a_worker_is_found() -> None:
     spec = make_spec(
         search={"local_prefill_threshold": [64, 512], "max_num_seqs": [64, 128]}, bounds={"max_workers": 6}
@@ -100,6 +101,7 @@ LOADS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", LOADS)
 def test_the_pick_of_real_simulations_is_that_of_an_exhaustive_sweep(load: str) -> None:
     spec = make_spec(**LOADS[load], bounds={"max_workers": 3}, duration_s=4.0)

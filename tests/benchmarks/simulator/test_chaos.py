@@ -68,6 +68,7 @@ def ends(run: Run) -> str:
     return repr([(request.outcome, request.first_token_at, request.ended_at) for request in run.requests])
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_whatever_happens(scenario: Callable[..., Scenario], seed: int) -> None:
     run = chaos(scenario, seed).run()
@@ -77,6 +78,7 @@ def test_nothing_is_lost_whatever_happens(scenario: Callable[..., Scenario], see
         assert ends(chaos(scenario, seed).run()) == ends(run)
 
 
+@pytest.mark.slow
 def test_all_of_it_happens(scenario: Callable[..., Scenario]) -> None:
     """Among the seeds above there are changes of roles, hand-overs and lost connections."""
     runs = [chaos(scenario, seed).run() for seed in range(4)]

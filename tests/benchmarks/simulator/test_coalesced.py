@@ -98,6 +98,7 @@ def test_what_joins_waits_for_a_step_that_was_launched_ahead(scenario: Callable[
     assert len(later_s) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", (4096, 120))
 def test_a_simulation_takes_steps_at_once_and_ends_alike(
     scenario: Callable[..., Scenario], num_blocks: int, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ def all_ok(run: Run) -> bool:
     return {request.outcome for request in run.requests} == {"ok"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_streams_leave_a_worker_that_stops(scenario: Callable[..., Scenario], seed: int) -> None:
     """No token is sampled twice, none is lost, and the worker ends long before its streams do.
@@ -70,6 +71,7 @@ def test_its_bytes_are_the_blocks_that_it_had(scenario: Callable[..., Scenario])
     assert 0.01 < token_s < 0.01 + (block_bytes / 1e9 + 0.02) / 299
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ("decode-0", "decode-1"))
 @pytest.mark.parametrize("kind", ("death", "silence"))
 def test_either_side_may_die_meanwhile(scenario: Callable[..., Scenario], worker: str, kind: str) -> None:
@@ -122,6 +124,7 @@ def test_streams_move_where_blocks_are_left(scenario: Callable[..., Scenario]) -
     assert run.conserved.num_bytes > plain.conserved.num_bytes
 
 
+@pytest.mark.slow
 def test_the_same_seed_moves_the_same_streams(scenario: Callable[..., Scenario]) -> None:
     first, second = (Simulation(crowded(scenario, event=[STOP], routers=2)).run() for _ in range(2))
     ends = [[(one.outcome, one.first_token_at, one.ended_at) for one in run.requests] for run in (first, second)]
@@ -129,6 +132,7 @@ def test_the_same_seed_moves_the_same_streams(scenario: Callable[..., Scenario])
     assert first.num_handovers == second.num_handovers and first.num_handovers["done"] > 0
 
 
+@pytest.mark.slow
 def test_steps_at_once_move_streams_as_single_steps_do(scenario: Callable[..., Scenario]) -> None:
     made = scenario(event=[STOP], load=LONG, noise=0.0, duration_s=6.0)
     ends = []

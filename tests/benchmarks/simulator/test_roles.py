@@ -54,6 +54,7 @@ def order(simulation: Simulation, worker: str, role: Any, at_s: float) -> None:
     simulation.world.clock.at(at_s, lambda: router._send(process.address, message) and None)
 
 
+@pytest.mark.slow
 def test_roles_follow_the_load() -> None:
     """The first part takes prefill workers, the second decode workers; the end of the run checks the books."""
     simulation = Simulation(alternating())
@@ -78,6 +79,7 @@ def outcomes(run: Run) -> list[tuple[str, float, float]]:
     return [(request.outcome, request.first_token_at, request.ended_at) for request in run.requests]
 
 
+@pytest.mark.slow
 def test_the_same_seed_changes_the_same_roles(scenario: Callable[..., Scenario]) -> None:
     first, second = (behind(scenario, seed=5, routers=2).run() for _ in range(2))
     assert outcomes(first) == outcomes(second)
@@ -85,6 +87,7 @@ def test_the_same_seed_changes_the_same_roles(scenario: Callable[..., Scenario])
     assert first.num_events == second.num_events
 
 
+@pytest.mark.slow
 def test_one_router_gives_the_orders(scenario: Callable[..., Scenario]) -> None:
     """Every worker names the one with the least id; the others see what came of it."""
     simulation = behind(scenario, routers=3)
@@ -119,6 +122,7 @@ def test_a_new_duty_has_an_empty_pool_and_a_new_epoch(scenario: Callable[..., Sc
     assert process.duties["prefill"].num_prompt_tokens > 0
 
 
+@pytest.mark.slow
 def test_what_is_learnt_is_kept_for_each_role(scenario: Callable[..., Scenario]) -> None:
     """There and back: the fit of prefill steps is the one of before, and that of decode steps is another."""
     simulation = home(scenario, fit=True, load={"rate": 4.0, "output_len": "20"}, duration_s=14.0)
@@ -150,7 +154,7 @@ def test_a_worker_that_does_not_get_empty_stays(scenario: Callable[..., Scenario
 
 
 @pytest.mark.parametrize("kind", ("death", "silence", "stop"))
-@pytest.mark.parametrize("at_s", (3.05, 3.6, 6.0))
+@pytest.mark.parametrize("at_s", (3.05, 3.6, pytest.param(6.0, marks=pytest.mark.slow)))
 def test_a_worker_ends_amid_a_change_or_after_it(scenario: Callable[..., Scenario], kind: str, at_s: float) -> None:
     """One that is started again is what it was started as."""
     back = {"back_s": 1.0} if kind != "stop" else {}

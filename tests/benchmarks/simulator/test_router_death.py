@@ -20,6 +20,7 @@ def num_lost(run: Run) -> int:
     return sum(request.outcome == CONNECTION_LOST for request in run.requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_its_clients_fail_and_the_others_are_served(scenario: Callable[..., Scenario], seed: int) -> None:
     """`Simulation.run` checks the books: no block, transfer or booking is left of what was lost."""
@@ -35,6 +36,7 @@ def test_its_clients_fail_and_the_others_are_served(scenario: Callable[..., Scen
     assert [router.alive for router in simulation.routers] == [False, True]
 
 
+@pytest.mark.slow
 def test_workers_release_what_it_owned(scenario: Callable[..., Scenario]) -> None:
     """They decode on for two heartbeats, until they miss it."""
     simulation = Simulation(scenario(routers=2, event=[DEATH], load=LOAD))
@@ -56,6 +58,7 @@ def test_without_any_router_all_later_clients_fail(scenario: Callable[..., Scena
     assert "ok" in {request.outcome for request in run.requests}
 
 
+@pytest.mark.slow
 def test_another_router_is_started(scenario: Callable[..., Scenario]) -> None:
     """It learns of the workers by itself, and clients go to it once it would serve them."""
     event = [DEATH | {"back_s": 1.0}]
@@ -67,6 +70,7 @@ def test_another_router_is_started(scenario: Callable[..., Scenario]) -> None:
     assert [router.name for router in simulation.routers] == [b"router-0", b"router-1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_s", (4.0, 4.1, 4.3))
 def test_it_dies_amid_hand_overs(scenario: Callable[..., Scenario], at_s: float) -> None:
     """Streams of the dead router end on both workers, those of the other one go on."""
@@ -79,6 +83,7 @@ def test_it_dies_amid_hand_overs(scenario: Callable[..., Scenario], at_s: float)
     assert {request.outcome for request in run.requests if request.number % 2} == {"ok"}
 
 
+@pytest.mark.slow
 def test_with_deaths_of_workers_nothing_is_lost(scenario: Callable[..., Scenario]) -> None:
     event: list[dict[str, Any]] = [
         DEATH | {"back_s": 2.0},
@@ -95,6 +100,7 @@ def test_with_deaths_of_workers_nothing_is_lost(scenario: Callable[..., Scenario
     assert first.num_events == second.num_events
 
 
+@pytest.mark.slow
 def test_workers_name_another_planner(scenario: Callable[..., Scenario]) -> None:
     """The one that ordered changes of roles is dead; the next one does it."""
     settings = {"role_change": True}

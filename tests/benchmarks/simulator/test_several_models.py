@@ -29,6 +29,7 @@ def ends(run: Run) -> list[tuple[str, float, float]]:
     return [(request.outcome, request.first_token_at, request.ended_at) for request in run.requests]
 
 
+@pytest.mark.slow
 def test_models_are_as_each_alone(scenario: Callable[..., Scenario]) -> None:
     made = both(scenario, event=(), model=replace(scenario().model, block_size=32))
     run = Simulation(made).run()
@@ -39,6 +40,7 @@ def test_models_are_as_each_alone(scenario: Callable[..., Scenario]) -> None:
     assert run.seconds != run.others[0].seconds
 
 
+@pytest.mark.slow
 def test_they_share_a_link_where_their_pools_name_it(scenario: Callable[..., Scenario]) -> None:
     """A prompt's KV takes as long on the link as its computing: what the other model sends costs time."""
     apart, together = (Simulation(both(scenario, link)).run() for link in ("", "host"))
@@ -52,6 +54,7 @@ def test_they_share_a_link_where_their_pools_name_it(scenario: Callable[..., Sce
     assert together.conserved.num_bytes == pytest.approx(apart.conserved.num_bytes)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_result(scenario: Callable[..., Scenario]) -> None:
     first, second = (Simulation(both(scenario, "host")).run() for _ in range(2))
     assert ends(first) == ends(second) and ends(first.others[0]) == ends(second.others[0])
@@ -76,6 +79,7 @@ def test_a_link_has_one_rate(scenario: Callable[..., Scenario]) -> None:
         scenario(prefill=pool, decode=pool | {"link_rate": 2e9})
 
 
+@pytest.mark.slow
 def test_the_command_shows_each_model(
     scenario: Callable[..., Scenario], tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def test_one_worker_is_a_queue_of_one_server(scenario: Callable[..., Scenario]) 
     assert run.num_choices == {"prefill": len(waits)}
 
 
+@pytest.mark.slow_except("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_lost_when_workers_die(scenario: Callable[..., Scenario], seed: int) -> None:
     """`Simulation.run` checks the books: requests, tokens, blocks, bookings and bytes."""
@@ -75,6 +76,7 @@ def outcomes(run: Run) -> list[tuple[str, float, float]]:
     return [(request.outcome, request.first_token_at, request.ended_at) for request in run.requests]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_result(scenario: Callable[..., Scenario]) -> None:
     first, second = (simulate(scenario(policy="random", seed=5)) for _ in range(2))
     assert outcomes(first) == outcomes(second)
@@ -108,6 +110,7 @@ def test_turns_are_taken_and_shared_prefixes_are_followed(scenario: Callable[...
     assert shares["prefix-only"] < 0.1
 
 
+@pytest.mark.slow
 def test_a_slow_worker_gets_less(scenario: Callable[..., Scenario]) -> None:
     """Its heartbeats say that its steps take longer."""
     event = [{"at_s": 0.0, "kind": "slow", "worker": "prefill-0", "factor": 4.0}]
@@ -158,6 +161,7 @@ def test_models_can_be_fitted_as_in_life(scenario: Callable[..., Scenario]) -> N
     assert 0.0 < model.error < 0.3
 
 
+@pytest.mark.slow
 def test_a_goal_bounds_waiting(scenario: Callable[..., Scenario]) -> None:
     """Ten times what the workers can do: those that are served meet the goal, the others hear so at once."""
     load = {"rate": 300.0, "input_len": "1500"}

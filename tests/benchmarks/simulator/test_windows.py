@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from benchmarks.simulator.simulation import Simulation
 from benchmarks.simulator.world.scenario import Scenario
+
+pytestmark = pytest.mark.slow
 
 FEW: dict[str, Any] = {"num_blocks": 160}
 MODEL = {"max_model_len": 8192, "kv_bytes_per_token": 131_072}

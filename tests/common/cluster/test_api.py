@@ -14,6 +14,8 @@ from common.cluster.api import KubernetesClient, KubernetesError
 
 from ...kubernetes_api import KubernetesAPI
 
+pytestmark = pytest.mark.slow
+
 PATH = "/apis/discovery.k8s.io/v1/namespaces/serving/endpointslices"
 PARAMS = {"labelSelector": "kubernetes.io/service-name in (d)", "limit": "10"}
 

@@ -81,6 +81,7 @@ def drafted(runner: ModelRunner, table: Sequence[int], tokens: Sequence[int]) ->
         return [first[0], model.draft(two, runner.kv, states)[0][0]]
 
 
+@pytest.mark.slow_cases("glm4-moe", "eagle with a bias")
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_formula(heads: Heads, kind: str) -> None:
     """A head that reads the model's hidden states, and then its own; with chunks the KV is the same."""

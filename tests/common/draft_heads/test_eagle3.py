@@ -83,6 +83,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("eagle3"))
 
 
+@pytest.mark.slow_except("llama", "qwen3")
 @pytest.mark.parametrize("kind", HEADS)
 def test_logits_are_those_of_the_formula(checkpoints: Checkpoints, kind: str) -> None:
     """A head that reads the model's states, and then its own; with chunks the KV is the same."""
@@ -100,6 +101,7 @@ def test_logits_are_those_of_the_formula(checkpoints: Checkpoints, kind: str) ->
             assert (ours - theirs)[known].abs().max() < 2e-4 * theirs[known].abs().max()
 
 
+@pytest.mark.slow_except("qwen3-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3", "speculators", "gemma2", "olmo2", "gpt-oss"])
 def test_the_models_logits_keep_every_bit(checkpoints: Checkpoints, kind: str, dtype: str) -> None:

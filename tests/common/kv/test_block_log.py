@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,6 +131,7 @@ ACTS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.lists(ACTS, max_size=30), st.integers(2, 20))
 def test_a_follower_always_holds_what_the_pool_does(acts: list[tuple[str, list[int]]], max_changes: int) -> None:

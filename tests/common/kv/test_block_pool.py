@@ -277,5 +277,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.check_integrity([]).owned == 0
 
 
-TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine = pytest.mark.slow(PoolMachine.TestCase)
 TestPoolMachine.settings = settings(derandomize=True, deadline=None, max_examples=examples(60), stateful_step_count=40)

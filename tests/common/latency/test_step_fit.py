@@ -44,6 +44,7 @@ class Machine:
         return sorted(abs(fit.model.seconds(step) / self.model.seconds(step) - 1.0) for step in steps)
 
 
+@pytest.mark.slow_cases("both-gpu")
 @pytest.mark.parametrize("model", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("kind", ["prompt", "rows", "both"])
 def test_steps_it_has_not_seen_are_predicted(model: StepModel, kind: str) -> None:
@@ -128,6 +129,7 @@ def test_a_machine_that_becomes_slow_is_followed() -> None:
     assert slow.errors(fit, slow.prompt)[180] < 0.15
 
 
+@pytest.mark.slow
 def test_no_coefficient_is_negative_and_memory_is_bounded() -> None:
     fit, rng = StepFit(), random.Random(3)
     for _ in range(2000):
@@ -167,6 +169,7 @@ def test_a_worker_that_slows_down_is_judged_anew_long_before_the_next_fit_is_due
     assert fit.model.seconds(shape) == pytest.approx(0.06, rel=0.1)
 
 
+@pytest.mark.slow
 def test_times_that_only_vary_do_not_move_kinds_that_do_not_come() -> None:
     """On a busy machine steps of one kind differ by factors for hours; prompts did not become slower."""
     found, source = StepFit(), random.Random(1)

@@ -82,6 +82,7 @@ def test_company_takes_its_part_until_it_is_idle_or_dead(path: Path, holders: li
         assert share.begin() == 8
 
 
+@pytest.mark.slow
 def test_prompts_elsewhere_are_seen_until_they_are_computed_or_their_worker_dies(
     path: Path, holders: list[Holder]
 ) -> None:

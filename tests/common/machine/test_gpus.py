@@ -66,6 +66,7 @@ def test_a_build_of_torch_for_cpus_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert find_gpus_here() == BUILT_FOR_CPUS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="of a build for CPUs")
 def test_a_process_asks_another_one() -> None:
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == BUILT_FOR_CPUS

@@ -70,6 +70,7 @@ def without_one(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{name} null", fields | {name: None}
 
 
+@pytest.mark.slow_except("qwen3", "gpt_oss")
 @pytest.mark.parametrize("model_type", HF_FAMILIES)
 def test_a_field_that_is_left_out_or_null_means_what_transformers_makes_of_it(tmp_path: Path, model_type: str) -> None:
     compared = 0

@@ -62,6 +62,7 @@ def steps(model: Decoder) -> Tensor:
     return torch.cat((prefill, runner.forward([SequenceChunk((3,), 120, first), SequenceChunk((4,), 3, second)])))
 
 
+@pytest.mark.slow_cases("float32-*")
 @pytest.mark.parametrize(("dtype", "quantization"), KINDS)
 def test_one_program_is_bit_for_bit_the_operations(third: Path, dtype: str, quantization: str) -> None:
     """In chunks of any length too, and with two threads."""
@@ -99,6 +100,7 @@ def test_the_cache_holds_latents_alone(third: Path) -> None:
         KVCache(config, 5, 16, "int8")
 
 
+@pytest.mark.slow
 def test_kimi_is_a_third_deepseek(third: Path, tmp_path: Path) -> None:
     tokens, _ = transformers_greedy(reference_of(third), prompt(50), 12)
     assert Pool(load(configured(third, tmp_path / "k2", model_type="kimi_k2"))).greedy(prompt(50), 12) == tokens
@@ -117,6 +119,7 @@ def test_a_float8_cache_is_nearly_right(third: Path, scales: tuple[KVScales, ...
     assert torch.equal(near, again)
 
 
+@pytest.mark.slow
 def test_block_wise_float8(third: Path, tmp_path: Path) -> None:
     """V3's own format: tokens are those of the floats that the file stands for."""
     write_checkpoint(third, tmp_path / "fp8", V3_FP8)

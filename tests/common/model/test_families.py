@@ -19,6 +19,7 @@ from ...families import CASES
 from .generation import Pool, load, logits_along, prompt, random_checkpoint, transformers_greedy, transformers_model
 
 
+@pytest.mark.slow_except("deepseek-v3", "olmo3", "yarn-untruncated", "dynamic")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     family, options = CASES[name]
@@ -31,7 +32,16 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
     assert float((logits_along(Pool(model), prompt(90), tokens) - logits).abs().max()) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["exaone4", "glm4", "granite", "olmo3", "smollm3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "exaone4",
+        pytest.param("glm4", marks=pytest.mark.slow),
+        pytest.param("granite", marks=pytest.mark.slow),
+        "olmo3",
+        pytest.param("smollm3", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_is_one_program_of_the_same_bits(tmp_path: Path, name: str) -> None:
     """Norms behind a layer's parts, of all heads as one, and layers that rotate nothing are operations of programs."""
     if native_backend() is None:
@@ -45,6 +55,7 @@ def test_a_step_is_one_program_of_the_same_bits(tmp_path: Path, name: str) -> No
     assert torch.equal(*logits)
 
 
+@pytest.mark.slow
 def test_longrope_takes_the_short_factors_where_contexts_end_before_the_long_ones(tmp_path: Path) -> None:
     """The magnitude stays that of the whole context if the configuration says so."""
     family, options = CASES["phi4-mini"]

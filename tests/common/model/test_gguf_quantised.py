@@ -102,6 +102,7 @@ def test_other_formats_have_no_codes_to_use() -> None:
     assert unpack_blocks(np.zeros((2, size), np.uint8), GGMLQuantizationType.Q3_K) is None
 
 
+@pytest.mark.slow
 def test_a_published_q4_k_m_file_keeps_all_its_matrices(gemma3_files: ModelFiles) -> None:
     """Its layers mix Q4_K, Q6_K, Q5_0 and Q8_0."""
     config, source = open_model(gemma3_files)

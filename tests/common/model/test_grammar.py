@@ -203,6 +203,7 @@ def test_of_logits_that_are_not_numbers_no_token_is_sampled(grammars: Grammars) 
     assert token.token_id >= PADDED
 
 
+@pytest.mark.slow
 def test_the_vocabulary_of_a_real_model() -> None:
     """Tokens of many bytes, whose beginnings and ends are parts of different members."""
     files = resolve_model("smollm2-135m")

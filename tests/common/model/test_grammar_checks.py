@@ -99,6 +99,7 @@ def pid_of(checks: GrammarChecks) -> int:
     return checks._compiler._process.pid
 
 
+@pytest.mark.slow_cases("required-many members", "optional-many members")
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("required", [True, False], ids=["required", "optional"])
 def test_schemas_of_programs_are_within_the_bounds(checks: GrammarChecks, name: str, required: bool) -> None:
@@ -107,7 +108,14 @@ def test_schemas_of_programs_are_within_the_bounds(checks: GrammarChecks, name: 
     assert found.problem == "" and 0 < found.num_bytes < MAX_BYTES
 
 
-@pytest.mark.parametrize("grammar", [ENDLESS, FORCED, "start: A\nA: ~/(.*[ab].{14})+/ & /.*a.{20}/ & /.*b.{21}/"])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        pytest.param(ENDLESS, marks=pytest.mark.slow),
+        pytest.param(FORCED, marks=pytest.mark.slow),
+        "start: A\nA: ~/(.*[ab].{14})+/ & /.*a.{20}/ & /.*b.{21}/",
+    ],
+)
 def test_what_takes_too_much_is_told_so(checks: GrammarChecks, grammar: str) -> None:
     problem = patient_verdict(checks, grammar).problem
     assert problem
@@ -131,6 +139,7 @@ def test_a_crash_is_the_grammars_problem_alone(checks: GrammarChecks) -> None:
     assert verdict(checks, 'start: "other"').problem == ""
 
 
+@pytest.mark.slow
 def test_slow_ones_do_not_keep_a_quick_one_waiting(make: Callable[..., GrammarChecks]) -> None:
     checks = make(slow_cpu_s=3.0)
     slow = [checks.submit(ENDLESS + " " * i) for i in range(12)]
@@ -209,6 +218,7 @@ def test_a_fault_of_the_writer_is_logged_by_its_place(
     assert "AttributeError in" in caplog.text and "line 2" in caplog.text and "secret" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_process_that_died_is_started_again(make: Callable[..., GrammarChecks]) -> None:
     checks = make()
     verdict(checks, TRIVIAL)
@@ -224,6 +234,7 @@ def test_a_process_that_died_is_started_again(make: Callable[..., GrammarChecks]
     assert pid_of(checks) != before
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_is_killed(make: Callable[..., GrammarChecks]) -> None:
     checks = make(answer_s=2.0)
     checks.start()
@@ -232,6 +243,7 @@ def test_a_process_that_stands_still_is_killed(make: Callable[..., GrammarChecks
         verdict(checks, TRIVIAL)
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_one_that_started_it() -> None:
     program = (
         "import time; from common.model_files.resolve import resolve_model\n"
@@ -278,6 +290,7 @@ def compiled(worker: Grammars, grammar: str) -> CompiledGrammar:
     return known or found[0]
 
 
+@pytest.mark.slow
 def test_asking_never_waits(worker: Grammars) -> None:
     """However long the process takes to start, and whatever is being compiled."""
     told: list[CompiledGrammar] = []
@@ -290,6 +303,7 @@ def test_asking_never_waits(worker: Grammars) -> None:
     assert worker.get(TRIVIAL, told.append) is compiled(worker, TRIVIAL)
 
 
+@pytest.mark.slow
 def test_what_was_not_found_out_is_asked_again(worker: Grammars) -> None:
     compiled(worker, TRIVIAL)
     lost = threading.Event()
@@ -325,6 +339,7 @@ def test_the_cache_is_bounded_in_bytes_and_in_number(worker: Grammars, monkeypat
     assert len(worker._compiled) == 1
 
 
+@pytest.mark.slow
 def test_an_answer_beyond_the_bounds_does_not_spoil_the_next(worker: Grammars) -> None:
     """Answers of one grammar share what the library computed, and its exhaustion."""
     grammar = "start: /([^x]{0,400}y){0,400}/"

@@ -104,6 +104,7 @@ def fetch(hub: Hub, cache: Path, *flags: str, name: str = MODEL) -> subprocess.C
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_router_fetches_no_weights_and_a_worker_the_rest(hub: Hub, tmp_path: Path) -> None:
     text = fetch(hub, tmp_path, "--no-weights")
     assert text.returncode == 0, text.stderr
@@ -116,6 +117,7 @@ def test_a_router_fetches_no_weights_and_a_worker_the_rest(hub: Hub, tmp_path: P
     assert all(shard in whole.stdout for shard in SHARDS)
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_is_fetched_to_its_end(hub: Hub, tmp_path: Path) -> None:
     hub.broken = {SHARDS[1]}
     assert fetch(hub, tmp_path).returncode == 1
@@ -168,6 +170,7 @@ def test_a_model_of_gguf_files_needs_a_kind() -> None:
         resolve_model("org/Tiny-GGUF")
 
 
+@pytest.mark.slow
 def test_gguf_files_of_a_kind_are_fetched(hub: Hub, tmp_path: Path) -> None:
     (file,) = resolve_model("smollm2-135m").weights
     hub.files |= {"tiny-Q4_1.gguf": file.read_bytes(), "tiny-Q8_0.gguf": b"another"}

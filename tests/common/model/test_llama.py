@@ -47,6 +47,7 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return make
 
 
+@pytest.mark.slow_cases("qwen2", "qwen2-window", "qwen3")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_logits_equal_transformers(make_folder: Callable[[str], Path], name: str) -> None:
     folder = make_folder(name)
@@ -58,6 +59,7 @@ def test_tokens_and_logits_equal_transformers(make_folder: Callable[[str], Path]
     assert float((logits_along(Pool(model), prompt(90), tokens) - logits).abs().max()) < 1e-3
 
 
+@pytest.mark.slow_cases("16-1", "64-64")
 @pytest.mark.parametrize("chunk", [1, 16, 64, 512])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_chunks_and_blocks(tiny_folder: Path, chunk: int, block_size: int) -> None:

@@ -47,6 +47,7 @@ class AdaptedPool(Pool):
         return tokens[len(token_ids) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_equal_those_of_the_merged_model_in_transformers(tmp_path: Path, name: str) -> None:
     family, options, modules = FAMILIES[name]
@@ -82,6 +83,7 @@ def mixed_steps(runner: ModelRunner, adapters: list[int]) -> list[Tensor]:
     return list(torch.stack(steps, 1))
 
 
+@pytest.mark.slow_cases("False-bfloat16-none")
 @pytest.mark.parametrize(
     ("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("float32", "int4")]
 )

@@ -69,6 +69,7 @@ def refused(folder: Path, *uses: Callable[[], object], what: str) -> int:
     return count
 
 
+@pytest.mark.slow_except("qwen3")
 @pytest.mark.parametrize("model_type", HF_FAMILIES)
 def test_wrong_values_in_a_configuration(tmp_path: Path, model_type: str) -> None:
     _, fields, *_ = published(model_type)
@@ -112,6 +113,7 @@ def as_worker(path: Path) -> None:
     load_model(files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -147,6 +149,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
 
 
+@pytest.mark.slow_except("config.json-a pointer of Git LFS", "tokenizer.json-a pointer of Git LFS")
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", [*FILES, "chat_template.jinja", "modules.json", "model.safetensors.index.json"])
 def test_odd_files(folder: Path, name: str, odd: str) -> None:
@@ -160,6 +163,7 @@ def test_odd_files(folder: Path, name: str, odd: str) -> None:
         assert count == (1 if weighs else 2) or odd in ("a list", "a link to nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.json", "x.safetensors", "x.jinja"])
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_files_that_are_not_the_models_are_left_alone(folder: Path, name: str, odd: str) -> None:
@@ -233,6 +237,7 @@ GGUF_KEYS = (
 GGUF_WRONG: tuple[Any, ...] = (None, True, -1, 0, 3, 2**31, 2**62, 1.5, "", "x", [1], ["x"], ["x", "x"], [True])
 
 
+@pytest.mark.slow_except("tokenizer.ggml.eos_token_id")
 @pytest.mark.parametrize("key", GGUF_KEYS)
 def test_wrong_values_in_the_metadata_of_a_gguf_file(
     small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str

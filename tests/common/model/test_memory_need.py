@@ -70,6 +70,7 @@ def test_quantised_checkpoints(tiny_folder: Path, tmp_path: Path, name: str, qua
     check_estimate(files_of(tmp_path / "held"), "float32", quantization)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "quantization"),
     [
@@ -86,6 +87,7 @@ def test_gguf(tmp_path: Path, name: str, kind: str, quantization: str) -> None:
     check_estimate(files, "bfloat16", quantization)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["auto", "none"])
 def test_a_real_model(smollm2_files: ModelFiles, quantization: str) -> None:
     check_estimate(smollm2_files, "bfloat16", quantization)

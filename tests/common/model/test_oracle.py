@@ -31,6 +31,7 @@ def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 32, "temperature": 0.0, "ignore_eos": True} | fields)
 
 
+@pytest.mark.slow
 def test_greedy_equals_transformers_and_the_runner(folder: Path, model: Decoder) -> None:
     tokens, _ = transformers_greedy(transformers_model(folder), prompt(70), 32)
     assert generate(model, prompt(70), params()) == tokens == Pool(model).greedy(prompt(70), 32)
@@ -53,6 +54,7 @@ def test_cached_steps_equal_one_pass(model: Decoder) -> None:
     torch.testing.assert_close(torch.cat(parts), whole)
 
 
+@pytest.mark.slow
 def test_sampling_repeats(model: Decoder) -> None:
     first = generate(model, prompt(20), params(temperature=1.0, seed=5))
     assert first == generate(model, prompt(20), params(temperature=1.0, seed=5))
@@ -67,6 +69,7 @@ def test_sampling_resumes_where_it_was(model: Decoder) -> None:
     assert rest == whole[10:]
 
 
+@pytest.mark.slow
 def test_ends_at_an_end_token_once_it_may(model: Decoder) -> None:
     free = generate(model, prompt(20), params())
     end = free[5]

@@ -73,6 +73,7 @@ def test_rows_of_one_sequence_are_the_same_bits_together_and_one_after_the_other
     assert torch.equal(blocks[0].nan_to_num(nan=7.0), blocks[1].nan_to_num(nan=7.0))
 
 
+@pytest.mark.slow_cases("llama-False-*", "gemma3-False-*")
 @pytest.mark.parametrize("kv_dtype", SMALL_DTYPES.values())
 @pytest.mark.parametrize("native", [True, False])
 def test_a_cache_of_8_bits_is_the_plain_loops(

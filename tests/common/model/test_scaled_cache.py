@@ -135,6 +135,7 @@ def test_frames_are_not_made_smaller_again(scaled: Path) -> None:
     assert loaded(scaled, kv_wire_dtype="fp8", kv_cache_dtype="native").kv_dtype == "float32"
 
 
+@pytest.mark.slow
 def test_every_rank_has_the_scales(scaled: Path) -> None:
     model = load(scaled)
     expected = generate(model, PROMPTS[2], GREEDY, kv_dtype=FP8, kv_scales=SCALES)

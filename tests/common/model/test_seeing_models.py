@@ -65,6 +65,7 @@ def seeing_model(folder: Path, name: str) -> Any:
     return model
 
 
+@pytest.mark.slow_except("qwen3_vl_moe")
 @pytest.mark.parametrize("name", SEEING)
 def test_words_alone_have_the_tokens_of_the_whole_model(tmp_path: Path, name: str) -> None:
     tokens, logits = transformers_greedy(seeing_model(tmp_path, name), prompt(90), 12)
@@ -74,6 +75,7 @@ def test_words_alone_have_the_tokens_of_the_whole_model(tmp_path: Path, name: st
     assert float((logits_along(pool, prompt(90), tokens) - logits).abs().max()) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_experts_of_one_tensor_are_read_in_both_ways_that_they_are_written(tmp_path: Path, turned: bool) -> None:
     """As published, [experts, in, out] both, and as transformers saves what it made itself; by two ranks as by one."""
@@ -92,7 +94,11 @@ def test_experts_of_one_tensor_are_read_in_both_ways_that_they_are_written(tmp_p
 
 @pytest.mark.parametrize(
     ("case", "wrapper", "tied"),
-    [("ministral3", "mistral3", False), ("ministral3", "mistral3", True), ("deepseek-v3", "kimi_k25", False)],
+    [
+        pytest.param("ministral3", "mistral3", False, marks=pytest.mark.slow),
+        pytest.param("ministral3", "mistral3", True, marks=pytest.mark.slow),
+        ("deepseek-v3", "kimi_k25", False),
+    ],
 )
 def test_a_configuration_around_it_need_not_tell_of_a_head(tmp_path: Path, case: str, wrapper: str, tied: bool) -> None:
     """Tensors have another name in front, as in published files."""
@@ -113,6 +119,7 @@ def test_a_configuration_around_it_need_not_tell_of_a_head(tmp_path: Path, case:
     assert Pool(load(folder)).greedy(prompt(60), 12) == Pool(load(plain)).greedy(prompt(60), 12)
 
 
+@pytest.mark.slow
 def test_a_configuration_that_has_it_all_in_one_is_read(tmp_path: Path) -> None:
     """As transformers 4 wrote those of Qwen2-VL and Qwen2.5-VL."""
     tokens, _ = transformers_greedy(seeing_model(tmp_path, "qwen2_5_vl"), prompt(50), 12)

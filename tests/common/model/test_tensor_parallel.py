@@ -50,6 +50,9 @@ CASES_OF_RANKS = {
 }
 
 
+@pytest.mark.slow_except(
+    "odd vocabulary, biases", "mistral", "gemma2", "phi3", "mixtral", "qwen2-moe", "wide norms", "all *"
+)
 @pytest.mark.parametrize("name", CASES_OF_RANKS)
 def test_the_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     family, options, size = CASES_OF_RANKS[name]
@@ -69,6 +72,7 @@ WHOLE = ("norm", ".gate.", "router", "shared_expert_gate", "q_a_proj", "kv_a_pro
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 2}
 
 
+@pytest.mark.slow_cases("GptOss-options4")
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -16,6 +16,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert a.read_bytes() != c.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_greedy_text_is_varied_and_decided(tmp_path: Path, architecture: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

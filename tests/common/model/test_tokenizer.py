@@ -200,7 +200,15 @@ def word_pieces() -> tokenizers.Tokenizer:
     return made
 
 
-@pytest.mark.parametrize("make", [byte_level, metaspace, byte_fallback, word_pieces])
+@pytest.mark.parametrize(
+    "make",
+    [
+        byte_level,
+        metaspace,
+        pytest.param(byte_fallback, marks=pytest.mark.slow),
+        pytest.param(word_pieces, marks=pytest.mark.slow),
+    ],
+)
 def test_a_long_text_is_encoded_and_decoded_as_the_library_does(make: Callable[[], tokenizers.Tokenizer]) -> None:
     inner = make()
     inner.add_special_tokens(["<|end|>"])

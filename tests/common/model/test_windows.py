@@ -22,6 +22,7 @@ WINDOWED: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [200, 23])
 @pytest.mark.parametrize("family", WINDOWED)
 def test_no_block_is_read_once_it_is_out_of_the_window(tmp_path: Path, family: str, chunk: int) -> None:

@@ -63,7 +63,7 @@ def fitting(loaded: LoadedModel, *free_gib: float) -> list[int]:
     return [(int(gib * GIB) - STEP) // per_block + min(most) for gib in free_gib]
 
 
-@pytest.mark.parametrize(("here", "there"), [(0.01, 0.004), (0.004, 0.01)])
+@pytest.mark.parametrize(("here", "there"), [pytest.param(0.01, 0.004, marks=pytest.mark.slow), (0.004, 0.01)])
 def test_the_smallest_rank_decides_and_answers_are_the_models(
     folder: Path, devices: Callable[[float, float], Path], here: float, there: float
 ) -> None:

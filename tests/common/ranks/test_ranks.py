@@ -81,6 +81,7 @@ def copy_blocks(source: LoadedModel, blocks: Sequence[int], target: LoadedModel,
         incoming.commit([place])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two_ranks", [worker, recording_worker])
 def test_a_worker_of_two_ranks_and_one_of_one_answer_as_one(
     folder: Path, two_ranks: MakeWorker, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +106,7 @@ def test_a_worker_of_two_ranks_and_one_of_one_answer_as_one(
         assert not two.others.failure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two_ranks", [worker, recording_worker])
 def test_an_adapter_is_put_into_all_ranks(folder: Path, tmp_path: Path, two_ranks: MakeWorker) -> None:
     paths = [make_adapter(tmp_path / f"{seed}", folder, seed=seed, rank=4) for seed in (1, 2)]
@@ -121,6 +123,7 @@ def test_an_adapter_is_put_into_all_ranks(folder: Path, tmp_path: Path, two_rank
             assert found == wanted
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_another_adapter_is_an_error_and_the_place_stays_free(folder: Path, tmp_path: Path) -> None:
     path = make_adapter(tmp_path / "a", folder, rank=4)
     with worker(folder, 2, max_loras=1) as loaded:
@@ -134,6 +137,7 @@ def test_a_rank_that_reads_another_adapter_is_an_error_and_the_place_stays_free(
         assert bank.load("a", str(path)).place == 0
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_worker(folder: Path) -> None:
     with worker(folder, 2) as loaded:
         assert loaded.others is not None
@@ -151,6 +155,7 @@ def test_a_killed_rank_ends_the_worker(folder: Path) -> None:
         assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.slow
 def test_a_replay_without_the_other_rank_is_the_last(folder: Path) -> None:
     chunk = SequenceChunk((1,), 3, [0])
     with recording_worker(folder, 2, num_blocks=4, max_num_seqs=1) as loaded:
@@ -167,6 +172,7 @@ def test_a_replay_without_the_other_rank_is_the_last(folder: Path) -> None:
         assert loaded.others.failure
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_ends_the_worker_at_the_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named: it may be one of many."""
     monkeypatch.setattr(group, "COLLECTIVE_S", 10.0)
@@ -180,6 +186,7 @@ def test_a_frozen_rank_ends_the_worker_at_the_deadline(folder: Path, monkeypatch
         assert 5.0 < time.monotonic() - began < 60.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_frozen_while_nothing_runs_ends_the_worker(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +221,7 @@ def error_of(call: Callable[[], object]) -> BaseException | None:
     return None
 
 
+@pytest.mark.slow
 def test_an_error_of_a_step_is_the_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with worker(folder, 2) as loaded:
         with pytest.raises(BlockError):  # before anything was sent: nothing is lost
@@ -230,6 +238,7 @@ def broken(*_: object) -> None:
     raise RuntimeError("out of memory")
 
 
+@pytest.mark.slow
 def test_what_a_rank_cannot_load_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(*arguments: Any) -> list[RankPlan]:
         return [replace(plan, kv_dtype="float64") for plan in plans(*arguments)]
@@ -254,6 +263,7 @@ def test_what_ranks_do_not_do_is_refused(
         load_ranked(resolve_model(str(folder)), config)
 
 
+@pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anonymous memory of the other rank, beside that of a tiny model: half of 96 MiB of weights."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MEBI))  # freed buffers go back to the system at once

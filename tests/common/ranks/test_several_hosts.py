@@ -25,7 +25,7 @@ from ..model.generation import prompt, transformers_greedy, transformers_model
 from .rank_hosts import RankHostProcess, free_port
 from .test_ranks import copy_blocks, go_on, run, worker
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]
 
 GONE_S = 60.0
 

@@ -193,6 +193,7 @@ def test_only_the_oldest_is_the_elder() -> None:
 arrivals = st.tuples(st.floats(0.0, 30.0), lengths, st.sampled_from([0.0, 0.5, 2.0, 10.0]))
 
 
+@pytest.mark.slow
 @given(st.lists(arrivals, min_size=1, max_size=20), st.booleans())
 @settings(derandomize=True, deadline=None, max_examples=examples(20))
 def test_every_prompt_is_done_within_a_bound(wanted: list[tuple[float, int, float]], is_known: bool) -> None:

@@ -29,6 +29,7 @@ def dense_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-dense")
 
 
+@pytest.mark.slow_cases("fp8 by channel")
 def test_every_matrix_is_what_it_stands_for(checkpoint: Path) -> None:
     _, source = open_model(files_of(checkpoint))
     _, floats = open_model(files_of(dense_of(checkpoint)))

@@ -32,6 +32,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
+@pytest.mark.slow_except("w8a8 by channel", "fp8 by block")
 def test_the_tokens_are_those_of_one_rank(checkpoint: Path) -> None:
     files = files_of(checkpoint)
     for quantization in ("none", "auto"):
@@ -39,6 +40,7 @@ def test_the_tokens_are_those_of_one_rank(checkpoint: Path) -> None:
         assert greedy_of_ranks(files, 2, prompt(40), 10, quantization) == [expected] * 2
 
 
+@pytest.mark.slow_except("gptq int4 with zero points", "awq", "w8a8 by channel", "fp8 by block")
 def test_ranks_hold_parts_of_the_same_matrices(checkpoint: Path) -> None:
     """Down's columns and gate's rows, in as many bits as one rank holds them in."""
     files = files_of(checkpoint)
@@ -77,7 +79,7 @@ def test_groups_that_ranks_would_cut_are_refused_where_integers_are_kept(tmp_pat
     assert greedy_of_ranks(files, 2, prompt(40), 10) == [expected] * 2
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_floats_are_rounded_in_the_groups_of_one_rank(tmp_path: Path, quantization: str) -> None:
     files = files_of(random_checkpoint(tmp_path / "whole", "Llama", **WIDTHS, num_key_value_heads=2))
     expected = Pool(load_model(files, quantization=quantization)).greedy(prompt(40), 10, chunk=16)
@@ -87,6 +89,7 @@ def test_floats_are_rounded_in_the_groups_of_one_rank(tmp_path: Path, quantizati
         load_shard(odd, Shard(1, 2), Sums(), dtype="float32", device="cpu", quantization=quantization)
 
 
+@pytest.mark.slow
 def test_parts_of_a_gguf_file_are_its_matrices() -> None:
     """Q4_K, Q5_0, Q6_K and Q8_0; the rows of two parts below each other, or their columns side by side."""
     config, source = open_model(resolve_model("gemma3-270m"))
@@ -104,6 +107,7 @@ def test_parts_of_a_gguf_file_are_its_matrices() -> None:
     assert torch.equal(torch.cat([shard.read(name) for shard in shards]), source.read(name))
 
 
+@pytest.mark.slow
 def test_a_published_file_answers_over_three_ranks_as_over_one() -> None:
     """9 heads, 3 KV heads: llama.cpp's order of rows is undone before they are parted."""
     files = resolve_model("smollm2-135m")

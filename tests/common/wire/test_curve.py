@@ -136,10 +136,10 @@ def test_who_trusts_each_other_talks(network: Network, client: tuple[KeyPair], s
     [
         pytest.param((None,), (A,), "wants CURVE", id="plain to CURVE"),
         pytest.param((A,), (None,), "speaks no CURVE", id="CURVE to plain"),
-        pytest.param((B,), (A,), "may be none of the 1", id="strangers"),
-        pytest.param((B,), (A, B), "may be none of the 1", id="only the server trusts"),
+        pytest.param((B,), (A,), "may be none of the 1", id="strangers", marks=pytest.mark.slow),
+        pytest.param((B,), (A, B), "may be none of the 1", id="only the server trusts", marks=pytest.mark.slow),
         pytest.param((B, A), (A,), "does not authorise", id="only the client trusts"),
-        pytest.param((B, C), (A,), "may be none of the 2", id="no key of several"),
+        pytest.param((B, C), (A,), "may be none of the 2", id="no key of several", marks=pytest.mark.slow),
     ],
 )
 def test_who_does_not_is_refused_and_told_why(
@@ -168,6 +168,7 @@ def test_a_stranger_is_named_by_address_and_public_key(network: Network, caplog:
     assert all(pair.secret.decode() not in caplog.text for pair in (A, B))
 
 
+@pytest.mark.slow
 def test_without_a_gatekeeper_nobody_comes_in(network: Network) -> None:
     there = network.serve(network.keys(A))
     assert there.gatekeeper is not None
@@ -224,6 +225,7 @@ def test_a_list_that_became_bad_changes_nothing(network: Network, caplog: pytest
     assert set(curve.trusted()) == {A.public, C.public}
 
 
+@pytest.mark.slow
 def test_a_server_that_changes_its_mind_is_found_again(network: Network) -> None:
     """ZeroMQ itself never tries again after a mechanism that does not fit, or what is no ZeroMQ."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -209,6 +209,7 @@ async def test_a_silent_router_is_lost_and_may_come_back(make_rig: Callable[...,
     await rig.wait(lambda: len(rig.lost) == 2)
 
 
+@pytest.mark.slow
 async def test_a_router_that_is_not_known_any_more_hears_so_once_a_heartbeat(make_rig: Callable[..., Rig]) -> None:
     """As after a freeze of either: it would go on as if its requests ran here."""
     rig = make_rig(router_timeout_s=0.05, heartbeat_s=0.5)

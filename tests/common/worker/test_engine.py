@@ -120,6 +120,7 @@ def test_the_inbox_is_bounded(engine: SleepyEngine) -> None:
     assert not engine.submit("one too many")
 
 
+@pytest.mark.slow
 def test_progress_is_told_once_a_while_and_whether_anything_was_computed(engine: SleepyEngine) -> None:
     engine.go.set()
     engine._progress_told_at = 0.0

@@ -145,9 +145,9 @@ async def test_a_frame_larger_than_any_message_ends_its_connection(rig: Rig, dia
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(b"", id="silence"),
-        pytest.param(b"\xff", id="one byte"),
-        pytest.param(greeting(b"NULL")[:40], id="half a greeting"),
+        pytest.param(b"", id="silence", marks=pytest.mark.slow),
+        pytest.param(b"\xff", id="one byte", marks=pytest.mark.slow),
+        pytest.param(greeting(b"NULL")[:40], id="half a greeting", marks=pytest.mark.slow),
         pytest.param(greeting(b"NULL"), id="no READY"),
         pytest.param(greeting(b"NULL") + READY[:10], id="half a READY"),
         pytest.param(greeting(b"GSSAPI"), id="another mechanism"),

@@ -52,6 +52,7 @@ def test_costs_are_coarse() -> None:
     assert [cost_of(n) for n in (0, 1, 2, 3, 4, 7, 8, 63, 64)] == [0, 1, 2, 2, 4, 4, 8, 32, 64]
 
 
+@pytest.mark.slow
 async def test_only_changes_are_told(api: KubernetesAPI, load: Load) -> None:
     await until(lambda: api.annotations.get("decode-7") == {ANNOTATION: "0"})
     for load.num_requests in (5, 6, 7):
@@ -61,6 +62,7 @@ async def test_only_changes_are_told(api: KubernetesAPI, load: Load) -> None:
     assert len(api.patches) == 3
 
 
+@pytest.mark.slow
 async def test_a_refusal_is_said_once_and_tried_again(
     api: KubernetesAPI, load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:

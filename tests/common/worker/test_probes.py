@@ -95,6 +95,7 @@ async def ends(worker: ProbedWorker, *sent: bytes) -> None:
         writer.transport.abort()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: worker\r\n"])
 async def test_who_never_asks_is_cut(hasty_worker: ProbedWorker, sent: bytes) -> None:
     await ends(hasty_worker, sent)
@@ -107,6 +108,7 @@ async def test_a_request_without_end_is_cut(worker: ProbedWorker, begin: bytes) 
     assert (await worker.get("/health")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_crowd_of_silent_connections_keeps_no_probe_out(worker: ProbedWorker) -> None:
     crowd = [await asyncio.open_connection("127.0.0.1", worker.port) for _ in range(MAX_CONNECTIONS + 20)]
     assert (await worker.get("/health")).status_code == 200

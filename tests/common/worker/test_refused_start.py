@@ -54,6 +54,7 @@ def test_it_names_what_it_needs_and_what_there_is(repository: Path) -> None:
     assert "reads the weights" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2])
 def test_ranks_of_a_host_share_its_memory(size: int) -> None:
     ended = start("--tensor-parallel-size", str(size), "--num-blocks", "64")

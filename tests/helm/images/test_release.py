@@ -130,6 +130,7 @@ def test_without_an_engine_all_else_is_made(programs: Path, tmp_path: Path, monk
     assert (tmp_path / "dist" / f"diptych-{VERSION}.tgz").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("image", ("router", "worker"))
 def test_a_bill_of_materials_names_every_package_with_its_hashes(image: str, tmp_path: Path) -> None:
     pytest.importorskip("cyclonedx_py", reason="the extra `release` is not installed")

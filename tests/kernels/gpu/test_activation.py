@@ -22,6 +22,7 @@ def test_gated(device: torch.device, activation: str, width: int, dtype: torch.d
     torch.testing.assert_close(found.double(), reference.gated(x.double(), activation), rtol=tolerance, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_with_gaps(device: torch.device) -> None:
     x = torch.randn(5, 3, 160)
     torch.testing.assert_close(gated(x.to(device)[:, 1], "silu").cpu(), reference.gated(x[:, 1], "silu"))

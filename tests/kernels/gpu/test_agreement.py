@@ -69,6 +69,7 @@ def problems(shape: CheckedShape, kv: torch.Tensor) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kv"),
     [
@@ -96,6 +97,7 @@ def test_right_kernels_agree_and_leave_zeros(options: dict[str, Any], kv: dict[s
     assert problems(shape_of(**options), made(**kv)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unheard", ["k_scale", "v_scale"])
 def test_a_scale_that_is_not_multiplied_by_is_seen(unheard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = triton_backend.paged_attention
@@ -112,6 +114,7 @@ def test_a_scale_that_is_not_multiplied_by_is_seen(unheard: str, monkeypatch: py
     assert found == ["decode attention", "prefill attention"]
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_not_divided_by_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = triton_backend.rotate_and_write
     monkeypatch.setattr(triton_backend, "rotate_and_write", lambda *given: right(*given[:-1]))
@@ -123,6 +126,7 @@ def test_a_scale_that_is_not_divided_by_is_seen(monkeypatch: pytest.MonkeyPatch)
     assert found == ["rotary embedding and KV write"]
 
 
+@pytest.mark.slow
 def test_sequences_of_several_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the check also runs the sum over splits."""
     monkeypatch.setattr(run, "HOST_TOKENS", run.TOKENS_BESIDE)
@@ -175,6 +179,7 @@ def scales_too_much(
                        BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, SOFTCAP, FP8_BITS, MASKED)  # fmt: skip
 
 
+@pytest.mark.slow_except("sees_one_more-0-decode attention")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, which the interpreter computes with: NaN is the point
 @pytest.mark.parametrize("kernel", ["decode attention", "prefill attention"])
 @pytest.mark.parametrize(("broken", "window"), [(sees_one_more, 0), (sees_one_less, 20), (scales_too_much, 0)])
@@ -188,6 +193,7 @@ def test_broken_attention_is_named(monkeypatch: pytest.MonkeyPatch, kernel: str,
     assert "4 heads on 2 of 16, blocks of 64 in bfloat16" in found[0] and "tolerance 0.02" in found[0]
 
 
+@pytest.mark.slow
 def test_a_row_that_stays_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = GPUPlan.fill
     monkeypatch.setattr(GPUPlan, "fill", lambda plan, spans: fill(plan, spans[:-1]))
@@ -196,6 +202,7 @@ def test_a_row_that_stays_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("are not finite" in one for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about NaN
 def test_a_table_that_names_a_freed_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of each sequence is one that belongs to nobody."""
@@ -211,6 +218,7 @@ def test_a_table_that_names_a_freed_block(monkeypatch: pytest.MonkeyPatch) -> No
     assert all("are not finite" in one for one in found)
 
 
+@pytest.mark.slow
 def test_seats_that_do_not_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
     right = triton_backend.fill_rows
 
@@ -222,6 +230,7 @@ def test_seats_that_do_not_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.startswith("rows from seats (18 of 21 rows") and "of its seats differ" in found
 
 
+@pytest.mark.slow
 def test_keys_that_land_in_a_slot_beside_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     right = triton_backend.rotate_and_write
 
@@ -234,6 +243,7 @@ def test_keys_that_land_in_a_slot_beside_theirs(monkeypatch: pytest.MonkeyPatch)
     assert found.startswith("rotary embedding and KV write") and "slots" in found
 
 
+@pytest.mark.slow
 def test_sampling_that_overlooks_a_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sampling.sample
     monkeypatch.setattr(triton_backend, "sample", lambda logits, rows, allowed: right(logits.nan_to_num(0.0), rows))
@@ -241,6 +251,7 @@ def test_sampling_that_overlooks_a_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.startswith("sampling") and "of 4 rows with a NaN yield a token" in found
 
 
+@pytest.mark.slow
 def test_a_copy_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     right = blocks.gather_blocks
 
@@ -253,6 +264,7 @@ def test_a_copy_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.startswith("gather blocks") and "bytes differ" in found
 
 
+@pytest.mark.slow
 def test_a_sum_that_leaves_out_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     right = blocks.block_sums
 
@@ -265,6 +277,7 @@ def test_a_sum_that_leaves_out_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.startswith("sums of blocks") and "1 of" in found
 
 
+@pytest.mark.slow
 def test_a_kernel_that_fails_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> torch.Tensor:
         raise RuntimeError("an illegal memory access was encountered\nmore words")
@@ -289,6 +302,7 @@ def of_experts(experts: Experts) -> Finding:
     return experts_check(experts, 2, 24, "silu", torch.device("cpu"), torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 def test_experts_beside_plain_products(experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_experts(experts).problem == ""
     right = held_products.experts
@@ -304,6 +318,7 @@ def loaded(tmp_path: Path) -> Iterator[tuple[Any, KVCache]]:
     yield model, KVCache(model.config, 60, 16, model.dtype)
 
 
+@pytest.mark.slow
 def test_a_worker_says_how_many_agree(loaded: tuple[Any, KVCache], caplog: pytest.LogCaptureFixture) -> None:
     """Gemma: a window and none, norms of heads, gelu."""
     with caplog.at_level(logging.INFO):
@@ -312,6 +327,7 @@ def test_a_worker_says_how_many_agree(loaded: tuple[Any, KVCache], caplog: pytes
     assert not cast(Any, loaded[1].tensor).any()
 
 
+@pytest.mark.slow
 def test_a_worker_refuses_to_start(loaded: tuple[Any, KVCache], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "attend_tile", sees_one_more)
     with pytest.raises(

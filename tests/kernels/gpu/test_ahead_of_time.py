@@ -19,7 +19,7 @@ from kernels.gpu.work_list import MAX_SPLITS, SPLIT_TOKENS
 
 from .compiled import CHIPS, MULTIPROCESSOR_REGISTERS, Compiled, Job, Target, compile_kernels
 
-pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600), pytest.mark.slow]
 PACKAGE = "kernels.gpu"
 POINTERS = {
     **{"q": "*bf16", "out": "*bf16", "sinks": "*fp32", "partial": "*fp32", "lse": "*fp32"},

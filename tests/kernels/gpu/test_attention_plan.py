@@ -25,6 +25,7 @@ def splits_of(length: int, window: int) -> list[tuple[int, int]]:
     return list(zip(cuts, cuts[1:], strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 100, 5000])
 def test_the_work_list_has_every_split_once_and_cut_ones_last(device: torch.device, window: int) -> None:
     draw = random.Random(window)
@@ -50,6 +51,7 @@ def test_the_work_list_has_every_split_once_and_cut_ones_last(device: torch.devi
     assert cut == sorted(cut)
 
 
+@pytest.mark.slow
 def test_more_spans_than_one_program_sees_in_one_go(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_list, "SPAN_BLOCK", 4)
     lengths = [600, 5, 1024, 700, 1, 512, 2000, 3, 9]

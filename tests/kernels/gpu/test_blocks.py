@@ -33,6 +33,7 @@ def test_blocks_as_they_are(device: torch.device, shape: tuple[int, ...], dtype:
     assert torch.equal(other[[1, 6, 2]].cpu().float(), kv[ids].float()) and not other[[0, 3, 4, 5]].float().any()
 
 
+@pytest.mark.slow_except("shape2-*")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantised_blocks(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:

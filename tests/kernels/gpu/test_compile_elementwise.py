@@ -14,7 +14,7 @@ from kernels.gpu.tiles import activation
 
 from .compiled import Compiled, Job, compile_kernels
 
-pytestmark = pytest.mark.interpret
+pytestmark = [pytest.mark.interpret, pytest.mark.slow]
 
 
 def norm_job(width: int, add: bool) -> Job:

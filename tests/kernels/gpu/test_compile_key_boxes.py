@@ -15,7 +15,7 @@ from kernels.gpu.tiles.key_box import refusal
 from .compiled import CHIPS, MULTIPROCESSOR_REGISTERS, Compiled, Job, Target, compile_kernels
 from .test_ahead_of_time import GEMMA3, GPT_OSS, LLAMA, LLAMA_FLOAT8, PHI3, SMOLLM2, Shape, prefill_job
 
-pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cpu, pytest.mark.timeout(600), pytest.mark.slow]
 GEMMA2 = Shape(42, 8, 2, 256, features="window softcap")
 SHAPES = [
     *(LLAMA, LLAMA_FLOAT8, SMOLLM2, GPT_OSS, GEMMA3, GEMMA2, PHI3),

@@ -23,31 +23,60 @@ SPANS = [(1, length - 1) for length in LENGTHS]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_lengths(make_case: Any, device: torch.device, dtype: torch.dtype) -> None:
     case = make_case(SPANS[:-1] if dtype == torch.float32 else SPANS, block=64, dtype=dtype)
     assert error(case, attend(case, device)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("block", [16, 32, 48, 128])
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(16, marks=pytest.mark.slow),
+        32,
+        pytest.param(48, marks=pytest.mark.slow),
+        pytest.param(128, marks=pytest.mark.slow),
+    ],
+)
 def test_block_sizes(make_case: Any, device: torch.device, block: int) -> None:
     case = make_case([(1, 0), (1, 130), (1, 591)], block=block, dtype=torch.float16)
     assert error(case, attend(case, device)) < 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_head_sizes(make_case: Any, device: torch.device, dim: int) -> None:
     case = make_case([(1, 17), (1, 0), (1, 75)], dim=dim, block=32)
     assert error(case, attend(case, device)) < 2e-6
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (8, 1), (16, 1), (20, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    [
+        (1, 1),
+        pytest.param(4, 4, marks=pytest.mark.slow),
+        pytest.param(9, 3, marks=pytest.mark.slow),
+        (14, 2),
+        (8, 1),
+        (16, 1),
+        (20, 1),
+    ],
+)
 def test_head_groups(make_case: Any, device: torch.device, heads: int, kv_heads: int) -> None:
     case = make_case([(1, 70), (1, 3)], heads=heads, kv_heads=kv_heads, dtype=torch.float16)
     assert error(case, attend(case, device)) < 2e-3
 
 
-@pytest.mark.parametrize("window", [1, 64, 65, 700])
+@pytest.mark.parametrize(
+    "window",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(64, marks=pytest.mark.slow),
+        65,
+        pytest.param(700, marks=pytest.mark.slow),
+    ],
+)
 def test_windows(make_case: Any, device: torch.device, window: int) -> None:
     """The blocks that a window has left behind may be anyone's: their table entries must not be followed."""
     case = make_case([(1, 0), (1, 63), (1, 128), (1, 1327)], block=64, dtype=torch.float16)
@@ -60,7 +89,7 @@ def test_windows(make_case: Any, device: torch.device, window: int) -> None:
     assert error(case, out, window=window) < 2e-3
 
 
-@pytest.mark.parametrize("length", [33, 600])
+@pytest.mark.parametrize("length", [33, pytest.param(600, marks=pytest.mark.slow)])
 def test_softcap_and_sinks(make_case: Any, device: torch.device, length: int) -> None:
     case = make_case([(1, length - 1), (1, 0)])
     case.q *= 20
@@ -69,6 +98,7 @@ def test_softcap_and_sinks(make_case: Any, device: torch.device, length: int) ->
         assert error(case, attend(case, device, **options), **options) < 5e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("by_bits", [False, True])
 def test_float8_cache(
@@ -96,6 +126,7 @@ def test_small_probabilities_of_a_float8_cache(make_case: Any, device: torch.dev
     assert error(case, attend(case, device)) < 0.02
 
 
+@pytest.mark.slow
 def test_large_scores_stay_finite(make_case: Any, device: torch.device) -> None:
     case = make_case([(1, 29), (1, 599)], block=64)
     case.q *= 1000
@@ -109,6 +140,7 @@ def test_queries_may_be_a_slice_of_a_wider_tensor(make_case: Any, device: torch.
     assert error(case, attend(case, device)) < 2e-6
 
 
+@pytest.mark.slow
 def test_padding_of_a_graph_stays_unwritten(make_case: Any, device: torch.device) -> None:
     """One plan for several steps, as a captured graph uses it; each leaves the rows of nobody as they were."""
     case = make_case([(1, 700), (1, 30), (1, 5)], dtype=torch.float16)
@@ -148,6 +180,7 @@ def test_a_captured_graph_follows_its_plan(make_case: Any, device: torch.device)
         assert torch.equal(out.cpu()[rows], eager[rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 150])
 def test_a_sequence_does_not_depend_on_its_batch(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, window: int
@@ -167,6 +200,7 @@ def test_a_sequence_does_not_depend_on_its_batch(
         assert torch.equal(attend(case, device, window=window)[span.row], together[span.row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 37, 300])
 def test_many_splits(make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     """Splits of 64 tokens, but for sequences that would have more than three of them."""

@@ -99,6 +99,7 @@ def problems(chip: Target, name: str, job: Job, found: Compiled) -> Iterator[str
         yield f"{name}: {found.spills} spills"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_kernel_fits(chip: Target) -> None:
     every = jobs(chip)

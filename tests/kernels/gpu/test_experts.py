@@ -44,6 +44,7 @@ def exact(x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Tens
     return out
 
 
+@pytest.mark.slow_except("37-3-1-dtype0")
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "count", "per_token"), [(1, 5, 2), (37, 3, 1), (70, 4, 3)])
@@ -67,6 +68,7 @@ def test_experts(device: torch.device, rows: int, count: int, per_token: int, dt
         torch.testing.assert_close(alone, found[:1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow_except("fp8 by row-dtype0")
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,6 +93,7 @@ def test_quantised_experts_are_those_of_their_floats(device: torch.device, kind:
         torch.testing.assert_close(found, dense, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
 def test_a_published_gpt_oss_keeps_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +148,7 @@ def dense_job(capability: Target, rows: int) -> Job:
     return Job("kernels.gpu.products.experts:multiply_grouped", signature, constants, capability, 4, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [80, 90])
@@ -174,6 +178,7 @@ def held_jobs(capability: Target) -> list[Job]:
     return jobs
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [80, 90])

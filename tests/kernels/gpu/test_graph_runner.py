@@ -101,6 +101,7 @@ def ids(step: GraphStep) -> list[int]:
     return [token.token_id for token in step.read()]
 
 
+@pytest.mark.slow
 def test_steps_fed_by_each_other_give_the_oracles_tokens(runner: GraphRunner, model: Decoder) -> None:
     """Three sequences in a step of four, one of which crosses into its next block; the host is told no token."""
     prompts = [prompt(count, seed=count) for count in (3, 15, 20)]
@@ -126,6 +127,7 @@ def test_steps_fed_by_each_other_give_the_oracles_tokens(runner: GraphRunner, mo
     assert runner.kv.tensor[untouched].isnan().all()
 
 
+@pytest.mark.slow
 def test_rows_of_one_sequence_are_those_of_steps_of_its_own(runner: GraphRunner, model: Decoder) -> None:
     """A step that checks draft tokens: right ones, a wrong one, and one behind it that crosses into the next block."""
     tokens = prompt(14, seed=13)
@@ -152,6 +154,7 @@ KINDS: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_mixed_batch_replays_what_was_recorded(model: Decoder) -> None:
     """Log-probabilities, penalties and a mask beside a plain row: the model's part of each step is the recording."""
     kv = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE)
@@ -197,6 +200,7 @@ DRAWS: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.slow
 def test_rows_that_need_nothing_else_are_sampled_by_the_recording(model: Decoder) -> None:
     """Two replays a step, and the tokens that the host's sampler draws from the same logits."""
     kv, recorder = KVCache(model.config, NUM_BLOCKS, SIZE, "float32", DEVICE), CountingRecorder()
@@ -216,6 +220,7 @@ def test_rows_that_need_nothing_else_are_sampled_by_the_recording(model: Decoder
     assert recorder.num_replays == 2 * 3
 
 
+@pytest.mark.slow
 def test_a_sequence_that_leaves_and_blocks_that_go_to_another(runner: GraphRunner, model: Decoder) -> None:
     """Rows move up, a block of the one that left is another's at once; logits are those of steps filled anew."""
     prompts, tables = [prompt(14 + i, seed=i) for i in range(3)], [[0, 1], [2, 3], [4, 5]]
@@ -238,6 +243,7 @@ def test_a_sequence_that_leaves_and_blocks_that_go_to_another(runner: GraphRunne
     both(moved, [1, FROM_HOST, 0], (41, 11, 40))
 
 
+@pytest.mark.slow
 def test_rows_beside_prompts_are_replayed(runner: GraphRunner, model: Decoder) -> None:
     """Whatever the order of the chunks; the rows' logits are those of the recording, bit for bit."""
     plain = ModelRunner(model, runner.kv)
@@ -260,6 +266,7 @@ def test_rows_beside_prompts_are_replayed(runner: GraphRunner, model: Decoder) -
         assert runner.profile.num_tokens == 32 and runner.profile.num_sequences == 5
 
 
+@pytest.mark.slow
 def test_a_bad_prompt_beside_rows_is_refused_before_anything_runs(runner: GraphRunner) -> None:
     runner.kv.tensor.zero_()
     with pytest.raises(BlockError):
@@ -269,6 +276,7 @@ def test_a_bad_prompt_beside_rows_is_refused_before_anything_runs(runner: GraphR
     assert not runner.kv.tensor.any()
 
 
+@pytest.mark.slow
 def test_a_cache_of_8_bits(model: Decoder) -> None:
     kv = KVCache(model.config, NUM_BLOCKS, SIZE, "fp8", DEVICE)
     kv.tensor.view(torch.uint8).fill_(0x7F)  # no number
@@ -282,6 +290,7 @@ def test_a_cache_of_8_bits(model: Decoder) -> None:
         torch.testing.assert_close(runner.forward(chunks), expected)
 
 
+@pytest.mark.slow
 def test_forward_replays_what_was_recorded(runner: GraphRunner, model: Decoder) -> None:
     plain = ModelRunner(model, runner.kv)
     plain.forward([SequenceChunk(prompt(10), 0, (2, 4))])
@@ -291,6 +300,7 @@ def test_forward_replays_what_was_recorded(runner: GraphRunner, model: Decoder) 
         torch.testing.assert_close(runner.forward(chunks), expected)
 
 
+@pytest.mark.slow
 def test_a_row_whose_logits_are_no_numbers_feeds_a_token_all_the_same(runner: GraphRunner, model: Decoder) -> None:
     """Its id is no token; the step that is launched before the host has seen it must stay inside of the weights."""
     plain = ModelRunner(model, runner.kv)
@@ -303,6 +313,7 @@ def test_a_row_whose_logits_are_no_numbers_feeds_a_token_all_the_same(runner: Gr
     torch.testing.assert_close(logits, expected)
 
 
+@pytest.mark.slow
 def test_a_device_that_has_failed_is_not_waited_for(
     runner: GraphRunner, model: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -329,6 +340,7 @@ def test_only_recorded_steps_are_replayed(runner: GraphRunner, monkeypatch: pyte
     assert not runner.replays([one]) and runner.replays([one] * 2)  # room for partial results is by tokens
 
 
+@pytest.mark.slow
 def test_bad_chunks_are_refused_before_anything_runs(runner: GraphRunner, model: Decoder) -> None:
     runner.kv.tensor.zero_()
     good = SequenceChunk((1,), 3, (0, 1))
@@ -345,6 +357,7 @@ def test_bad_chunks_are_refused_before_anything_runs(runner: GraphRunner, model:
     assert not runner.kv.tensor.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_head", [eagle_folder, eagle3_folder])
 def test_hidden_states_go_from_step_to_step(tmp_path: Path, make_head: Callable[..., Path]) -> None:
     """Rows of following steps, and of draft tokens in one, write the head's KV that steps without recordings write."""
@@ -371,6 +384,7 @@ def test_hidden_states_go_from_step_to_step(tmp_path: Path, make_head: Callable[
         assert ours.count_nonzero() > ours.numel() // 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_recorded_step_serves_rows_with_and_without_adapters(model: Decoder, tmp_path: Path) -> None:
     """The recording holds no adapter: which one a row uses is an input, and what a place holds may change."""

@@ -30,6 +30,7 @@ from .quantised_weights import KINDS, held_on, weight_of
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
+@pytest.mark.slow_except("int4-dtype0", "fp8 by row-dtype0")
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,6 +49,7 @@ def test_products_are_those_with_the_floats(device: torch.device, kind: str, dty
             torch.testing.assert_close(found.double().cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.slow_cases("Q4_K-*", "Q6_K-*")
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,6 +70,7 @@ def test_every_4_bit_float_by_every_scale(device: torch.device) -> None:
     assert torch.equal(widened_weight(held_on(device, weight), torch.float32).cpu(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.parametrize("kind", ["int4", "fp8 by row"])
 def test_a_row_has_the_same_bits_alone_and_among_others(device: torch.device, kind: str) -> None:
@@ -108,6 +111,7 @@ def test_memory_is_that_of_the_numbers() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
 @pytest.mark.parametrize("name", ["awq", "gptq int8"])
@@ -161,6 +165,7 @@ def held_jobs(capability: Target) -> list[Job]:
     return jobs
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [80, 90])

@@ -58,6 +58,7 @@ def same_apart(multiply: Callable[..., Tensor], *inputs: Tensor, counts: Sequenc
     return together
 
 
+@pytest.mark.slow_except("1-33-torch.bfloat16")
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(70, 90), (129, 64), (1, 33), (40, CUT)])
@@ -72,6 +73,7 @@ def test_floats(device: torch.device, outputs: int, inputs: int, dtype: torch.dt
     assert torch.equal(invariant_linear(x[:3], weight, bias), found[:3].to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8 by row"])
@@ -84,6 +86,7 @@ def test_quantised_weights(device: torch.device, kind: str, dtype: torch.dtype) 
     torch.testing.assert_close(found.double().cpu(), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_matrices_of_heads(device: torch.device, dtype: torch.dtype) -> None:
@@ -98,6 +101,7 @@ def test_matrices_of_heads(device: torch.device, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 def test_experts_and_adapters_take_one_tile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of rows: with fewer rows Hopper's tensor cores have another instruction."""
@@ -156,6 +160,7 @@ def logits_of(model: Decoder, batches: Sequence[Sequence[int]]) -> list[Tensor]:
     return [torch.stack(each) for each in found]
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
 @pytest.mark.usefixtures("triton_everywhere")
@@ -171,6 +176,7 @@ def test_a_models_logits_are_the_same_in_every_batch(tmp_path: Path, name: str) 
     assert all(bool(one.isfinite().all()) for one in alone)
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
 @pytest.mark.usefixtures("triton_everywhere")
@@ -201,6 +207,7 @@ def test_the_check_of_a_start_sees_other_numbers_and_other_bits(
     assert len(found := problems()) == 5 and all("of 17 rows have other bits apart" in one for one in found)
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 def test_inputs_in_another_order_are_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `same_apart` would find if a tile of many rows took its inputs otherwise."""
@@ -235,6 +242,7 @@ def instructions(found: Compiled) -> set[str]:
     return set(MMA.findall(found.ptx))
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [80, 90])
@@ -250,6 +258,7 @@ def test_few_and_many_rows_are_multiplied_by_the_same_instruction(shape: str, ca
         assert "LDGSTS" in found.sass, "weights are not copied ahead"
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.timeout(600)
 def test_float32_is_multiplied_as_such() -> None:

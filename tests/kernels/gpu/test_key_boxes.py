@@ -55,6 +55,7 @@ def same_bits(case: Any, device: torch.device, made: list[bool], **options: Any)
     return by_boxes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("block", [64, 128])
 def test_prefixes_and_odd_lengths(
@@ -64,6 +65,7 @@ def test_prefixes_and_odd_lengths(
     assert error(case, same_bits(case, device, made)) < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [16, 80, 96, 128, 256])
 def test_head_sizes(make_case: Any, device: torch.device, made: list[bool], dim: int) -> None:
     """A box of 80 or 96 numbers is 128 wide: what lies beyond are the values, and must be zero."""
@@ -71,13 +73,30 @@ def test_head_sizes(make_case: Any, device: torch.device, made: list[bool], dim:
     assert error(case, same_bits(case, device, made)) < 2e-3
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (14, 2), (20, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    [
+        (1, 1),
+        pytest.param(9, 3, marks=pytest.mark.slow),
+        pytest.param(14, 2, marks=pytest.mark.slow),
+        pytest.param(20, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_head_groups(make_case: Any, device: torch.device, made: list[bool], heads: int, kv_heads: int) -> None:
     case = make_case([(18, 5), (50, 0)], heads=heads, kv_heads=kv_heads, block=64, dtype=torch.float16)
     assert error(case, same_bits(case, device, made)) < 2e-3
 
 
-@pytest.mark.parametrize("window", [1, 7, 64, 65, 500])
+@pytest.mark.parametrize(
+    "window",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(7, marks=pytest.mark.slow),
+        pytest.param(64, marks=pytest.mark.slow),
+        pytest.param(65, marks=pytest.mark.slow),
+        500,
+    ],
+)
 def test_windows(make_case: Any, device: torch.device, made: list[bool], window: int) -> None:
     """Blocks that a window has left behind are not read; slots before it, in a block that it has not, may hold NaN."""
     case = make_case([(83, 140), (2, 62), (9, 0)], block=64, dtype=torch.float16)
@@ -89,6 +108,7 @@ def test_windows(make_case: Any, device: torch.device, made: list[bool], window:
     same_bits(case, device, made, window=window)
 
 
+@pytest.mark.slow
 def test_softcap_and_sinks(make_case: Any, device: torch.device, made: list[bool]) -> None:
     case = make_case([(20, 33), (6, 0)], block=16)
     case.q *= 20

@@ -26,6 +26,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 MIXED = [(1, 0), (3, 0), (1, 64), (20, 37), (1, 150), (2, 127)]
 
 
+@pytest.mark.slow_except("3-56-48-16-dtype0")
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "dim", "latent_dim", "block"), [(3, 56, 48, 16), (20, 80, 64, 64)])
@@ -37,6 +38,7 @@ def test_single_rows_and_chunks(
     assert error(case, attend(case, device)) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 def test_the_sizes_of_deepseek(make_case: Any, device: torch.device) -> None:
     case = make_case([(1, 40), (2, 30)], heads=16, kv_heads=1, dim=576, block=64, dtype=torch.bfloat16, latent_dim=512)
@@ -44,7 +46,7 @@ def test_the_sizes_of_deepseek(make_case: Any, device: torch.device) -> None:
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("by_bits", [False, True])
+@pytest.mark.parametrize("by_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_float8_cache(make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, by_bits: bool) -> None:
     if by_bits:
         monkeypatch.setattr("kernels.gpu.scores.chip_of", lambda device: CHIPS[80])
@@ -53,6 +55,7 @@ def test_float8_cache(make_case: Any, device: torch.device, monkeypatch: pytest.
     assert error(case, attend(case, device)) < 3e-3
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 def test_a_sequence_does_not_depend_on_its_batch(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +106,7 @@ def test_writing(device: torch.device, dtype: torch.dtype, kept: str, scale: flo
     assert found[2].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 def test_blocks_on_the_wire(device: torch.device) -> None:
     """The bytes of plain torch, as they are and in 8 bits."""
@@ -142,6 +146,7 @@ def job(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cache", ["bf16", "u8"])
@@ -164,6 +169,7 @@ def test_writing_compiled(cache: str) -> None:
         assert found.spills == 0 and "STG.E.128" in found.sass
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", [80, 90])
@@ -183,6 +189,7 @@ def test_compiled(capability: Target) -> None:
         assert "LDGSTS" in found.sass, "keys are not copied ahead"
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.timeout(900)
 def test_compiled_for_every_size_of_block() -> None:

@@ -45,7 +45,12 @@ def exact(x: Tensor, y: Tensor, places: Tensor, held: list[list[Part]], parts: S
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("rows", "parts", "width", "ranks"),
-    [(1, (64,), 80, (4, 4)), (21, (64, 32, 32), 80, (5, 16, 1)), (70, (36,), 36, (16, 3)), (9, (48, 48), 64, (3, 8))],
+    [
+        (1, (64,), 80, (4, 4)),
+        pytest.param(21, (64, 32, 32), 80, (5, 16, 1), marks=pytest.mark.slow),
+        (70, (36,), 36, (16, 3)),
+        pytest.param(9, (48, 48), 64, (3, 8), marks=pytest.mark.slow),
+    ],
 )
 def test_rows_get_what_their_adapter_makes(
     device: torch.device, rows: int, parts: tuple[int, ...], width: int, ranks: tuple[int, ...], dtype: torch.dtype
@@ -114,6 +119,7 @@ def lora_jobs(capability: Target, rows: int) -> list[Job]:
     return [shrink, expand]
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", [80, 90])

@@ -15,6 +15,7 @@ MIXED = [(13, 5), (1, 30), (64, 64), (2, 62), (129, 334), (5, 13)]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
+@pytest.mark.slow_except("16-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("block", [16, 64])
 def test_spans_with_a_cached_prefix(make_case: Any, device: torch.device, block: int, dtype: torch.dtype) -> None:
@@ -22,29 +23,52 @@ def test_spans_with_a_cached_prefix(make_case: Any, device: torch.device, block:
     assert error(case, attend(case, device)) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 def test_float32(make_case: Any, device: torch.device) -> None:
     case = make_case([(21, 0), (1, 9), (9, 40)])
     assert error(case, attend(case, device)) < 2e-6
 
 
-@pytest.mark.parametrize("block", [32, 48, 128])
+@pytest.mark.parametrize(
+    "block", [pytest.param(32, marks=pytest.mark.slow), 48, pytest.param(128, marks=pytest.mark.slow)]
+)
 def test_block_sizes(make_case: Any, device: torch.device, block: int) -> None:
     case = make_case([(3, 129), (70, 0)], block=block, dtype=torch.float16)
     assert error(case, attend(case, device)) < 2e-3
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    "dim",
+    [
+        pytest.param(64, marks=pytest.mark.slow),
+        80,
+        96,
+        pytest.param(128, marks=pytest.mark.slow),
+        pytest.param(256, marks=pytest.mark.slow),
+    ],
+)
 def test_head_sizes(make_case: Any, device: torch.device, dim: int) -> None:
     case = make_case([(5, 18), (66, 3)], dim=dim, block=32, dtype=torch.float16)
     assert error(case, attend(case, device)) < 2e-3
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (16, 1), (20, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    [
+        (1, 1),
+        pytest.param(4, 4, marks=pytest.mark.slow),
+        pytest.param(9, 3, marks=pytest.mark.slow),
+        pytest.param(14, 2, marks=pytest.mark.slow),
+        pytest.param(16, 1, marks=pytest.mark.slow),
+        pytest.param(20, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_head_groups(make_case: Any, device: torch.device, heads: int, kv_heads: int) -> None:
     case = make_case([(18, 5), (50, 0)], heads=heads, kv_heads=kv_heads, dtype=torch.float16)
     assert error(case, attend(case, device)) < 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 7, 64, 65, 500])
 def test_windows(make_case: Any, device: torch.device, window: int) -> None:
     """The blocks that a window has left behind may be anyone's: their table entries must not be followed."""
@@ -66,6 +90,7 @@ def test_softcap_and_sinks(make_case: Any, device: torch.device) -> None:
         assert error(case, attend(case, device, **options), **options) < 2e-5  # scores are in the hundreds
 
 
+@pytest.mark.slow_cases("False-dtype0", "True-dtype0", "True-dtype2")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("by_bits", [False, True])
 def test_float8_cache(
@@ -86,6 +111,7 @@ def test_rows_of_nobody_stay_unwritten(make_case: Any, device: torch.device) -> 
     assert out[5:8].isnan().all() and not out[:5].isnan().any() and not out[8:].isnan().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (50, 0.0), (0, 4.0)])
 def test_a_row_does_not_depend_on_batch_or_chunk(
     make_case: Any, device: torch.device, window: int, softcap: float

@@ -17,6 +17,7 @@ def inputs(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Ten
     return torch.randn(TOKENS, (heads + 2 * kv_heads) * dim).to(dtype), torch.rand(TOKENS, dim // 2) * 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", ["", "each head", "all heads"])
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_padding_rows_write_nothing(device: torch.device) -> None:
     assert len(written) == 5 * 2 * 2 and set(written[:, 1].tolist()) == {LAYER}
 
 
+@pytest.mark.slow
 def test_a_slice_of_a_wider_projection(device: torch.device) -> None:
     qkv, angles = inputs(4, 2, 64, torch.float32)
     wide = torch.full((TOKENS, qkv.shape[1] + 8), float("nan"))
@@ -72,6 +74,7 @@ def test_a_slice_of_a_wider_projection(device: torch.device) -> None:
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_of_float8(device: torch.device, dtype: torch.dtype) -> None:
     """The cache stores the nearest number to key / k_scale and value / v_scale; too large ones become the largest."""
@@ -99,6 +102,7 @@ def test_nothing(device: torch.device) -> None:
     assert q.shape == (0, 3, 32) and not kv.any()
 
 
+@pytest.mark.slow
 def test_rounding_to_e4m3(device: torch.device) -> None:
     """Every e4m3 number, every border between two neighbours and what lies just beside it: as torch rounds."""
     kinds = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

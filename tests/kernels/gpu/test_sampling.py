@@ -54,6 +54,7 @@ def mixed(count: int) -> list[Draw]:
     return [Draw(**field, seed=97 * i - 300, position=i * i) for i, field in enumerate(fields)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [63, 500, MAX_BLOCK + 80])
 def test_the_samplers_tokens(device: torch.device, vocab: int) -> None:
     draws = mixed(2 * len(FILTERS))
@@ -61,6 +62,7 @@ def test_the_samplers_tokens(device: torch.device, vocab: int) -> None:
     assert found(logits, draws, device) == expect(logits, draws)
 
 
+@pytest.mark.slow
 def test_a_flat_distribution(device: torch.device) -> None:
     """Nothing to leave out beforehand: the threshold is searched among all tokens."""
     draws = mixed(len(FILTERS))
@@ -68,6 +70,7 @@ def test_a_flat_distribution(device: torch.device) -> None:
     assert found(logits, draws, device) == expect(logits, draws)
 
 
+@pytest.mark.slow
 def test_equals_stay_or_go_together(device: torch.device) -> None:
     draws = mixed(2 * len(FILTERS))
     logits = torch.randint(-2, 3, (len(draws), 300), generator=torch.Generator().manual_seed(2)).float()
@@ -82,6 +85,7 @@ def test_greedy_takes_the_lowest_of_equals(device: torch.device) -> None:
     assert found(logits, [Draw(), Draw()], device) == [77, 0]
 
 
+@pytest.mark.slow
 def test_one_possible_token(device: torch.device) -> None:
     """All the others at minus infinity: that one, whatever the filters."""
     draws = mixed(len(FILTERS))
@@ -90,6 +94,7 @@ def test_one_possible_token(device: torch.device) -> None:
     assert found(logits, draws, device) == [65] * len(draws)
 
 
+@pytest.mark.slow
 def test_infinite_logits(device: torch.device) -> None:
     """One that is infinitely likely comes; where none can come, what comes is no token."""
     draws = mixed(len(FILTERS))
@@ -99,6 +104,7 @@ def test_infinite_logits(device: torch.device) -> None:
     assert all(token >= 130 for token in found(torch.full((len(draws), 130), float("-inf")), draws, device))
 
 
+@pytest.mark.slow
 def test_a_logit_that_is_not_a_number_yields_no_token(device: torch.device) -> None:
     """An id outside of the vocabulary, on which the engine ends the request; the rows beside it are not touched."""
     draws = mixed(2 * len(FILTERS))
@@ -118,6 +124,7 @@ def test_banned_tokens_never_come(device: torch.device) -> None:
     assert tokens == expect(logits, draws) and all(token % 2 for token in tokens)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     draws = mixed(len(FILTERS))[::2]
     logits = torch.randn(len(draws), 1000)
@@ -126,6 +133,7 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     assert found(logits.flip(0), draws[::-1], device)[::-1] == together
 
 
+@pytest.mark.slow
 def test_rows_with_gaps_and_no_rows(device: torch.device) -> None:
     wide, draws = torch.randn(6, 2, 70), mixed(6)
     assert found(wide[:, 1], draws, device) == expect(wide[:, 1], draws)

@@ -38,6 +38,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("block", [16, 64])
 def test_chunks_behind_prefixes(
@@ -49,18 +50,22 @@ def test_chunks_behind_prefixes(
     assert rounds == [13 + 2 + 20 + 3]
 
 
-@pytest.mark.parametrize("block", [32, 48, 128])
+@pytest.mark.parametrize(
+    "block", [32, pytest.param(48, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)]
+)
 def test_block_sizes(make_case: Any, device: torch.device, rounds: list[int], block: int) -> None:
     case = make_case([(3, 129), (7, 250)], block=block, dtype=torch.float16)
     assert error(case, attend(case, device)) < 2e-3 and rounds == [10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [16, 80, 96, 128, 256])
 def test_head_sizes(make_case: Any, device: torch.device, rounds: list[int], dim: int) -> None:
     case = make_case([(5, 140), (6, 201)], dim=dim, block=32, dtype=torch.float16)
     assert error(case, attend(case, device)) < 2e-3 and rounds == [11]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (20, 1)])
 def test_head_groups(make_case: Any, device: torch.device, rounds: list[int], heads: int, kv_heads: int) -> None:
     """In tiles of several tokens, the last of which is not full."""
@@ -68,6 +73,7 @@ def test_head_groups(make_case: Any, device: torch.device, rounds: list[int], he
     assert error(case, attend(case, device)) < 2e-3 and rounds == [9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [130, 200, 250])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_windows(make_case: Any, device: torch.device, rounds: list[int], window: int, dtype: torch.dtype) -> None:
@@ -86,6 +92,7 @@ def test_windows(make_case: Any, device: torch.device, rounds: list[int], window
     assert error(case, out, window=window) < TOLERANCE[dtype] and rounds and rounds[0] == 56
 
 
+@pytest.mark.slow
 def test_softcap_and_sinks(make_case: Any, device: torch.device, rounds: list[int]) -> None:
     case = make_case([(10, 133), (6, 150)])
     case.q *= 20
@@ -95,6 +102,7 @@ def test_softcap_and_sinks(make_case: Any, device: torch.device, rounds: list[in
     assert len(rounds) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_bits", [False, True])
 def test_float8_cache(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, rounds: list[int], by_bits: bool
@@ -107,6 +115,7 @@ def test_float8_cache(
     assert error(case, attend(case, device, **options), **options) < 4e-2 and rounds == [29]
 
 
+@pytest.mark.slow
 def test_boxes_have_the_bits_of_pointers(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, rounds: list[int]
 ) -> None:
@@ -125,6 +134,7 @@ def test_boxes_have_the_bits_of_pointers(
     assert all(map(torch.equal, by_boxes, by_pointers)) and not by_boxes[0].isnan().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "dim", "latent_dim", "block"), [(3, 56, 48, 16), (20, 80, 64, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_latents(
@@ -142,6 +152,7 @@ def test_latents(
     assert error(case, attend(case, device)) < 1.5 * TOLERANCE[dtype] and rounds == [13]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 150])
 def test_a_chunk_does_not_depend_on_its_batch(
     make_case: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, rounds: list[int], window: int
@@ -161,6 +172,7 @@ def test_a_chunk_does_not_depend_on_its_batch(
     assert torch.equal(attend(case, device, window=window), together) and rounds == [13, 20, 3]
 
 
+@pytest.mark.slow
 def test_with_batch_invariance_a_row_does_not_depend_on_its_chunk(
     make_case: Any, device: torch.device, rounds: list[int]
 ) -> None:
@@ -177,6 +189,7 @@ def test_with_batch_invariance_a_row_does_not_depend_on_its_chunk(
     assert rounds == [10]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, which the interpreter computes with: NaN is the point
 @pytest.mark.parametrize("kind", ["keys and values", "latents"])
 @pytest.mark.parametrize("lost", [False, True])

@@ -54,6 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -69,7 +70,7 @@ def test_the_oracles_tokens(tmp_path: Path, calls: Counter[str], architecture: L
 
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize("name", [pytest.param("deepseek-v2", marks=pytest.mark.slow), "deepseek-v3"])
 def test_latents(tmp_path: Path, calls: Counter[str], name: str) -> None:
     """The tokens of transformers: a prompt in chunks, then single rows."""
     family, options = CASES[name]
@@ -79,6 +80,7 @@ def test_latents(tmp_path: Path, calls: Counter[str], name: str) -> None:
     assert set(calls) == {*OPERATIONS, "write_latents"} - {"rotate_and_write"}
 
 
+@pytest.mark.slow
 @pytest.mark.interpret
 @pytest.mark.skipif(ON_GPU, reason="the tensors are the CPU's")
 @pytest.mark.parametrize("scales", [(), scales_of_layers(4)])

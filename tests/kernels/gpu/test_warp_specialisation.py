@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 LOOPS = Path(__file__).with_name("specialised_loops.py")
 IGNORED = {"90,8,128,one": 8}
 """Case -> warps, those that were asked for."""

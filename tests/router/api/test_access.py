@@ -170,6 +170,7 @@ def audit_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 async def test_the_audit_log_has_each_request_with_its_key(start: Any, tools: Any, keys: Path, tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     running = await limited(start, keys, "requests_per_minute = 5", audit_log=str(path))
@@ -205,6 +206,7 @@ async def test_the_audit_log_has_each_request_with_its_key(start: Any, tools: An
     assert await running.metric('diptych_key_tokens_total{engine="router",key="alice",kind="output"') == 6
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_is_in_the_audit_log(start: Any, tools: Any, keys: Path, tmp_path: Path) -> None:
     path = tmp_path / "audit.log"
     running = await limited(start, keys, audit_log=str(path))

@@ -36,6 +36,7 @@ def say(engine: Any, text: str) -> None:
     engine.text, engine.eos_after = text, len(text.encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_runner_asks_with_the_whole_conversation(
     running: Any, sdk: anthropic.AsyncAnthropic, text: Any, stream: bool
@@ -87,6 +88,7 @@ class Weather(BaseModel):
 SCHEMA = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
 
 
+@pytest.mark.slow
 async def test_an_answer_in_a_form(running: Any, sdk: anthropic.AsyncAnthropic) -> None:
     say(running.engine, '{"city":"Rome","days":[1]}')
     for messages in (sdk.messages, sdk.beta.messages):

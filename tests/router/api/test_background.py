@@ -70,6 +70,7 @@ def row_of(running: Any, name: str) -> Any:
     return running.app.state.responses.store.find(name, "")
 
 
+@pytest.mark.slow
 async def test_an_answer_that_is_polled(sdk: openai.AsyncOpenAI, held: Any, tools: Any) -> None:
     response = await sdk.responses.create(**ASKED, background=True)
     assert (response.status, response.background) == ("queued", True)
@@ -88,6 +89,7 @@ async def test_an_answer_that_is_polled(sdk: openai.AsyncOpenAI, held: Any, tool
     assert followed.output_text == "The quick"
 
 
+@pytest.mark.slow
 async def test_it_outlives_its_clients_connection(held: Any) -> None:
     async with client_of(held) as other:
         name = (await other.responses.create(**ASKED, background=True)).id
@@ -268,6 +270,7 @@ async def test_an_answer_that_is_being_stored_can_be_continued(held: Any, tools:
     assert (await following).status_code == 200 and stuck.result(10)
 
 
+@pytest.mark.slow
 async def test_it_keeps_its_keys_place_until_its_end(start: Any, tools: Any, tmp_path: Path) -> None:
     keys, audit = tmp_path / "keys.toml", tmp_path / "audit.log"
     keys.write_text(f'[[key]]\nname = "a"\nsha256 = "{digest_of(b"a").hex()}"\nconcurrent_requests = 1\n')
@@ -363,6 +366,7 @@ async def test_copies_of_ended_answers_are_bounded(start: Any, tools: Any, monke
     assert (await shown(running, names[0]))["status"] == "incomplete"
 
 
+@pytest.mark.slow
 async def test_the_clients_own_helper_reads_events_again(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(eos_after=9))
     async with client_of(running) as sdk:

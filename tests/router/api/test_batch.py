@@ -62,6 +62,7 @@ async def test_every_request_is_answered_once(running: Any, tmp_path: Path) -> N
     assert len(running.engine.requests) == 41  # nothing is sent again
 
 
+@pytest.mark.slow
 async def test_a_request_that_is_wrong_has_its_error(running: Any, tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", line("bad", prompt="x", max_tokens=-1), line("good"))
     assert await run(source, tmp_path / "out.jsonl", running.url) == 1
@@ -71,6 +72,7 @@ async def test_a_request_that_is_wrong_has_its_error(running: Any, tmp_path: Pat
     assert found["good"]["response"]["status_code"] == 200
 
 
+@pytest.mark.slow
 async def test_a_busy_server_is_asked_again(start: Any, tools: Any, tmp_path: Path) -> None:
     class Busy(tools.Engine):  # type: ignore[misc, name-defined]
         async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
@@ -86,6 +88,7 @@ async def test_a_busy_server_is_asked_again(start: Any, tools: Any, tmp_path: Pa
     assert len(results(tmp_path / "out.jsonl")) == 3 and len(running.engine.requests) == 9
 
 
+@pytest.mark.slow
 async def test_what_always_fails_is_its_own_fault(start: Any, tools: Any, tmp_path: Path) -> None:
     running = await start(tools.Engine(error=InternalError("it broke")))
     source = written(tmp_path / "in.jsonl", line("r"))
@@ -94,6 +97,7 @@ async def test_what_always_fails_is_its_own_fault(start: Any, tools: Any, tmp_pa
     assert len(running.engine.requests) == 5
 
 
+@pytest.mark.slow
 async def test_patience_ends_and_a_later_run_tries_again(running: Any, tmp_path: Path) -> None:
     source, target = written(tmp_path / "in.jsonl", line("r")), tmp_path / "out.jsonl"
     assert await run(source, target, "http://127.0.0.1:1", "--patience-s", "1") == 1
@@ -102,6 +106,7 @@ async def test_patience_ends_and_a_later_run_tries_again(running: Any, tmp_path:
     assert results(target)["r"]["response"]["status_code"] == 200
 
 
+@pytest.mark.slow
 async def test_a_wrong_key_stops_all(start: Any, tmp_path: Path) -> None:
     running = await start(api_key="right")
     source, target = written(tmp_path / "in.jsonl", *(line(f"r{i}") for i in range(9))), tmp_path / "out.jsonl"
@@ -109,7 +114,14 @@ async def test_a_wrong_key_stops_all(start: Any, tmp_path: Path) -> None:
     assert await run(source, target, running.url, "--api-key", "right") == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGTERM,
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, number: signal.Signals) -> None:
     class Slow(tools.Engine):  # type: ignore[misc, name-defined]
         delay_s = 0.3  # so that the run goes on for seconds after its fifth line

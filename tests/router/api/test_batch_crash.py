@@ -17,6 +17,8 @@ import openai
 import pytest
 from openai.types import Batch
 
+pytestmark = pytest.mark.slow
+
 NUM_LINES, AT_ONCE = 60, 3
 PROGRAM = Path(__file__).with_name("crashing_router.py")
 

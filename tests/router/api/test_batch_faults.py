@@ -72,6 +72,7 @@ async def test_a_wrong_request(sdk: openai.AsyncOpenAI, fields: Any, status: int
     assert (await sdk.batches.list()).data == []
 
 
+@pytest.mark.slow
 async def test_a_busy_service_is_asked_again(start: Any, tools: Any) -> None:
     class Busy(tools.Engine):  # type: ignore[misc, name-defined]
         async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
@@ -100,6 +101,7 @@ async def test_what_always_fails_is_its_own_fault(start: Any, tools: Any, monkey
     assert result["response"]["status_code"] == 500 and len(running.engine.requests) == 5
 
 
+@pytest.mark.slow
 async def test_a_full_store_ends_a_batch_with_what_it_has(start: Any) -> None:
     running = await start(file_store_mib=1)
     async with client_of(running) as sdk:

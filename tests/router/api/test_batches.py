@@ -102,6 +102,7 @@ async def test_results_are_no_input(sdk: openai.AsyncOpenAI) -> None:
         await sdk.batches.create(input_file_id=done.output_file_id, endpoint=COMPLETIONS, completion_window="24h")
 
 
+@pytest.mark.slow
 async def test_batches_are_listed_in_pages(sdk: openai.AsyncOpenAI) -> None:
     batches = [await made(sdk, [line("a")]) for _ in range(5)]
     assert [one.id async for one in sdk.batches.list(limit=2)] == [one.id for one in batches[::-1]]
@@ -109,6 +110,7 @@ async def test_batches_are_listed_in_pages(sdk: openai.AsyncOpenAI) -> None:
         await sdk.batches.list(after="batch_x")
 
 
+@pytest.mark.slow
 async def test_lines_wait_for_workers(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(is_ready=(False, "no worker")))
     async with client_of(running) as sdk:
@@ -135,6 +137,7 @@ async def test_so_many_lines_at_once_and_others_pass(start: Any, tools: Any) -> 
     assert done.request_counts is not None and done.request_counts.completed == 9
 
 
+@pytest.mark.slow
 async def test_two_batches_have_turns(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(hold_after=0), batch_concurrency=2)
     async with client_of(running) as sdk:
@@ -184,6 +187,7 @@ def hold_from(running: Any, number: int) -> None:
     engine._events = held
 
 
+@pytest.mark.slow
 async def test_a_batch_whose_time_is_over(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.api.batches.kept.WINDOW_S", 1.5)
     running = await start(tools.Engine(), batch_concurrency=2)
@@ -260,6 +264,7 @@ async def test_a_key_that_is_gone_ends_its_batches(start: Any, tools: Any, tmp_p
         assert len(await lines_in(sdk, failed.output_file_id)) == 1
 
 
+@pytest.mark.slow
 async def test_a_router_that_ends_leaves_its_batches_to_the_next(start: Any, tools: Any, tmp_path: Path) -> None:
     store = str(tmp_path / "responses.sqlite3")
     running = await start(tools.Engine(), batch_concurrency=2, response_store=store)

@@ -83,6 +83,7 @@ async def asked(running: Any, api: str, **options: Any) -> Any:
         await client.close()
 
 
+@pytest.mark.slow_except("hermes-1", "llama3-1000")
 @pytest.mark.parametrize("per_event", [1, 1000])
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_calls(serve: Serve, name: str, per_event: int) -> None:
@@ -132,6 +133,7 @@ async def test_a_call_can_be_demanded(serve: Serve, name: str) -> None:
         assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
 
 
+@pytest.mark.slow_except("pythonic, tagged")
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_wherever_an_answer_is_cut_off(serve: Serve, name: str) -> None:
     running = await serve(TEMPLATES[name], answer_of(FORMS[name]))
@@ -176,7 +178,7 @@ async def test_results_of_calls_go_back_to_the_template(serve: Serve, pipelines:
 FINAL = f"{THOUGHT}<|channel|>final<|message|>Hello, final!"
 
 
-@pytest.mark.parametrize("per_event", [1, 4, 1000])
+@pytest.mark.parametrize("per_event", [pytest.param(1, marks=pytest.mark.slow), 4, 1000])
 async def test_channels_are_thought_and_answer(serve: Serve, per_event: int) -> None:
     running = await serve(HARMONY, FINAL, per_event)
     for tools in (None, CHAT_TOOLS):
@@ -254,8 +256,8 @@ async def test_without_a_parser_calls_are_text_and_none_can_be_demanded(serve: S
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
-        ("/v1/responses", {"input": "hi"}),
+        pytest.param("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, marks=pytest.mark.slow),
+        pytest.param("/v1/responses", {"input": "hi"}, marks=pytest.mark.slow),
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
     ],
 )

@@ -21,6 +21,7 @@ async def html(*texts: str, is_open: bool = False) -> list[str]:
     return await node.values("markdown/markdown", *shown)
 
 
+@pytest.mark.slow
 async def test_marks_within_a_line() -> None:
     found = await html(
         "**bold *it*** and ***both***, `co*d*e`, ~~no~~",
@@ -105,6 +106,7 @@ async def test_hostile_text_makes_only_harmless_nodes(is_open: bool) -> None:
         assert set(shape) <= HARMLESS, text
 
 
+@pytest.mark.slow
 async def test_headings_lists_and_quotes() -> None:
     found = await html(
         "# One\ntext\n## Two ##\n---",
@@ -169,6 +171,7 @@ async def test_a_growing_text_keeps_the_blocks_that_did_not_change() -> None:
     assert await node.values("markdown/markdown", grown) == [[2, True, False, True, False]]
 
 
+@pytest.mark.slow
 async def test_no_text_takes_long() -> None:
     """Each of these has made some reader of Markdown take time that grows with the square or worse."""
     repeats = (

@@ -180,6 +180,7 @@ DEEDS = """((root) => {
 })"""
 
 
+@pytest.mark.slow
 async def test_what_can_be_done_with_a_turn() -> None:
     error = {"title": "No", "message": "no", "isRetryable": True, "detail": ""}
 
@@ -230,6 +231,7 @@ RUN = """(async (fields, after) => { let changes = 0, run; const answer = Answer
  await run.toEnd(); return { ...answer, changes, tries: run.tries }; })"""
 
 
+@pytest.mark.slow
 async def test_an_answer_comes_to_its_end(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(text="Hello there", eos_after=11))
     (answer,) = await node.values("chat/answering", f"{RUN}({{seed: 3, stop: ['zzz']}})", url=running.url)
@@ -241,6 +243,7 @@ async def test_an_answer_comes_to_its_end(start: Any, tools: Any) -> None:
     assert running.engine.requests[0].params.seed == 3
 
 
+@pytest.mark.slow
 async def test_an_answer_can_be_stopped_and_the_workers_stop_too(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(hold_after=6))
     (answer,) = await node.values("chat/answering", f"{RUN}({{}}, 4)", url=running.url)
@@ -249,6 +252,7 @@ async def test_an_answer_can_be_stopped_and_the_workers_stop_too(start: Any, too
     await tools.until(lambda: running.engine.aborted)
 
 
+@pytest.mark.slow
 async def test_a_busy_service_is_asked_again_when_it_says(start: Any, tools: Any) -> None:
     class BusyAtFirst(tools.Engine):  # type: ignore[misc]
         def check_room(self, *arguments: Any) -> None:
@@ -263,12 +267,14 @@ async def test_a_busy_service_is_asked_again_when_it_says(start: Any, tools: Any
     assert answer["times"]["totalMs"] < 1000, "the pause is no part of the answer"
 
 
+@pytest.mark.slow
 async def test_a_pause_can_be_stopped(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(full=Unavailable("4 requests wait, 4 may.", retry_after_s=50.0)))
     (answer,) = await node.values("chat/answering", f"{RUN}({{}}, 1)", url=running.url)
     assert (answer["note"], answer["error"], answer["changes"]) == ("stopped", None, 1)
 
 
+@pytest.mark.slow
 async def test_a_pause_of_minutes_is_left_to_the_reader(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(full=Unavailable("4 requests wait, 4 may.", retry_after_s=300.0)))
     (answer,) = await node.values("chat/answering", f"{RUN}({{}})", url=running.url)
@@ -276,6 +282,7 @@ async def test_a_pause_of_minutes_is_left_to_the_reader(start: Any, tools: Any) 
     assert answer["error"]["retryAt"] > 0 and answer["tries"] == 0
 
 
+@pytest.mark.slow
 async def test_a_refusal_is_told_in_the_words_of_the_api(start: Any, tools: Any) -> None:
     running = await start()
     (answer,) = await node.values("chat/answering", f"{RUN}({{temperature: 9}})", url=running.url)

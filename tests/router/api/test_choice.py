@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def run(
     return out | {"reason": choice.finish_reason, "count": choice.num_tokens}
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ids=output, sizes=cuts, stops=stop_strings, with_logprobs=st.booleans(), keep=st.booleans(), least=st.integers(0, 6)

@@ -59,6 +59,7 @@ async def browse(url: str, *steps: Sequence[str]) -> list[Any]:
     return [json.loads(line) for line in out.decode().splitlines()]
 
 
+@pytest.mark.slow
 def test_times_shares_and_ages_are_short() -> None:
     shown = figures("F.ms(0.031)", "F.ms(4.2)", "F.ms(312.4)", "F.ms(1500)", "F.ms(61000)", "F.ms(null)")
     assert shown == ["31.0 µs", "4.2 ms", "312 ms", "1.5 s", "61 s", "no end"]
@@ -125,6 +126,7 @@ def test_the_plan_says_what_binds_and_what_cannot_be() -> None:
     assert "--planner off" in off[0]["text"]
 
 
+@pytest.mark.slow
 def test_the_time_line_forgets_and_shows_gaps() -> None:
     points = "[0, 1000, 2000, 100000].reduce((all, at) => F.remember(all, at, {n: at ? 1 : null}), [])"
     path, later = figures(f"F.line({points}, (p) => p.n, 2, 100000, 300, 100)", f"F.remember({points}, 301500, {{}})")
@@ -152,6 +154,7 @@ def cards(**fields: Any) -> dict[str, Any]:
     return {card["key"]: card for card in figures(f"C.all({json.dumps(LOAD | fields)})")[0]}
 
 
+@pytest.mark.slow
 def test_numbers_and_bytes_have_three_digits() -> None:
     assert figures("F.number(0)", "F.number(0.421)", "F.number(7.46)", "F.number(41)", "F.number(4210)") == [
         "0", "0.42", "7.5", "41", "4,210",
@@ -229,6 +232,7 @@ def test_pools_sum_their_ready_workers() -> None:
     assert rows[1]["cells"][1]["level"] == "warm"
 
 
+@pytest.mark.slow
 async def test_the_page_shows_what_the_router_says(start: Any) -> None:
     running = await start()
     shown = await browse(
@@ -245,6 +249,7 @@ async def test_the_page_shows_what_the_router_says(start: Any) -> None:
     assert "--planner off" in plan and age == "up to date"
 
 
+@pytest.mark.slow
 async def test_what_was_answered_shows_in_cards_and_times(start: Any) -> None:
     running = await start()
     assert (await running.completion(max_tokens=5)).status_code == 200
@@ -263,6 +268,7 @@ async def test_what_was_answered_shows_in_cards_and_times(start: Any) -> None:
     assert label.startswith("First token (TTFT): ")
 
 
+@pytest.mark.slow
 async def test_a_router_with_keys_shows_the_page_and_keeps_the_figures(start: Any) -> None:
     running = await start(api_key=KEY)
     shown = await browse(
@@ -277,6 +283,7 @@ async def test_a_router_with_keys_shows_the_page_and_keeps_the_figures(start: An
     assert shown[2:] == [KEY, f"Bearer {KEY}"]
 
 
+@pytest.mark.slow
 async def test_a_key_without_rights_is_told_so(start: Any, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[[key]]\nname = "plain"\nkey = "{KEY}"\n')
@@ -289,6 +296,7 @@ async def test_a_key_without_rights_is_told_so(start: Any, tmp_path: Path) -> No
     assert shown[0].startswith("Use a key with admin = true.")
 
 
+@pytest.mark.slow
 async def test_it_says_that_its_picture_is_old_and_asks_again(start: Any) -> None:
     running = await start()
     shown = await browse(
@@ -302,6 +310,7 @@ async def test_it_says_that_its_picture_is_old_and_asks_again(start: Any) -> Non
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_hidden_or_paused_it_does_not_ask(start: Any) -> None:
     running = await start()
     shown = await browse(

@@ -219,6 +219,7 @@ async def test_a_plain_prompt_keeps_its_special_tokens_when_it_is_cut(start: Sta
         assert list(running.engine.requests[-1].prompt_token_ids) == [FIRST, *kept, LAST]
 
 
+@pytest.mark.slow
 async def test_many_inputs_take_turns(start: Start) -> None:
     running = await start(PoolingEngine(), task="embed", max_inflight=20)
     reply = await running.http.post("/v1/embeddings", json={"input": [[1 + i % 200] for i in range(2048)]})

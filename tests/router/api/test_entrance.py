@@ -46,6 +46,7 @@ async def full(start: Any, tools: Any) -> Any:
     return await start(tools.Engine(full=overloaded()), header_timeout_s=0.1)
 
 
+@pytest.mark.slow
 async def test_these_paths_generate(running: Any) -> None:
     routes = running.app.openapi()["paths"]
     assert {path for path, how in routes.items() if "generate" in how.get("post", {}).get("tags", ())} == GENERATING
@@ -145,6 +146,7 @@ async def test_clients_that_write_before_they_read_get_the_refusal(full: Any) ->
     assert (await full.http.get("/health")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_keys_and_counters_are_right(start: Any, tools: Any, tmp_path: Path) -> None:
     keys, audit = tmp_path / "keys.toml", tmp_path / "audit.log"
     keys.write_text(f'[[key]]\nname = "alice"\nkey = "{KEY}"\nrequests_per_minute = 2\ntokens_per_minute = 1000\n')

@@ -186,6 +186,7 @@ async def test_stream_options_without_a_stream(running: Any) -> None:
     check(await running.completion(stream_options={"include_usage": True}), 400, "stream_options")
 
 
+@pytest.mark.slow
 async def test_a_field_that_is_wrong_in_many_places_is_refused_at_once(running: Any) -> None:
     bias = {str(i): "x" for i in range(150_000)}
     check(await asyncio.wait_for(running.completion(logit_bias=bias), 60), 400, "logit_bias")
@@ -271,6 +272,7 @@ names = st.sampled_from(
 bodies = st.dictionaries(names, values, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=bodies, path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]))
 async def test_no_body_makes_a_server_error(running: Any, fields: dict[str, Any], path: str) -> None:

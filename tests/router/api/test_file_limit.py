@@ -36,6 +36,7 @@ def test_no_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch, f
     assert connections_possible(with_tls) == min(4096, (2 * connections if files == 100_000 else connections) // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_the_limit_is_raised_at_start_and_the_log_says_so(launch: Callable[..., Program]) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

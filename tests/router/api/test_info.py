@@ -83,7 +83,9 @@ async def test_tokens_that_do_not_exist(running: Any) -> None:
     assert (await running.http.post("/detokenize", json={"tokens": [999]})).json()["error"]["param"] == "tokens"
 
 
-@pytest.mark.parametrize("most", [2_000, 500_000])  # different code reads bodies of each size
+@pytest.mark.parametrize(
+    "most", [2_000, pytest.param(500_000, marks=pytest.mark.slow)]
+)  # different code reads bodies of each size
 async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.generation.service.Service.max_tokenize_bytes", most)
     http = (await start()).http
@@ -159,6 +161,7 @@ async def test_pages(running: Any, path: str, other: str) -> None:
     assert reply.headers["content-security-policy"] == "frame-ancestors 'none'"
 
 
+@pytest.mark.slow
 async def test_the_schema_has_every_endpoint_and_real_models(running: Any) -> None:
     schema = (await running.http.get("/openapi.json")).json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/ready", "/tokenize"} <= schema["paths"].keys()

@@ -129,6 +129,7 @@ def test_every_field_of_ours_is_known(api: Api) -> None:
     assert sorted(api.model.model_fields.keys() - api.table.keys() - api.extensions.keys()) == []
 
 
+@pytest.mark.slow
 @each_api
 async def test_what_is_served_and_what_has_no_effect_is_no_error(running: Any, api: Api) -> None:
     wrong = []
@@ -139,6 +140,7 @@ async def test_what_is_served_and_what_has_no_effect_is_no_error(running: Any, a
     assert wrong == []
 
 
+@pytest.mark.slow_cases("chat", "responses")
 @each_api
 async def test_what_is_served_is_read(running: Any, api: Api) -> None:
     """The server ignores a field that takes every value."""
@@ -166,6 +168,7 @@ async def test_what_has_no_effect_leaves_the_request_as_it_is(running: Any, api:
             assert (request.prompt_token_ids, request.params) == (plain.prompt_token_ids, plain.params), path
 
 
+@pytest.mark.slow_cases("responses", "messages")
 @each_api
 async def test_what_is_refused_is_named(running: Any, api: Api) -> None:
     wrong = []

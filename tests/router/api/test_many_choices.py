@@ -62,6 +62,7 @@ async def test_each_choice_begins_in_a_turn_of_its_own(start: Any, turns: Turns,
     assert len(turns.began) == len(set(turns.began)) == 128
 
 
+@pytest.mark.slow
 async def test_each_choice_is_aborted_in_a_turn_of_its_own(start: Any, turns: Turns, tools: Any) -> None:
     turns.hold_after = 1
     running = await start(turns)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from router.admission.load import ClassLoad, DispatchLoad
 from router.server.every_model import joined
 
@@ -14,6 +16,7 @@ GOALS = ((500.0, 0.0), (200.0, 30.0), (0.0, 60.0))
 NO_WORKER = (False, "no decode worker is ready (1 configured: decode-0 is silent)")
 
 
+@pytest.mark.slow
 async def test_lines_for_a_model_without_workers_let_those_for_others_pass(several: Start, tools: Any) -> None:
     """One of them waits for a worker, beside the places of all lines; the others follow when it is there."""
     both = await several(batch_concurrency=1)

@@ -106,6 +106,7 @@ async def whole(running: Any, path: str, body: dict[str, Any]) -> str:
     return re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":0', plain)
 
 
+@pytest.mark.slow
 async def test_what_a_client_does_not_read_waits_for_it(start: Any, tools: Any) -> None:
     """Its pieces go through the queue that is bounded, and come in order once it reads."""
     running = await start(tools.Engine(text="0123456789", per_event=10, max_model_len=1_000_000))

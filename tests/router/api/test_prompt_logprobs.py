@@ -158,6 +158,7 @@ async def test_many_are_written_beside_the_event_loop(
     assert few == threading.main_thread().name != many
 
 
+@pytest.mark.slow
 async def test_all_that_are_under_way_together_are_bounded(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(hold_after=0))
     large = {"prompt": ["x" * 1000] * 200, "echo": True, "logprobs": 1, "max_tokens": 0}

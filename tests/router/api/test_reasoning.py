@@ -185,6 +185,7 @@ async def test_a_thought_alone_has_an_empty_text_behind_it(thinking: Any) -> Non
         assert message.content[1].text == "" and message.stop_reason == "max_tokens"  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 async def test_a_thought_is_an_item_of_a_response(thinking: Any) -> None:
     async with openai.AsyncOpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0) as sdk:
         response = await sdk.responses.create(model="tiny-random", input="hi")
@@ -203,7 +204,7 @@ async def test_a_thought_is_an_item_of_a_response(thinking: Any) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
-@pytest.mark.parametrize("num_tokens", [20, 900])
+@pytest.mark.parametrize("num_tokens", [pytest.param(20, marks=pytest.mark.slow), 900])
 async def test_a_thought_alone_is_a_response(start: Any, tools: Any, num_tokens: int) -> None:
     """One that is cut off in its thought has no message; one that ends by itself has an empty one."""
     running = await answering(start, tools, f"<think>{THOUGHT}</think>")
@@ -303,7 +304,9 @@ async def test_an_echo_shows_the_continued_thought_as_a_thought(start: Any, tool
     assert "".join(delta.get("content") or "" for delta in deltas) == "Well. Hello!"
 
 
-@pytest.mark.parametrize("per_event", [1, 7, 1000])
+@pytest.mark.parametrize(
+    "per_event", [pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), 1000]
+)
 async def test_log_probabilities_of_a_response_are_those_of_its_text(start: Any, tools: Any, per_event: int) -> None:
     running = await answering(start, tools, f"<think>hm</think>\n\nHello. {CALL}\nBye.", per_event)
     asked: Any = {"model": "tiny-random", "input": "hi", "include": ["message.output_text.logprobs"]}

@@ -63,6 +63,7 @@ def check_events(events: list[Any]) -> Any:
     return final
 
 
+@pytest.mark.slow_cases("900-False")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("max_output_tokens", [900, 15, 60, 90])
 async def test_a_stream(start: Any, tools: Any, background: bool, max_output_tokens: int) -> None:

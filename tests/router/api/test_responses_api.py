@@ -223,6 +223,7 @@ async def test_fields_reach_the_workers_and_come_back(running: Any) -> None:
     assert response["store"] is True and [tool["name"] for tool in response["tools"]] == ["get_weather", "now"]
 
 
+@pytest.mark.slow
 async def test_its_prompt_is_that_of_the_same_conversation(running: Any) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},

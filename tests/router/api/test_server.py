@@ -107,6 +107,7 @@ FLAGS = ["--model", "tiny-random", "--decode", "tcp://127.0.0.1:1"]
 COMMAND = [sys.executable, "-P", "-m", "router", *FLAGS]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_port_that_is_taken_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -116,6 +117,7 @@ def test_a_port_that_is_taken_is_one_line() -> None:
     assert done.stderr == f"diptych router: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_store_that_is_damaged_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "r.sqlite3"
@@ -126,6 +128,7 @@ def test_a_store_that_is_damaged_is_one_line(tmp_path: Path) -> None:
     assert str(file) in done.stderr and "not a database" in done.stderr and "response_store" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_model_that_is_not_there_is_one_line() -> None:
     command = [*COMMAND, "--port", "0", "--model", "no-such-model"]
@@ -135,7 +138,7 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_it_listens_without_workers_and_ends_in_order(number: signal.Signals, launch: Callable[..., Program]) -> None:
     router = launch(*COMMAND, "--port", "0", "--log-json")
     port = json.loads(router.wait_for_line('"listening"'))["port"]

@@ -289,6 +289,7 @@ async def test_a_key_has_limits_at_a_model_of_its_own(several: Start, tmp_path: 
     assert await found.running.metric(line) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NODE is None, reason="node is not installed")
 async def test_the_dashboard_shows_all_models_or_one(several: Start) -> None:
     served = await several()

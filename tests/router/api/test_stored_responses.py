@@ -83,6 +83,7 @@ async def test_what_must_not_be_stored_is_not(running: Any) -> None:
     assert "lives on another router" in error["message"]
 
 
+@pytest.mark.slow
 async def test_a_conversation_goes_on(running: Any) -> None:
     """The prompt is that of the whole conversation; instructions are of one request only."""
     first = await answered(running, input="one", instructions="Be brief.")
@@ -98,6 +99,7 @@ async def test_a_conversation_goes_on(running: Any) -> None:
     assert running.engine.requests[1].prompt_token_ids == running.engine.requests[-1].prompt_token_ids
 
 
+@pytest.mark.slow
 async def test_a_conversation_with_calls_goes_on(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(text=CALL, eos_after=len(CALL)))
     async with client_of(running) as sdk:
@@ -223,6 +225,7 @@ async def test_two_routers_share_a_file(start: Any, tmp_path: Path) -> None:
     assert (await one.http.get(f"/v1/responses/{made['id']}")).status_code == 404
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_ends_once_another_router_can_read_it(start: Any, tmp_path: Path, stream: bool) -> None:
     """Its client's next turn may reach that one."""
@@ -240,6 +243,7 @@ async def test_an_answer_ends_once_another_router_can_read_it(start: Any, tmp_pa
     assert (await other.http.get(f"/v1/responses/{made['id']}")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_disk_that_is_stuck_keeps_no_answer_back(start: Any, tmp_path: Path) -> None:
     running = await start(response_store=str(tmp_path / "r.sqlite3"))
     with closing(sqlite3.connect(tmp_path / "r.sqlite3", isolation_level=None)) as writer:

@@ -176,6 +176,7 @@ async def chunks_of(start: Any, engine: Any) -> Any:
 BEHIND = f"I look. {CALL}\nDone. {OTHER}\n\nBye."
 
 
+@pytest.mark.slow_cases("chat-sizes0", "responses-sizes0", "responses-sizes2", "responses-sizes3", "messages-*")
 @pytest.mark.parametrize("sizes", [(1,), (3,), (7,), (40,), (1000,)])
 @pytest.mark.parametrize("api", APIS)
 async def test_text_behind_a_call_comes_behind_it(
@@ -239,6 +240,7 @@ async def test_what_comes_beside_a_chunk_is_complete(chunks_of: Any) -> None:
 # ---------------------------------------------------------------- answers that are cut off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("required", [False, True])
 async def test_no_part_of_a_mark_is_text_wherever_an_answer_is_cut_off(
@@ -261,6 +263,7 @@ async def test_no_part_of_a_mark_is_text_wherever_an_answer_is_cut_off(
             assert whole.items == streamed.items
 
 
+@pytest.mark.slow_cases("chat")
 @pytest.mark.parametrize("api", APIS)
 async def test_what_only_looks_like_a_call_is_text_when_the_answer_ends_by_itself(
     asking: Client, engine: Any, api: str
@@ -272,6 +275,7 @@ async def test_what_only_looks_like_a_call_is_text_when_the_answer_ends_by_itsel
             assert "".join(item for item in items if isinstance(item, str)) == text.removeprefix(f"{OTHER}\n")
 
 
+@pytest.mark.slow
 async def test_a_complete_call_is_complete_wherever_the_next_one_is_cut_off(asking: Client, engine: Any) -> None:
     text = f"{OTHER}\n{CALL}"
     engine.say(text)
@@ -346,6 +350,7 @@ def written(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     answer=st.lists(st.tuples(texts, calls), max_size=3),

@@ -227,6 +227,7 @@ async def test_a_client_that_leaves_ends_its_generation(
     )
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_slowly_does_not_slow_others(start: Any, tools: Any) -> None:
     running = await start(tools.Engine(per_event=64))
     body = {"prompt": "a", "stream": True, "max_tokens": 4000, "n": 64}

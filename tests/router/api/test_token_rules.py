@@ -164,6 +164,7 @@ async def test_a_budget_of_thoughts_needs_a_model_that_thinks(running: Any) -> N
     assert (await running.chat(max_tokens=2, thinking_token_budget=1)).status_code == 400
 
 
+@pytest.mark.slow
 async def test_one_endpoint_takes_both_kinds_of_requests(running: Any) -> None:
     text = (await running.http.post("/invocations", json={"prompt": "hi", "max_tokens": 3})).json()
     assert (text["object"], text["choices"][0]["text"]) == ("text_completion", "The")

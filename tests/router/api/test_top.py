@@ -51,6 +51,7 @@ async def test_the_answer_as_json(running: Any) -> None:
     assert status == 0 and json.loads(out)["workers"][0]["worker_id"] == "decode-0"
 
 
+@pytest.mark.slow
 async def test_the_key_comes_as_option_or_variable(start: Any) -> None:
     running = await start(api_key=KEY)
     status, out, errors = await top("--once", running.url)
@@ -216,6 +217,7 @@ async def test_a_signal_gives_the_terminal_back(running: Any, terminal: Any) -> 
     assert given_back(shown.shown) and "Traceback" not in shown.shown
 
 
+@pytest.mark.slow
 async def test_a_router_that_fails_is_a_line_and_is_asked_again(
     running: Any, terminal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ async def gathered(running: Any, collector: Collector) -> Collector:
     return collector
 
 
+@pytest.mark.slow
 async def test_a_request_and_its_phases(start: Any, collector: Collector) -> None:
     running = await start(otlp_traces_endpoint=collector.url)
     before = time.time_ns()
@@ -139,6 +140,7 @@ async def test_a_client_that_leaves(start: Any, collector: Collector, tools: Any
     assert attributes(server)["http.response.status_code"] == 499 and server.status.code == ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [503, 400, None])
 async def test_requests_do_not_mind_a_collector_that_is_away_or_ill(start: Any, status: int | None) -> None:
     with Collector(status=status or 200).running() as collector:
@@ -148,6 +150,7 @@ async def test_requests_do_not_mind_a_collector_that_is_away_or_ill(start: Any, 
             assert (await running.completion(prompt="hi")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_collector_that_hangs_does_not_keep_the_router_from_ending(start: Any) -> None:
     with Collector(delay_s=60).running() as collector:
         running = await start(otlp_traces_endpoint=collector.url)

@@ -69,7 +69,7 @@ async def test_packed_log_probabilities_are_the_same() -> None:
     assert whole.num_bytes <= arrays < 1.2 * whole.num_bytes < 320_000
 
 
-@pytest.mark.parametrize("alternatives", [0, 20])
+@pytest.mark.parametrize("alternatives", [0, pytest.param(20, marks=pytest.mark.slow)])
 async def test_tokens_that_wait_are_joined_and_none_is_lost(alternatives: int) -> None:
     budget = UnreadBudget()
     generations = await started(Fast(3000, alternatives), budget, count=2)
@@ -127,6 +127,7 @@ class Flood(Engine):
             await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 async def test_an_unread_stream_ends_with_an_error(start: Any, connect: Any) -> None:
     engine = Flood()
     running = await start(engine)

@@ -47,6 +47,7 @@ def test_standard_output_will_do(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == '{"n":1}\n{"n":2}\nstill open\n'
 
 
+@pytest.mark.slow
 def test_only_the_owner_may_read_a_new_file(tmp_path: Path) -> None:
     AuditLog(str(tmp_path / "audit.log"), lambda num: None).close()
     assert stat.S_IMODE(os.stat(tmp_path / "audit.log").st_mode) == 0o600
@@ -63,6 +64,7 @@ def test_a_file_that_was_moved_is_followed_by_a_new_one(tmp_path: Path) -> None:
     assert [lines(tmp_path / name) for name in ("audit.log.1", "audit.log")] == [[{"n": 1}], [{"n": 2}]]
 
 
+@pytest.mark.slow
 def test_a_full_queue_loses_lines_and_counts_them(tmp_path: Path) -> None:
     """The writer gives up on a pipe without a reader, and the queue is bounded meanwhile."""
     pipe, dropped = tmp_path / "pipe", list[int]()
@@ -86,6 +88,7 @@ def test_a_pipe_without_a_reader_is_no_trap(tmp_path: Path) -> None:
         AuditLog(str(tmp_path / "pipe"), lambda num: None)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_is_waited_for_however_many_descriptors_are_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +116,7 @@ def test_a_slow_reader_is_waited_for_however_many_descriptors_are_open(
     assert [json.loads(line)["n"] for line in got.splitlines()] == list(range(2000))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
     dropped: list[int] = []
     audit = AuditLog("/dev/full", dropped.append)

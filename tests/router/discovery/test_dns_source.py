@@ -7,6 +7,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from router.discovery.dns_source import DNSSource, resolve
 from router.discovery.endpoint import Endpoint
 
@@ -80,6 +82,7 @@ async def test_a_failed_lookup_keeps_what_is_known() -> None:
         assert names.source.status.error == "d.example:7002: Name or service not known"
 
 
+@pytest.mark.slow
 async def test_a_lookup_that_hangs_is_not_begun_again() -> None:
     async with Names() as names:
         await names.until(lambda: names.source.status.num_syncs["ok"])

@@ -58,6 +58,7 @@ async def test_a_dropped_watch_is_begun_again_with_a_list(api: KubernetesAPI, wa
     await watcher.until(lambda: watcher.addresses == [A, B])
 
 
+@pytest.mark.slow
 async def test_a_missed_delete_is_found_by_the_next_list(api: KubernetesAPI, watch: Watch) -> None:
     api.put("d", "decode", [endpoint("10.0.0.1")])
     watcher = watch(relist_s=1.0)
@@ -66,6 +67,7 @@ async def test_a_missed_delete_is_found_by_the_next_list(api: KubernetesAPI, wat
     await watcher.until(lambda: watcher.addresses == [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_status", [False, True], ids=["event", "status"])
 async def test_a_version_that_is_too_old_leads_to_a_list(api: KubernetesAPI, watch: Watch, as_status: bool) -> None:
     api.history_starts_at, api.expired_as_status = 1_000_000, as_status
@@ -77,6 +79,7 @@ async def test_a_version_that_is_too_old_leads_to_a_list(api: KubernetesAPI, wat
     await watcher.until(lambda: watcher.addresses == [A])
 
 
+@pytest.mark.slow
 async def test_it_keeps_what_it_knows_while_the_server_is_away(
     api: KubernetesAPI, watch: Watch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,6 +98,7 @@ async def test_it_keeps_what_it_knows_while_the_server_is_away(
     assert "works again" in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_new_token_is_read(api: KubernetesAPI, watch: Watch) -> None:
     watcher = watch(relist_s=1.0)
     await watcher.until(lambda: watcher.addresses == [])
@@ -164,6 +168,7 @@ async def test_bookmarks_and_pages(api: KubernetesAPI, watch: Watch) -> None:
     assert api.lists == 3
 
 
+@pytest.mark.slow
 async def test_a_body_that_takes_too_long_is_given_up(api: KubernetesAPI, watch: Watch) -> None:
     api.slow_s = 30.0
     watcher = watch(timeout_s=0.3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from common.latency.step_model import StepModel
 from common.wire.messages import HandOver
 from router.placement import balancer, handover
@@ -47,6 +49,7 @@ async def test_an_answer_moves_off_a_worker_that_runs_full(cluster, tools):
     await tools.until(lambda: not any(worker.bookings for worker in dispatcher.fleet.registry.workers.values()))
 
 
+@pytest.mark.slow
 async def test_a_move_that_fails_is_tried_again_and_costs_no_token(cluster, tools, monkeypatch):
     monkeypatch.setattr(balancer, "PAUSE_S", 0.05)
     monkeypatch.setattr(handover, "RETRY_HANDOVER_S", 0.05)
@@ -73,6 +76,7 @@ async def test_after_a_move_that_failed_the_next_one_waits_longer(cluster, tools
     assert (await task)[0] == tools.expected(PROMPT, LONG)
 
 
+@pytest.mark.slow
 async def test_no_answer_moves_where_the_operator_forbids_it(cluster, tools):
     dispatcher, task, _ = await crowd(cluster, tools, balance_decode=False)
     await asyncio.sleep(1.0)

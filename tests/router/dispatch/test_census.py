@@ -110,6 +110,7 @@ async def test_an_address_without_a_worker_is_asked_until_there_is_one(cluster: 
     await tools.until(lambda: found.ready("a"))
 
 
+@pytest.mark.slow
 async def test_discovery_adds_and_withholds_workers_of_each_model(
     cluster: Any, two: Any, tools: Any, tmp_path: Path
 ) -> None:

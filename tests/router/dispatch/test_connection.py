@@ -200,6 +200,7 @@ async def test_a_worker_that_sent_too_large_a_message_is_connected_again(wire, t
     assert connection.send(RouterHeartbeat(router_id="me"))
 
 
+@pytest.mark.slow
 async def test_a_worker_with_keys_is_told_of_and_found_once_it_has_none(tools):
     context, told = zmq.asyncio.Context(), []
     secured = context.socket(zmq.ROUTER)

@@ -25,6 +25,7 @@ def busy_for(seconds):
     return {"waiting_s": seconds, "step_model": StepModel(token_s=1e-3, num_steps=100)}
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_a_busy_worker_lost_moves_after_its_deadline(cluster, tools):
     dispatcher = await cluster.start(prefill=2, prefill_timeout_s=0.8)
     for worker in cluster.prefill:
@@ -47,6 +48,7 @@ async def test_a_request_whose_prefill_never_comes_fails_and_names_the_phase(clu
         await tools.until(lambda worker=worker: worker.of(AbortRequest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 5])
 async def test_a_stream_that_a_busy_worker_forgot_moves_after_its_deadline(cluster, tools, index):
     """With index 0 the tokens stop in the transfer, with the other one while they are generated."""
@@ -70,7 +72,7 @@ async def test_a_stream_that_a_busy_worker_forgot_moves_after_its_deadline(clust
     await tools.until(lambda: first[0].of(AbortRequest))
 
 
-@pytest.mark.parametrize("limit", ["prefill_timeout_s", "token_timeout_s"])
+@pytest.mark.parametrize("limit", [pytest.param("prefill_timeout_s", marks=pytest.mark.slow), "token_timeout_s"])
 async def test_a_deadline_below_that_of_silence_is_kept(cluster, tools, limit):
     dispatcher = await cluster.start(prefill=0, decode=2, worker_timeout_s=60.0, **{limit: 0.3})
 
@@ -87,6 +89,7 @@ async def test_a_deadline_below_that_of_silence_is_kept(cluster, tools, limit):
     assert last.timeline.num_attempts == 2
 
 
+@pytest.mark.slow
 async def test_a_slow_stream_is_left_alone(cluster, tools):
     dispatcher = await cluster.start(prefill=0, token_timeout_s=1.0, prefill_timeout_s=1.0)
     cluster.decode[0].token_s = 0.25
@@ -94,6 +97,7 @@ async def test_a_slow_stream_is_left_alone(cluster, tools):
     assert last.timeline.num_attempts == 1
 
 
+@pytest.mark.slow
 async def test_a_started_stream_waits_for_a_decode_worker_as_long_as_a_new_request(cluster, tools):
     dispatcher = await cluster.start(queue_timeout_s=0.5)
     cluster.decode[0].token_s = 0.02
@@ -108,6 +112,7 @@ async def test_a_started_stream_waits_for_a_decode_worker_as_long_as_a_new_reque
     assert time.monotonic() - began >= 0.5
 
 
+@pytest.mark.slow
 async def test_a_started_stream_goes_on_when_a_decode_worker_comes_back_in_time(cluster, tools):
     dispatcher = await cluster.start(queue_timeout_s=20.0)
     cluster.decode[0].token_s = 0.01
@@ -121,6 +126,7 @@ async def test_a_started_stream_goes_on_when_a_decode_worker_comes_back_in_time(
     assert tokens == tools.expected(PROMPT, 40)
 
 
+@pytest.mark.slow
 async def test_a_long_stream_outlives_more_workers_than_it_may_retry(cluster, tools):
     dispatcher = await cluster.start(prefill=0, max_retries=1, worker_timeout_s=5.0)
     worker = cluster.decode[0]
@@ -172,6 +178,7 @@ async def test_a_request_that_kills_its_workers_ends_and_the_others_do_not(clust
     assert not any(worker.num_booked_requests for worker in dispatcher.load().workers)
 
 
+@pytest.mark.slow
 async def test_suspects_go_one_at_a_time_and_the_innocent_are_cleared(cluster, tools):
     """Those that were near twice wait for each other: the third death has one victim, and nobody fails for another."""
     dispatcher = await cluster.start(prefill=0, decode=1, max_retries=3, worker_timeout_s=5.0)
@@ -278,6 +285,7 @@ async def test_a_queue_that_does_not_move_refuses_what_comes_next(cluster, tools
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
 
 
+@pytest.mark.slow
 async def test_when_more_comes_than_can_be_served_who_waits_too_long_hears_so(cluster, tools, monkeypatch):
     monkeypatch.setattr(patience, "WINDOW_S", 0.1)
     dispatcher = await cluster.start(max_wait_s=0.4, overload_wait_s=0.2)

@@ -41,6 +41,7 @@ async def test_a_worker_that_joins_gets_work(cluster: Any, tools: Any) -> None:
     assert len(new.of(DecodeRequest)) == len(old.of(DecodeRequest)) == 2
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_removed_ends_its_streams_and_is_forgotten(cluster: Any, tools: Any) -> None:
     dispatcher = await cluster.start(0, 1)
     (leaving,) = cluster.decode
@@ -86,6 +87,7 @@ async def test_streams_of_a_removed_worker_move_when_it_dies(cluster: Any, tools
     await tools.until(lambda: leaving.address not in dispatcher.fleet.registry.workers)
 
 
+@pytest.mark.slow
 async def test_a_prefill_worker_stays_connected_until_its_kv_is_handed_over(cluster: Any, tools: Any) -> None:
     dispatcher = await cluster.start(1, 1)
     (prefill,), (decode,) = cluster.prefill, cluster.decode
@@ -107,6 +109,7 @@ async def test_a_prefill_worker_stays_connected_until_its_kv_is_handed_over(clus
     assert tokens == tools.expected(request.prompt_token_ids, 2000)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_comes_back_in_time_is_never_cut(cluster: Any, tools: Any) -> None:
     dispatcher = await cluster.start(0, 1)
     (worker,) = cluster.decode
@@ -250,6 +253,7 @@ async def test_pools_that_do_not_fit_are_said_once(cluster: Any, tools: Any, cap
     assert dispatcher.ready == (True, "")
 
 
+@pytest.mark.slow_except("0")
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_discovery_says_each_request_is_answered_once(cluster: Any, tools: Any, seed: int) -> None:
     """Random sets of listed, withheld and dying workers; in the end everybody is listed."""

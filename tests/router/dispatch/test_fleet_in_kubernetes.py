@@ -13,6 +13,8 @@ from common.wire.messages import DecodeRequest
 
 from ...kubernetes_api import KubernetesAPI
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[KubernetesAPI]:

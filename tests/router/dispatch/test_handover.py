@@ -119,6 +119,7 @@ async def test_late_tokens_of_the_old_worker_are_ignored(cluster, tools):
     assert (await task)[0] == tools.expected(PROMPT, LONG)
 
 
+@pytest.mark.slow
 async def test_many_streams_leave_a_few_at_a_time(cluster, tools, monkeypatch):
     monkeypatch.setattr(handover, "MAX_PER_TARGET", 2)
     dispatcher = await start(cluster, prefill=0)
@@ -161,6 +162,7 @@ async def test_what_has_not_begun_is_placed_anew_at_once(cluster, tools):
     await all_free(dispatcher, tools)
 
 
+@pytest.mark.slow
 async def test_with_nobody_else_the_stream_goes_on_where_it_is(cluster, tools):
     dispatcher = await start(cluster, decode=1)
     task, old = await streaming(dispatcher, tools, cluster, max_tokens=60)
@@ -221,7 +223,9 @@ async def test_a_strangers_word_does_not_end_a_hand_over(cluster, tools):
     assert (await task)[0] == tools.expected(PROMPT, LONG)
 
 
-@pytest.mark.parametrize("how", ["fails", "dies", "drains"])
+@pytest.mark.parametrize(
+    "how", ["fails", pytest.param("dies", marks=pytest.mark.slow), pytest.param("drains", marks=pytest.mark.slow)]
+)
 async def test_a_target_that_does_not_make_it(cluster, tools, how):
     dispatcher = await start(cluster)
     task, old = await streaming(dispatcher, tools, cluster, max_tokens=150)
@@ -262,6 +266,7 @@ async def test_the_old_worker_dies_meanwhile(cluster, tools, received):
     await all_free(dispatcher, tools)
 
 
+@pytest.mark.slow
 async def test_a_stream_whose_target_failed_after_it_had_moved(cluster, tools):
     """Of the target's failure the router concludes that the old worker goes on; but that one is through with it."""
     dispatcher = await start(cluster, decode=3)
@@ -328,6 +333,7 @@ async def test_what_was_acknowledged_is_known_to_be_cached_before_the_new_worker
     await all_free(dispatcher, tools)
 
 
+@pytest.mark.slow
 async def test_a_hand_over_of_which_nothing_is_heard(cluster, tools, monkeypatch):
     monkeypatch.setattr(handover, "TIMEOUT_S", 0.1)
     dispatcher = await start(cluster)

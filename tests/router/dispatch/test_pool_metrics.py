@@ -62,6 +62,7 @@ async def test_requests_held_wake_both_pools(cluster: Any, tools: Any) -> None:
     assert scrape()["pool_backlog_seconds prefill"] == 0
 
 
+@pytest.mark.slow
 async def test_a_prefill_pool_at_zero_is_asked_for_by_those_it_would_serve(cluster: Any, tools: Any) -> None:
     dispatcher = await cluster.start(1, 1)
     prefill, decode = cluster.workers

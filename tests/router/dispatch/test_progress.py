@@ -6,6 +6,8 @@ import pytest
 
 from common.wire.messages import PrefillRequest
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(1, 13))
 LIMIT_S = 0.4
 

@@ -81,6 +81,7 @@ async def test_disaggregation_comes_back_with_the_prefill_worker(cluster, tools)
     assert dispatcher.load().num_choices == {"local": 1, "remote": 1}
 
 
+@pytest.mark.slow
 async def test_decode_dies_mid_stream(cluster, tools):
     dispatcher = await cluster.start(decode=2)
     for worker in cluster.decode:
@@ -98,6 +99,7 @@ async def test_decode_dies_mid_stream(cluster, tools):
     assert len(again.prompt) == 4 * (len(PROMPT) + again.num_output_tokens)
 
 
+@pytest.mark.slow
 async def test_decode_restarts_on_the_same_address(cluster, tools):
     dispatcher = await cluster.start()
     cluster.decode[0].token_s = 0.01
@@ -108,6 +110,7 @@ async def test_decode_restarts_on_the_same_address(cluster, tools):
     assert (await task)[0] == tools.expected(PROMPT, 40)
 
 
+@pytest.mark.slow
 async def test_a_new_epoch_on_a_living_connection_is_a_new_worker(cluster, tools):
     dispatcher = await cluster.start()
     cluster.decode[0].token_s = 0.01
@@ -234,6 +237,7 @@ async def test_a_worker_that_contradicts_what_was_sent_is_left(cluster, tools):
     assert seen == tools.expected(PROMPT, 8)
 
 
+@pytest.mark.slow
 async def test_a_lost_delta_is_noticed(cluster, tools):
     dispatcher = await cluster.start(prefill=0, decode=2)
 
@@ -247,6 +251,7 @@ async def test_a_lost_delta_is_noticed(cluster, tools):
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_lost_the_request_is_noticed(cluster, tools):
     dispatcher = await cluster.start(prefill=0, decode=2)
     for worker in cluster.decode:
@@ -256,6 +261,7 @@ async def test_a_worker_that_lost_the_request_is_noticed(cluster, tools):
     assert last.timeline.num_attempts == 2
 
 
+@pytest.mark.slow
 async def test_deltas_of_strangers_and_old_attempts_are_ignored(cluster, tools):
     dispatcher = await cluster.start(decode=2)
     for worker in cluster.decode:
@@ -287,6 +293,7 @@ async def test_malformed_frames_are_counted_and_dropped(cluster, tools):
     assert dispatcher.ready == (True, "")
 
 
+@pytest.mark.slow
 async def test_a_draining_worker_gets_nothing_new_and_finishes(cluster, tools):
     dispatcher = await cluster.start(decode=2)
     for worker in cluster.decode:
@@ -372,6 +379,7 @@ async def test_a_decode_worker_that_ended_before_it_read_of_another_attempt_forg
     await tools.until(lambda: any(message.attempt == 1 for message in decode.of(AbortRequest)))
 
 
+@pytest.mark.slow
 async def test_lost_tokens_of_a_decode_worker_are_not_its_prefill_workers(cluster, tools):
     """The first token is lost on both ways. The prefill worker has no more part in it, and cannot send it again."""
     dispatcher = await cluster.start(decode=2)

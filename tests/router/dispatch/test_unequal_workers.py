@@ -67,6 +67,7 @@ async def test_one_token_goes_to_a_prefill_worker_that_just_takes_it(cluster, to
     assert len(small.of(PrefillRequest)) == 1
 
 
+@pytest.mark.slow
 async def test_a_stream_that_fits_nowhere_else_waits_for_one_that_takes_it(cluster, tools):
     """It was begun on a longer worker, and another one would refuse it: as the client's own fault, at that."""
     long, short = cluster.add("decode"), cluster.add("decode", max_model_len=16)
@@ -103,6 +104,7 @@ async def test_a_begun_answer_is_rather_cut_than_lost(cluster, tools):
 # ---------------------------------------------------------------- weights
 
 
+@pytest.mark.slow
 async def test_a_begun_stream_goes_on_with_the_weights_it_began_with(cluster, tools):
     for weights in ("new", "old", "old", "new"):
         cluster.add("decode", weights=weights, fingerprint=weights)
@@ -119,6 +121,7 @@ async def test_a_begun_stream_goes_on_with_the_weights_it_began_with(cluster, to
     assert [len(worker.of(DecodeRequest)) for worker in cluster.decode if worker not in (first, heir)] == [0, 0]
 
 
+@pytest.mark.slow
 async def test_another_layout_of_the_same_weights_will_do(cluster, tools):
     """KV cannot pass between the two; the stream's tokens can."""
     for fingerprint in ("blocks of 16", "blocks of 32"):
@@ -131,6 +134,7 @@ async def test_another_layout_of_the_same_weights_will_do(cluster, tools):
     assert (await task)[0] == tools.expected(PROMPT, 40)
 
 
+@pytest.mark.slow
 async def test_a_stream_whose_weights_are_gone_ends_and_says_why(cluster, tools):
     old, new = cluster.add("decode", weights="old"), cluster.add("decode", weights="new")
     dispatcher = await cluster.start(prefill=0, decode=0, queue_timeout_s=0.3)

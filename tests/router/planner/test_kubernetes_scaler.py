@@ -51,6 +51,7 @@ def scaler(api: KubernetesAPI, lease: Lease) -> KubernetesScaler:
     return KubernetesScaler(lease._client, api.namespace, {"prefill": "p", "decode": "d"}, lease)
 
 
+@pytest.mark.slow
 async def test_one_of_two_holds_the_lease_until_it_is_silent(
     api: KubernetesAPI, lease_of: Callable[[str], Lease], clock: list[float]
 ) -> None:
@@ -67,6 +68,7 @@ async def test_one_of_two_holds_the_lease_until_it_is_silent(
     assert await first.hold()
 
 
+@pytest.mark.slow
 async def test_of_two_that_try_at_once_one_wins(
     api: KubernetesAPI, lease_of: Callable[[str], Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +86,7 @@ async def test_of_two_that_try_at_once_one_wins(
     assert stale is not None and not await first._write(stale.metadata.resource_version, 0)
 
 
+@pytest.mark.slow
 async def test_a_set_of_groups_of_pods_is_scaled(api: KubernetesAPI, lease_of: Callable[[str], Lease]) -> None:
     """A pool whose workers are spread over several pods."""
     api.replicas = {"p": 1, "leaderworkersets/d": 2}
@@ -94,6 +97,7 @@ async def test_a_set_of_groups_of_pods_is_scaled(api: KubernetesAPI, lease_of: C
     assert both.unschedulable == {"prefill": 0, "decode": 0}
 
 
+@pytest.mark.slow
 def test_the_name_of_a_set_says_its_kind() -> None:
     names: dict[str, Any] = {"max_decode": 2, "planner": "kubernetes"}
     assert RouterConfig(**names, decode_deployment="leaderworkersets/d").decode_deployment == "leaderworkersets/d"
@@ -101,6 +105,7 @@ def test_the_name_of_a_set_says_its_kind() -> None:
         RouterConfig(**names, decode_deployment="statefulsets/d")
 
 
+@pytest.mark.slow
 async def test_the_leader_scales_and_all_see_what_finds_no_machine(
     api: KubernetesAPI, lease_of: Callable[[str], Lease], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,6 +122,7 @@ async def test_the_leader_scales_and_all_see_what_finds_no_machine(
     assert api.replicas == {"p": 3, "d": 1}
 
 
+@pytest.mark.slow
 async def test_a_refusal_is_said_once_and_tried_again(
     api: KubernetesAPI, lease_of: Callable[[str], Lease], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -187,6 +187,7 @@ def test_infeasible_goals_are_said_once(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.text.count("TPOT of 2 ms at p95 cannot be met") == 2
 
 
+@pytest.mark.slow
 async def test_the_scaler_gets_each_plan_but_none_without_data() -> None:
     workers, scaler = registry(prefill=beat("prefill"), decode=beat("decode")), Recorder()
     planning, _, _ = loop(workers, scaler, planner_interval_s=0.1)

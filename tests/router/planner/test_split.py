@@ -77,6 +77,7 @@ def test_it_jumps_by_several_workers_at_once() -> None:
     assert "would miss a goal with 3 prefill and 1 decode workers" in world.orders[0][2].reason
 
 
+@pytest.mark.slow
 def test_an_alternating_load_is_served_better_than_by_any_fixed_split() -> None:
     def served(world: World) -> int:
         for number in range(2):
@@ -87,6 +88,7 @@ def test_an_alternating_load_is_served_better_than_by_any_fixed_split() -> None:
     assert served(World(2, 2)) > 1.1 * fixed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [LONG_PROMPTS, LONG_ANSWERS, [(0.5, 4000, 32), (0.6, 100, 200)]])
 def test_a_steady_load_settles(load: list[tuple[float, int, int]]) -> None:
     world = World(2, 2)
@@ -94,6 +96,7 @@ def test_a_steady_load_settles(load: list[tuple[float, int, int]]) -> None:
     assert len(world.orders) <= 2
 
 
+@pytest.mark.slow
 def test_a_load_that_swings_faster_than_a_change_pays_costs_little() -> None:
     def served(world: World) -> int:
         for number in range(24):

@@ -35,11 +35,13 @@ def test_a_sine_is_followed_at_about_the_cost_of_one_who_knows_it() -> None:
     assert found.changes("prefill") <= 8
 
 
+@pytest.mark.slow
 def test_a_steady_load_changes_no_pool() -> None:
     found = served(lambda at: 14.0, 500.0, Planned(Planner(GOALS, BOUNDS)), start={"prefill": 2, "decode": 1})
     assert found.met >= 0.95 and found.changes("prefill") + found.changes("decode") <= 1
 
 
+@pytest.mark.slow
 def test_a_burst_with_slow_starts_is_served_sooner_than_by_utilisation() -> None:
     rate: Rate = lambda at: 30.0 if 120.0 <= at < 420.0 else 6.0  # noqa: E731
     start = {"prefill": 1, "decode": 1}
@@ -51,6 +53,7 @@ def test_a_burst_with_slow_starts_is_served_sooner_than_by_utilisation() -> None
     assert planned.turns("prefill") <= 2
 
 
+@pytest.mark.slow
 def test_a_sudden_burst_is_served_as_well_as_by_one_who_sees_it_at_once() -> None:
     rate: Rate = lambda at: 32.0 if 120.0 <= at < 240.0 else 8.0  # noqa: E731
     sample = tuple(conversation(chance) for chance in [random.Random(7)] for _ in range(400))
@@ -60,6 +63,7 @@ def test_a_sudden_burst_is_served_as_well_as_by_one_who_sees_it_at_once() -> Non
     assert found.met >= best.met - 0.01
 
 
+@pytest.mark.slow
 def test_an_idle_pool_ends_and_wakes() -> None:
     bounds = {"prefill": Bounds(0, 20), "decode": Bounds(0, 20)}
     rate: Rate = lambda at: 6.0 if at < 60.0 or at >= 560.0 else 0.0  # noqa: E731
@@ -70,6 +74,7 @@ def test_an_idle_pool_ends_and_wakes() -> None:
     assert found.turns("decode") <= 2 and found.worker_s["decode"] < 480.0
 
 
+@pytest.mark.slow
 def test_lost_data_in_the_middle_of_a_load_shrinks_nothing() -> None:
     planned = Planned(Planner(GOALS, BOUNDS))
     found = served(lambda at: 20.0, 400.0, planned, silent=[(150.0, 350.0)], start={"prefill": 2, "decode": 2})
@@ -77,6 +82,7 @@ def test_lost_data_in_the_middle_of_a_load_shrinks_nothing() -> None:
     assert len(held) == 40 and all(wanted == held[0] for wanted in held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stuck", ["prefill", "decode"])
 def test_workers_that_never_come_leave_the_other_pool_alone(stuck: str) -> None:
     planned = Planned(Planner(GOALS, BOUNDS, budget=Budget(12.0)))

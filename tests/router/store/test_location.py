@@ -101,6 +101,7 @@ def test_a_folder_without_the_right_to_write_is_memory(tmp_path: Path, monkeypat
     assert opened(config_of("auto")) == database.IN_MEMORY
 
 
+@pytest.mark.slow
 def test_routers_that_start_at_once_share_a_new_file(tmp_path: Path) -> None:
     meet = threading.Barrier(4)
 

@@ -103,6 +103,7 @@ def test_json_in_place_of_calls_is_text(form: CallForm) -> None:
     assert taken_apart(form, quoted, only_calls=True) == [quoted]
 
 
+@pytest.mark.slow_cases("deepseek", "deepseek, fenced")
 def test_a_call_that_breaks_off_before_its_arguments_is_text_unless_the_answer_was_cut_off(form: CallForm) -> None:
     whole = form.written([WEATHER])
     begun = whole.index("city") - (2 if '{"' in whole else 0)
@@ -119,6 +120,7 @@ def test_a_call_that_is_cut_off_has_the_arguments_that_came(form: CallForm) -> N
     assert call.arguments.startswith('{"city": "Paris"') and not scanner.calls_are_whole
 
 
+@pytest.mark.slow_except("pythonic")
 def test_a_complete_call_is_whole_wherever_the_rest_is_cut_off(form: CallForm) -> None:
     both = form.written([NOW, WEATHER])
     for end in range(len(both)):
@@ -303,6 +305,7 @@ def is_ambiguous(call: tuple[str, str]) -> bool:
                for one in json.loads(call[1]).values())  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None)
 @given(
     name=st.sampled_from(sorted(ROWS)),

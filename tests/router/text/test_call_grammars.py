@@ -264,6 +264,7 @@ THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 
 
+@pytest.mark.slow_cases("text")
 def test_channels(vocabulary: Vocabulary) -> None:
     form = HarmonyForm()
     free, required = check_of(vocabulary, form), check_of(vocabulary, form, required=True)

@@ -323,6 +323,7 @@ def read_calls(scanner: CallScanner, pieces: list[str]) -> list[tuple[str, Any]]
     return [(name, json.loads(arguments)) for name, arguments in calls.values()]
 
 
+@pytest.mark.slow_except("text-hermes-a reference *", "text-pythonic-*", "text-qwen3-*")
 @pytest.mark.parametrize(("kind", "name", "schema"), CASES)
 def test_arguments_match_the_schema_and_read_back(
     vocabularies: dict[str, Vocabulary], kind: str, name: str, schema: str
@@ -452,6 +453,7 @@ def test_calls_as_the_template_writes_them(vocabularies: dict[str, Vocabulary], 
             assert vocabularies[kind].accepts(grammar, text), (case, kind, required)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(schema=extended(SCHEMAS_AT_RANDOM), values=st.lists(members(VALUES_AT_RANDOM), min_size=1, max_size=4))
 def test_all_formats_take_the_same_arguments(

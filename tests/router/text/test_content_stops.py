@@ -89,6 +89,7 @@ said = st.text("ab<[{ \n", max_size=6)
 called = st.lists(st.sampled_from([WEATHER, NOW]), min_size=1, max_size=2)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200), deadline=None)
 @given(
     name=st.sampled_from(sorted(FORMS)),

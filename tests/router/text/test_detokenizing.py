@@ -33,6 +33,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True, step: i
     return text
 
 
+@pytest.mark.slow_cases("smollm2-135m")
 @pytest.mark.parametrize("name", MODELS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
@@ -75,7 +76,7 @@ def test_other_decoders_join_by_context() -> None:
     assert streamed(tokenizer, [1, 2, 3, 1, 2, 0]) == tokenizer.decode([1, 2, 3, 1, 2, 0])
 
 
-@pytest.mark.parametrize("name", ["tiny-random", "smollm2-135m"])
+@pytest.mark.parametrize("name", [pytest.param("tiny-random", marks=pytest.mark.slow), "smollm2-135m"])
 def test_a_long_text_is_streamed_in_linear_time(name: str) -> None:
     ids = load(name).encode("é cat 😀 ") * 20_000  # a decode of everything per token would take hours
     assert streamed(load(name), ids) == load(name).decode(ids)

@@ -89,6 +89,7 @@ def test_without_thoughts_they_are_text() -> None:
     assert taken_apart(f"{THOUGHT}{NEXT}{FINAL}", thoughts=False) == ["Hm, hm.", "Hello!"]
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_cut_off_shows_no_part_of_a_mark() -> None:
     text = f"{THOUGHT}{NEXT}{CALL}"
     for end in range(len(text)):
@@ -110,6 +111,7 @@ said = st.text("a<|> \né🙂{}", max_size=12)
 messages = st.tuples(st.sampled_from(["analysis", "final", "commentary", *NAMES]), said)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200), deadline=None)
 @given(answer=st.lists(messages, max_size=4), data=st.data())
 def test_how_an_answer_is_divided_changes_nothing(answer: list[tuple[str, str]], data: st.DataObject) -> None:

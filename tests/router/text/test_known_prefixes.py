@@ -76,6 +76,7 @@ pieces = st.sampled_from([*MARKS, "a", "ab", " ", "  ", "\n", "b", "<", "s>", "|
 texts = st.lists(st.lists(pieces, max_size=14).map("".join), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=50, deadline=None)
 @given(turns=texts, other=texts)
@@ -206,6 +207,7 @@ def test_what_is_no_unicode_behind_a_known_head_is_told_where_it_is() -> None:
         known.encode(head + "\ud800")
 
 
+@pytest.mark.slow
 def test_threads_share_it() -> None:
     tokenizer = Tokenizer(byte_level())
     known = KnownPrefixes(tokenizer, "".join(MARKS), max_bytes=5000)

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import llguidance
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
@@ -112,6 +113,7 @@ def test_every_answer_matches_its_schema(schema: dict[str, Any], seed: int) -> N
             assert not validity.problem(text), json.dumps(schema)
 
 
+@pytest.mark.slow
 @LIMITS
 @given(schema=SCHEMAS, value=VALUES)
 def test_whatever_matches_a_schema_can_be_an_answer(schema: dict[str, Any], value: Any) -> None:

@@ -22,6 +22,7 @@ BRANCH = st.tuples(
 ).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(pattern=st.lists(BRANCH, min_size=1, max_size=3).map("|".join), text=st.text("ab/$", max_size=4))
 def test_a_pattern_matches_anywhere(pattern: str, text: str) -> None:
@@ -42,6 +43,7 @@ def test_an_anchor_inside_cannot_be_expressed() -> None:
     assert not searched("(^a|b)c") and not searched("a$b")
 
 
+@pytest.mark.slow
 def test_a_long_pattern_takes_linear_time() -> None:
     """Of CPU time: 25 s for the same brackets if each were looked at up to the end of the pattern."""
     begin = time.process_time()

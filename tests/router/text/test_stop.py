@@ -66,6 +66,7 @@ def test_no_stop_strings() -> None:
     assert StopScanner([]).push("anything") == ("anything", False)
 
 
+@pytest.mark.slow
 def test_a_repetitive_text_is_read_once() -> None:
     scanner = StopScanner(["a" * MAX_STOP_CHARS])
     for _ in range(200):

@@ -22,6 +22,7 @@ def floored(request: pytest.FixtureRequest) -> tuple[Tokenizer, TokenFloor]:
     return tokenizer, token_floor(path, tokenizer)
 
 
+@pytest.mark.slow_cases("smollm2-135m")
 @given(text=st.one_of(st.text(), st.text(alphabet=" =-\n\x04", max_size=300)), times=st.integers(1, 20))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_no_text_has_fewer_tokens(floored: tuple[Tokenizer, TokenFloor], text: str, times: int) -> None:
@@ -33,6 +34,7 @@ def test_long_texts_are_recognised(floored: tuple[Tokenizer, TokenFloor]) -> Non
     assert floored[1].of("word " * 1_000_000) >= 5_000_000 // 81
 
 
+@pytest.mark.slow
 def test_bytes_that_the_vocabulary_lacks_do_not_count() -> None:
     path = resolve_model("smollm2-135m").tokenizer
     tokenizer = Tokenizer.from_file(path)

@@ -218,6 +218,7 @@ called = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(400), deadline=None)
 @given(answer=st.lists(st.tuples(said, called), max_size=4), last=said, data=st.data())
 def test_how_an_answer_is_divided_changes_nothing(
