@@ -4,11 +4,10 @@ VENV ?= .venv
 PORT ?= 8000
 MODEL ?= smollm2-135m
 ARGS ?=
-BASE ?= main
 # Test files that run side by side: many of them wait for processes of their own.
 JOBS ?= 3
 # Tests of what is pure: no process, no model, seconds in all.
-PURE := tests/test_layers.py tests/test_house.py tests/test_documented.py $(addprefix tests/common/,config kv observe sampling transfer wire) \
+PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,config kv observe sampling transfer wire) \
   $(addprefix tests/common/worker/test_,scaling.py step_times.py) $(addprefix tests/router/,policy text auth test_slo.py test_sizing.py) \
   $(addprefix tests/router/dispatch/test_,admission.py prefix_index.py prompt.py registry.py stream.py) \
   tests/router/discovery/test_slices.py tests/prefill_worker/test_scheduler.py \
@@ -22,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERM
 NEWER := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve fetch bench compare sla gpu check test test-touched test-all clients chaos soak lint format docs wheel images release lock clean
+.PHONY: help serve fetch bench compare sla gpu check test test-all clients chaos soak lint format docs wheel images release lock clean
 
 help:
 	@echo "make serve      a service on this machine (PORT=8000 MODEL=smollm2-135m ARGS='--prefill 2 --decode 2')"
@@ -33,7 +32,6 @@ help:
 	@echo "make gpu        what a GPU node can tell, in ten minutes, into a folder (OUT=build/gpu ARGS='--parts first'; --help)"
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"
-	@echo "make test-touched    the slow tests of what differs from a commit (BASE=main)"
 	@echo "make test-all   lint and every test that this machine can run"
 	@echo "make clients    every client of docs/compatibility.md, in environments of their own (ARGS='-k aider')"
 	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
@@ -112,10 +110,6 @@ check: lint
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 --budget-s 300 --hypothesis-profile quick -m "not slow and not gpu and not chaos" $(ARGS)
-
-test-touched: $(VENV)/.dev
-	@paths="$$($(BIN)/python tests/touched.py $(BASE))"; test -z "$$paths" || \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "slow and not gpu and not chaos and not clients" $$paths $(ARGS)
 
 # Storms and chips come last and alone: they are about what happens while nothing else takes the cores.
 test-all: lint

@@ -36,36 +36,38 @@ def calls_in(repository: Path) -> list[tuple[str, str]]:
     return found
 
 
-def missing(names: set[str], page: Path) -> list[str]:
+def check_named(names: set[str], page: Path) -> None:
+    """Each name stands in a page."""
     text = page.read_text(encoding="utf-8")
-    return sorted(name for name in names if not re.search(rf"(?<![\w/:-]){re.escape(name)}(_total)?(?![\w-])", text))
+    missing = [name for name in names if not re.search(rf"(?<![\w/:-]){re.escape(name)}(_total)?(?![\w-])", text)]
+    assert not missing, f"document in {page.name}: {', '.join(sorted(missing))}"
 
 
 def test_the_configuration_page_is_what_make_docs_writes(repository: Path) -> None:
     page = runpy.run_path(str(repository / "docs" / "write_configuration.py"))
-    assert (repository / "docs" / "configuration.md").read_text(encoding="utf-8") == page["render"]()
+    assert (repository / "docs" / "configuration.md").read_text(encoding="utf-8") == page["render"](), "run `make docs`"
 
 
 @pytest.mark.parametrize("cls", (*CONFIG_CLASSES, BenchConfig))
 def test_every_flag_is_documented(repository: Path, cls: type[Config]) -> None:
-    assert not missing({field.flag for field in fields_of(cls)}, repository / "docs" / "configuration.md")
+    check_named({field.flag for field in fields_of(cls)}, repository / "docs" / "configuration.md")
 
 
 def test_every_endpoint_is_documented(repository: Path) -> None:
     routes = {path for name, path in calls_in(repository) if name in ROUTE_METHODS and path.startswith("/")}
     paths = {path.replace(":path}", "}") for path in routes}
     assert {"/health", "/ready", "/metrics"} <= paths
-    assert not missing(paths, repository / "docs" / "api.md")
+    check_named(paths, repository / "docs" / "api.md")
 
 
 def test_every_metric_is_documented(repository: Path) -> None:
     names = {text for _, text in calls_in(repository) if METRIC.fullmatch(text)}
     assert {"vllm:num_requests_running", "diptych_kv_blocks"} <= names
-    assert not missing(names, repository / "docs" / "metrics.md")
+    check_named(names, repository / "docs" / "metrics.md")
 
 
 def test_every_command_is_in_the_readme(repository: Path) -> None:
-    assert not missing(set(COMMANDS), repository / "README.md")
+    check_named(set(COMMANDS), repository / "README.md")
 
 
 def test_the_clients_that_were_tried_are_those_that_tests_pin(repository: Path) -> None:
@@ -77,10 +79,13 @@ def test_the_clients_that_were_tried_are_those_that_tests_pin(repository: Path) 
         ", ".join(re.sub(r"\[\w+\]", "", one).replace("==", " ") for one in row["requires"]) for row in pinned.values()
     ]
     versions = [version for version, _, _ in rows if not version.startswith("requests of ")]
-    assert sorted(versions) == sorted(wanted)
+    hint = "name the versions of tests/clients/versions.toml in docs/compatibility.md, after a run of `make clients`"
+    assert sorted(versions) == sorted(wanted), hint
     for _, file, name in rows:
         tree = ast.parse((repository / "tests" / "clients" / file).read_text(encoding="utf-8"))
-        assert any(name in names_defined_by(node) for node in tree.body), f"{file} has no {name}"
+        assert any(name in names_defined_by(node) for node in tree.body), (
+            f"docs/compatibility.md names {name}, which {file} does not define"
+        )
 
 
 def test_the_map_names_what_exists(repository: Path) -> None:
@@ -95,9 +100,9 @@ def test_the_map_names_what_exists(repository: Path) -> None:
             found = [node for node in scope if part in names_defined_by(node)]
             scope = found[0].body if found and isinstance(found[0], ast.ClassDef) else []
             if not found:
-                wrong.append(f"{path} has no {name}")
+                wrong.append(f"docs/architecture.md names {name}, which {path} does not define")
                 break
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def names_defined_by(node: ast.stmt) -> set[str]:
