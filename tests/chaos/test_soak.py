@@ -3,21 +3,145 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .soak import Sampler, read_slowly
+from benchmarks.stack import StackProcess
+
 from .storm import Load
 from .streams import Client, answers, plan
-from .watch import settle
+from .watch import counter, settle
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(0)]
+
+
+# What processes hold, sampled over time, and whether it grows.
+
+LIMITS = {"memory, MiB": 16.0, "files": 15.0, "sockets": 6.0, "threads": 2.0, "tasks": 12.0}
+"""By how much the trend of the second half may rise in all, from its begin to its end.
+
+A worker's first hand-over to a peer, or pull from one, opens a socket of about seven files, and there are two peers.
+"""
+MEMORY_SHARE = 0.04
+"""Memory may rise by this share of itself instead, where that is more."""
+
+
+@dataclass
+class Series:
+    """One quantity of one process; times in seconds after the begin."""
+
+    process: str
+    name: str
+    at: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        """The rise over the second half: its length times the median of all slopes between two of its samples.
+
+        That is the Theil-Sen estimator, which a few outliers do not move.
+        """
+        half = len(self.at) // 2
+        points = list(zip(self.at[half:], self.values[half:], strict=True))
+        slopes = sorted((b - a) / (t - s) for (s, a), (t, b) in itertools.combinations(points, 2))
+        return slopes[len(slopes) // 2] * (points[-1][0] - points[0][0]) if slopes else 0.0
+
+    @property
+    def limit(self) -> float:
+        share = MEMORY_SHARE * max(self.values) if self.name.startswith("memory") else 0.0
+        return max(LIMITS[self.name], share)
+
+
+class Sampler:
+    """Looks at every process every few seconds."""
+
+    def __init__(self, processes: Sequence[StackProcess], every_s: float) -> None:
+        self._processes, self._every_s = processes, every_s
+        self.series = [Series(process.name, name) for process in processes for name in LIMITS]
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        began = time.monotonic()
+        while True:
+            now = time.monotonic() - began
+            series = iter(self.series)
+            for process in self._processes:
+                for value in await _sample(process):
+                    one = next(series)
+                    one.at.append(now)
+                    one.values.append(value)
+            await asyncio.sleep(self._every_s)
+
+    def grown(self) -> list[str]:
+        """What grows by more than its limit."""
+        return [
+            f"{one.process}: {one.name} grew by {one.growth:.1f} (allowed {one.limit:.1f}) to {one.values[-1]:.0f}"
+            for one in self.series
+            if one.growth > one.limit
+        ]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Per process: first, last and trend of everything."""
+        rows: dict[str, list[str]] = {}
+        for one in self.series:
+            text = f"{one.name} {one.values[0]:.0f} to {one.values[-1]:.0f} ({one.growth:+.1f})"
+            rows.setdefault(one.process, []).append(text)
+        return [(name, ", ".join(texts)) for name, texts in rows.items()]
+
+    def plot(self, path: Path) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(
+            len(LIMITS), 1, sharex=True, figsize=(9, 2.2 * len(LIMITS)), layout="constrained"
+        )
+        for axis, name in zip(axes, LIMITS, strict=True):
+            for one in self.series:
+                if one.name == name:
+                    axis.plot([at / 60 for at in one.at], one.values, label=one.process, linewidth=1)
+            axis.set_ylabel(name)
+            axis.set_ylim(bottom=0)
+        axes[0].legend(ncols=4, fontsize="small")
+        axes[-1].set_xlabel("minutes")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+
+
+async def _sample(process: StackProcess) -> tuple[float, ...]:
+    """In the order of LIMITS."""
+    found = psutil.Process(process.pid)
+    with found.oneshot():
+        memory = found.memory_info().rss / 2**20
+        numbers = (found.num_fds(), len(found.net_connections("all")), found.num_threads())
+    return (memory, *numbers, await counter([process], "diptych_asyncio_tasks"))
+
+
+async def read_slowly(url: str, body: dict[str, object], *, pause_s: float) -> int:
+    """A client that reads a stream in sips; the bytes it got."""
+    size = 0
+    async with (
+        httpx.AsyncClient(timeout=600, trust_env=False) as http,
+        http.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as reply,
+    ):
+        async for sip in reply.aiter_raw(512):
+            size += len(sip)
+            await asyncio.sleep(pause_s)
+    return size
+
 
 SAMPLES = 60
 """How often, whatever the duration; but not more often than once a second."""

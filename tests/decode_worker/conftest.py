@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 
 from common.grammar.grammars import Grammars
 from common.kv.block_pool import BlockPool
 from common.kv.cache import KVCache
+from common.kv.checksum import checksum
 from common.kv.quantised_staging import quantised_incoming
+from common.kv.shared_memory import SharedMemory
 from common.model.batch import SequenceChunk
 from common.model.decoder import Decoder
 from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from common.sampling.sampler import Sampler
 from common.sequences.parts import EngineParts
+from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
 from common.transfer.receiver import KVReceiver
 from common.transfer.sender import KVSender
 from common.transfer.shipping import Shipping
+from common.wire.codec import decode, encode
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
     AbortRequest,
+    AnyMessage,
     DecodeRequest,
     KVAck,
+    KVBlocks,
+    KVDone,
     KVGrant,
+    KVMemory,
+    KVOpen,
     KVPeer,
+    KVRemote,
     Message,
     TokenDelta,
 )
-from common.wire.sampling_params import SamplingParams
+from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from common.worker.engine import EngineConfig, RouterLost
 from common.worker.metrics import WorkerMetrics
 from decode_worker.engine import DecodeEngine
@@ -42,13 +53,133 @@ from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
-from ..engine_rig import ROUTER, RouterSide, made, prompt
+from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
 from ..peer_rig import peer_caches
 from ..tier_rig import DiskTier
 from .drafter_rig import Headed, drafter_of, head_drafter_of, patient_limits
 from .drafting_engines import LAUNCHERS, engines_that_draft
 from .handover_pair import Pair
-from .receiver_rig import Peer, ReceiverRig
+
+# A KV receiver over plain memory, and the prefill worker's socket that a test speaks through.
+
+
+class Peer:
+    """A prefill worker's socket. `blocks` are what the test ships by default: numbered, one pattern each."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, block_bytes: int) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self.blocks = [bytes([number + 1]) * block_bytes for number in range(64)]
+        self.shared: SharedMemory | None = None
+        self.offer: KVMemory | None = None
+        self.tokens: dict[tuple[str, int], int] = {}  # of grants
+
+    def send(self, message: Message | bytes, *frames: bytes) -> None:
+        self.socket.send_multipart([encode(message) if isinstance(message, Message) else message, *frames])
+
+    def ship(
+        self, first: int, count: int, name: str = "a", *, attempt: int = 0, frames: Sequence[bytes] | None = None
+    ) -> None:
+        """Blocks `first .. first + count - 1`, honestly labelled; `frames` replaces what really travels."""
+        sums = tuple(checksum(memoryview(block)) for block in self.blocks[first : first + count])
+        token = self.tokens.get((name, attempt), 0)
+        header = KVBlocks(request_id=name, attempt=attempt, first_block=first, checksums=sums, token=token)
+        self.send(header, *(self.blocks[first : first + count] if frames is None else frames))
+
+    def share(self) -> SharedMemory:
+        """Offer `blocks`, in their order, to be copied."""
+        data = b"".join(self.blocks)
+        self.shared = SharedMemory(len(data))
+        self.shared.pages[: len(data)] = data
+        self.offer = self.shared.offer
+        return self.shared
+
+    def name(self, first: int, sources: Sequence[int], name: str = "a", *, sums: Sequence[bytes] = ()) -> None:
+        """Blocks from `first` on are `blocks[source]` of the shared memory; `sums` replaces what is checksummed."""
+        known = sums or [self.blocks[source % len(self.blocks)] for source in sources]
+        checksums = tuple(checksum(memoryview(block)) for block in known)
+        self.send(KVBlocks(request_id=name, attempt=0, first_block=first, checksums=checksums, sources=tuple(sources)))
+
+    def done(self, name: str = "a", *, attempt: int = 0, token: int = 3, logprobs: TokenLogprobs | None = None) -> None:
+        secret = self.tokens.get((name, attempt), 0)
+        self.send(KVDone(request_id=name, attempt=attempt, first_token=token, logprobs=logprobs, token=secret))
+
+    def open(self, name: str = "a", blocks: int = 4, *, attempt: int = 0, **fields: object) -> None:
+        values = {"worker_id": "p", "epoch": 5, "decode_epoch": 7, "fingerprint": "layout"} | fields
+        self.send(KVOpen(request_id=name, attempt=attempt, num_blocks=blocks, **values))  # type: ignore[arg-type]
+
+    def read(self) -> AnyMessage:
+        assert self.socket.poll(int(WAIT_S * 1000)), "nothing came"
+        message = decode(self.socket.recv())
+        if isinstance(message, KVGrant):
+            self.tokens[message.request_id, message.attempt] = message.token
+        return message
+
+
+class ReceiverRig:
+    """`memory` holds the blocks, `events` what the receiver reported."""
+
+    def __init__(self, *, num_blocks: int = 32, block_bytes: int = 64, started: bool = True) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.block_bytes = block_bytes
+        self.memory = np.zeros((num_blocks, block_bytes), np.uint8)
+        self.events: list[TransferOpened | TransferCompleted | TransferFailed] = []
+        self.on_event: Callable[[TransferOpened | TransferCompleted | TransferFailed], None] = self.events.append
+        self.receiver = KVReceiver(
+            self.context, "127.0.0.1", 0, lambda index: memoryview(self.memory[index]), lambda e: self.on_event(e)
+        )
+        if started:
+            self.receiver.start()
+        self.peers: list[Peer] = []
+
+    def peer(self) -> Peer:
+        self.peers.append(Peer(self.context, self.receiver.address, self.block_bytes))
+        return self.peers[-1]
+
+    def expect(
+        self, peer: Peer, blocks: Sequence[int] = range(4), name: str = "a", *, first: int = 0, attempt: int = 0,
+        in_ring: bool = False, remote: KVRemote | None = None,
+    ) -> IncomingTransfer:  # fmt: skip
+        """Lend `blocks` to a prefill worker that announces itself and gets its grant.
+
+        `in_ring`: it offers a ring. `remote`: memory that is read with NIXL.
+        """
+        offer = {"ring" if in_ring else "memory": peer.offer} if remote is None else {"remote": remote}
+        peer.open(name, len(blocks), attempt=attempt, **offer)
+        wait(lambda: self.events)
+        opened = self.events.pop()
+        assert isinstance(opened, TransferOpened)
+        transfer = IncomingTransfer(
+            name, attempt, opened.peer, tuple(blocks), first, 0.0, time.monotonic(), memory=opened.memory
+        )
+        self.receiver.expect(transfer)
+        shared = opened.memory is not None
+        self.receiver.send(opened.peer, KVGrant(request_id=name, attempt=attempt, first_block=first, shared=shared))
+        assert isinstance(peer.read(), KVGrant)
+        return transfer
+
+    def event(self) -> TransferOpened | TransferCompleted | TransferFailed:
+        wait(lambda: self.events)
+        return self.events.pop(0)
+
+    def sync(self) -> None:
+        """Wait until everything that peers have sent so far was handled."""
+        for number, peer in enumerate(self.peers):
+            peer.open(f"sync{number}")
+            wait(lambda name=f"sync{number}": any(_name(event) == name for event in self.events))  # type: ignore[misc]
+        self.events = [event for event in self.events if not _name(event).startswith("sync")]
+        self.on_event = self.events.append
+
+    def close(self) -> None:
+        self.receiver.stop()
+        for peer in self.peers:
+            peer.socket.close()
+        self.context.term()
+
+
+def _name(event: TransferOpened | TransferCompleted | TransferFailed) -> str:
+    return event.message.request_id if isinstance(event, TransferOpened) else ""
 
 
 @pytest.fixture(autouse=True)

@@ -7,24 +7,270 @@ the tokens that its hash stands for, and in the end nothing is left.
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from common.kv.block_hash import block_hashes
+from common.kv.block_pool import BlockPool
+from common.kv.cache import KVCache
+from common.model.batch import SequenceChunk
+from common.model.load import load_model
+from common.model_files.resolve import resolve_model
+from common.runner.runner import ModelRunner
+from common.sampling.sampler import Sampler
 from common.transfer import shipping
+from common.transfer.sender import KVSender
+from common.transfer.shipping import Shipping
+from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
+    AbortRequest,
+    DecodeRequest,
+    HandOver,
+    KVTarget,
+    Message,
+    PrefillRequest,
+    RequestFailed,
     ResetPrefixCache,
+    TokenOutput,
 )
-from common.worker.engine import RequestReceived, RouterLost
+from common.wire.sampling_params import SamplingParams
+from common.worker.engine import EngineConfig, RequestReceived, RouterLost
+from common.worker.metrics import WorkerMetrics
+from prefill_worker.engine import PrefillEngine
+from prefill_worker.launcher import PromptLauncher
+from prefill_worker.scheduler import PrefillScheduler
 
 from ..examples import examples
-from .transfer_fleet import NUM_TOKENS, ROUTER, Asked, Fleet, Rig, runner_of
+from .lazy_device import LazyDevice
 
 pytestmark = pytest.mark.slow
+
+
+# A prefill engine and two decode engines joined by the real wire, and checks of what they own, send and publish.
+
+Rig = Any  # EngineRig of conftest, which test modules cannot import
+ROUTER = b"router"
+NUM_TOKENS = 30
+WAIT_S = 100.0
+
+
+class Asked:
+    """A request, its attempt, and the decode engine that has it. `handed`: its next attempt is a hand-over's."""
+
+    def __init__(self, name: str, tokens: list[int]) -> None:
+        self.name, self.tokens = name, tokens
+        self.attempt, self.place = 0, 0
+        self.over = self.handed = False
+
+
+def runner_of(engine: Any) -> Any:
+    """What runs an engine's steps."""
+    return engine._launcher._runner if isinstance(engine, PrefillEngine) else engine._runner
+
+
+class Fleet:
+    """One prefill engine and two decode engines; the test is their router. `pool` blocks each: they are scarce."""
+
+    def __init__(self, make_engine: Callable[..., Rig], num_blocks: int) -> None:
+        self.decode = [
+            make_engine(num_blocks=num_blocks, worker_id=f"d{number}", launcher=launcher)
+            for number, launcher in enumerate((None, self.launcher))
+        ]
+        first = self.decode[0]
+        self.kv = KVCache(first.model.config, num_blocks, 16, "float32")
+        self.sent: list[tuple[bytes, Message]] = []
+        self.computing, self.linger = False, 1
+        sender = KVSender(
+            first.context, Shipping(self.kv.block), self.kv.block_bytes, ("p", 5, "layout"),
+            lambda event: self.prefill.notify(event), lease_s=30.0, num_streams=2,
+        )  # fmt: skip
+        self.prefill = PrefillEngine(
+            self.sent.extend,
+            EngineConfig(identity=("p", 5), eos_token_ids=first.eos, max_model_len=1024, max_waiting=64),
+            PrefillScheduler(BlockPool(num_blocks, 16), max_num_batched_tokens=32, max_num_seqs=4),
+            PromptLauncher(
+                ModelRunner(load_model(resolve_model("tiny-random")), self.kv), Sampler(first.model.config.vocab_size)
+            ),
+            sender,
+            WorkerMetrics("m", "p", lambda: self.prefill.status),
+        )
+        sender.start()
+        self.engines = [self.prefill, *(rig.engine for rig in self.decode)]
+        self.caches = [self.kv, *(rig.kv for rig in self.decode)]
+        for engine in self.engines:
+            runner = runner_of(engine)
+            runner.forward = self.beside(engine, runner.forward)
+        self.strays: list[str] = []
+        self.owners: dict[int, tuple[Any, int]] = {}  # of a view that a sender took: its engine, and the block
+        senders = (sender, *(rig.sender for rig in self.decode))
+        for engine, its_sender in zip(self.engines, senders, strict=True):
+            shipping = its_sender._shipping
+            its_sender._shipping = replace(shipping, view=self.remembering(engine, shipping.view))
+        self.texts: dict[bytes, tuple[tuple[int, ...], int]] = {}  # of a hash: a text, and which of its blocks
+
+    def beside(self, engine: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward pass that takes so long that the other engines turn `linger` times meanwhile, and blocks travel."""
+
+        def run(*arguments: Any) -> Any:
+            result = forward(*arguments)
+            if not self.computing:
+                self.computing = True
+                for turn in range(self.linger):
+                    for other in self.engines:
+                        if other is not engine:
+                            other._turn()
+                    time.sleep(0.002 if turn else 0.0)
+                self.computing = False
+            return result
+
+        return run
+
+    def remembering(self, engine: Any, view_of: Callable[[int], memoryview]) -> Callable[[int], memoryview]:
+        def view(block: int) -> memoryview:
+            taken = view_of(block)
+            self.owners[id(taken)] = (engine, block)
+            return taken
+
+        return view
+
+    def check_lent(self, request_id: str, views: Sequence[memoryview]) -> None:
+        """Called by senders that are about to read blocks, and hold the lock that takes these back."""
+        for view in views:
+            engine, block = self.owners.pop(id(view))
+            sequence = engine.scheduler.find(request_id)
+            if sequence is None or not sequence.lent or block not in sequence.blocks:
+                self.strays.append(f"block {block} was shipped for {request_id}, which does not own it")
+
+    def launcher(self, runner: ModelRunner, sampler: Sampler) -> LazyDevice:
+        self.device = LazyDevice(runner, sampler)
+        return self.device
+
+    # ------------------------------------------------------------ the router's part
+
+    def ask(self, asked: Asked, *, remote: bool) -> None:
+        """Send the present attempt to decode engine `place`, and with `remote` to the prefill engine."""
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        common = {
+            "request_id": asked.name, "attempt": asked.attempt, "prompt": pack_tokens(asked.tokens), "params": params
+        }  # fmt: skip
+        rig = self.decode[asked.place]
+        rig.tell(DecodeRequest(**common, prefill_worker="p" if remote else ""))
+        if remote:
+            target = KVTarget(f"d{asked.place}", 7, rig.receiver.address)
+            self.prefill.submit(RequestReceived(ROUTER, PrefillRequest(**common, decode=target)))
+
+    def hand_over(self, asked: Asked) -> None:
+        """Begin a hand-over to the other decode engine, whose attempt counts from now on if it succeeds."""
+        source, target = self.decode[asked.place], self.decode[1 - asked.place]
+        output = self.output(asked)
+        if asked.handed or not output or self.ended(asked):
+            return
+        asked.handed = True
+        num_reserved = NUM_TOKENS - len(output)
+        request = DecodeRequest(
+            request_id=asked.name, attempt=asked.attempt + 1, prompt=pack_tokens(asked.tokens + output),
+            params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+            prefill_worker=f"d{asked.place}", num_output_tokens=len(output), num_reserved_tokens=num_reserved,
+        )  # fmt: skip
+        target.tell(request)
+        order = HandOver(
+            request_id=asked.name, attempt=asked.attempt, new_attempt=asked.attempt + 1,
+            target=KVTarget(f"d{1 - asked.place}", 7, target.receiver.address),
+            num_output_tokens=len(output), num_reserved_tokens=num_reserved,
+        )  # fmt: skip
+        source.tell(order)
+
+    def react(self, asked: Asked) -> None:
+        """What a router does about failures, and about those who do not know yet that it is over."""
+        moved = any(delta.finish_reason == "moved" for delta in self.deltas(asked, asked.attempt))
+        reasons = [delta.finish_reason for a in (0, 1) for delta in self.deltas(asked, asked.attempt + a)]
+        knowing = [engine for engine in self.engines if engine.scheduler.find(asked.name) is not None]
+        if "length" in reasons or self.failures(asked, asked.attempt):
+            self.abort(asked, knowing)
+        elif self.failures(asked, asked.attempt + 1):
+            target = self.decode[1 - asked.place].engine
+            self.abort(asked, [engine for engine in knowing if moved or engine is target])
+
+    def abort(self, asked: Asked, where: list[Any]) -> None:
+        for engine in where:
+            engine.submit(RequestReceived(ROUTER, AbortRequest(request_id=asked.name, attempt=asked.attempt + 1)))
+
+    # ------------------------------------------------------------ what came
+
+    def deltas(self, asked: Asked, attempt: int) -> list[Any]:
+        rigs = [message for rig in self.decode for _, message in rig.sent]
+        outputs = [message for message in rigs if isinstance(message, TokenOutput)]
+        return [d for o in outputs for d in o.outputs if (d.request_id, d.attempt) == (asked.name, attempt)]
+
+    def output(self, asked: Asked) -> list[int]:
+        """What decode engines generated under the present attempt."""
+        return [token for delta in self.deltas(asked, asked.attempt) for token in delta.token_ids]
+
+    def failures(self, asked: Asked, attempt: int) -> list[RequestFailed]:
+        sent = [message for rig in self.decode for _, message in rig.sent] + [message for _, message in self.sent]
+        failed = [message for message in sent if isinstance(message, RequestFailed)]
+        return [message for message in failed if (message.request_id, message.attempt) == (asked.name, attempt)]
+
+    def ended(self, asked: Asked) -> bool:
+        reasons = [delta.finish_reason for delta in self.deltas(asked, asked.attempt)]
+        return any(reasons) or bool(self.failures(asked, asked.attempt))
+
+    # ------------------------------------------------------------ time
+
+    def turn(self, source: random.Random, count: int) -> None:
+        for _ in range(count):
+            source.choice(self.engines)._turn()
+
+    def settle(self, asked: Sequence[Asked] = ()) -> None:
+        """Work on until no worker knows a request."""
+        began = time.monotonic()
+        while not all(engine._inbox.empty() and engine.is_empty for engine in self.engines):
+            waited_s = time.monotonic() - began
+            assert waited_s < WAIT_S, [[(s.request_id, s.attempt) for s in engine.scheduler] for engine in self.engines]
+            for engine in self.engines:
+                engine._turn()
+            for one in asked:
+                self.react(one)
+            if waited_s > 0.5:
+                for rig in self.decode:
+                    rig.later(11.0)  # workers refuse announcements without a request
+
+    def check(self) -> None:
+        assert not self.strays
+        for engine in self.engines:
+            engine.check_integrity()
+
+    def learn(self, text: list[int]) -> None:
+        """A text whose blocks may be published."""
+        for index, block_hash in enumerate(block_hashes(text, 16)):
+            self.texts.setdefault(block_hash, (tuple(text), index))
+
+    def check_published(self) -> None:
+        """Every published block of every engine holds the KV of its tokens."""
+        for engine, cache in zip(self.engines, self.caches, strict=True):
+            for block_hash, block in engine.scheduler.pool._block_of.items():
+                text, index = self.texts[block_hash]
+                found = np.frombuffer(cache.block(block), np.float32)
+                assert np.abs(found - self.true_block(text, index)).max() < 1e-3, (engine, text, index)
+
+    @functools.lru_cache(maxsize=512)  # noqa: B019 - the fleet lives as long as its test
+    def true_block(self, text: tuple[int, ...], index: int) -> np.ndarray[Any, Any]:
+        count = len(text) // 16
+        cache = KVCache(self.kv.config, count, 16, "float32")
+        ModelRunner(self.decode[0].model, cache).forward([SequenceChunk(text[: count * 16], 0, range(count))])
+        return np.frombuffer(bytes(cache.block(index)), np.float32)
+
+    def close(self) -> None:
+        self.prefill.close()
 
 
 @pytest.fixture

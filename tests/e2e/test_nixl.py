@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.model_files.cache_folder import locked
 from common.transfer.remote_reads import READ_S
 
-from .nixl_packages import nixl_env
 from .test_same_answer import LENGTHS, NUM_TOKENS, Case
 from .transports import (
     FEW_BLOCKS,
@@ -22,6 +26,34 @@ from .transports import (
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+# NIXL for tests: its packages in a folder of their own, without what they ask for (CUDA's libraries, torch).
+
+VERSION = "1.5.1"
+FOLDER = Path(__file__).resolve().parents[2] / "build" / f"nixl-{VERSION}"
+INSTALL_S = 600.0
+
+
+def nixl_env(tls: str = "") -> dict[str, str]:
+    """The environment in which workers have NIXL. `tls`: the transports that UCX may use, "": whichever it picks.
+
+    Skips the test where the packages cannot be had.
+    """
+    done = FOLDER / ".done"
+    with locked(FOLDER.parent / "nixl.lock"):
+        if not done.exists():
+            pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps")
+            wheels = (f"nixl=={VERSION}", f"nixl-cu12=={VERSION}")
+            ended = subprocess.run(
+                (*pip, "--target", str(FOLDER), *wheels), capture_output=True, text=True, timeout=INSTALL_S, check=False
+            )
+            if ended.returncode != 0:
+                pytest.skip(f"NIXL cannot be installed: {ended.stderr.strip()[-500:]}")
+            done.touch()
+    paths = [str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), **({"UCX_TLS": tls} if tls else {})}
+
 
 ALL_REMOTE = ("--local-prefill-threshold", "0")
 NIXL = ("--kv-transport", "nixl")
