@@ -8,14 +8,16 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from .examples import register_profiles
 from .forge import SharedForges, forged_processes
-from .program import Program
 from .trust import load_trust_once
+
+if TYPE_CHECKING:
+    from .rig import Program
 
 register_profiles()
 load_trust_once()
@@ -148,6 +150,8 @@ def forge(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     """Starts a program with the options of `subprocess.Popen`; what still runs after the test is killed."""
+    from .rig import Program
+
     started: list[Program] = []
 
     def run(*command: str, **options: Any) -> Program:

@@ -24,7 +24,7 @@ from common.config.field import Config, fields_of
 from common.config.sources import read
 from common.wire.curve_keys import KeyPair, write_key_pair
 
-from .program import Program
+from .rig import Program
 
 CONFIGS: dict[str, type[Config]] = {
     "router": RouterConfig,

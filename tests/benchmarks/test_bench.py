@@ -12,7 +12,7 @@ from benchmarks.load.arrivals import RateProfile
 from benchmarks.load.config import BenchConfig
 from common.config.sources import read
 
-from ..program import Program
+from ..rig import Program
 from .conftest import ScriptedServer
 
 QUICK = ["--num-requests", "6", "--input-len", "4-8", "--output-len", "3", "--seed", "1"]

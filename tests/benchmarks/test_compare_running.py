@@ -20,7 +20,7 @@ from benchmarks.compare.running import RunningEngine, family, proportional_bytes
 from benchmarks.load.summary import Summary
 from benchmarks.stack import free_port
 
-from ..program import Program
+from ..rig import Program
 from .fake_engine import fake_process
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stack import Stack, StackSettings
+from benchmarks.stack import Stack
 
-from .streams import MODEL
+from ..rig import make_stack
 
-WORKER_FLAGS = ("--kv-memory-gib", "0.1", "--threads", "1")
 REPORT_WIDTH = 120
-READY_S = 300.0
-"""The first workers on a machine compile their kernels."""
 
 Stacks = Callable[..., Stack]
 
@@ -28,11 +24,8 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[St
     """Starts stacks, and ends them with the module."""
     started: list[Stack] = []
 
-    def start(prefill: int = 1, decode: int = 1, *, worker_flags: tuple[str, ...] = (), **options: Any) -> Stack:
-        folder: Path = tmp_path_factory.mktemp("stack")
-        flags = (*WORKER_FLAGS, *worker_flags)
-        options = {"ready_timeout_s": READY_S, **options}
-        stack = Stack(StackSettings(prefill, decode, model=MODEL, worker_flags=flags, log_dir=folder, **options))
+    def start(prefill: int = 1, decode: int = 1, **options: Any) -> Stack:
+        stack = make_stack(tmp_path_factory.mktemp("stack"), prefill, decode, **options)
         stack.start()
         started.append(stack)
         return stack

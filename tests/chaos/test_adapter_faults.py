@@ -15,7 +15,7 @@ from common.model_files.resolve import resolve_model
 from common.wire.messages import SetAdapter
 
 from ..adapters import make_adapter
-from ..e2e.conftest import System
+from ..rig import System
 from .faults import FRAME_FAULTS, Fault
 from .rig import DECODE_FLAGS, PREFILL_FLAGS, ROUTER_FLAGS, WORKER_FLAGS, Rig
 from .wire_proxy import WireProxy

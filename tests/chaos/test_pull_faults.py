@@ -12,11 +12,9 @@ import pytest
 from benchmarks.stack import StackSettings
 from common.wire.messages import KVPull
 
-from ..e2e.asking import wait_until
-from ..e2e.conftest import System
 from ..e2e.test_pulls import PACE, asked, prompt, pulls
 from ..paced import PacedStack, answer
-from .conftest import READY_S
+from ..rig import READY_S, System, wait_until
 from .faults import FRAME_FAULTS, Fault, Rule
 from .wire_proxy import WireProxy
 

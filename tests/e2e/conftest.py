@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,111 +13,16 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.stack import Stack, StackProcess, StackSettings
+from benchmarks.stack import Stack
 from common.model_files.resolve import resolve_model
 
-SETTLE_S = 60.0
-PROBE_TIMEOUT_S = 30.0
-READY_S = 300.0
-"""The first workers on a machine compile their kernels."""
-REQUEST_TIMEOUT_S = 900.0
+from ..rig import System, make_stack
 
 
 def prompts_of(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[list[int]]:
     """Random prompts that share no prefix."""
     source = random.Random(seed)
     return [[source.randrange(vocab_size) for _ in range(length)] for length in lengths]
-
-
-@dataclass
-class System:
-    """A running stack and how a test talks to it."""
-
-    stack: Stack
-    flags: tuple[str, ...] = ()
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-
-    def generate(self, prompts: Sequence[list[int]], *, at_once: int = 32, **params: Any) -> list[list[int]]:
-        """Output token ids of each prompt, greedy unless told otherwise, `at_once` of them in flight."""
-        return asyncio.run(self._generate(prompts, at_once, params))
-
-    async def _generate(self, prompts: Sequence[list[int]], at_once: int, params: dict[str, Any]) -> list[list[int]]:
-        gate = asyncio.Semaphore(at_once)
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self.stack.url, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
-
-            async def one(prompt: list[int]) -> list[int]:
-                body = {"model": self.stack.model, "prompt": prompt, "temperature": 0, "ignore_eos": True}
-                async with gate:
-                    reply = await client.post("/v1/completions", json={**body, "return_token_ids": True, **params})
-                assert reply.status_code == 200, reply.text
-                self.bodies.append(reply.json())
-                return list(reply.json()["choices"][0]["token_ids"])
-
-            return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
-
-    def metric(self, name: str, role: str = "") -> float:
-        """The sum of a metric's samples over the workers of a role."""
-        return sum(value for worker in self.stack.workers(role) for value in samples(worker, name))
-
-    def transfers(self, transport: str) -> float:
-        """Prompts that decode workers got through shared memory ("shm") or over TCP ("tcp")."""
-        label = f'transport="{transport}"'
-        return sum(
-            value for worker in self.stack.workers("decode") for value in samples(worker, "diptych_kv_transfers", label)
-        )
-
-    def requests_of(self, worker: StackProcess) -> float:
-        """Requests that ended well on one worker."""
-        return sum(samples(worker, "vllm:request_success"))
-
-    def wait_for_workers(self) -> None:
-        """Until every router may use every worker: a router is ready with a decode worker alone."""
-        ready = {f'worker="{worker.name}"' for worker in self.stack.workers()}
-        for router in self.stack.routers:
-            deadline = time.monotonic() + READY_S
-            while not all(any(name in line for line in self._ready_lines(router)) for name in ready):
-                assert time.monotonic() < deadline, f"not all of {sorted(ready)} are ready\n{router.log_tail()}"
-                time.sleep(0.02)
-
-    @staticmethod
-    def _ready_lines(router: StackProcess) -> list[str]:
-        page = httpx.get(f"{router.http_url}/metrics", timeout=PROBE_TIMEOUT_S, trust_env=False).text
-        lines = [line for line in page.splitlines() if line.startswith("diptych_worker_state")]
-        return [line for line in lines if 'state="ready"' in line and not line.endswith(" 0.0")]
-
-    def settle(self) -> None:
-        """Wait until every worker is healthy and owns no block. Fails with what they say if that does not happen."""
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline:
-            state = {worker.name: holding(worker) for worker in self.stack.workers() if worker.alive}
-            if not any(state.values()):
-                return
-            time.sleep(0.05)
-        pytest.fail(f"{SETTLE_S:g} s after the last request: {state}")
-
-
-def samples(worker: StackProcess, name: str, label: str = "") -> list[float]:
-    text = httpx.get(f"{worker.http_url}/metrics", timeout=PROBE_TIMEOUT_S, trust_env=False).text
-    return [
-        float(line.rsplit(" ", 1)[1])
-        for line in text.splitlines()
-        if line.startswith((f"{name}{{", f"{name} ", f"{name}_total{{")) and label in line
-    ]
-
-
-def holding(worker: StackProcess) -> str:
-    """What keeps a worker from being healthy and empty, as its own probe tells it; "" when nothing does.
-
-    One that has just woken up calls itself stuck until its engine has turned.
-    """
-    reply = httpx.get(f"{worker.http_url}/health", timeout=PROBE_TIMEOUT_S, trust_env=False)
-    if reply.status_code != 200:
-        return f"not healthy: {reply.text}\n{worker.log_tail()}"
-    if "blocks" not in reply.json():
-        return f"starting: {reply.text}"
-    blocks: dict[str, int] = reply.json()["blocks"]
-    return f"owns blocks: {blocks}" if blocks["owned"] else ""
 
 
 @pytest.fixture
@@ -147,18 +49,7 @@ def systems(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[S
         key = repr((prefill, decode, model, sorted(options.items())))
         if key not in running:
             stop_all()
-            worker_flags = ("--kv-memory-gib", "0.1", "--threads", "1", *options.pop("worker_flags", ()))
-            stack = Stack(
-                StackSettings(
-                    prefill,
-                    decode,
-                    model=model,
-                    worker_flags=worker_flags,
-                    log_dir=tmp_path_factory.mktemp("stack"),
-                    ready_timeout_s=READY_S,
-                    **options,
-                )
-            )
+            stack = make_stack(tmp_path_factory.mktemp("stack"), prefill, decode, model=model, **options)
             stack.start()
             running[key] = System(stack)
             running[key].wait_for_workers()

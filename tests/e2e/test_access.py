@@ -24,7 +24,7 @@ import trustme
 from benchmarks.stack import StackProcess, free_port
 from router.local.probe import ready_reason
 
-from .asking import MODEL, PROMPT, wait_until
+from ..rig import MODEL, PROMPT, wait_until
 
 pytestmark = pytest.mark.e2e
 

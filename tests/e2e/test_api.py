@@ -15,7 +15,7 @@ from benchmarks.stack import Stack, StackProcess, free_port
 from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
 
-from .asking import MODEL, PROMPT, complete, owned, wait_until
+from ..rig import MODEL, PROMPT, complete, owned, wait_until
 
 pytestmark = pytest.mark.e2e
 

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.stack import Stack
 
-from .asking import owned, wait_until
+from ..rig import owned, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

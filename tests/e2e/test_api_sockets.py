@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.stack import Stack, StackProcess
 
-from .asking import MODEL, PROBE_TIMEOUT_S, PROMPT, complete, owned, wait_until
+from ..rig import MODEL, PROBE_TIMEOUT_S, PROMPT, complete, owned, wait_until
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.stack import StackProcess, StackSettings
 
 from ..paced import PacedStack, answer
-from .asking import wait_until
+from ..rig import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200), pytest.mark.slow]
 

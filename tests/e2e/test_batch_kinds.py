@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from ..pooling_models import WIDTH, make_model
-from .asking import wait_until
+from ..rig import wait_until
 from .test_batches import AT_ONCE, NUM_LINES, check_whole, client_of, completed, made
 from .test_router_processes import page, pids, told
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai.types import Batch
 
-from .asking import MODEL, wait_until
+from ..rig import MODEL, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

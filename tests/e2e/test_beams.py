@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks.stack import StackProcess
 
-from .asking import PROBE_TIMEOUT_S, wait_until
-from .conftest import samples
+from ..rig import PROBE_TIMEOUT_S, samples, wait_until
 from .test_token_rules import ALL_REMOTE, ALLOWED, BAD
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

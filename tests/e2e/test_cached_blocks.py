@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import PROBE_TIMEOUT_S, READY_S, samples
+from ..rig import PROBE_TIMEOUT_S, READY_S, samples
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .asking import MODEL
+from ..rig import MODEL
 from .test_token_rules import ALL_REMOTE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

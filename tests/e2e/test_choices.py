@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.stack import StackProcess
 
-from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
-from .conftest import samples
+from ..rig import MODEL, PROBE_TIMEOUT_S, samples, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from .. import pretended_cuda
-from .other_program import run_instead
+from ..rig import make_faulty
 from .test_same_answer import LENGTHS, NUM_TOKENS, Case
 from .transports import (
     FEW_BLOCKS,
@@ -35,7 +35,7 @@ def gpus_of(system_of: Any) -> Iterator[Callable[..., Any]]:
         for worker in system.stack.workers():
             if worker.role != without and "cuda-ipc" not in worker.command:
                 worker.kill()
-                run_instead(worker, "pretended_gpu_worker.py", worker.role, "--kv-transport", "cuda-ipc")
+                make_faulty(worker, "--kv-transport", "cuda-ipc", cuda="pretended")
                 system.stack.restart(worker)
         system.wait_for_workers()
         return system

@@ -17,9 +17,7 @@ import pytest
 
 from benchmarks.stack import Stack, StackProcess
 
-from .asking import MODEL, PROBE_TIMEOUT_S, complete, owned, wait_until
-from .conftest import samples
-from .other_program import running_instead
+from ..rig import MODEL, PROBE_TIMEOUT_S, complete, faulty, owned, samples, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -111,7 +109,7 @@ def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
     timeouts = ("--prefill-timeout-s", str(TIMEOUT_S), "--token-timeout-s", str(TIMEOUT_S))
     system, flag = system_of(0, 2, router_flags=timeouts, worker_flags=NEVER_STUCK), tmp_path / "hang"
     victim = system.stack.workers("decode")[1]
-    with running_instead(system.stack, victim, "hanging_worker.py", "decode", str(flag)):
+    with faulty(system.stack, victim, hang=flag):
         wait_until_all_ready(system.stack)
         yield system, victim, flag
     wait_until_all_ready(system.stack)
@@ -179,7 +177,7 @@ def test_a_prefill_worker_that_sends_no_token_loses_its_requests(
     system, flag = system_of(2, 1, router_flags=(*timeouts, *BLIND), worker_flags=NEVER_STUCK), tmp_path / "hang"
     victim = system.stack.workers("prefill")[1]
     prompts = random_prompts((30, 90, 200) * 2, vocab_size=256, seed=32)
-    with running_instead(system.stack, victim, "hanging_worker.py", "prefill", str(flag)):
+    with faulty(system.stack, victim, hang=flag):
         wait_until_all_ready(system.stack)
         expected = system.generate(prompts, max_tokens=20)
         flag.touch()
@@ -203,7 +201,7 @@ def test_a_prompt_that_takes_longer_than_the_deadline_is_computed_once(
     )
     victim = system.stack.workers(role)[0]
     prompts = random_prompts((2500,), vocab_size=256, seed=34)
-    with running_instead(system.stack, victim, "hanging_worker.py", role, str(flag)):
+    with faulty(system.stack, victim, hang=flag):
         wait_until_all_ready(system.stack)
         expected = system.generate(prompts, max_tokens=10)
         flag.write_text("0.6" if num_prefill else "0.3")
@@ -221,7 +219,7 @@ def test_a_request_that_gets_no_room_goes_elsewhere(system_of: Any, random_promp
     system = system_of(1, 2, router_flags=BLIND, worker_flags=NEVER_STUCK, decode_flags=limits)
     victim, flag = system.stack.workers("decode")[1], tmp_path / "slow"
     prompts = random_prompts((3000,) * 8, vocab_size=256, seed=33)
-    with running_instead(system.stack, victim, "hanging_worker.py", "decode", str(flag)):
+    with faulty(system.stack, victim, hang=flag):
         wait_until_all_ready(system.stack)
         expected = system.generate(prompts, max_tokens=30)
         for number in range(TRIES):

@@ -13,7 +13,7 @@ import pytest
 
 from common.worker.step_times import LONGEST_S
 
-from .other_program import running_instead
+from ..rig import faulty
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -75,7 +75,7 @@ def hanging(system_of: Any, tmp_path: Path) -> Iterator[tuple[Any, Any, Path]]:
     """A system with two decode workers, the second of which hangs from the moment that the file is made."""
     system, flag = system_of(1, 2, router_flags=FLAGS), tmp_path / "hang"
     victim = system.stack.workers("decode")[1]
-    with running_instead(system.stack, victim, "hanging_worker.py", "decode", str(flag)):
+    with faulty(system.stack, victim, hang=flag):
         wait_until(lambda: state_of(system, victim) == "ready", "the worker is not ready")
         yield system, victim, flag
 
@@ -120,7 +120,7 @@ def test_a_first_step_of_more_than_a_minute_is_waited_for(system_of: Any, random
     expected = system.generate([prompt], max_tokens=10)
     victim = system.stack.workers("prefill")[0]
     flag.write_text("0.2 a token")
-    with running_instead(system.stack, victim, "hanging_worker.py", "prefill", str(flag)):
+    with faulty(system.stack, victim, hang=flag):
         wait_until(lambda: state_of(system, victim) == "ready", "the worker is not ready")
         began = time.monotonic()
         assert system.generate([prompt], max_tokens=10, cache_salt="slow") == expected  # none of it can be pulled

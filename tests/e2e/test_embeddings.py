@@ -15,8 +15,7 @@ import torch
 from common.model_files.tokenizer import Tokenizer
 
 from ..pooling_models import WIDTH, PoolingOracle, make_model, score_of
-from .asking import wait_until
-from .conftest import samples
+from ..rig import samples, wait_until
 from .test_failures import SLOW_PREFILL, is_busy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.stack import StackProcess
 
-from .asking import PROBE_TIMEOUT_S, wait_until
+from ..rig import PROBE_TIMEOUT_S, wait_until
 
 pytestmark = pytest.mark.e2e
 

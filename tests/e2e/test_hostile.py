@@ -23,7 +23,7 @@ from common.wire.curve_keys import KeyPair, write_key_pair
 from common.wire.messages import RouterHello
 
 from ..hostile import forged, garbage
-from .asking import wait_until
+from ..rig import wait_until
 
 pytestmark = pytest.mark.e2e
 

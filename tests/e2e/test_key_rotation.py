@@ -12,7 +12,7 @@ import pytest
 
 from common.wire.curve_keys import KeyPair, write_key_pair
 
-from .asking import wait_until
+from ..rig import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.stack import Stack
 from router.auth.keys import digest_of
 
-from .asking import wait_until
+from ..rig import wait_until
 from .test_router_processes import bearer, page, pids, told
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -17,7 +17,7 @@ from common.wire.sampling_params import SamplingParams
 
 from ..common.weight_formats.kv_scaled import scale_tensors, scales_of_layers, with_kv_scales
 from ..oracle import generate
-from .asking import wait_until
+from ..rig import wait_until
 from .test_failures import ALL_REMOTE
 from .test_small_cache import metrics_of, unpaired
 

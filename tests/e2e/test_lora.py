@@ -22,7 +22,7 @@ from ..adapters import ATTENTION, make_adapter, merge
 from ..common.model.generation import transformers_model
 from ..common.model.test_lora import AdaptedPool
 from ..common.weight_formats.checkpoints import FORMATS, write_checkpoint
-from .asking import MODEL, wait_until
+from ..rig import MODEL, wait_until
 from .conftest import Oracle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.slow]

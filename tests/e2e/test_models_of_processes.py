@@ -17,9 +17,8 @@ import pytest
 
 from common.model_files.tiny import make_tiny_model
 
-from .asking import wait_until
+from ..rig import TwoModels, make_stack_of_two, wait_until
 from .test_router_processes import pids, told
-from .two_models import TwoModels, stack_of_two
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -95,7 +94,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, forg
     file = tmp_path_factory.mktemp("table") / "models.toml"
     file.write_text(FILE.format(**folders))
     flags = ("--models-file", str(file), "--router-processes", str(NUM), "--response-store", "memory")
-    stack = stack_of_two(folders, flags, tmp_path_factory.mktemp("logs"))
+    stack = make_stack_of_two(folders, flags, tmp_path_factory.mktemp("logs"))
     with stack:
         found = Processes(stack, folders)
         found.file = file

@@ -10,36 +10,24 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.stack import Stack, StackSettings
+from benchmarks.stack import Stack
 
-from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
-from .conftest import READY_S, System
-from .dying_worker import POISON
-from .other_program import run_instead
+from ..rig import MODEL, PROBE_TIMEOUT_S, System, make_faulty, make_stack, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_WORKERS, MAX_RETRIES = 4, 2
 NUM_TOKENS = 300
 PATIENCE_S = 120.0
+POISON = [13, 13, 13, 66, 66, 66]
 
 
 @pytest.fixture
 def mortal(tmp_path: Path) -> Iterator[System]:
     """Decode workers only, which die of the poison."""
-    stack = Stack(
-        StackSettings(
-            0,
-            NUM_WORKERS,
-            model=MODEL,
-            worker_flags=("--kv-memory-gib", "0.1", "--threads", "1"),
-            router_flags=("--max-retries", str(MAX_RETRIES)),
-            log_dir=tmp_path,
-            ready_timeout_s=READY_S,
-        )
-    )
+    stack = make_stack(tmp_path, 0, NUM_WORKERS, router_flags=("--max-retries", str(MAX_RETRIES)))
     for worker in stack.workers():
-        run_instead(worker, "dying_worker.py")
+        make_faulty(worker, poison=",".join(map(str, POISON)))
     with stack:
         yield System(stack)
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 
-from .asking import wait_until
+from ..rig import wait_until
 from .test_failures import ALL_REMOTE, SLOW_PREFILL, is_busy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

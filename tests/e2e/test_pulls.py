@@ -17,8 +17,7 @@ from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.stack import StackProcess, StackSettings
 
 from ..paced import Coefficients, PacedStack, answer
-from .asking import wait_until
-from .conftest import READY_S, System, samples
+from ..rig import READY_S, System, samples, wait_until
 
 pytestmark = pytest.mark.e2e
 PACE = Coefficients(

@@ -14,7 +14,7 @@ from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 from kernels import gather_blocks, scatter_blocks
 
-from .asking import wait_until
+from ..rig import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 LENGTHS = (5, 16, 17, 33, 100, 250, 400)

@@ -18,7 +18,8 @@ from pydantic import BaseModel
 from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
 
-from .conftest import System, prompts_of
+from ..rig import System
+from .conftest import prompts_of
 
 pytestmark = pytest.mark.e2e
 

@@ -17,8 +17,7 @@ from benchmarks.stack import StackProcess
 from common.wire.codec import decode, encode
 from common.wire.messages import ChangeRole, Message, RouterHello, WorkerHeartbeat, WorkerHello
 
-from .asking import wait_until
-from .conftest import samples
+from ..rig import samples, wait_until
 from .test_handover import LENGTHS, come_back, flags, handovers, is_used, router_lines, under_load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.slow]

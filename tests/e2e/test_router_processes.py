@@ -16,7 +16,7 @@ import pytest
 from benchmarks.stack import Stack, StackProcess
 from router.auth.keys import digest_of
 
-from .asking import MODEL, wait_until
+from ..rig import MODEL, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

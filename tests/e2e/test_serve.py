@@ -19,8 +19,7 @@ import pytest
 
 from common.model_files.tiny import make_tiny_model
 
-from ..program import Program
-from .asking import PATIENCE_S, wait_until
+from ..rig import PATIENCE_S, Program, command_with_faults, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -217,7 +216,7 @@ def wait_for_another(one: Served, name: str, pid: int) -> None:
 
 @pytest.mark.slow
 def test_what_hangs_is_started_again_and_what_starts_slowly_is_not(served: list[Served], tmp_path: Path) -> None:
-    program = (str(Path(__file__).with_name("hanging_service.py")), str(tmp_path))
+    program = command_with_faults("serve", hang=tmp_path / "hang", slow_start=tmp_path / "slow")[2:]
     flags = ("--prefill", "0", "--decode", "2", "--threads", "1", "--liveness-s", "6.3", "--stall-timeout-s", "1")
     served.append(one := Served(tmp_path / "e.log", *flags, program=program))
     expected = stream(one.url, "alone")

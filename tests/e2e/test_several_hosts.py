@@ -16,8 +16,7 @@ import pytest
 from benchmarks.stack import Stack, StackSettings
 
 from ..common.ranks.rank_hosts import RankHostProcess, free_port
-from .asking import wait_until
-from .conftest import READY_S, System, samples
+from ..rig import READY_S, System, samples, wait_until
 from .test_handover import come_back, handovers, wait_for_streams
 from .test_tensor_parallel import ALL_REMOTE, GONE_S, LENGTHS, LONG, NUM_TOKENS, PATIENCE_S, is_running
 

@@ -13,7 +13,7 @@ import torch
 
 from common.model_files.tiny import make_tiny_model
 
-from .two_models import DEADLINE_S, NUM_TOKENS, TwoModels, stack_of_two
+from ..rig import READY_S, TwoModels, make_stack_of_two
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -46,7 +46,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, forg
     models = keys.with_name("models.toml")
     models.write_text("".join(f'[[model]]\nmodel = "{folder}"\n' for folder in folders.values()))
     flags = ("--models-file", str(models), "--api-key-file", str(keys))
-    stack = stack_of_two(folders, flags, tmp_path_factory.mktemp("logs"))
+    stack = make_stack_of_two(folders, flags, tmp_path_factory.mktemp("logs"))
     with stack:
         found = TwoModels(stack, folders, BOTH)
         found.wait_for_workers()
@@ -67,8 +67,8 @@ def oracles(folders: dict[str, Path]) -> dict[str, Callable[[list[int]], list[in
                 output = model.generate(
                     torch.tensor([prompt]),
                     attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                    max_new_tokens=NUM_TOKENS,
-                    min_new_tokens=NUM_TOKENS,
+                    max_new_tokens=TwoModels.NUM_TOKENS,
+                    min_new_tokens=TwoModels.NUM_TOKENS,
                     do_sample=False,
                     pad_token_id=0,
                     eos_token_id=None,
@@ -140,7 +140,7 @@ def test_a_worker_that_comes_back_with_another_model_serves_that_one(
         decode.command[place] = first
         two.stack.restart(decode)
         two.wait_ready("second", 503)
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + READY_S
         while sum(one["model"] == "first" for one in two.http.get("/load").json()["workers"]) < 3:
             assert time.monotonic() < deadline, two.stack.router.log_tail()
             time.sleep(0.05)

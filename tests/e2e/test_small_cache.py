@@ -15,7 +15,7 @@ from common.model.load import load_model
 from common.model_files.resolve import resolve_model
 from common.runner.runner import ModelRunner
 
-from .asking import wait_until
+from ..rig import wait_until
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, random_order, run_with
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from .asking import wait_until
+from ..rig import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

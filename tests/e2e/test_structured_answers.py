@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .asking import MODEL, PROBE_TIMEOUT_S, wait_until
+from ..rig import MODEL, PROBE_TIMEOUT_S, wait_until
 from .test_failures import ALL_REMOTE, PATIENCE_S, SLOW_PREFILL, is_busy, num_moves, run_with, states
 from .test_handover import handovers
 

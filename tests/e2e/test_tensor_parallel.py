@@ -15,8 +15,7 @@ import pytest
 from benchmarks.stack import Stack, StackProcess, StackSettings
 from common.ranks.links.pulse import SILENT_S
 
-from .asking import wait_until
-from .conftest import READY_S, System, samples
+from ..rig import READY_S, System, samples, wait_until
 from .test_handover import come_back, handovers, leave, wait_for_streams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]

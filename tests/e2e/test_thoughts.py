@@ -11,7 +11,7 @@ import pytest
 
 from common.model_files.tiny import make_tiny_model
 
-from .asking import wait_until
+from ..rig import wait_until
 from .test_token_rules import ALL_REMOTE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -11,8 +11,7 @@ import pytest
 from benchmarks.stack import Place, Stack, StackProcess, StackSettings
 from common.machine.child_process import ChildProcess
 
-from .asking import wait_until
-from .conftest import System, samples
+from ..rig import System, samples, wait_until
 from .test_failures import ALL_REMOTE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from ..collector import Collector, attributes, seconds
-from .asking import wait_until
+from ..rig import wait_until
 from .test_failures import ALL_REMOTE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ..program import Program
-from .asking import MODEL, PATIENCE_S, PROBE_TIMEOUT_S, wait_until
-from .conftest import READY_S
+from ..rig import MODEL, PATIENCE_S, PROBE_TIMEOUT_S, READY_S, Program, command_with_faults, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -21,8 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def test_a_worker_is_ready_once_it_has_its_vocabulary(tmp_path: Path, launch: Callable[..., Program]) -> None:
     known, built = tmp_path / "address.json", tmp_path / "built"
     flags = ("--model", MODEL, "--kv-memory-gib", "0.1", "--threads", "1", "--port", "0", "--http-port", "0")
-    script = str(Path(__file__).with_name("slow_vocabulary.py"))
-    worker = launch(sys.executable, "-P", script, str(built), *flags, "--address-file", str(known))
+    worker = launch(*command_with_faults("prefill", *flags, "--address-file", str(known), slow_vocabulary=built))
     wait_until(known.exists, "it listens", READY_S)
     with httpx.Client(
         base_url=json.loads(known.read_text())["http"], timeout=PROBE_TIMEOUT_S, trust_env=False

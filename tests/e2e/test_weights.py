@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks.stack import Stack, StackProcess
 
-from .asking import MODEL, PROMPT, complete, wait_until
-from .conftest import samples
+from ..rig import MODEL, PROMPT, complete, samples, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -12,8 +12,8 @@ from common.kv.window import Window
 from common.model_files.resolve import resolve_model
 
 from ..common.model.generation import random_checkpoint, transformers_model
-from .asking import wait_until
-from .conftest import Oracle, samples
+from ..rig import samples, wait_until
+from .conftest import Oracle
 from .test_failures import ALL_REMOTE, run_with
 from .test_handover import LONG, come_back, handovers, leave, under_load
 from .test_tiers import hits, used

@@ -15,7 +15,7 @@ from router.models.catalog import Catalog
 from router.models.entry import ModelEntry, ModelTable
 from router.models.models_file import read_models
 
-from ..e2e.asking import wait_until
+from ..rig import wait_until
 from .chart import Refused, Rendered, render, settings_of
 from .cluster import Cluster, running, small_values
 from .test_values import notes_of

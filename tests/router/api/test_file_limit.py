@@ -14,7 +14,7 @@ from common.config import RouterConfig
 from router.fleet.fleet import MAX_DISCOVERED
 from router.server.server import connections_possible, files_needed
 
-from ...program import Program
+from ...rig import Program
 
 LOW = 200
 NOBODY = "tcp://127.0.0.1:9"

@@ -23,7 +23,7 @@ from router.server.app import build_app
 from router.server.server import listen, serve, stop_on_signals
 from router.store.location import store_of
 
-from ...program import Program
+from ...rig import Program
 
 
 class Served:
