@@ -310,8 +310,22 @@ async def suffer(rig: Rig, kind: type[Message], fault: Fault, seed: int = 0) -> 
     await rig.struck(rule)
 
 
+every_fault = pytest.mark.parametrize("fault", [fault for fault in Fault if fault not in FRAME_FAULTS])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault not in FRAME_FAULTS])
+@only_tcp
+@every_fault
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 async def test_every_fault_on_every_kind_of_message(rig: Rig, kind: type[Message], fault: Fault) -> None:
+    await suffer(rig, kind, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_rig", ["shm"], indirect=True)
+@every_fault
+@pytest.mark.parametrize("kind", [KVOpen, KVGrant, KVBlocks, KVDone, KVAck, KVFailed], ids=lambda kind: kind.__name__)
+async def test_every_fault_on_messages_of_a_transfer_through_shared_memory(
+    rig: Rig, kind: type[Message], fault: Fault
+) -> None:
     await suffer(rig, kind, fault)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "thoughts": {"thinking": ThinkingBudget(9, (70, 71, 72))},
     "grammar": {"grammar": r"start: /[a-p]{30,60}/", "temperature": 1.0},
 }
+KINDS_BY_LAUNCHER = [
+    *((launcher, "greedy") for launcher in LAUNCHERS),
+    *zip(itertools.cycle((LAUNCHERS[1], LAUNCHERS[0], LAUNCHERS[2])), [kind for kind in KINDS if kind != "greedy"]),
+]
+"""Each kind with one launcher; test_speculation.py has each with all."""
 
 
 class NoLookup:

@@ -18,7 +18,7 @@ from decode_worker import speculation
 from decode_worker.drafting import row_costs
 
 from ..engine_rig import prompt
-from .drafting_engines import KINDS, LAUNCHERS, NoLookup, TrueAnswers, engines_that_draft
+from .drafting_engines import KINDS, KINDS_BY_LAUNCHER, LAUNCHERS, NoLookup, TrueAnswers, engines_that_draft
 from .handover_pair import Pair
 from .lazy_device import LazyDevice
 from .prophet import counted
@@ -47,7 +47,7 @@ def drafting(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("drafting", "kind"), KINDS_BY_LAUNCHER, indirect=["drafting"])
 def test_a_draft_model_that_is_the_model_is_always_right(drafting: Callable[..., Rig], kind: str) -> None:
     rig = drafting(num_blocks=64, max_num_seqs=32, grammars=kind == "grammar")
     counts = answered(rig, **KINDS[kind])
@@ -56,7 +56,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(drafting: Callable[...,
 
 
 @pytest.mark.slow_except("on a lazy device-greedy")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("drafting", "kind"), KINDS_BY_LAUNCHER, indirect=["drafting"])
 def test_another_draft_model_changes_no_token(drafting: Callable[..., Rig], other: Decoder, kind: str) -> None:
     rig = drafting(num_blocks=64, max_num_seqs=32, draft=other, grammars=kind == "grammar")
     counts = answered(rig, **KINDS[kind])
@@ -88,11 +88,10 @@ def test_preempted_sequences_give_the_same_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_requests_that_come_and_go(drafting: Callable[..., Rig], other: Decoder, seed: int) -> None:
+def test_requests_that_come_and_go(drafting: Callable[..., Rig], other: Decoder) -> None:
     for draft in (None, other):
         rig = drafting(num_blocks=48, num_draft_blocks=32, **({"draft": draft} if draft else {}))
-        rig.mix(seed)
+        rig.mix(0)
         assert counted(rig)["drafted"] > 20
         assert rig.drafter.cache.check_integrity().owned == 0
 

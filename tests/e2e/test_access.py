@@ -271,12 +271,10 @@ def test_no_secret_is_told_to_anybody(guarded: Guarded) -> None:
 
 # ---------------------------------------------------------------- refusals to start
 
+# tests/router/auth has the others.
 BAD_FLAGS = {
-    "one of two": (("--tls-cert", "tls.crt"), "tls_key"),
-    "no such file": (("--tls-cert", "nowhere", "--tls-key", "tls.key"), "tls_cert='nowhere'"),
     "the wrong way round": (("--tls-cert", "tls.key", "--tls-key", "tls.crt"), "tls_cert='tls.key'"),
     "no keys": (("--api-key-file", "tls.crt"), "api_key_file='tls.crt'"),
-    "no folder": (("--audit-log", "nowhere/audit.log"), "audit_log='nowhere/audit.log'"),
 }
 
 

@@ -36,11 +36,8 @@ def body_of(number: int, model: str) -> dict[str, Any]:
     return {"model": model, "input": texts} | shape
 
 
-@pytest.mark.parametrize("processes", [1, NUM])
-def test_embeddings_are_those_of_the_endpoint(
-    system_of: Any, closing: ExitStack, tmp_path: Path, folder: Path, processes: int
-) -> None:
-    flags = ("--response-store", str(tmp_path / "kept.sqlite3"), "--router-processes", str(processes))
+def test_embeddings_are_those_of_the_endpoint(system_of: Any, closing: ExitStack, tmp_path: Path, folder: Path) -> None:
+    flags = ("--response-store", str(tmp_path / "kept.sqlite3"), "--router-processes", str(NUM))
     stack = system_of(1, 0, model=str(folder), router_flags=flags).stack
     sdk = client_of(stack.router, closing)
     bodies = {f"e{number}": body_of(number, folder.name) for number in range(27)}
@@ -87,12 +84,8 @@ def made_for(sdk: openai.OpenAI, model: str) -> Any:
     return sdk.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
 
 
-@pytest.mark.parametrize("store", ["memory", "file"])
-def test_a_killed_process_leaves_its_batch_to_another(
-    system_of: Any, closing: ExitStack, tmp_path: Path, store: str
-) -> None:
-    kept = "memory" if store == "memory" else str(tmp_path / "kept.sqlite3")
-    flags = ("--response-store", kept, "--batch-concurrency", str(AT_ONCE), "--router-processes", str(NUM))
+def test_a_killed_process_leaves_its_batch_to_another(system_of: Any, closing: ExitStack) -> None:
+    flags = ("--response-store", "memory", "--batch-concurrency", str(AT_ONCE), "--router-processes", str(NUM))
     stack = system_of(router_flags=flags).stack
     wait_until(lambda: told(page(stack), "diptych_router_processes") == NUM, "all processes serve")
     sdk = client_of(stack.router, closing)

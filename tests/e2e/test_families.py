@@ -19,8 +19,17 @@ from .test_failures import SLOW_PREFILL, run_with
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ALL_REMOTE = ("--local-prefill-threshold", "0")
-CASES = {name: LLAMA_CASES[name] for name in ("qwen2", "qwen2-window", "qwen3")} | OTHER_CASES
-"""Llama itself and Mistral go through two pools in files of their own."""
+CASES = {
+    name: (LLAMA_CASES | OTHER_CASES)[name]
+    for name in (
+        *("qwen2-window", "qwen3", "gemma2", "phi3", "olmo3", "exaone4"),
+        *("mixtral-window", "qwen2-moe", "gpt-oss", "glm4-moe", "granite-moe", "deepseek-v3"),
+    )
+}
+"""One of each kind of attention, norms, positions and experts: tests/common/model/test_families.py has every family.
+
+Llama itself and Mistral go through two pools in other files.
+"""
 LENGTHS = (66, 70, 81, 96, 97, 130)
 """Beyond the windows, and beyond where the factors of LongRoPE change in transformers."""
 NUM_TOKENS = 40
@@ -30,10 +39,8 @@ NUM_BLOCKS = 12
 """The longest prompt and its answer fill 11 of them, so two that overlap are too many."""
 WINDOWED_BLOCKS = {"mixtral-window": 9}
 """Where every layer sees through a window, a sequence has few at a time."""
-QUICK = "gpt-oss"
-"""It has most of what the others have: experts, biases, sinks, windows and YaRN."""
-KILLED = ("gpt-oss", "mixtral", "qwen3-moe", "glm4-moe", "gemma2", "phi3", "olmo3")
-"""Several kinds of experts, and several places of norms and windows."""
+KILLED = ("gpt-oss", "glm4-moe", "gemma2")
+"""Two kinds of experts; sinks, windows and YaRN; softcaps and norms after each part."""
 
 
 @pytest.fixture
@@ -46,11 +53,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return made
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [pytest.param(name, marks=() if name == QUICK else (pytest.mark.slow,)) for name in CASES],
-    indirect=True,
-)
+@pytest.mark.parametrize("folder", CASES, indirect=True)
 def test_tokens_equal_transformers(system_of: Any, random_prompts: Any, folder: Path) -> None:
     """Twice, so that prefixes are cached on both sides; and with so few blocks that sequences are preempted."""
     oracle = Oracle(transformers_model(folder))
@@ -67,7 +70,6 @@ def test_tokens_equal_transformers(system_of: Any, random_prompts: Any, folder: 
     assert system.metric("vllm:prefix_cache_hits", "prefill") > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("folder", KILLED, indirect=True)
 def test_a_killed_worker_costs_no_token(system_of: Any, random_prompts: Any, folder: Path, role: str) -> None:

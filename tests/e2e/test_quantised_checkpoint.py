@@ -36,15 +36,11 @@ KILLED_LENGTHS = (200, 700, 900, 1500)
 KILLED_BLOCKS = 140
 """The longest prompt and its answer fill 119 of them, all four 308, so the worker that is left preempts."""
 LOOP_BLOCKS = 128
-LAYOUTS = ("gptq int4", "gptq act order", "awq", "w4a16", "w8a8 by channel", "fp8 by channel", "fp8 by block")
+LAYOUTS = ("gptq act order", "w8a8 by channel", "fp8 by block")
+"""One of each width of integers, and floats; tests/common/weight_formats has every layout."""
 Q4_K, Q6_K = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K
-ALL_Q6_K = dict.fromkeys(
-    ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output"), Q6_K
-)
-MIXES = {
-    "q6_k": ALL_Q6_K,
-    "q4_k_m": dict.fromkeys(ALL_Q6_K, Q4_K) | dict.fromkeys(("attn_v", "ffn_down", "output"), Q6_K),
-}
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")
+MIXES = {"q4_k_m": dict.fromkeys(MATRICES, Q4_K) | dict.fromkeys(("attn_v", "ffn_down", "output"), Q6_K)}
 """Of GGUF files, by names of matrices; as llama.cpp mixes them."""
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
 """256 divides each row."""
