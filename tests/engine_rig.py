@@ -8,14 +8,28 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import zmq
 
 from common.grammar.checks import Verdict
 from common.grammar.grammars import Grammars
+from common.kv.block_pool import BlockPool
+from common.kv.cache import KVCache
+from common.kv.staging import outgoing_blocks
 from common.model.decoder import Decoder
-from common.wire.messages import Message, RequestFailed, TokenDelta, TokenOutput
+from common.tiers.block_file import BlockFile
+from common.tiers.block_tiers import BlockTiers
+from common.tiers.copies import copied_incoming, copied_outgoing
+from common.tiers.host_slots import HostSlots
+from common.tiers.tier import BlockTier
+from common.transfer.lendable import Lendable
+from common.transfer.lender import KVLender, LenderIdentity
+from common.transfer.peer_caches import PeerCaches
+from common.transfer.puller import KVPuller
+from common.wire.messages import KVPeer, Message, RequestFailed, TokenDelta, TokenOutput
 from common.wire.sampling_params import SamplingParams
 from common.worker.engine import RequestReceived
 
@@ -170,3 +184,65 @@ def break_sampling(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
         return sound(*arguments, **named)
 
     monkeypatch.setattr(broken, fail)
+
+
+# What a test's engine takes from other caches, and what it lends of its own.
+
+LAYOUT = "layout"
+
+
+def peer_caches(
+    context: zmq.Context[zmq.Socket[bytes]],
+    kv: KVCache,
+    pool: BlockPool,
+    notify: Callable[[Any], None],
+    identity: tuple[str, int],
+    *,
+    tiers: BlockTiers | None = None,
+    share: bool = True,
+) -> PeerCaches:
+    """Started; `share`: out of memory, where the caches are shared."""
+    lender = KVLender(context, "127.0.0.1", 0)
+    puller = KVPuller(context, LAYOUT, kv.block_bytes, copied_incoming(kv), notify, share=share)
+    memory = kv.shared.offer if kv.shared is not None else None
+    lender.start(LenderIdentity(*identity, LAYOUT, memory), Lendable(pool, outgoing_blocks(kv), kv.block_bytes, tiers))
+    puller.start()
+    return PeerCaches(lender, puller)
+
+
+def as_peer(caches: PeerCaches, identity: tuple[str, int], num_blocks: int) -> KVPeer:
+    """As a router names it to others."""
+    return KVPeer(*identity, caches.lender.address, num_blocks)
+
+
+# A tier on disk under a test's engine, whose reads the test may hold up.
+
+NUM_SLOTS = 64
+
+
+class SlowFile(BlockFile):
+    """Reads wait for `gate`."""
+
+    def __init__(self, path: Path, block_bytes: int) -> None:
+        super().__init__(path, "layout", block_bytes, NUM_SLOTS)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_reads = 0
+
+    def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
+        self.num_reads += 1
+        self.gate.wait()
+        return super().read(slot, block_hash, into)
+
+
+class DiskTier(BlockTiers):
+    """One tier in a file at `path`, started; above it one of `num_host` slots in host memory, if any."""
+
+    def __init__(
+        self, path: Path, kv: KVCache, pool: BlockPool, notify: Callable[[object], None], num_host: int = 0
+    ) -> None:
+        self.file = SlowFile(path, kv.block_bytes)
+        tiers = [BlockTier("host", HostSlots(kv.block_bytes, num_host))] if num_host else []
+        tiers.append(BlockTier("disk", self.file))
+        super().__init__(tiers, pool, copied_outgoing(kv), copied_incoming(kv), notify)
+        self.start()

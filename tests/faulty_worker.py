@@ -92,7 +92,7 @@ def cuda(_: str) -> None:
     usual = WorkerConfig.check
 
     def check(self: WorkerConfig) -> None:
-        with patch.object(WorkerConfig, "on_gpu", True):
+        with patch.object(WorkerConfig, "exports_kv", False):  # the device is the CPU, which exports no memory
             usual(self)
 
     WorkerConfig.check = check  # type: ignore[method-assign]

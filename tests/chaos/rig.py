@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from benchmarks.stack import Stack
 from common.wire.messages import Message
 
-from .faults import Fault, Rule
 from .streams import Ask, Client, Heard, answers, difference, plan
 from .watch import settle
-from .wire_proxy import WireProxy
+from .wire_proxy import Fault, Rule, WireProxy
 
 LEASE_S, TRANSFER_TIMEOUT_S, WORKER_TIMEOUT_S = 2.0, 1.0, 1.0
 REQUEST_TIMEOUT_S = 60.0

@@ -16,9 +16,8 @@ from common.wire.messages import SetAdapter
 
 from ..adapters import make_adapter
 from ..rig import System
-from .faults import FRAME_FAULTS, Fault
 from .rig import DECODE_FLAGS, PREFILL_FLAGS, ROUTER_FLAGS, WORKER_FLAGS, Rig
-from .wire_proxy import WireProxy
+from .wire_proxy import FRAME_FAULTS, Fault, WireProxy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 PROMPT = list(range(1, 60))

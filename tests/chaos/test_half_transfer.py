@@ -18,11 +18,10 @@ import pytest
 from benchmarks.stack import Stack, StackProcess
 from common.wire.messages import KVBlocks, KVDone, KVGrant, KVOpen, Message
 
-from .faults import Fault, Rule
 from .rig import Rig
 from .streams import Ask, difference
 from .watch import counter, fetch, is_ready, until
-from .wire_proxy import WireProxy
+from .wire_proxy import Fault, Rule, WireProxy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

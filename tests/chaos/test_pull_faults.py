@@ -15,8 +15,7 @@ from common.wire.messages import KVPull
 from ..e2e.test_pulls import PACE, asked, prompt, pulls
 from ..paced import PacedStack, answer
 from ..rig import READY_S, System, wait_until
-from .faults import FRAME_FAULTS, Fault, Rule
-from .wire_proxy import WireProxy
+from .wire_proxy import FRAME_FAULTS, Fault, Rule, WireProxy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 PROMPT, ANSWER = 64, 120

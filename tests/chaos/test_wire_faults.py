@@ -47,11 +47,10 @@ from common.wire.messages import (
 )
 from router.fleet.block_reports import ASK_AGAIN_S
 
-from .faults import FRAME_FAULTS, Fault
 from .rig import DECODE_FLAGS, PREFILL_FLAGS, ROUTER_FLAGS, WORKER_FLAGS, Rig, long_asks, of_length, some_asks
 from .streams import Ask
 from .watch import counter, is_ready, until
-from .wire_proxy import WireProxy
+from .wire_proxy import FRAME_FAULTS, Fault, WireProxy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

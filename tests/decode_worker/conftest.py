@@ -53,11 +53,8 @@ from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
-from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, prompt, wait
-from ..peer_rig import peer_caches
-from ..tier_rig import DiskTier
-from .drafter_rig import Headed, drafter_of, head_drafter_of, patient_limits
-from .drafting_engines import LAUNCHERS, engines_that_draft
+from ..engine_rig import ROUTER, WAIT_S, DiskTier, RouterSide, made, peer_caches, prompt, wait
+from .drafting_engines import LAUNCHERS, Headed, drafter_of, engines_that_draft, head_drafter_of, patient_limits
 from .handover_pair import Pair
 
 # A KV receiver over plain memory, and the prefill worker's socket that a test speaks through.

@@ -12,8 +12,7 @@ from common.wire.messages import AbortRequest
 
 from ..draft_heads import certain_model, eagle_folder, right_eagle, right_mtp, with_tokenizer
 from ..engine_rig import prompt
-from .drafter_rig import Headed
-from .drafting_engines import KINDS, KINDS_BY_LAUNCHER, TrueAnswers
+from .drafting_engines import KINDS, KINDS_BY_LAUNCHER, Headed, TrueAnswers
 from .prophet import counted, total
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import

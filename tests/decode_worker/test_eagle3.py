@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ..eagle3_heads import eagle3_folder, far_model, right_eagle3
-from .drafter_rig import Headed
-from .drafting_engines import KINDS, TrueAnswers, engines_that_draft
+from .drafting_engines import KINDS, Headed, TrueAnswers, engines_that_draft
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 ANSWERS = TrueAnswers()

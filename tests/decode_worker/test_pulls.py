@@ -10,8 +10,7 @@ import pytest
 
 from common.wire.messages import AbortRequest
 
-from ..engine_rig import prompt, wait
-from ..peer_rig import as_peer
+from ..engine_rig import as_peer, prompt, wait
 
 pytestmark = pytest.mark.slow
 

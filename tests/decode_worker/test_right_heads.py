@@ -14,8 +14,7 @@ from decode_worker.drafting import row_costs
 from ..draft_heads import certain_model, right_eagle
 from ..eagle3_heads import far_model, right_eagle3
 from ..engine_rig import prompt
-from .drafter_rig import Headed
-from .drafting_engines import NoLookup, TrueAnswers
+from .drafting_engines import Headed, NoLookup, TrueAnswers
 from .handover_pair import Pair
 from .lazy_device import LazyDevice
 from .prophet import counted

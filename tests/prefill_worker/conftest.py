@@ -50,9 +50,7 @@ from prefill_worker.launcher import PromptLauncher
 from prefill_worker.pooling import Pooler
 from prefill_worker.scheduler import PrefillScheduler
 
-from ..engine_rig import ROUTER, WAIT_S, RouterSide, made, wait
-from ..peer_rig import as_peer, peer_caches
-from ..tier_rig import DiskTier
+from ..engine_rig import ROUTER, WAIT_S, DiskTier, RouterSide, as_peer, made, peer_caches, wait
 from .lazy_launcher import LazyLauncher
 
 

@@ -13,7 +13,7 @@ from common.kv.staging import StagedIncoming, StagedOutgoing
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, KVBlocks, KVDone, ResetPrefixCache
 
-from .. import tier_rig
+from .. import engine_rig
 from ..engine_rig import prompt, wait
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
@@ -63,8 +63,8 @@ def test_an_evicted_prompt_is_read_and_answers_the_same(make: Callable[..., Rig]
 
 def test_blocks_of_a_device_pass_through_buffers(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do on a GPU; here the device is the CPU itself."""
-    monkeypatch.setattr(tier_rig, "copied_outgoing", lambda kv: StagedOutgoing(kv, CopyStream(kv.device)))
-    monkeypatch.setattr(tier_rig, "copied_incoming", lambda kv: StagedIncoming(kv, CopyStream(kv.device)))
+    monkeypatch.setattr(engine_rig, "copied_outgoing", lambda kv: StagedOutgoing(kv, CopyStream(kv.device)))
+    monkeypatch.setattr(engine_rig, "copied_incoming", lambda kv: StagedIncoming(kv, CopyStream(kv.device)))
     rig = make()
     evicted(rig)
     assert ask(rig, FIRST, "again") == (rig.oracle(FIRST), 64)
@@ -72,8 +72,8 @@ def test_blocks_of_a_device_pass_through_buffers(make: Callable[..., Rig], monke
 
 def test_host_memory_comes_before_the_disk(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the buffers of a device, as on a GPU; what host memory has no room for is read from the file."""
-    monkeypatch.setattr(tier_rig, "copied_outgoing", lambda kv: StagedOutgoing(kv, CopyStream(kv.device)))
-    monkeypatch.setattr(tier_rig, "copied_incoming", lambda kv: StagedIncoming(kv, CopyStream(kv.device)))
+    monkeypatch.setattr(engine_rig, "copied_outgoing", lambda kv: StagedOutgoing(kv, CopyStream(kv.device)))
+    monkeypatch.setattr(engine_rig, "copied_incoming", lambda kv: StagedIncoming(kv, CopyStream(kv.device)))
     rig = make(num_host=20)
     evicted(rig)
     assert ask(rig, FIRST, "again") == (rig.oracle(FIRST), 64)
