@@ -106,14 +106,11 @@ def num_moves(system: Any) -> float:
 
 
 SAMPLED = {"temperature": 1.0, "seed": 5}
-QUICKLY = [("prefill", "shm", SAMPLED), ("prefill", "tcp", {}), ("decode", "shm", {}), ("decode", "tcp", SAMPLED)]
-SLOWLY = [("prefill", "shm", {}), ("prefill", "tcp", SAMPLED), ("decode", "shm", SAMPLED), ("decode", "tcp", {})]
+PAIRS = [("prefill", "shm", SAMPLED), ("prefill", "tcp", {}), ("decode", "shm", {}), ("decode", "tcp", SAMPLED)]
 
 
 @pytest.mark.slow_except("decode-tcp-params3")
-@pytest.mark.parametrize(
-    ("role", "transport", "params"), [*QUICKLY, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)]
-)
+@pytest.mark.parametrize(("role", "transport", "params"), PAIRS)
 def test_a_killed_worker_costs_no_token(
     system_of: Any, random_prompts: Any, role: str, params: dict[str, Any], transport: str
 ) -> None:
