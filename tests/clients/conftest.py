@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.stack import Stack, StackSettings
+from benchmarks.stack import Stack
 
+from ..rig import System, make_stack, samples
 from .environment import CannotInstall, programs_of
 from .scripted_model import make_scripted_model
 
-READY_S = 300.0
-SETTLE_S = 60.0
 PROBE_S = 30.0
 CLIENT_S = 600.0
 """Clients import for long where others take the cores."""
@@ -44,29 +42,15 @@ class Service:
 
     def answered(self) -> float:
         """Requests that ended well, as the router counts them."""
-        return sum(self._samples("vllm:request_success_total"))
+        return sum(samples(self.stack.router, "vllm:request_success"))
 
     def check(self) -> None:
         """No request failed by the service's fault, nothing was logged as a bug, and no block is still owned."""
-        assert not sum(self._samples("diptych_http_requests_total", 'status="5')), self.stack.router.log_tail()
+        router = self.stack.router
+        assert not sum(samples(router, "diptych_http_requests", 'status="5')), router.log_tail()
         for process in self.stack.everything:
             assert process.alive and "Traceback" not in process.log.read_text(), process.log_tail()
-        deadline = time.monotonic() + SETTLE_S
-        while owned := {worker.name: self._owned(worker.http_url) for worker in self.stack.workers()}:
-            if not any(owned.values()):
-                break
-            assert time.monotonic() < deadline, f"blocks are owned {SETTLE_S:g} s after the last request: {owned}"
-            time.sleep(0.05)
-
-    def _samples(self, name: str, label: str = "") -> list[float]:
-        """The router's samples of a metric, those with this label."""
-        page = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=PROBE_S).text
-        lines = [line for line in page.splitlines() if line.startswith(f"{name}{{") and label in line]
-        return [float(line.rsplit(" ", 1)[1]) for line in lines]
-
-    @staticmethod
-    def _owned(url: str) -> int:
-        return int(httpx.get(f"{url}/health", trust_env=False, timeout=PROBE_S).json()["blocks"]["owned"])
+        System(self.stack).settle()
 
 
 @pytest.fixture(scope="session")
@@ -87,16 +71,8 @@ def services(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[
     def start(model: str) -> Service:
         if model not in running:
             stop_all()
-            folder = tmp_path_factory.mktemp("stack")
-            stack = Stack(
-                StackSettings(
-                    model=model,
-                    worker_flags=("--kv-memory-gib", "0.3", "--threads", "1"),
-                    router_flags=("--local-prefill-threshold", "0"),
-                    log_dir=folder,
-                    ready_timeout_s=READY_S,
-                )
-            )
+            folder, flags = tmp_path_factory.mktemp("stack"), ("--local-prefill-threshold", "0")
+            stack = make_stack(folder, model=model, worker_flags=("--kv-memory-gib", "0.3"), router_flags=flags)
             stack.start()
             running[model] = Service(stack)
         return running[model]

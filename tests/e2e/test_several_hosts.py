@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stack import Stack, StackSettings
-
 from ..common.ranks.rank_hosts import RankHostProcess, free_port
-from ..rig import READY_S, System, samples, wait_until
+from ..rig import System, make_stack, samples, wait_until
 from .test_handover import come_back, handovers, wait_for_streams
 from .test_tensor_parallel import ALL_REMOTE, GONE_S, LENGTHS, LONG, NUM_TOKENS, PATIENCE_S, is_running
 
@@ -33,17 +31,7 @@ def spread_service(folder: Path, role: str, decode: int = 1) -> Iterator[tuple[S
     port = free_port()
     host = RankHostProcess(folder, port)
     host.start()
-    stack = Stack(
-        StackSettings(
-            1,
-            decode,
-            model="tiny-random",
-            worker_flags=("--kv-memory-gib", "0.1", "--threads", "1", "--drain-timeout-s", "60"),
-            router_flags=ALL_REMOTE,
-            log_dir=folder,
-            ready_timeout_s=READY_S,
-        )
-    )
+    stack = make_stack(folder, 1, decode, worker_flags=("--drain-timeout-s", "60"), router_flags=ALL_REMOTE)
     stack.workers(role)[0].command += two_hosts(port)
     try:
         with stack:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stack import Stack, StackProcess, StackSettings
+from benchmarks.stack import StackProcess
 from common.ranks.links.pulse import SILENT_S
 
-from ..rig import READY_S, System, samples, wait_until
+from ..rig import System, make_stack, samples, wait_until
 from .test_handover import come_back, handovers, leave, wait_for_streams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.slow]
@@ -77,16 +77,8 @@ def test_the_same_answers(
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[System]:
     """Two workers of each kind; the first of each has two ranks."""
-    stack = Stack(
-        StackSettings(
-            2,
-            2,
-            model="tiny-random",
-            worker_flags=("--kv-memory-gib", "0.1", "--threads", "1", "--drain-timeout-s", "60"),
-            router_flags=ALL_REMOTE,
-            log_dir=tmp_path_factory.mktemp("mixed"),
-            ready_timeout_s=READY_S,
-        )
+    stack = make_stack(
+        tmp_path_factory.mktemp("mixed"), 2, 2, worker_flags=("--drain-timeout-s", "60"), router_flags=ALL_REMOTE
     )
     for role in ("prefill", "decode"):
         stack.workers(role)[0].command += TWO
