@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
 from router.api.generate import serve
 from router.api.inner import CANCEL, DELETE, EVENTS
-from router.api.openai import answers as openai_answers
+from router.api.openai.answers import DeletedResponse, InputItems, ResponseBody
 from router.api.openai.translated import plan_translated
 from router.api.openapi import documented
 from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, flag, json_answer, number, order_of, owner_of, parameters
@@ -41,10 +41,10 @@ TAGS: list[str | Enum] = ["responses"]
 ONE = f"{RESPONSES_PATH}/{{response_id}}"
 
 
-SHOWN: dict[str, Any] = documented(None, openai_answers.ResponseBody, streams=True) | {
+SHOWN: dict[str, Any] = documented(None, ResponseBody, streams=True) | {
     "openapi_extra": parameters(stream={"type": "boolean"}, starting_after={"type": "integer", "minimum": 0})
 }
-LISTED: dict[str, Any] = documented(None, openai_answers.InputItems) | {
+LISTED: dict[str, Any] = documented(None, InputItems) | {
     "openapi_extra": parameters(
         limit={"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
         order={"enum": ["asc", "desc"], "default": "desc"},
@@ -59,9 +59,7 @@ def kept_of(request: Request) -> KeptResponses:
     return kept
 
 
-@response_routes.post(
-    RESPONSES_PATH, tags=["generate"], **documented(ResponsesRequest, openai_answers.ResponseBody, streams=True)
-)
+@response_routes.post(RESPONSES_PATH, tags=["generate"], **documented(ResponsesRequest, ResponseBody, streams=True))
 async def respond(request: Request) -> Response:
     """Answer a conversation, in the shape of OpenAI's Responses API."""
     kept = kept_of(request)
@@ -115,7 +113,7 @@ async def show(response_id: str, request: Request) -> Response:
     return _stream(request.app.state.service, answer, start)
 
 
-@response_routes.delete(ONE, tags=TAGS, **documented(None, openai_answers.DeletedResponse))
+@response_routes.delete(ONE, tags=TAGS, **documented(None, DeletedResponse))
 async def delete(response_id: str, request: Request) -> Response:
     """Forget a response."""
     if theirs := await _by_maker(request, response_id, DELETE):
@@ -124,7 +122,7 @@ async def delete(response_id: str, request: Request) -> Response:
     return json_answer({"id": response_id, "object": "response", "deleted": True})
 
 
-@response_routes.post(f"{ONE}/cancel", tags=TAGS, **documented(None, openai_answers.ResponseBody))
+@response_routes.post(f"{ONE}/cancel", tags=TAGS, **documented(None, ResponseBody))
 async def cancel(response_id: str, request: Request) -> Response:
     """End a response that is made in the background."""
     if theirs := await _by_maker(request, response_id, CANCEL):

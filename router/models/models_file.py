@@ -34,9 +34,10 @@ from typing import Any, NoReturn
 from common.config import RouterConfig
 from common.config.field import GOAL_MS, fields_of
 from common.errors import ConfigError
-from router.auth import toml_file
 from router.auth.key_file import LIMITS, MAX_LIMIT
 from router.auth.keys import Limits
+from router.auth.toml_file import content_of
+from router.auth.toml_file import table_of as toml_table
 from router.models.catalog import MODELS_FIELD
 from router.models.entry import ModelEntry, ModelTable, Split
 
@@ -74,12 +75,12 @@ def table_of(config: RouterConfig) -> ModelTable:
 
 def read_models(path: str) -> ModelTable:
     """The models of a file. Raises ConfigError that names the table and the field."""
-    return models_of(path, toml_file.content_of(MODELS_FIELD, path, MAX_FILE_BYTES))
+    return models_of(path, content_of(MODELS_FIELD, path, MAX_FILE_BYTES))
 
 
 def models_of(path: str, data: bytes) -> ModelTable:
     """The models that the content of a file names. Raises ConfigError that names the table and the field."""
-    table = toml_file.table_of(MODELS_FIELD, path, data, MAX_FILE_BYTES)
+    table = toml_table(MODELS_FIELD, path, data, MAX_FILE_BYTES)
     if unknown := sorted(table.keys() - {"model", "split"}):
         raise ConfigError(MODELS_FIELD, path, f"only [[model]] and [[split]] tables, not {unknown[0]!r}")
     models = [_model(one) for one in _tables(path, table, "model", MAX_MODELS)]
