@@ -47,7 +47,7 @@ class Calls:
         self.num += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
 
-@pytest.mark.parametrize(("fields", "most"), [({}, 570), ({"stream": True}, 550)])
+@pytest.mark.parametrize(("fields", "most"), [({}, 590), ({"stream": True}, 570)])
 async def test_a_short_request_over_http(running: Any, fields: dict[str, Any], most: int) -> None:
     counted = []
     for _ in range(5):
