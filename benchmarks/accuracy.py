@@ -23,13 +23,13 @@ from torch import Tensor
 
 from benchmarks.load.report import open_console, print_table
 from benchmarks.script import run, script_parser, write_result
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.model.load import load_model
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.load import load_model
+from common.engine.run.runner import ModelRunner
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
-from common.runner.runner import ModelRunner
 from kernels import gather_blocks, scatter_blocks
 
 PROGRAM: Final = "python -m benchmarks.accuracy"

@@ -17,13 +17,13 @@ from rich.console import Console
 
 from benchmarks.load.report import open_console, print_table
 from benchmarks.script import run, script_parser, seconds_of, write_result
-from common.kv.cache import SMALL_DTYPES, KVCache, block_bytes
-from common.model.batch import SequenceChunk
-from common.model.decoder import Decoder
-from common.model.load import load_model
-from common.model.mlp import MLP
+from common.engine.kv.cache import SMALL_DTYPES, KVCache, block_bytes
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.decoder import Decoder
+from common.engine.models.load import load_model
+from common.engine.models.mlp import MLP
+from common.engine.run.runner import ModelRunner
 from common.model_files.resolve import resolve_model
-from common.runner.runner import ModelRunner
 from kernels import Linear, quantise
 from kernels.cpu.backend import NativeBackend, native_backend
 from kernels.cpu.large_pages import Arena

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from common.transfer.incoming import IncomingTransfer
-from common.worker.metrics import WorkerMetrics
+from common.engine.transfer import IncomingTransfer
+from common.engine.worker import WorkerMetrics
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk, SchedulerOutput
 

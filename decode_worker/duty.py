@@ -5,28 +5,31 @@ from __future__ import annotations
 import logging
 
 from common.config import DecodeWorkerConfig
-from common.grammar.grammars import Grammars
-from common.kv.cache import SMALL_DTYPES
-from common.kv.device_copies import DeviceReads
-from common.kv.quantised_staging import quantised_incoming
-from common.kv.staging import IncomingBlocks, ReachedPlaces, StagedIncoming, incoming_blocks
-from common.model_files.files import ModelFiles
-from common.runner.graph_runner import GraphRunner
-from common.runner.loaded import LoadedModel
-from common.runner.runner import ModelRunner
-from common.runner.step_launcher import StepLauncher
-from common.runner.step_thread import StepThread
-from common.sampling.logprobs import max_prompt_logprobs
-from common.sampling.sampler import Sampler
-from common.sequences.hidden_places import HiddenPlaces, hidden_places
-from common.sequences.parts import EngineParts
-from common.transfer.frames import blocks_per_message
-from common.transfer.incoming import TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.outgoing import TransferAdvanced, TransferEnded
-from common.transfer.receiver import KVReceiver
-from common.transfer.remote_reads import RemoteReads
-from common.worker.duty import Duty, DutyOffer, WorkerParts, nixl_works
-from common.worker.engine import Engine, Send
+from common.engine.kv import (
+    SMALL_DTYPES,
+    DeviceReads,
+    IncomingBlocks,
+    ReachedPlaces,
+    StagedIncoming,
+    incoming_blocks,
+    quantised_incoming,
+)
+from common.engine.run import GraphRunner, LoadedModel, ModelRunner, StepLauncher, StepThread
+from common.engine.sampling import Sampler, max_prompt_logprobs
+from common.engine.sequences import EngineParts, HiddenPlaces, hidden_places
+from common.engine.transfer import (
+    KVReceiver,
+    RemoteReads,
+    TransferAdvanced,
+    TransferCompleted,
+    TransferEnded,
+    TransferFailed,
+    TransferOpened,
+    blocks_per_message,
+)
+from common.engine.worker import Duty, DutyOffer, Engine, Send, WorkerParts, nixl_works
+from common.grammar import Grammars
+from common.model_files import ModelFiles
 from decode_worker.drafting.draft_cache import DraftCache
 from decode_worker.drafting.drafter import Drafter
 from decode_worker.drafting.head_drafter import HeadDrafter

@@ -6,21 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.grammar.grammar import unsampled
-from common.kv.block_hash import BlockHasher
-from common.kv.block_pool import BlockCounts
-from common.latency.link_model import Links
-from common.latency.step_model import StepShape
-from common.sampling.logprobs import separate
-from common.sampling.sampler import UNSAMPLED
-from common.sequences.engine import RequestEngine
-from common.sequences.parts import NO_PARTS, EngineParts
-from common.transfer.incoming import TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.outgoing import TransferAdvanced, TransferEnded
+from common.blocks import BlockHasher
+from common.engine.kv import BlockCounts
+from common.engine.sampling import UNSAMPLED, separate
+from common.engine.sequences import NO_PARTS, EngineParts, RequestEngine
+from common.engine.transfer import TransferAdvanced, TransferCompleted, TransferEnded, TransferFailed, TransferOpened
+from common.engine.worker import EngineConfig, EngineStatus, RequestReceived, Send, WorkerMetrics
+from common.grammar import unsampled
+from common.latency import Links, StepShape
+from common.wire import SampledToken
 from common.wire.messages import DecodeRequest, HandOver, Message, ResetPrefixCache
-from common.wire.sampling_params import SampledToken
-from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send
-from common.worker.metrics import WorkerMetrics
 from decode_worker.counters import DecodeCounters
 from decode_worker.drafting.model_drafts import DraftBounds
 from decode_worker.grants import TransferEnds

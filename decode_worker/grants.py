@@ -6,10 +6,8 @@ import secrets
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from common.transfer.incoming import IncomingTransfer, TransferOpened
-from common.transfer.receiver import KVReceiver
-from common.transfer.sender import KVSender
-from common.wire.message_fields import COUNT_BITS
+from common.engine.transfer import IncomingTransfer, KVReceiver, KVSender, TransferOpened
+from common.wire import COUNT_BITS
 from common.wire.messages import KVAck, KVFailed, KVGrant, KVOpen, KVWait, Message
 from decode_worker.sequence import DecodeSequence
 

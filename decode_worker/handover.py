@@ -13,15 +13,15 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.transfer.outgoing import TransferAdvanced, TransferEnded
-from common.wire.message_fields import pack_tokens
+from common.engine.transfer import TransferAdvanced, TransferEnded
+from common.wire import pack_tokens
 from common.wire.messages import HandOver, KVDone
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
 if TYPE_CHECKING:  # torch and sockets: hand-overs also run without them, in virtual time
-    from common.transfer.sender import KVSender
-    from common.worker.metrics import WorkerMetrics
+    from common.engine.transfer import KVSender
+    from common.engine.worker import WorkerMetrics
     from decode_worker.reporting import DecodeReports
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from common.grammar.grammar import Constraint
-from common.sampling.sampler import SamplingRow
-from common.sequences.awaited_grammars import AwaitedGrammars
+from common.engine.sampling import SamplingRow
+from common.engine.sequences import AwaitedGrammars
+from common.grammar import Constraint
 from decode_worker.rules import DecodeRules
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk

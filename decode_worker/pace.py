@@ -7,8 +7,8 @@ the time of a token that often, without one often enough that steps take a quart
 
 from __future__ import annotations
 
-from common.observe.ewma import Ewma
-from common.sequences.token_goal import TokenGoal
+from common.engine.sequences import TokenGoal
+from common.observe import Ewma
 
 STEPS_SHARE = 0.25
 """The share of the time that steps take while prompts are computed on the same cores, without a goal."""

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
-from common.model.batch import NO_PLACE, ROW_BEFORE, SequenceChunk
-from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler, SamplingRow
-from common.sequences.hidden_places import HiddenPlaces, RowPlaces
-from common.wire.sampling_params import SampledToken
+from common.engine.models import NO_PLACE, ROW_BEFORE, SequenceChunk
+from common.engine.run import ModelRunner
+from common.engine.sampling import Sampler, SamplingRow
+from common.engine.sequences import HiddenPlaces, RowPlaces
+from common.wire import SampledToken
 from decode_worker.drafting.token_drafter import TokenDrafter
 from decode_worker.masks import StepMasks
 from decode_worker.scheduler import DecodeScheduler

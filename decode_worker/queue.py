@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.kv.block_pool import BlockPool
-from common.kv.window import CachedPrefix
-from common.sequences.scheduler import Scheduler
-from common.sequences.token_goal import TokenGoal
+from common.blocks import CachedPrefix
+from common.engine.kv import BlockPool
+from common.engine.sequences import Scheduler, TokenGoal
 from decode_worker.sequence import DecodeSequence, RequestStatus
 
 PATIENCE = 8

@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from common.engine.sequences import Fail
+from common.engine.transfer import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
 from common.errors import WireError
-from common.latency.link_model import LinkFits
-from common.sequences.awaited_grammars import Fail
-from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.latency import LinkFits
 from decode_worker.counters import DecodeCounters
 from decode_worker.grants import IncomingTransfers
 from decode_worker.rules import DecodeRules

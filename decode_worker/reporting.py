@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.sampling.logprobs import chunk_logprobs
-from common.sequences.reports import Reports
+from common.engine.sampling import chunk_logprobs
+from common.engine.sequences import Reports
 from common.wire.messages import Timeline, TokenDelta
 from decode_worker.sequence import DecodeSequence
 

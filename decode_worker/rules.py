@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.blocks import Window
+from common.engine.sampling import UNSAMPLED, SamplingRow, TokenCounts, allowed_mask, needs_counts
+from common.engine.sequences import RequestRules
 from common.errors import WireError
-from common.kv.window import Window
-from common.sampling.penalties import TokenCounts, needs_counts
-from common.sampling.sampler import UNSAMPLED, SamplingRow, allowed_mask
-from common.sequences.rules import RequestRules
-from common.wire.message_fields import unpack_tokens
+from common.wire import SampledToken, unpack_tokens
 from common.wire.messages import KVDone
-from common.wire.sampling_params import SampledToken
 from decode_worker.sequence import DecodeSequence
 from decode_worker.step import DecodeChunk
 

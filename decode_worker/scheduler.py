@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common.engine.kv import BlockCounts, BlockPool
+from common.engine.sequences import TokenGoal, batch_cap, local_chunk, prompt_order
 from common.errors import BlockError
-from common.kv.block_pool import BlockCounts, BlockPool
-from common.latency.step_model import StepModel, StepShape
-from common.sequences.prompt_order import prompt_order
-from common.sequences.step_budget import batch_cap, local_chunk
-from common.sequences.token_goal import TokenGoal
+from common.latency import StepModel, StepShape
 from decode_worker.queue import DecodeQueue
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.step import DecodeChunk, SchedulerOutput

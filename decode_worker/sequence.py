@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from common.kv.window import Window
-from common.sequences.sequence import WorkerSequence
-from common.transfer.incoming import SenderMemory
+from common.blocks import Window
+from common.engine.sequences import WorkerSequence
+from common.engine.transfer import SenderMemory
+from common.wire import SampledToken, TokenLogprobs
 from common.wire.messages import DecodeRequest, KVOpen
-from common.wire.sampling_params import SampledToken, TokenLogprobs
 from decode_worker.drafting.draft_tokens import DraftTally, Lookup
 
 if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time
-    from common.sampling.penalties import TokenCounts
+    from common.engine.sampling import TokenCounts
 
 AGE_OF_A_LEVEL_S = 2.0
 """A level of priority counts as so many seconds of waiting: a sequence that waits long enough has the first turn, so

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from common.kv.block_pool import BlockCounts
-from common.sequences.step_budget import Knob
+from common.engine.kv import BlockCounts
+from common.engine.sequences import Knob
 from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates, Lookup, num_accepted
 from decode_worker.drafting.model_drafts import MOST_SEQUENCES, DraftBounds, ModelDrafts
 from decode_worker.drafting.row_costs import LEAST_CHANCE, RowCosts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.latency.step_model import StepShape
+from common.latency import StepShape
 from decode_worker.drafting.draft_tokens import NOTHING, Draft
 from decode_worker.sequence import DecodeSequence
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.sequences.token_goal import TokenGoal
+from common.engine.sequences import TokenGoal
 from decode_worker.sequence import DecodeSequence
 
 

@@ -37,7 +37,7 @@ from kernels.cpu.backend import share_cores
 from kernels.cpu.native_plan import NativePlan
 from kernels.cpu.program import Program
 from kernels.cpu.recorder import ProgramRecorder, record
-from kernels.device import on_device
+from kernels.device import on_device, too_large, usable_gpus
 from kernels.dispatch import (
     add_rms_norm,
     fill_rows,
@@ -56,7 +56,7 @@ from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan,
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.host_copies import to_device, to_host
 from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, Kernels, KVScales, LatentNorm
-from kernels.interface.quantised import QuantisedWeight, quantise, rounding_group, unified
+from kernels.interface.quantised_weight import QuantisedWeight, quantise, rounding_group, unified
 from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
 from kernels.lora import MAX_RANK, NO_ADAPTER, LoraChange, LoraPart, LoraRows, LoraSite
@@ -86,9 +86,9 @@ __all__ = [
     "NO_ADAPTER",
     "NativePlan",
     "Program",
+    "ProgramRecorder",
     "QuantisedWeight",
     "QuerySpan",
-    "ProgramRecorder",
     "Routing",
     "SamplingTensors",
     "StepPlan",
@@ -103,15 +103,15 @@ __all__ = [
     "gather_blocks",
     "has_device_kernels",
     "has_own_kernels",
-    "prepare",
     "on_device",
     "paged_attention",
     "plan_attention",
+    "prepare",
     "quantise",
-    "rounding_group",
     "record",
     "rms_norm",
     "rotate_and_write",
+    "rounding_group",
     "route",
     "sample",
     "scatter_blocks",
@@ -119,7 +119,9 @@ __all__ = [
     "step_plan",
     "to_device",
     "to_host",
+    "too_large",
     "unified",
+    "usable_gpus",
     "wire_bytes",
     "write_latents",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.backends import backend
 from kernels.cpu.recorder import Slot
 from kernels.interface.held_weight import HeldWeight
-from kernels.interface.quantised import QuantisedWeight
+from kernels.interface.quantised_weight import QuantisedWeight
 from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
 

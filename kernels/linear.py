@@ -24,7 +24,7 @@ from kernels.cpu.packed import (
 from kernels.cpu.recorder import Slot
 from kernels.dispatch import gated
 from kernels.interface.held_weight import HeldWeight
-from kernels.interface.quantised import QuantisedWeight
+from kernels.interface.quantised_weight import QuantisedWeight
 from kernels.lora import LoraChange
 
 # By AMX oneDNN sums a row in an order that depends on the rows beside it (torch 2.13, Sapphire Rapids), by AVX-512 it

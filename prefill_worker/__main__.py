@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from common.worker.command import run_role
+from common.engine.worker import run_role
 
 
 def main(argv: Sequence[str]) -> int:
@@ -15,6 +15,6 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    from common.worker.process import end_process
+    from common.engine.worker import end_process
 
     end_process(status)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from common.config import PrefillWorkerConfig
-from common.grammar.grammars import Grammars
-from common.kv.cache import SMALL_DTYPES
-from common.kv.quantised_staging import quantised_outgoing
-from common.model_files.files import ModelFiles
-from common.runner.loaded import LoadedModel
-from common.sampling.logprobs import max_prompt_logprobs
-from common.sampling.sampler import Sampler
-from common.sequences.hidden_places import hidden_places
-from common.sequences.parts import EngineParts
-from common.transfer.frames import blocks_in_queues
-from common.worker.duty import Duty, DutyOffer, WorkerParts
-from common.worker.engine import Engine, Send
+from common.engine.kv import SMALL_DTYPES, quantised_outgoing
+from common.engine.run import LoadedModel
+from common.engine.sampling import Sampler, max_prompt_logprobs
+from common.engine.sequences import EngineParts, hidden_places
+from common.engine.transfer import blocks_in_queues
+from common.engine.worker import Duty, DutyOffer, Engine, Send, WorkerParts
+from common.grammar import Grammars
+from common.model_files import ModelFiles
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.launcher import PromptLauncher
 from prefill_worker.pooling import Pooler

@@ -6,20 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.grammar.grammar import unsampled
-from common.kv.block_hash import BlockHasher
-from common.latency.step_model import StepShape
-from common.sampling.sampler import UNSAMPLED, SamplingRow
-from common.sequences.engine import RequestEngine
-from common.sequences.parts import NO_PARTS, EngineParts
-from common.sequences.reports import Reports
-from common.sequences.rules import RequestRules
-from common.transfer.outgoing import TransferEnded
-from common.transfer.sender import KVSender
+from common.blocks import BlockHasher
+from common.engine.sampling import UNSAMPLED, SamplingRow
+from common.engine.sequences import NO_PARTS, EngineParts, Reports, RequestEngine, RequestRules
+from common.engine.transfer import KVSender, TransferEnded
+from common.engine.worker import EngineConfig, EngineStatus, RequestReceived, Send, WorkerMetrics
+from common.grammar import unsampled
+from common.latency import StepShape
+from common.wire import SampledToken
 from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
-from common.wire.sampling_params import SampledToken
-from common.worker.engine import EngineConfig, EngineStatus, RequestReceived, Send
-from common.worker.metrics import WorkerMetrics
 from prefill_worker.launcher import ChunkOutput, PromptLauncher
 from prefill_worker.pipeline import PromptPipeline, PromptStep
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler

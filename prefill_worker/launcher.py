@@ -14,13 +14,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.model.batch import SequenceChunk
-from common.runner.runner import ModelRunner
-from common.sampling.logprobs import LaunchedLogprobs, launch_chunk_logprobs, separate
-from common.sampling.sampled import LaunchedTokens
-from common.sampling.sampler import Sampler, SamplingRow
-from common.sequences.hidden_places import NO_PLACES, HiddenPlaces
-from common.wire.sampling_params import Pooling, SampledToken, TokenLogprobs
+from common.engine.models import SequenceChunk
+from common.engine.run import ModelRunner
+from common.engine.sampling import (
+    LaunchedLogprobs,
+    LaunchedTokens,
+    Sampler,
+    SamplingRow,
+    launch_chunk_logprobs,
+    separate,
+)
+from common.engine.sequences import NO_PLACES, HiddenPlaces
+from common.wire import Pooling, SampledToken, TokenLogprobs
 from kernels import on_device
 from prefill_worker.pooling import Pooler, packed
 from prefill_worker.scheduler import PrefillChunk

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from common.engine.sampling import SamplingRow
 from common.errors import RankLost
-from common.latency.step_model import StepModel, StepShape
-from common.sampling.sampler import SamplingRow
+from common.latency import StepModel, StepShape
 from prefill_worker.launcher import ChunkOutput, LaunchedPrompts, PromptLauncher
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 

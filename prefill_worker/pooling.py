@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.wire.sampling_params import Pooling
+from common.wire import Pooling
 from kernels import Linear, to_host
 from prefill_worker.scheduler import PrefillChunk
 

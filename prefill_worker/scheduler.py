@@ -30,12 +30,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.kv.block_pool import BlockCounts, BlockPool
-from common.kv.window import HOLE, CachedPrefix
-from common.latency.step_model import StepModel, StepShape
-from common.sequences.prompt_order import PromptOrder, prompt_order
-from common.sequences.scheduler import Scheduler
-from common.sequences.step_budget import Knob, prefill_step
+from common.blocks import HOLE, CachedPrefix
+from common.engine.kv import BlockCounts, BlockPool
+from common.engine.sequences import Knob, PromptOrder, Scheduler, prefill_step, prompt_order
+from common.latency import StepModel, StepShape
 from prefill_worker.sequence import PrefillSequence
 
 STEPS_AHEAD = 2

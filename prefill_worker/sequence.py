@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.sequences.sequence import WorkerSequence
+from common.engine.sequences import WorkerSequence
 from common.wire.messages import PrefillRequest
 
 if TYPE_CHECKING:  # torch: schedulers also run without it, in virtual time

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from common.config import RouterConfig
-from common.config.sources import exit_refused, load
+from common.config import RouterConfig, exit_refused, load
 from common.errors import ConfigError, ModelError
-from common.observe.logging import setup_logging
+from common.observe import setup_logging
 
 if TYPE_CHECKING:  # imported late, see `main`
     from router.policy.routing import RoutingPolicy
@@ -26,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     config = load(RouterConfig, argv, prog=PROG)
     setup_logging("router", config.log_level, json=config.log_json)
     if config.router_processes > 1:
-        from router.local.router_processes import run_together
+        from router.cli.serve.router_processes import run_together
 
         return run_together(config, PROG)
     # Imported after the command line is parsed, so that --help and refusals are instant.

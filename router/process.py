@@ -1,4 +1,4 @@
-"""`python -m router.process`: one of the processes of a router. `router.local.router_processes` starts it."""
+"""`python -m router.process`: one of the processes of a router. `router.cli.serve.router_processes` starts it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config import RouterConfig
-from common.config.sources import exit_refused, load
+from common.config import RouterConfig, exit_refused, load
 from common.errors import ConfigError, ModelError
-from common.observe.logging import setup_logging
+from common.observe import setup_logging
 from common.wire import listening
 from router.__main__ import PROG, run
 from router.siblings.part import RouterPart

@@ -173,7 +173,7 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def tiny() -> tuple[Any, tuple[int, ...]]:
     """The tiny random model in float32, and its end tokens."""
-    from common.model.load import load_model
+    from common.engine.models.load import load_model
     from common.model_files.resolve import resolve_model
 
     files = resolve_model("tiny-random")

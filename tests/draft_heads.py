@@ -15,7 +15,7 @@ from torch import Tensor
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
 
-from .common.model.generation import SIZES, random_checkpoint
+from .common.engine.models.generation import SIZES, random_checkpoint
 from .families import CASES
 
 NUM_LAYERS = SIZES["num_hidden_layers"]

@@ -14,24 +14,24 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 
+from common.engine.kv.block_pool import BlockPool
+from common.engine.kv.cache import KVCache
+from common.engine.kv.staging import outgoing_blocks
+from common.engine.kv.tiers.block_file import BlockFile
+from common.engine.kv.tiers.block_tiers import BlockTiers
+from common.engine.kv.tiers.copies import copied_incoming, copied_outgoing
+from common.engine.kv.tiers.host_slots import HostSlots
+from common.engine.kv.tiers.tier import BlockTier
+from common.engine.models.decoder import Decoder
+from common.engine.transfer.lendable import Lendable
+from common.engine.transfer.lender import KVLender, LenderIdentity
+from common.engine.transfer.peer_caches import PeerCaches
+from common.engine.transfer.puller import KVPuller
+from common.engine.worker.engine import RequestReceived
 from common.grammar.checks import Verdict
 from common.grammar.grammars import Grammars
-from common.kv.block_pool import BlockPool
-from common.kv.cache import KVCache
-from common.kv.staging import outgoing_blocks
-from common.model.decoder import Decoder
-from common.tiers.block_file import BlockFile
-from common.tiers.block_tiers import BlockTiers
-from common.tiers.copies import copied_incoming, copied_outgoing
-from common.tiers.host_slots import HostSlots
-from common.tiers.tier import BlockTier
-from common.transfer.lendable import Lendable
-from common.transfer.lender import KVLender, LenderIdentity
-from common.transfer.peer_caches import PeerCaches
-from common.transfer.puller import KVPuller
 from common.wire.messages import KVPeer, Message, RequestFailed, TokenDelta, TokenOutput
 from common.wire.sampling_params import SamplingParams
-from common.worker.engine import RequestReceived
 
 from .oracle import generate
 

@@ -28,7 +28,7 @@ POLL_S = 0.05
 
 
 def hang(value: str) -> None:
-    from common.runner.runner import ModelRunner
+    from common.engine.run.runner import ModelRunner
 
     run, file = ModelRunner.run, Path(value)
 
@@ -43,7 +43,7 @@ def hang(value: str) -> None:
 
 
 def slow_start(value: str) -> None:
-    from common.worker.process import WorkerProcess
+    from common.engine.worker.process import WorkerProcess
 
     start, file = WorkerProcess._start_engine, Path(value)
 
@@ -72,7 +72,7 @@ def slow_vocabulary(value: str) -> None:
 
 
 def poison(value: str) -> None:
-    from common.runner.runner import ModelRunner
+    from common.engine.run.runner import ModelRunner
 
     prepare, ids = ModelRunner.prepare, [int(token) for token in value.split(",")]
 
@@ -109,8 +109,8 @@ FAULTS = {
 
 
 def serve(faults: Sequence[str], flags: list[str]) -> int:
-    from router.local.child import Child
-    from router.local.serve import main
+    from router.cli.serve.child import Child
+    from router.cli.serve.serve import main
 
     usual = Child.command
 

@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 WORKERS = {
-    "prefill_worker": ("prefill_worker.__main__", "prefill_worker.duty", "common.worker.process"),
-    "decode_worker": ("decode_worker.__main__", "decode_worker.duty", "common.worker.process"),
-    "tests.paced": ("tests.paced", "common.worker.process"),
+    "prefill_worker": ("prefill_worker.__main__", "prefill_worker.duty", "common.engine.worker.process"),
+    "decode_worker": ("decode_worker.__main__", "decode_worker.duty", "common.engine.worker.process"),
+    "tests.paced": ("tests.paced", "common.engine.worker.process"),
 }
 ROUTERS = {
     "router": (
         *("router.__main__", "uvloop", "common.model_files.resolve", "router.dispatch.dispatcher"),
-        *("router.generation.choices.tracing", "router.observe.measured_client", "router.observe.metrics"),
+        *("router.generation.tracing", "router.observe.measured_client", "router.observe.metrics"),
         *("router.observe.pool_metrics", "router.observe.slo", "router.server.app", "router.server.server"),
         "router.text.text_pipeline",
     )
@@ -268,7 +268,7 @@ def _become(order: dict[str, Any], orders: socket.socket) -> NoReturn:
 
         traceback.print_exc()
     finally:
-        from common.worker.process import end_process
+        from common.engine.worker.process import end_process
 
         end_process(status)
     raise AssertionError("unreachable")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.kv.block_ring import BlockRing
-from common.kv.copy_stream import CopyStream, NotRegistered
-from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
+from common.engine.kv.block_ring import BlockRing
+from common.engine.kv.copy_stream import CopyStream, NotRegistered
+from common.engine.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
 
 NUM_PARTS = 4
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from common.engine.models.decoder import Decoder
+from common.engine.models.mlp import MLP
+from common.engine.models.rope import inverse_frequencies
+from common.engine.models.weights import LayerWeights, NormPlace
+from common.engine.sampling.sampler import Sampler, SamplingRow
+from common.grammar.finish import finish_reason
+from common.grammar.forbidden_tokens import token_limits
 from common.grammar.grammar import Constraint
-from common.model.decoder import Decoder
-from common.model.mlp import MLP
-from common.model.rope import inverse_frequencies
-from common.model.weights import LayerWeights, NormPlace
 from common.model_files.config import ModelConfig
-from common.sampling.finish import finish_reason
-from common.sampling.sampler import Sampler, SamplingRow
-from common.sampling.token_limits import token_limits
 from common.wire.sampling_params import SamplingParams
 from kernels import KVScales
 from kernels.interface.kv_region import packed, unpacked

@@ -32,20 +32,20 @@ from torch import Tensor
 from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.stack import Stack, StackProcess, StackSettings
 from common.config import WorkerConfig
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import ForwardBatch, SequenceChunk, check_chunk
+from common.engine.run.loaded import LoadedModel, Makers
+from common.engine.run.runner import ModelRunner
+from common.engine.worker.command import run_role
+from common.engine.worker.duty import DutyOffer
+from common.engine.worker.process import WorkerProcess, end_process
 from common.errors import ConfigError, ModelError
-from common.kv.cache import KVCache
 from common.latency.step_model import StepShape
-from common.model.batch import ForwardBatch, SequenceChunk, check_chunk
 from common.model_files.config import ModelConfig, from_hf
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
-from common.runner.loaded import LoadedModel, Makers
-from common.runner.runner import ModelRunner
 from common.wire.message_fields import ROLES
-from common.worker.command import run_role
-from common.worker.duty import DutyOffer
-from common.worker.process import WorkerProcess, end_process
 from kernels.interface.attention_plan import AttentionPlan, QuerySpan
 
 log = logging.getLogger(__name__)

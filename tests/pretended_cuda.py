@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-import common.device_memory.driver as drivers
+import common.engine.kv.cuda_driver as drivers
 
 SOURCE = Path(__file__).with_suffix(".c")
 (TRITON,) = find_spec("triton").submodule_search_locations  # type: ignore[union-attr, misc] # not imported: it is slow

@@ -100,7 +100,7 @@ class Drawn:
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Samplers see a GPU where `on_gpu` says so."""
     with monkeypatch.context() as patched:
-        patched.setattr("common.sampling.sampler.on_device", lambda device: nullcontext())
+        patched.setattr("common.engine.sampling.sampler.on_device", lambda device: nullcontext())
         patched.setitem(FOUND, "cuda", Drawn())
         patched.setattr(torch.cuda, "Event", Event)
         patched.setattr(torch.cuda, "current_stream", lambda device: None)

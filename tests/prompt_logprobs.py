@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from common.model.decoder import Decoder
+from common.engine.models.decoder import Decoder
 from common.wire.messages import PromptLogprobs
 from common.wire.sampling_params import TokenLogprobs
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from common.config import DecodeWorkerConfig
+from common.engine.ranks.loading import Ranks, load_ranked
+from common.engine.run.loaded import LoadedModel
 from common.model_files.resolve import resolve_model
-from common.ranks.loading import Ranks, load_ranked
-from common.runner.loaded import LoadedModel
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def worker(model: Path | str, size: int, **settings: object) -> Iterator[LoadedM
 def recording_worker(model: Path | str, size: int, **settings: object) -> Iterator[LoadedModel]:
     """A worker whose ranks record their decode steps, as on GPUs: on a CPU a replay runs the step again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.ranks.loading.records_steps", lambda config, device: True)
+        patch.setattr("common.engine.ranks.loading.records_steps", lambda config, device: True)
         with worker(model, size, **settings) as loaded:
             yield loaded
 

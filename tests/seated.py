@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.kv.cache import KVCache
-from common.kv.window import Window
-from common.model.batch import SequenceChunk
+from common.blocks.window import Window
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.run.seats import NO_SEAT, SeatChanges, Seats
 from common.model_files.config import ModelConfig
-from common.runner.seats import NO_SEAT, SeatChanges, Seats
 from kernels.interface.draws import Draw, SamplingTensors
 from kernels.interface.seats import (
     NUM_NARROW,

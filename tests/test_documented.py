@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load.config import BenchConfig
-from common.cli import COMMANDS
 from common.config import CONFIG_CLASSES
 from common.config.field import Config, fields_of
+from router.cli.main import COMMANDS
 
 PACKAGES = ("common", "prefill_worker", "decode_worker", "router")
 METRIC = re.compile(r"(vllm:|diptych_)[a-z0-9_]+")

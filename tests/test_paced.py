@@ -13,10 +13,10 @@ import pytest
 
 from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.stack import StackSettings
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
 from common.errors import ModelError
-from common.kv.cache import KVCache
 from common.latency.step_model import StepShape
-from common.model.batch import SequenceChunk
 
 from .paced import (
     EXAMPLE,

@@ -124,7 +124,7 @@ def test_the_wheel_holds_every_file(repository: Path, wheel: Path, left_out: set
     expected = {
         str(file.relative_to(repository))
         for folder in PACKAGES
-        for pattern in ("*.py", "py.typed", "static/**/*", "native/*", "data/*")
+        for pattern in ("*.py", "*.pyi", "py.typed", "static/**/*", "native/*", "data/*")
         for file in (repository / folder).rglob(pattern)
         if file.is_file() and not any(file.is_relative_to(repository / other) for other in left_out)
     }

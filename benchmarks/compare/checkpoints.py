@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.compare.weights import MATRICES, NORMS, hf_config
+from common.engine.models.load import open_model
 from common.errors import ModelError
-from common.model.load import open_model
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 

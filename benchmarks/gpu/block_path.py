@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import KVReceiver
-from common.transfer.sender import KVSender
-from common.transfer.shipping import Shipping
+from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer.outgoing import TransferEnded
+from common.engine.transfer.receiver import KVReceiver
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.shipping import Shipping
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
 if TYPE_CHECKING:
-    from common.kv.block_ring import BlockRing
-    from common.kv.device_copies import OfferedDevice
+    from common.engine.kv.block_ring import BlockRing
+    from common.engine.kv.device_copies import OfferedDevice
 
 TIMEOUT_S = 60.0
 

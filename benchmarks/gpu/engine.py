@@ -13,13 +13,13 @@ from benchmarks.gpu.chip import Chip
 from benchmarks.gpu.model import random_model
 from benchmarks.gpu.shape import GPUShape
 from benchmarks.gpu.timer import Timer
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.model.decoder import Decoder
-from common.runner.graph_capture import GraphRecorder, PlainRecorder
-from common.runner.graph_runner import GraphRunner
-from common.runner.runner import ModelRunner
-from common.runner.seats import FROM_HOST
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.decoder import Decoder
+from common.engine.run.graph_capture import GraphRecorder, PlainRecorder
+from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.runner import ModelRunner
+from common.engine.run.seats import FROM_HOST
 from kernels import Draw, SamplingTensors, sample, to_host
 
 LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.shape import GPUShape
-from common.model.llama import Llama
-from common.model.weights import Assembler
+from common.engine.models.llama import Llama
+from common.engine.models.weights import Assembler
 from common.model_files.config import ModelConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.model_config.rope import RopeConfig
+from common.model_files.architecture.rope import RopeConfig
 from common.model_files.config import ModelConfig
 from kernels import KVLayout
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from common.runner.graph_capture import GraphRecorder
+from common.engine.run.graph_capture import GraphRecorder
 
 Call = Callable[[], object]
 

@@ -14,14 +14,14 @@ from benchmarks.gpu import raw_tcp
 from benchmarks.gpu.block_path import BlockPath, Events, Receivers, Shape, grant_all
 from benchmarks.gpu.shape import SHAPES, GPUShape
 from benchmarks.gpu.timer import Timer
-from common.kv.block_ring import ring_for
-from common.kv.cache import KVCache
-from common.kv.copy_stream import CopyStream, NotRegistered
-from common.kv.shared_memory import PeerMemory
-from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing, block_bytes_of
+from common.engine.kv.block_ring import ring_for
+from common.engine.kv.cache import KVCache
+from common.engine.kv.copy_stream import CopyStream, NotRegistered
+from common.engine.kv.shared_memory import PeerMemory
+from common.engine.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing, block_bytes_of
+from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
+from common.engine.transfer.receiver import KVReceiver
 from common.machine.allocator import keep_large_buffers
-from common.transfer.frames import blocks_in_queues, blocks_per_message
-from common.transfer.receiver import KVReceiver
 
 ROUNDS = 5
 RAW_WRITE_BYTES = 2**20

@@ -14,14 +14,14 @@ import torch
 from benchmarks.gpu.model import random_model
 from benchmarks.gpu.shape import SHAPES, GPUShape
 from common.config import WorkerConfig
-from common.model.load import torch_device
+from common.engine.models.load import torch_device
+from common.engine.run.loaded import LoadedModel
+from common.engine.worker.command import run_role
+from common.engine.worker.duty import DutyOffer
+from common.engine.worker.process import WorkerProcess, end_process
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
-from common.runner.loaded import LoadedModel
 from common.wire.message_fields import ROLES
-from common.worker.command import run_role
-from common.worker.duty import DutyOffer
-from common.worker.process import WorkerProcess, end_process
 
 SEED = 0
 

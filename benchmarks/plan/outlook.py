@@ -19,10 +19,10 @@ from benchmarks.simulator.world.coefficients import StepCoefficients
 from benchmarks.simulator.world.load import SimulatedRequest
 from common.latency.step_model import StepShape
 from common.wire.message_fields import Role
-from router.planner.load.load import OfferedLoad, SampledRequest
-from router.planner.sizing.forecast import of_decode, of_prompts
-from router.planner.sizing.pool import Fleet, Goals, PoolState, WorkerKind
-from router.planner.sizing.sizing import parts, predict
+from router.planner.forecast import of_decode, of_prompts
+from router.planner.offered_load import OfferedLoad, SampledRequest
+from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
+from router.planner.sizing import parts, predict
 
 SAMPLE = 256
 WINDOW_S = 10.0

@@ -20,7 +20,7 @@ from benchmarks.planner.world import CONTROL_S, Controller, Result, World, poiss
 from benchmarks.script import run, script_parser, settings_of, write_result
 from common.wire.message_fields import Role
 from router.planner.planner import Planner
-from router.planner.sizing.pool import Fleet, PoolState
+from router.planner.pool import Fleet, PoolState
 
 PROGRAM: Final = "python -m benchmarks.planner"
 

@@ -10,8 +10,8 @@ from typing import Final
 
 from common.latency.step_model import StepModel
 from common.wire.message_fields import Role
-from router.planner.load.load import SampledRequest
-from router.planner.sizing.pool import Bounds, Goals, WorkerKind
+from router.planner.offered_load import SampledRequest
+from router.planner.pool import Bounds, Goals, WorkerKind
 
 MODEL: Final = StepModel(
     fixed_s=4e-3, floor_s=8e-3, token_s=4e-5, pair_s=1.5e-9, row_s=3e-5, context_s=2.5e-8, num_steps=1000

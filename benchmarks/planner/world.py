@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from common.latency.step_model import StepShape
 from common.wire.message_fields import ROLES, Role
-from router.planner.load.load import SampledRequest
-from router.planner.sizing.forecast import alone_s, packed_s
-from router.planner.sizing.pool import Fleet, Goals, PoolState, WorkerKind
+from router.planner.forecast import alone_s, packed_s
+from router.planner.offered_load import SampledRequest
+from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
 
 TICK_S, CONTROL_S = 0.5, 5.0
 MOST_BLOCKS = 0.95

@@ -15,7 +15,7 @@ import zmq
 from benchmarks.router.steps import ALL, Pace, Steps
 from benchmarks.router.tally import Tally
 from common.latency.step_model import StepModel
-from common.wire.bind import bind
+from common.wire.binding import bind
 from common.wire.codec import decode, encode
 from common.wire.message_fields import Role
 from common.wire.messages import (

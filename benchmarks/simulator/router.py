@@ -20,13 +20,13 @@ from common.wire.messages import (
     WorkerHeartbeat,
 )
 from router.dispatch.core import Actions, DispatchCore
+from router.dispatch.request_state import RequestState
 from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.planner.sizing_forecaster import SizingForecaster
 from router.policy.routing import RoutingPolicy
-from router.streams.request_state import RequestState
 
 CUT_BEATS = 2
 """A worker that could not send a router so many heartbeats in a row takes it for lost, as in life."""

@@ -1,1 +1,7 @@
 """The part of the Kubernetes API that Diptych uses."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -10,25 +10,6 @@
 
 from __future__ import annotations
 
-from common.config.classes import CONFIG_CLASSES
-from common.config.common import CommonConfig
-from common.config.cores import parse_cores
-from common.config.decode_worker import DecodeWorkerConfig
-from common.config.prefill_worker import PrefillWorkerConfig
-from common.config.rank_host import RankHostConfig
-from common.config.router import RouterConfig
-from common.config.serve import ServeConfig
-from common.config.worker import WorkerConfig, is_loopback
+from common.lazy import lazy_exports
 
-__all__ = [
-    "CONFIG_CLASSES",
-    "CommonConfig",
-    "DecodeWorkerConfig",
-    "PrefillWorkerConfig",
-    "RankHostConfig",
-    "RouterConfig",
-    "ServeConfig",
-    "WorkerConfig",
-    "is_loopback",
-    "parse_cores",
-]
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

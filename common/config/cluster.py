@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from common.cluster.access import CREDENTIALS, ClusterAccess
+from common.cluster import CREDENTIALS, ClusterAccess
 from common.config.field import FILE, GOAL_MS, Config, setting
 from common.errors import ConfigError
-from common.wire.message_fields import Role
+from common.wire import Role
 
 _SERVICE = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?"
 _ADDRESS = r"(tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}|ipc://.+)"

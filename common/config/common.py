@@ -68,6 +68,6 @@ class CommonConfig(Config):
         super().check_start()
         if self.curve_key:
             # Imported here: no other check needs ZeroMQ.
-            from common.wire.curve import Curve
+            from common.wire import Curve
 
             Curve.load(self.curve_key, self.curve_authorized)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from common.config.field import GOAL_MS
 from common.errors import ConfigError
-from common.wire.message_fields import MAX_PRIORITY
+from common.wire import MAX_PRIORITY
 
 FIELD = "request_class"
 DEFAULT = "default"

@@ -1,1 +1,7 @@
-"""Answers that must match a grammar: compiled within bounds, and followed token by token."""
+"""Which tokens may come next: grammars, compiled within bounds, limits on tokens, and what ends a sequence."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -25,7 +25,7 @@ import msgspec
 
 from common.errors import RETRY_AFTER_S, Unavailable
 from common.grammar.compiler import MAX_BYTES, Order, Report, TokenSpace, receive, send
-from common.model_files.files import ModelFiles
+from common.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
 QUICK_CPU_S, SLOW_CPU_S = 0.1, 1.0

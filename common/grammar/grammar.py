@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.grammar.vocabulary import MASK_BITS, brief
-from common.wire.sampling_params import SamplingParams
+from common.wire import SamplingParams
 
 SLOW_MASK_S = 0.01
 """Processor time of one mask, in seconds, that makes its grammar slow. JSON usually takes 0.1 ms, a schema of two

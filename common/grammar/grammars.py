@@ -16,7 +16,7 @@ from common.grammar.checks import GrammarChecks, Verdict
 from common.grammar.grammar import Constraint, GrammarState
 from common.grammar.mask_thread import MaskThread
 from common.grammar.vocabulary import brief, build_vocabulary, compile_grammar
-from common.model_files.files import ModelFiles
+from common.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
 KEPT, KEPT_BYTES = 64, 256 * 2**20

@@ -14,7 +14,7 @@ from pathlib import Path
 import llguidance
 
 from common.errors import ModelError
-from common.model_files.tokenizer import Tokenizer
+from common.model_files import Tokenizer
 
 MAX_ITEMS_IN_ROW = 20_000
 """Of the parser: the library's 2,000 refuse a schema of 500 optional members. A step is bounded by its items."""

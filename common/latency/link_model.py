@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from common.latency.step_model import LARGEST_COST, Cost
-from common.observe.ewma import Ewma
+from common.observe import Ewma
 
 DECAY = 0.98
 """What an earlier transfer counts for beside the next one."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.latency.step_model import LARGEST_COST, StepModel, StepShape
-from common.observe.ewma import Ewma
+from common.observe import Ewma
 
 MAX_KINDS = 96
 """Kinds of steps that are remembered: enough for every size of a batch by powers of two, with and without a prompt."""

@@ -1,1 +1,7 @@
 """What a process asks of its machine: cores, memory, descriptors, child processes."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from common.config import WorkerConfig
-from common.config.field import AUTO
+from common.config import AUTO, WorkerConfig
 from common.errors import ConfigError
 
 W = TypeVar("W", bound=WorkerConfig)
@@ -77,7 +76,7 @@ def find_gpus_here() -> AvailableGPUs:
     """Find the GPUs that this process can use. Imports torch if a driver exists."""
     if refusal := without_driver(os.environ):
         return AvailableGPUs(0, refusal)
-    from kernels.device import usable_gpus
+    from kernels import usable_gpus
 
     return AvailableGPUs(*usable_gpus())
 

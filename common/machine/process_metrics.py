@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from common.observe.families import Families
+from common.observe import Families
 
 
 class _TaskCollector(Collector):

@@ -1,1 +1,7 @@
 """A model on disk: found, fetched, described and tokenised, without torch."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

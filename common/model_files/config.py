@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ModelError, shown
-from common.model_config.experts import DEEPSEEK_LIKE, ExpertsConfig, read_experts
-from common.model_config.families import (
+from common.model_files.architecture.experts import DEEPSEEK_LIKE, ExpertsConfig, read_experts
+from common.model_files.architecture.families import (
     ACTIVATIONS,
     DEFAULTS,
     HEAD_NORMS,
@@ -23,10 +23,10 @@ from common.model_config.families import (
     WIDE_NORMS,
     WRAPPERS,
 )
-from common.model_config.fields import FieldReader
-from common.model_config.latent import LatentConfig, latent_scale, read_latent
-from common.model_config.layers import LayerReader
-from common.model_config.rope import RopeConfig
+from common.model_files.architecture.fields import FieldReader
+from common.model_files.architecture.latent import LatentConfig, latent_scale, read_latent
+from common.model_files.architecture.layers import LayerReader
+from common.model_files.architecture.rope import RopeConfig
 from common.model_files.json_file import read_json
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ModelError, shown
-from common.gguf_format.metadata import GGUFHead, read_gguf_head, rope_factors
-from common.gguf_format.tokenizer import convert_gguf_tokenizer
-from common.gguf_format.vocabulary import CONTROL, GGUFVocabulary
-from common.model_config.fields import FieldReader
+from common.model_files.architecture.fields import FieldReader
 from common.model_files.cache_folder import make_folder, write_atomically
 from common.model_files.config import from_hf
 from common.model_files.files import ModelFiles
+from common.model_files.gguf.metadata import GGUFHead, read_gguf_head, rope_factors
+from common.model_files.gguf.tokenizer import convert_gguf_tokenizer
+from common.model_files.gguf.vocabulary import CONTROL, GGUFVocabulary
 from common.model_files.gguf_config import TensorFacts, from_gguf
 from common.model_files.json_file import read_json, read_text, refuse_pointer
 from common.model_files.stamp import hash_weights
 from common.model_files.tokenizer import Tokenizer
-from common.model_files.weight_files import check_safetensors, weight_files
+from common.model_files.weight_paths import check_safetensors, weight_files
 
 log = logging.getLogger(__name__)
 EMBEDDING = "token_embd.weight"

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.model_config.experts import SIGMOID_GATING, read_gguf_experts
-from common.model_config.families import HF_FAMILIES, INTERLEAVED, WIDE_NORMS
-from common.model_config.fields import FieldReader
-from common.model_config.latent import LatentConfig, latent_scale, read_gguf_latent
-from common.model_config.rope import RopeConfig, RopeReader
+from common.model_files.architecture.experts import SIGMOID_GATING, read_gguf_experts
+from common.model_files.architecture.families import HF_FAMILIES, INTERLEAVED, WIDE_NORMS
+from common.model_files.architecture.fields import FieldReader
+from common.model_files.architecture.latent import LatentConfig, latent_scale, read_gguf_latent
+from common.model_files.architecture.rope import RopeConfig, RopeReader
 from common.model_files.config import ModelConfig, checked
 
 MODEL_TYPES = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import ModelError
-from common.gguf_format.parts import gguf_parts
+from common.model_files.gguf.parts import gguf_parts
 
 log = logging.getLogger(__name__)
 TEXT = ("*.json", "*.jinja")

@@ -16,14 +16,14 @@ import msgspec
 import xxhash
 
 from common.errors import ModelError
-from common.gguf_format.parts import gguf_name, gguf_parts
 from common.model_files.builtin import BUILTIN_MODELS, TINY_MODELS, BuiltinModel
 from common.model_files.cache_folder import cache_folder, locked, make_folder, write_atomically
 from common.model_files.files import ModelFiles
+from common.model_files.gguf.parts import gguf_name, gguf_parts
 from common.model_files.json_file import read_json
 from common.model_files.stamp import FileStamp, stamp_file, stamp_files
-from common.model_files.weight_files import weight_files
-from common.observe.progress import in_bytes
+from common.model_files.weight_paths import weight_files
+from common.observe import in_bytes
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from common.errors import ModelError
-from common.observe.progress import ByteProgress
+from common.observe import ByteProgress
 
 log = logging.getLogger(__name__)
 SAMPLES, SAMPLE_BYTES = 16, 4096

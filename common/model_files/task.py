@@ -14,13 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from common.errors import ModelError, shown
-from common.gguf_format.metadata import read_gguf_head
-from common.model_config.fields import FieldReader
 from common.model_files import config as configuration
+from common.model_files.architecture.fields import FieldReader
 from common.model_files.files import ModelFiles
+from common.model_files.gguf.metadata import read_gguf_head
 from common.model_files.json_file import parse_json, read_json, read_text
-from common.wire.message_fields import Role
-from common.wire.sampling_params import Pooling
+from common.wire import Pooling, Role
 
 Task = Literal["generate", "embed", "score"]
 CLASSIFIER = "ForSequenceClassification"

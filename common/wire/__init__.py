@@ -1,1 +1,7 @@
 """What crosses process borders: messages, sampling parameters, and the sockets and keys that carry them."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

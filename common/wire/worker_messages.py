@@ -7,8 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.latency.link_model import Links
-from common.latency.step_model import StepModel
+from common.latency import Links, StepModel
 from common.wire.adapter_messages import MAX_ADAPTERS, AdapterState
 from common.wire.message_fields import MAX_TOKENS, AddressOrNone, Count, Finite, Message, Name, Reason, Seconds, Text
 from common.wire.sampling_params import TokenLogprobs

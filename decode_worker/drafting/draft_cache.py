@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from common.kv.block_pool import BlockCounts, BlockPool
+from common.engine.kv import BlockCounts, BlockPool
 
 if TYPE_CHECKING:
     from decode_worker.sequence import DecodeSequence

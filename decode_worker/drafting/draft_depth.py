@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.sequences.token_goal import TokenGoal
+from common.engine.sequences import TokenGoal
 from decode_worker.drafting.row_costs import LEAST_CHANCE, LEAST_GAIN, NO_GOAL, RowCosts, longest
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from common.kv.block_pool import BlockCounts
-from common.model.batch import SequenceChunk
-from common.observe.ewma import Ewma
-from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler
+from common.engine.kv import BlockCounts
+from common.engine.models import SequenceChunk
+from common.engine.run import ModelRunner
+from common.engine.sampling import Sampler
+from common.observe import Ewma
 from decode_worker.drafting.draft_cache import DraftCache
 from decode_worker.drafting.row_costs import RowCosts
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from common.draft_heads.drafting_model import DraftingModel
-from common.kv.block_pool import BlockCounts
-from common.model.batch import NO_PLACE, ForwardBatch, SequenceChunk
-from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler
-from common.sequences.hidden_places import HiddenPlaces
+from common.engine.kv import BlockCounts
+from common.engine.models import NO_PLACE, ForwardBatch, SequenceChunk
+from common.engine.models.draft_heads import DraftingModel
+from common.engine.run import ModelRunner
+from common.engine.sampling import Sampler
+from common.engine.sequences import HiddenPlaces
 from decode_worker.drafting.row_costs import RowCosts
 from kernels import on_device
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
+from common.engine.kv import BlockCounts
+from common.engine.sequences import TokenGoal
 from common.errors import BlockError
-from common.kv.block_pool import BlockCounts
-from common.observe.ewma import Ewma
-from common.sequences.token_goal import TokenGoal
+from common.observe import Ewma
 from decode_worker.drafting.draft_depth import Depth, StepSize, best_depth
 from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates, of_model
 from decode_worker.drafting.row_costs import RowCosts, longest

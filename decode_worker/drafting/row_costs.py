@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from common.sequences.token_goal import TokenGoal
+from common.engine.sequences import TokenGoal
 
 LEAST_CHANCE = 0.1
 """A draft token that is less likely to be accepted is not considered."""

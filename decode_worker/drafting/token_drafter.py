@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from common.kv.block_pool import BlockCounts
+from common.engine.kv import BlockCounts
 from decode_worker.drafting.row_costs import RowCosts
 
 if TYPE_CHECKING:

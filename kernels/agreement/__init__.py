@@ -1,1 +1,20 @@
 """Do the kernels of this device compute what plain torch does, at one model's shapes? On memory full of NaN."""
+
+from __future__ import annotations
+
+from kernels.agreement.experts import experts_check
+from kernels.agreement.gate import Check
+from kernels.agreement.products import heads_check, product_check
+from kernels.agreement.run import SEED, check_kernels
+from kernels.agreement.shape import CheckedShape, LayerRule
+
+__all__ = [
+    "Check",
+    "CheckedShape",
+    "LayerRule",
+    "SEED",
+    "check_kernels",
+    "experts_check",
+    "heads_check",
+    "product_check",
+]

@@ -17,7 +17,7 @@ from kernels.agreement.gate import Check, Finding, finding
 from kernels.agreement.poisoned_cache import FREED, PoisonedCache
 from kernels.agreement.shape import CheckedShape, LayerRule
 from kernels.backends import backend
-from kernels.interface.attention_plan import QuerySpan
+from kernels.interface import QuerySpan
 from kernels.plain import backend as plain
 
 QUERY_SCALE = 2.0

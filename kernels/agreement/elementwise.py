@@ -17,12 +17,10 @@ from kernels.agreement.seats import seats_check
 from kernels.agreement.shape import CheckedShape
 from kernels.backends import backend
 from kernels.blocks import block_sums, gather_blocks, scatter_blocks, wire_bytes
-from kernels.interface.draws import Draw, SamplingTensors
-from kernels.interface.kernels import HeadNorms, LatentNorm
-from kernels.interface.kv_region import LARGEST_FP8
+from kernels.interface import LARGEST_FP8, Draw, HeadNorms, LatentNorm, SamplingTensors
 from kernels.plain import backend as plain
 from kernels.plain import blocks as plain_blocks
-from kernels.plain.sampling import sample_by_sorting
+from kernels.plain import sample_by_sorting
 from kernels.sampling import sample
 
 ROWS = 19

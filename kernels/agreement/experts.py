@@ -11,7 +11,7 @@ from kernels.agreement.attention import name
 from kernels.agreement.gate import Finding, finding
 from kernels.agreement.products import by_rows
 from kernels.experts import Expert, Experts
-from kernels.interface.quantised import QuantisedWeight
+from kernels.interface import QuantisedWeight
 from kernels.plain import backend as plain
 
 EXPERT_ROWS = 5

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.interface.attention_plan import KVLayout, QuerySpan
-from kernels.interface.kv_region import head_dim_of, packed, unpacked
+from kernels.interface import KVLayout, QuerySpan, head_dim_of, packed, unpacked
 
 FREED = 0
 """The block that padding of block tables names: no check's sequence owns it."""

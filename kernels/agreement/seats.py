@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.agreement.gate import Finding
-from kernels.interface.seats import BEFORE, NUM_NARROW, NUM_WIDE, POSITION, TABLE, TOKEN, SeatLayout, StepRows
+from kernels.interface import BEFORE, NUM_NARROW, NUM_WIDE, POSITION, TABLE, TOKEN, SeatLayout, StepRows
 from kernels.plain import seats as plain
 
 FillRows = Callable[[Tensor, SeatLayout, Tensor, int, StepRows], None]

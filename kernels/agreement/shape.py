@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.interface.kernels import UNSCALED, AttentionRule, KVScales
+from kernels.interface import UNSCALED, AttentionRule, KVScales
 
 
 class LayerRule(NamedTuple):

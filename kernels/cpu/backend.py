@@ -18,13 +18,21 @@ from kernels.cpu.build import load_native
 from kernels.cpu.native_plan import WIDTH_MULTIPLE, NativePlan, fits, native_plan
 from kernels.cpu.packed import Q8, PackedWeight, panel_size, room
 from kernels.cpu.structs import EPILOGUES, LoraStruct, OpStruct, RoutingStruct, StepStruct, check_layouts
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.draws import SamplingTensors
-from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, KVScales, LatentNorm
-from kernels.interface.kv_region import head_dim_of
-from kernels.interface.routing import Routing
+from kernels.interface import (
+    UNSCALED,
+    AttentionPlan,
+    AttentionRule,
+    HeadNorms,
+    KVLayout,
+    KVScales,
+    LatentNorm,
+    QuerySpan,
+    Routing,
+    SamplingTensors,
+    head_dim_of,
+)
+from kernels.plain import HostPlan
 from kernels.plain import backend as plain
-from kernels.plain.host_plan import HostPlan
 
 log = logging.getLogger("kernels")
 

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface import AttentionPlan, KVLayout, QuerySpan
 
 WIDTH_MULTIPLE: Final = 16
 """Of head sizes and widths that the kernels take: the lanes of the widest vectors."""

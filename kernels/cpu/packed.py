@@ -15,7 +15,7 @@ from kernels.cpu.build import load_native
 from kernels.cpu.large_pages import ARENA
 from kernels.cpu.nibbles import pack_nibbles, unit_of, unpack_nibbles
 from kernels.cpu.structs import WeightsStruct
-from kernels.interface.quantised import QuantisedWeight
+from kernels.interface import QuantisedWeight
 
 FLOAT32, WIDENED_BF16, WIDENED_FP16, BF16, BF16_12BIT, Q8, Q4, Q5, Q4K, Q5K, Q6K, MIXED_K = range(12)
 """`enum class Format` of `native/weights.h`."""

@@ -12,12 +12,21 @@ from torch import Tensor
 from kernels.cpu.native_plan import MAX_HEAD_DIM, WIDTH_MULTIPLE
 from kernels.cpu.recorder import NotRecordable, RopeSlot, slot_of
 from kernels.cpu.structs import ALL_ROWS, ATTEND, LATENTS, NORM, ROTATE
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.draws import SamplingTensors
-from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, KVScales, LatentNorm
-from kernels.interface.kv_region import head_dim_of
-from kernels.interface.routing import Routing
-from kernels.interface.seats import SeatLayout, StepRows
+from kernels.interface import (
+    UNSCALED,
+    AttentionPlan,
+    AttentionRule,
+    HeadNorms,
+    KVLayout,
+    KVScales,
+    LatentNorm,
+    QuerySpan,
+    Routing,
+    SamplingTensors,
+    SeatLayout,
+    StepRows,
+    head_dim_of,
+)
 
 
 class RecordedKernels:

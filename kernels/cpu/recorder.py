@@ -44,7 +44,7 @@ from kernels.cpu.structs import (
     OpStruct,
     RoutingStruct,
 )
-from kernels.interface.routing import Routing
+from kernels.interface import Routing
 
 log = logging.getLogger("kernels")
 

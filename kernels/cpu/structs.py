@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import Final
 
-from kernels.interface.routing import Routing
+from kernels.interface import Routing
 
 EMBED, NORM, QUANTISE, LINEAR, ROTATE, ATTEND, SELECT = range(7)
 ROUTE, GROUP, SPREAD, EXPERTS, COMBINE, ADD_GATED, HEADS, LATENTS, LORA, GATE = range(7, 17)

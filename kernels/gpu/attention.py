@@ -15,8 +15,7 @@ from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.latent_attention import latent_attention
 from kernels.gpu.prefill_attention import prefill_attention
 from kernels.gpu.scores import Scores
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.kernels import AttentionRule
+from kernels.interface import AttentionPlan, AttentionRule, KVLayout, QuerySpan
 
 
 def plan_attention(spans: Sequence[QuerySpan], layout: KVLayout, num_heads: int, device: torch.device) -> GPUPlan:

@@ -11,8 +11,8 @@ from kernels.gpu.rotary import rotate_and_write
 from kernels.gpu.sampling import sample
 from kernels.gpu.seats import fill_rows
 from kernels.gpu.tiles.activation import gated
-from kernels.interface.kernels import HeldProducts
-from kernels.plain.experts import add_gated, combine, route
+from kernels.interface import HeldProducts
+from kernels.plain import add_gated, combine, route
 
 packing: None = None
 products: HeldProducts = held_products

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.gpu.tiles.key_tile import dequantised
 from kernels.gpu.tiles.rounding import e4m3_bits, rounded
-from kernels.interface.kv_region import LARGEST_FP8, LEAST_SCALE
+from kernels.interface import LARGEST_FP8, LEAST_SCALE
 
 WORDS = 2048  # that a program copies, of 4 bytes, or adds up, of 8
 TILE = 4096  # numbers that a program holds while it quantises

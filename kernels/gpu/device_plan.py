@@ -17,8 +17,7 @@ import torch
 
 from kernels.gpu.query_work import QueryWork, Tiling, query_work
 from kernels.gpu.work_list import SPLIT_TOKENS, DecodeWork, num_places
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.host_copies import fill_device
+from kernels.interface import AttentionPlan, KVLayout, QuerySpan, fill_device
 
 SPAN_FIELDS = 3  # row, num_rows, start
 ALIGNMENT = 4  # numbers in 16 bytes: kernels are compiled anew for pointers that are less aligned

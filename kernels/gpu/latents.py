@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.gpu.rotary import cache_number
 from kernels.gpu.tiles.rounding import rounded
-from kernels.interface.kernels import LatentNorm
+from kernels.interface import LatentNorm
 
 TILE = 4096  # numbers of a token that a program copies: heads are grouped to fill it
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.interface.host_copies import to_device
+from kernels.interface import to_device
 
 LEAST_SPLIT_TOKENS, SPLIT_STEP_TOKENS = 512, 128
 """The least length of a split, and what lengths are multiples of: a multiple of every tile of keys."""

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.tiles.rounding import e4m3_bits, rounded
-from kernels.interface.kernels import UNSCALED, HeadNorms, KVScales
+from kernels.interface import UNSCALED, HeadNorms, KVScales
 
 TILE = 1024  # numbers of a token that a program rotates: heads are grouped to fill it
 PLAIN, EACH, WIDE = 0, 1, 2  # no norm, one of each head, one of all heads together

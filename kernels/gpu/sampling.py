@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.interface.draws import SamplingTensors
-from kernels.plain.sampling import masked
+from kernels.interface import SamplingTensors
+from kernels.plain import masked
 
 WARPS = 16
 """Of a program, which samples a row alone."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.tiles.chip import chip_of
-from kernels.interface.kernels import AttentionRule
+from kernels.interface import AttentionRule
 
 LOG2_E = math.log2(math.e)
 

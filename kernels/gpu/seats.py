@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.interface import SeatLayout, StepRows
 from kernels.interface import seats as at
-from kernels.interface.seats import SeatLayout, StepRows
 
 POSITION, BEFORE, TOKEN, ADAPTER = (tl.constexpr(word) for word in (at.POSITION, at.BEFORE, at.TOKEN, at.ADAPTER))
 SEED, TOP_P, TABLE = tl.constexpr(at.SEED), tl.constexpr(at.TOP_P), tl.constexpr(at.TABLE)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.interface.quantised import BLOCK, QuantisedWeight, as_floats
+from kernels.interface.quantised_weight import BLOCK, QuantisedWeight, as_floats
 
 NIBBLE = 4
 """Bits."""

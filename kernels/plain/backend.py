@@ -14,9 +14,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
-from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, KVScales, LatentNorm
-from kernels.interface.kv_region import head_dim_of, numbers_of, quantised, saturated, scales_of, unpacked
+from kernels.interface import (
+    UNSCALED,
+    AttentionPlan,
+    AttentionRule,
+    HeadNorms,
+    KVLayout,
+    KVScales,
+    LatentNorm,
+    QuerySpan,
+    head_dim_of,
+    numbers_of,
+    quantised,
+    saturated,
+    scales_of,
+    unpacked,
+)
 from kernels.plain.blocks import block_sums as block_sums
 from kernels.plain.blocks import gather_blocks as gather_blocks
 from kernels.plain.blocks import scatter_blocks as scatter_blocks

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.interface.kv_region import LARGEST_FP8, LEAST_SCALE
+from kernels.interface import LARGEST_FP8, LEAST_SCALE
 
 ODD, MIX = 0x9E3779B97F4A7C15 - 2**64, 0xD6E8FEB86659FD93 - 2**64
 """As signed numbers, because torch multiplies those: the product's bits are the same."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.interface.routing import Routing
+from kernels.interface import Routing
 
 LEAST_SUM = 1e-20
 """Added to the sum of shares, which sigmoids may leave at zero."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from kernels.interface.attention_plan import AttentionPlan, KVLayout, QuerySpan
+from kernels.interface import AttentionPlan, KVLayout, QuerySpan
 
 PlanAttention = Callable[[Sequence[QuerySpan], KVLayout, int, torch.device], AttentionPlan]
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface.attention_plan import QuerySpan
-from kernels.interface.kv_region import unpacked
+from kernels.interface import QuerySpan, unpacked
 
 
 def gather_sequence(kv: Tensor, layer: int, block_table: Sequence[int], length: int) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface.draws import SamplingTensors
-from kernels.interface.host_copies import to_device
+from kernels.interface import SamplingTensors, to_device
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

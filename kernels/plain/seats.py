@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.interface import SeatLayout, StepRows
 from kernels.interface import seats as at
-from kernels.interface.seats import SeatLayout, StepRows
 
 
 def fill_rows(memory: Tensor, layout: SeatLayout, sampled: Tensor, vocab_size: int, rows: StepRows) -> None:

@@ -1,1 +1,7 @@
 """The endpoints, in the shapes of OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

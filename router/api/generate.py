@@ -11,7 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from common.errors import RequestError
-from common.model_files.task import Task
+from common.model_files import Task
+from router.access import HEADER, Visit, class_of
 from router.api.anthropic import answers as anthropic_answers
 from router.api.anthropic.fields import MessagesRequest
 from router.api.anthropic.messages import MessagesFrames
@@ -22,20 +23,21 @@ from router.api.openai.completions import CompletionShape, plan_completion
 from router.api.openai.translated import plan_translated
 from router.api.openapi import documented
 from router.api.responses.fields import ResponsesRequest
-from router.auth.class_choice import HEADER, class_of
-from router.auth.visit import Visit
-from router.generation.answer_frames import Frames, OpenAIFrames
-from router.generation.choices.origin import Origin
-from router.generation.choices.request_log import RequestLog
-from router.generation.choices.shape import Shape
-from router.generation.exchange import Exchange
-from router.generation.model_choice import choose_model
-from router.generation.plan import AnswerPlan
-from router.generation.service import Service, service_of
+from router.generation import (
+    AnswerPlan,
+    Exchange,
+    Frames,
+    OpenAIFrames,
+    Origin,
+    RequestLog,
+    Service,
+    Shape,
+    choose_model,
+    service_of,
+)
+from router.request import CHAT_PATH, COMPLETION_PATH, INVOCATIONS_PATH, MESSAGES_PATH, Invocation
 from router.request.errors import CLIENT_CLOSED, error_response
 from router.request.fields import ChatRequest, CompletionRequest
-from router.request.invocation import Invocation
-from router.request.paths import CHAT_PATH, COMPLETION_PATH, INVOCATIONS_PATH, MESSAGES_PATH
 
 F = TypeVar(
     "F",

@@ -24,14 +24,11 @@ from router.api.openai import answers as openai_answers
 from router.api.openai.chat import conversation_tokens
 from router.api.openapi import documented
 from router.api.pages import CHAT, DASHBOARD, HEADERS, page
-from router.generation.models import ShownModel
-from router.generation.service import Service, key_of, service_of
-from router.generation.structure import functions_of
+from router.generation import Service, ShownModel, functions_of, key_of, service_of
+from router.request import MESSAGES_PATH, MODELS_PATH, check_number_of_ids
 from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
-from router.request.large_body import check_number_of_ids
-from router.request.paths import MESSAGES_PATH, MODELS_PATH
-from router.text.text_threads import SHORT_TEXT
+from router.text import SHORT_TEXT
 
 EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)
 

@@ -15,12 +15,12 @@ from common.errors import RequestError, Unavailable
 from router.api.load_answer import own_load
 from router.api.responses.background import BackgroundAnswer
 from router.api.responses.kept import KeptResponses
-from router.generation.service import Service
+from router.generation import Service
 from router.request.errors import error_response
-from router.siblings.part import NOT_MINE, OWNER
+from router.siblings import NOT_MINE, OWNER
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
-    from router.siblings.siblings import Siblings
+    from router.siblings import Siblings
 
 ABLE = "/able"
 """The path of the models that have workers for a request now."""

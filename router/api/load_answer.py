@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from router.admission.load import DispatchLoad
-from router.generation.service import Service
-from router.observe.recent_traffic import Traffic
-from router.planner.loop import Outlook, goals_of
-from router.planner.sizing.pool import Goals
+from router.dispatch import DispatchLoad
+from router.generation import Service
+from router.observe import Traffic
+from router.planner import Goals, Outlook, goals_of
 
 
 def load_of(service: Service) -> dict[str, object]:

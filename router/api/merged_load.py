@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from router.observe.recent_traffic import percentiles_of
+from router.observe import percentiles_of
 
 Load = Mapping[str, Any]
 

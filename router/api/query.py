@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequest
-from router.auth.visit import Visit
+from router.access import Visit
 
 MAX_VALUE_SHOWN = 40
 """Characters of a wrong parameter that an error shows."""

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 
 from common.errors import RETRY_AFTER_S, DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable
-from common.wire.message_fields import ROLES
+from common.wire import ROLES
 from common.wire.messages import SetAdapter
-from router.fleet.adapters import FleetAdapters, KnownAdapter, Outcome
-from router.fleet.fleet import WorkerFleet
+from router.fleet import FleetAdapters, KnownAdapter, Outcome, WorkerFleet
 
 log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 120.0

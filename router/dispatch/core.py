@@ -17,30 +17,26 @@ from dataclasses import dataclass
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
 from common.wire.messages import PromptResult, RequestFailed, TokenDelta, TokenOutput
-from router.admission.admission import Admission
-from router.admission.demand import Demand, DemandMeter
-from router.admission.holding import Holding
-from router.admission.load import DispatchCounters
-from router.admission.waiting import OUTPUT_WEIGHT, WaitingRequests
+from router.dispatch.admission import Admission
+from router.dispatch.balancer import Balancer
+from router.dispatch.client import ANYONE, Caller, GenerationRequest
+from router.dispatch.decoding import Decoding
+from router.dispatch.demand import Demand, DemandMeter
+from router.dispatch.growth import Growth
+from router.dispatch.handover import HandOverOrders
+from router.dispatch.holding import Holding
+from router.dispatch.known_hashes import KnownHashes
+from router.dispatch.load import DispatchCounters
+from router.dispatch.placement import Abort, Placement, Send
 from router.dispatch.quiet import QuietRequests
+from router.dispatch.recovery import Recovery, refusal
+from router.dispatch.request_state import Assignment, RequestState
+from router.dispatch.role_changes import RoleChanges
+from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.turns import Cancel, Later, Turns
-from router.fleet.prefix_index import PrefixIndex
-from router.fleet.registry import WorkerRegistry
-from router.fleet.worker import WorkerState
-from router.placement.balancer import Balancer
-from router.placement.growth import Growth
-from router.placement.handover import HandOverOrders
-from router.placement.placement import Abort, Placement, Send
-from router.placement.recovery import Recovery, refusal
-from router.placement.role_changes import RoleChanges
-from router.policy.request_shape import RequestShape
-from router.policy.routing import Choice, RoutingPolicy
-from router.policy.split import SplitForecaster
-from router.streams.client import ANYONE, Caller, GenerationRequest
-from router.streams.decoding import Decoding
-from router.streams.known_hashes import KnownHashes
-from router.streams.request_state import Assignment, RequestState
-from router.streams.stream import StreamConflict, TokensDiffer
+from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
+from router.fleet import PrefixIndex, WorkerRegistry, WorkerState
+from router.policy import Choice, RequestShape, RoutingPolicy, SplitForecaster
 
 log = logging.getLogger(__name__)
 

@@ -13,17 +13,16 @@ from dataclasses import replace
 
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, Unavailable
-from common.wire.message_fields import Role
+from common.wire import Role
 from common.wire.messages import PromptResult, RequestFailed, ResetPrefixCache, TokenOutput
-from router.admission.demand import Demand
-from router.admission.load import DispatchLoad
 from router.dispatch.adapter_orders import AdapterOrders
+from router.dispatch.client import ANYONE, Caller, GenerationRequest, TokenEvent
 from router.dispatch.core import Actions, DispatchCore
+from router.dispatch.demand import Demand
+from router.dispatch.load import DispatchLoad
 from router.dispatch.turns import Cancel
-from router.fleet.fleet import CONTROL_HWM, WorkerFleet
-from router.policy.routing import RoutingPolicy
-from router.policy.split import SplitForecaster
-from router.streams.client import ANYONE, Caller, GenerationRequest, TokenEvent
+from router.fleet import CONTROL_HWM, WorkerFleet
+from router.policy import RoutingPolicy, SplitForecaster
 
 PASSED_ON_S = 60.0
 """How long a request that went to another model counts as held here: autoscalers look a few times a minute."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from common.config import RouterConfig
+from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.silence import least_quiet_s, next_time, why_left
-from router.fleet.worker import Worker
-from router.streams.request_state import Assignment, RequestState
+from router.fleet import Worker
 
 SLOT_S = 0.05
 """Requests are kept in slots of so many seconds, by the time at which they are due."""

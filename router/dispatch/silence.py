@@ -6,7 +6,7 @@ The worker may have lost a message, or its own message was lost: its heartbeats 
 from __future__ import annotations
 
 from common.config import RouterConfig
-from router.streams.request_state import Assignment, RequestState, Stage
+from router.dispatch.request_state import Assignment, RequestState, Stage
 
 
 def least_quiet_s(config: RouterConfig) -> float:

@@ -14,17 +14,16 @@ import msgspec
 
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, ModelNotFound, RequestError, Unavailable
-from router.admission.admission import Admission
-from router.admission.holding import Holding
-from router.admission.load import DispatchCounters
-from router.admission.take_back import is_worth, overdue
-from router.admission.waiting import WaitingRequests
-from router.fleet.registry import WorkerRegistry
-from router.placement.placement import Placement
-from router.placement.recovery import Recovery
-from router.policy.request_shape import RequestShape
-from router.policy.routing import Choice
-from router.streams.request_state import RequestState
+from router.dispatch.admission import Admission
+from router.dispatch.holding import Holding
+from router.dispatch.load import DispatchCounters
+from router.dispatch.placement import Placement
+from router.dispatch.recovery import Recovery
+from router.dispatch.request_state import RequestState
+from router.dispatch.take_back import is_worth, overdue
+from router.dispatch.waiting import WaitingRequests
+from router.fleet import WorkerRegistry
+from router.policy import Choice, RequestShape
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from common.wire.message_fields import Role
+from common.wire import Role
 from router.fleet.worker import Worker
 
 SHOWN = 8

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest
-from common.wire.message_fields import ROLES
+from common.wire import ROLES
 from common.wire.messages import MAX_ADAPTERS, AdapterState, SetAdapter, WorkerHeartbeat
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState

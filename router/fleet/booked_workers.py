@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from common.latency.step_model import NOTHING, StepShape
+from common.latency import NOTHING, StepShape
 from router.fleet.booking import Booking
 from router.fleet.worker import Worker
 

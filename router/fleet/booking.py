@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.latency.step_model import NOTHING, StepShape
+from common.latency import NOTHING, StepShape
 
 SIZE_CLASSES = 4
 """Classes of sizes of prompts between one size and its double."""

@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 import zmq.asyncio
 
 from common.config import RouterConfig
-from common.wire.curve import Curve
-from common.wire.message_fields import Role
+from common.wire import Curve, Role
 from common.wire.messages import RouterHello, ToRouter, WorkerHello
-from router.discovery.endpoint import Endpoint, Publish
-from router.discovery.source import open_source
 from router.fleet.absence import SHOWN
+from router.fleet.endpoint import Endpoint, Publish
+from router.fleet.endpoint_source import open_source
 from router.fleet.fleet import CLOSE_LINGER_MS, MAX_DISCOVERED, SOCKETS_PER_WORKER
 from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from common.observe.ewma import Ewma
+from common.observe import Ewma
 
 LEAST_S, MOST_S, LAG_SMOOTHING = 1e-4, 1.0, 0.05
 """Between which a lag is believed; the share of one more first token in the average."""

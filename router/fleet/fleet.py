@@ -12,15 +12,14 @@ from typing import Any
 import zmq.asyncio
 
 from common.config import RouterConfig
-from common.wire.curve import Curve, warn_of_readers
-from common.wire.message_fields import Role
+from common.wire import Curve, Role, warn_of_readers
 from common.wire.messages import Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
-from router.discovery.endpoint import Endpoint
-from router.discovery.panic import believed
-from router.discovery.source import open_source
+from router.fleet.endpoint import Endpoint
+from router.fleet.endpoint_source import open_source
 from router.fleet.events import FleetEvent
 from router.fleet.lives import FleetListener, WorkerLives
 from router.fleet.pairing import Pairing
+from router.fleet.panic import believed
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker

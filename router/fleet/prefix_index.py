@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
-from common.kv.window import Window
+from common.blocks import Window
 from common.wire.messages import SHORT_HASH_BYTES
 
 CAPACITY, TOTAL = 131_072, 8_388_608

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from types import MappingProxyType
 
-from common.latency.link_model import LinkModel
-from common.latency.step_model import StepModel
-from common.observe.ewma import Ewma
-from common.wire.message_fields import ROLES, Role
+from common.latency import LinkModel, StepModel
+from common.observe import Ewma
+from common.wire import ROLES, Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.absence import absence_of
 from router.fleet.booked_workers import BookedWorkers

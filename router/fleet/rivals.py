@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.observe.ewma import Ewma
+from common.observe import Ewma
 from router.fleet.worker import Worker
 
 MAX_RIVALS, RIVALS_SMOOTHING = 15.0, 0.2

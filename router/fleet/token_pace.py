@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from common.observe.ewma import Ewma
+from common.observe import Ewma
 
 LEAST, MOST, PACE_SMOOTHING = 0.25, 2.0, 0.05
 """Between which a pace is believed; the share of one more answer in the average."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
-from common.kv.window import Window
-from common.latency.link_model import LinkModel
-from common.latency.step_model import StepModel
-from common.observe.ewma import Ewma
-from common.wire.message_fields import ROLES, Role
+from common.blocks import Window
+from common.latency import LinkModel, StepModel
+from common.observe import Ewma
+from common.wire import ROLES, Role
 from common.wire.messages import AdapterState, WorkerHeartbeat, WorkerHello
 from router.fleet.booking import Booking, Load, PromptSizes, peak_growth
 

@@ -15,11 +15,7 @@ import zmq
 import zmq.asyncio
 
 from common.errors import WireError
-from common.wire.codec import MAX_IN_A_ROW, decode, encode
-from common.wire.curve import Curve
-from common.wire.dialer import WATCHED, Dialer
-from common.wire.drop_log import DropLog
-from common.wire.message_fields import MAX_MESSAGE_BYTES
+from common.wire import MAX_IN_A_ROW, MAX_MESSAGE_BYTES, WATCHED, Curve, Dialer, DropLog, decode, encode
 from common.wire.messages import AbortRequest, Message, ToRouter
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from common.errors import ModelNotFound, Unavailable
-from router.fleet.adapters import KnownAdapter, Outcome
+from router.fleet import KnownAdapter, Outcome
 
 
 class ServedAdapters(Protocol):

@@ -8,11 +8,11 @@ from typing import Protocol
 import orjson
 
 from common.errors import RequestError
-from router.generation.choices.choice import AnswerChoice, Piece
-from router.generation.choices.request_log import RequestLog
-from router.generation.choices.shape import Object, Shape
+from router.generation.choice import AnswerChoice, Piece
 from router.generation.plan import AnswerPlan
+from router.generation.request_log import RequestLog
 from router.generation.service import Service
+from router.generation.shape import Object, Shape
 from router.request.errors import error_object
 
 DONE = b"data: [DONE]\n\n"

@@ -19,17 +19,17 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import DeadlineExceeded, RequestError, Unavailable
+from router.dispatch import TokenEvent, TokenSource
 from router.generation.answer_frames import Frames
-from router.generation.beams.client import BeamClient
-from router.generation.choices.choice import AnswerChoice, Piece
-from router.generation.choices.request_log import RequestLog
+from router.generation.beam_client import BeamClient
+from router.generation.choice import AnswerChoice, Piece
 from router.generation.generations import Arrival, ClientGone, Generations
 from router.generation.in_turn import InTurnClient
 from router.generation.pieces import Pieces, pieces_of
 from router.generation.plan import AnswerPlan
+from router.generation.request_log import RequestLog
 from router.generation.service import Service
 from router.request.errors import CLIENT_CLOSED, error_response
-from router.streams.client import TokenEvent, TokenSource
 
 SEND_GRACE_S = 30.0
 """How much longer than its deadline a request may take when its client reads slowly."""

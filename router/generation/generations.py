@@ -14,10 +14,10 @@ from functools import partial
 from msgspec.structs import replace
 
 from common.errors import InternalError, RequestError
-from router.generation.choices.packed_logprobs import PackedLogprobs
-from router.generation.choices.unread import UnreadBudget
+from router.dispatch import GenerationRequest, TokenEvent, TokenSource
+from router.generation.packed_logprobs import PackedLogprobs
+from router.generation.unread import UnreadBudget
 from router.request.errors import as_request_error
-from router.streams.client import GenerationRequest, TokenEvent, TokenSource
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Generations:
             self._put(Arrival(index, time.perf_counter(), error=as_request_error(error)))
 
     def _pass_on(self, index: int, event: TokenEvent) -> bool:
-        """Implements `router.streams.client.Sink`."""
+        """Implements `router.dispatch.client.Sink`."""
         waiter = self._waiter
         if self.sink is None or waiter is None or waiter.done() or self._aborting is not None:
             return False

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import msgspec
 
 from common.errors import DeadlineExceeded, Overloaded
-from router.streams.client import GenerationRequest, TokenEvent, TokenSource
+from router.dispatch import GenerationRequest, TokenEvent, TokenSource
 
 
 class InTurnClient:

@@ -7,13 +7,12 @@ from functools import partial
 from typing import Protocol
 
 from common.errors import Overloaded, Unavailable
-from router.auth.errors import RateLimited
-from router.auth.visit import Visit
-from router.generation.choices.origin import Origin
-from router.generation.choices.request_log import RequestLog
+from router.access import RateLimited, Visit
+from router.dispatch import Caller
+from router.generation.origin import Origin
 from router.generation.plan import AnswerPlan
+from router.generation.request_log import RequestLog
 from router.generation.service import Service
-from router.streams.client import Caller
 
 Plan = Callable[[Service], Awaitable[AnswerPlan]]
 """Plans the answer at a model."""

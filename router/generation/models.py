@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import RETRY_AFTER_S, ModelNotFound, Unavailable
-from router.auth.errors import Forbidden
-from router.auth.keys import ANONYMOUS, ApiKey
+from router.access import ANONYMOUS, ApiKey, Forbidden
 from router.generation.adapters import ServedAdapters
-from router.models.catalog import Catalog
+from router.models import Catalog
 
 
 class Served(Protocol):

@@ -6,16 +6,24 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from router.generation.choices.choice import AnswerChoice, Piece
+from router.generation.choice import AnswerChoice, Piece
 from router.generation.service import Service
 from router.generation.structure import ToolCalling, is_held, tool_calling
 from router.request.fields import ChatRequest, SamplingFields
-from router.text.answer.part import Part, TextPart, ThoughtPart, joined
-from router.text.calls.harmony_scanner import ChannelTokens
-from router.text.calls.scanner import CallScanner
-from router.text.content_stops import ContentStops
-from router.text.stop_strings import StopScanner
-from router.text.thinking import TAIL_TOKENS, ThinkingScanner, ThoughtTokens, begins_inside, open_thought
+from router.text import (
+    TAIL_TOKENS,
+    ContentStops,
+    Part,
+    StopScanner,
+    TextPart,
+    ThinkingScanner,
+    ThoughtPart,
+    ThoughtTokens,
+    begins_inside,
+    joined,
+    open_thought,
+)
+from router.text.calls import CallScanner, ChannelTokens
 
 
 @dataclass(slots=True)

@@ -12,21 +12,18 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from common.errors import ContextLengthExceeded, InvalidRequest
-from common.wire.sampling_params import MAX_TOP_LOGPROBS, BadWord, Pooling, SamplingParams, ThinkingBudget
-from router.generation.beams.client import BeamSettings
-from router.generation.choices.choice import AnswerChoice
-from router.generation.choices.logprob_budget import MAX_PROMPT_LOGPROBS
-from router.generation.choices.origin import Origin
+from common.wire import MAX_TOP_LOGPROBS, BadWord, Pooling, SamplingParams, ThinkingBudget
+from router.dispatch import GenerationRequest, Prompt
+from router.generation.beam_client import BeamSettings
+from router.generation.choice import AnswerChoice
+from router.generation.logprob_budget import MAX_PROMPT_LOGPROBS
+from router.generation.origin import Origin
 from router.generation.parts import AnswerParts
 from router.generation.service import Service
 from router.generation.token_rules import thinking_budget
 from router.request.errors import InvalidField
 from router.request.fields import ChatRequest, SamplingFields
-from router.streams.client import GenerationRequest
-from router.streams.prompt import Prompt
-from router.text.content_stops import ContentStops
-from router.text.detokenizer import Detokenizer
-from router.text.stop_strings import StopScanner
+from router.text import ContentStops, Detokenizer, StopScanner
 
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MASK64 = 2**64 - 1

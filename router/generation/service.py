@@ -12,34 +12,25 @@ from starlette.requests import Request
 
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, InvalidRequest, RequestError, Unavailable
-from common.model_files.files import ModelFiles
-from common.model_files.task import ServedTask, Task, served_task
-from router.admission.load import DispatchLoad
-from router.auth.end_rate import Pace
-from router.auth.gate import Gate
-from router.auth.keys import ApiKey
-from router.auth.visit import Visit
+from common.model_files import ModelFiles, ServedTask, Task, served_task
+from router.access import ApiKey, Gate, Pace, Visit
+from router.dispatch import DispatchLoad, GenerationClient
 from router.generation.adapters import NO_ADAPTERS, ServedAdapters
-from router.generation.choices.logprob_budget import LogprobBudget
-from router.generation.choices.request_log import RequestLog
-from router.generation.choices.tracing import Tracing
-from router.generation.choices.turn_budget import TurnBudget
-from router.generation.choices.unread import UnreadBudget
+from router.generation.logprob_budget import LogprobBudget
 from router.generation.models import Models
-from router.models.catalog import Catalog
-from router.models.entry import ModelEntry, ModelTable
-from router.observe.metrics import RouterMetrics
-from router.planner.loop import Outlook
-from router.request.body import BodyBudget, BodyLease, is_large, parse, read_body
-from router.request.large_body import LargeBodies
-from router.streams.client import GenerationClient
-from router.text.calls.dialect import Dialect, dialect_of
-from router.text.json_values import MAX_NUMBERS
-from router.text.text_pipeline import TextPipeline
-from router.text.thinking import CLOSE, OPEN, thinks
+from router.generation.request_log import RequestLog
+from router.generation.tracing import Tracing
+from router.generation.turn_budget import TurnBudget
+from router.generation.unread import UnreadBudget
+from router.models import Catalog, ModelEntry, ModelTable
+from router.observe import RouterMetrics
+from router.planner import Outlook
+from router.request import BodyBudget, BodyLease, LargeBodies, is_large, parse, read_body
+from router.text import CLOSE, MAX_NUMBERS, OPEN, TextPipeline, thinks
+from router.text.calls import Dialect, dialect_of
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
-    from router.siblings.siblings import Siblings
+    from router.siblings import Siblings
 
 M = TypeVar("M", bound=BaseModel)
 

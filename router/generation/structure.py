@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.errors import InvalidRequest
-from router.auth.keys import ApiKey
+from router.access import ApiKey
 from router.generation.service import Service
+from router.request import JsonSchema
 from router.request.errors import InvalidField
-from router.request.extensions import JsonSchema
 from router.request.fields import ChatRequest, NamedTool, ResponseFormat, SamplingFields, Tool
-from router.text.answer.grammar import ANY_OBJECT
-from router.text.calls.form import Wanted
-from router.text.calls.function import Function
-from router.text.grammar_writer import CallsDemand, ChoiceDemand, Demand, JsonDemand, RegexDemand, RulesDemand
-from router.text.schema.keywords import Unenforceable
+from router.text import ANY_OBJECT, CallsDemand, ChoiceDemand, Demand, JsonDemand, RegexDemand, RulesDemand
+from router.text.calls import Function, Wanted
+from router.text.schema import Unenforceable
 
 MANY_FUNCTIONS = 64
 """The schemas of more functions are encoded in a thread, because that takes milliseconds."""

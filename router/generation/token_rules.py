@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
-from common.wire.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord, ThinkingBudget
+from common.wire import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord, ThinkingBudget
 from router.generation.service import Service
 from router.request.fields import SamplingFields
-from router.text.thinking import CLOSE, OPEN, TAIL_TOKENS, begins_inside, open_thought
+from router.text import CLOSE, OPEN, TAIL_TOKENS, begins_inside, open_thought
 
 MAX_TOKENS_OF_BAD_WORDS = 16_384
 """Of all spellings together. Each of the sequences of a request has its own copy, of 64 KiB at most."""

@@ -15,10 +15,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.config.worker import ADAPTER_NAME
+from common.config import ADAPTER_NAME
 from common.errors import ConfigError
-from common.wire.adapter_messages import MAX_ADAPTERS, MAX_PATH
-from router.auth.toml_file import table_of
+from common.wire import MAX_ADAPTERS, MAX_PATH
+from router.access import table_of
 
 LORA_FIELD = "lora_file"
 MAX_LIST_BYTES = 1024 * 1024

@@ -5,12 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from common.errors import ConfigError
-from router.auth.toml_file import content_of
-from router.auth.watch import FileWatch
+from router.access import FileWatch, content_of
 from router.models.adapters_file import LORA_FIELD, MAX_LIST_BYTES, AdapterEntry, adapters_of
 from router.models.catalog import Catalog
-from router.siblings.agreed_file import AgreedFile
-from router.siblings.part import RouterPart
+from router.siblings import AgreedFile, RouterPart
 
 AGREED_NAME = "adapters.toml"
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError, ModelNotFound, quoted
-from router.auth.errors import Forbidden
-from router.auth.keys import ANONYMOUS, ApiKey
+from router.access import ANONYMOUS, ApiKey, Forbidden
 from router.models.draw import draw
 from router.models.entry import ModelEntry, ModelTable, Split
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from router.auth.keys import Limits
+from router.access import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from common.config import RouterConfig
-from common.config.field import GOAL_MS, fields_of
+from common.config import GOAL_MS, RouterConfig, fields_of
 from common.errors import ConfigError
-from router.auth.key_file import LIMITS, MAX_LIMIT
-from router.auth.keys import Limits
-from router.auth.toml_file import content_of
-from router.auth.toml_file import table_of as toml_table
+from router.access import LIMITS, MAX_LIMIT, Limits, content_of
+from router.access import table_of as toml_table
 from router.models.catalog import MODELS_FIELD
 from router.models.entry import ModelEntry, ModelTable, Split
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from common.config import RouterConfig
-from router.auth.toml_file import content_of
-from router.auth.watch import FileWatch
+from router.access import FileWatch, content_of
 from router.models.catalog import MODELS_FIELD
 from router.models.entry import ModelTable
 from router.models.models_file import MAX_FILE_BYTES, models_of, table_of
-from router.siblings.agreed_file import AgreedFile
-from router.siblings.part import RouterPart
+from router.siblings import AgreedFile, RouterPart
 
 NAME = "models.toml"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from router.store.record import StoreSize
+from router.stored import StoreSize
 
 
 class BatchMetrics:

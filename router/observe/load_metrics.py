@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from common.observe.families import Families, Samples
-from router.admission.load import DispatchLoad
+from common.observe import Families, Samples
+from router.dispatch import DispatchLoad
 
 WORKER = ("worker", "role")
 

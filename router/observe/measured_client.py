@@ -8,14 +8,11 @@ from dataclasses import replace
 
 import msgspec
 
-from common.config.request_class import DEFAULT
+from common.config import DEFAULT
 from common.errors import Overloaded, RequestError
-from router.admission.load import DispatchLoad
-from router.dispatch.dispatcher import Dispatcher
+from router.dispatch import ANYONE, Caller, Dispatcher, DispatchLoad, GenerationRequest, TokenEvent
 from router.observe.slo import SLOWindow
-from router.planner.load.load import SampledRequest
-from router.planner.load.window import LoadWindow
-from router.streams.client import ANYONE, Caller, GenerationRequest, TokenEvent
+from router.planner import LoadWindow, SampledRequest
 
 
 class MeasuredClient:

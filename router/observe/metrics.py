@@ -11,18 +11,16 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.registry import Collector
 
-from common.machine.process_metrics import register_process
-from common.observe.buckets import SECONDS, SHORT_SECONDS
-from common.observe.draft_metrics import DraftMetrics
-from router.admission.load import DispatchLoad
+from common.machine import register_process
+from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics
+from router.dispatch import DispatchLoad, RequestTimeline
 from router.observe.batch_metrics import BatchMetrics
 from router.observe.load_metrics import LoadCollector
 from router.observe.loop_histogram import LoopHistogram
 from router.observe.merged_families import MergedFamilies
 from router.observe.recent_traffic import RecentTraffic
 from router.observe.request_record import ChoiceRecord, RequestRecord
-from router.store.record import StoreSize
-from router.streams.client import RequestTimeline
+from router.stored import StoreSize
 
 ENGINE = "router"
 PER_TOKEN_SECONDS = (0.0005, *SECONDS)
@@ -112,7 +110,7 @@ class RouterMetrics:
         self.batches = BatchMetrics(self.registry, self._labels)
 
     def _add_access(self) -> None:
-        """The counters of `router.auth`: keys and their limits, the audit log, files that are read again."""
+        """The counters of `router.access`: keys and their limits, the audit log, files that are read again."""
         self._key_requests = self._labelled(
             "diptych_key_requests",
             "Requests that want a key, by its name and status; the name is empty for a wrong key",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from common.observe.families import Families
-from router.planner.loop import Outlook
+from common.observe import Families
+from router.planner import Outlook
 
 
 class PlanCollector(Collector):

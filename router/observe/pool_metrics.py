@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from common.observe.families import Families
-from router.discovery.status import DiscoveryStatus
-from router.dispatch.dispatcher import Dispatcher
+from common.observe import Families
+from router.dispatch import Dispatcher
+from router.fleet import DiscoveryStatus
 from router.observe.slo import SLOWindow
 
 

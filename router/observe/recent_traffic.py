@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.observe.recent_quantile import RecentQuantile, quantiles_of
-from common.observe.sliding_window import SlidingWindow
+from common.observe import RecentQuantile, SlidingWindow, quantiles_of
 from router.observe.request_record import ChoiceRecord, RequestRecord
 
 RATE_S = 10

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from common.config.request_class import DEFAULT
+from common.config import DEFAULT
 from common.errors import RequestError
-from common.wire.sampling_params import SamplingParams
-from router.streams.client import RequestTimeline
+from common.wire import SamplingParams
+from router.dispatch import RequestTimeline
 
 
 class ChoiceRecord(msgspec.Struct, frozen=True):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from common.config.request_class import DEFAULT, RequestClass
-from common.observe.sliding_window import SlidingWindow
+from common.config import DEFAULT, RequestClass
+from common.observe import SlidingWindow
 
 GOALS_WINDOW_S, NUM_SLOTS = 60.0, 12
 """Of the share of requests within goals, and the slots that it moves by."""

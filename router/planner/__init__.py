@@ -1,1 +1,7 @@
 """How many workers each pool should have: from the offered load and the goals, by predicted waiting."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -14,10 +14,9 @@ from typing import TypeVar
 
 import msgspec
 
-from common.cluster.api import KubernetesClient, KubernetesError
-from common.cluster.lease import Lease
+from common.cluster import KubernetesClient, KubernetesError, Lease
 from common.config import RouterConfig
-from common.wire.message_fields import Role
+from common.wire import Role
 
 S = TypeVar("S", bound=msgspec.Struct)
 log = logging.getLogger(__name__)

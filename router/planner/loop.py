@@ -15,17 +15,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from common.config import RouterConfig
-from common.machine.owned_task import OwnedTask
-from common.observe.logging import REMIND_S
-from common.wire.message_fields import Role
-from router.fleet.worker import Worker
-from router.planner.load.load import OfferedLoad
-from router.planner.load.window import LoadWindow
+from common.machine import OwnedTask
+from common.observe import REMIND_S
+from common.wire import Role
+from router.fleet import Worker
+from router.planner.budget import Budget
+from router.planner.load_window import LoadWindow
+from router.planner.offered_load import OfferedLoad
 from router.planner.planner import ASSUMED_START_S, Plan, Planner
+from router.planner.pool import Bounds, Fleet, Goals
 from router.planner.pool_observer import PoolObserver
 from router.planner.scaler import Scaler
-from router.planner.sizing.budget import Budget
-from router.planner.sizing.pool import Bounds, Fleet, Goals
 from router.planner.start_times import StartTimes
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.wire.message_fields import Role
-from router.planner.load.load import OfferedLoad
-from router.planner.sizing.budget import Ask, Budget
-from router.planner.sizing.pool import Bounds, Fleet, Goals, PoolState
-from router.planner.sizing.sizing import Need, Prediction, parts, predict, size
+from common.wire import Role
+from router.planner.budget import Ask, Budget
+from router.planner.offered_load import OfferedLoad
+from router.planner.pool import Bounds, Fleet, Goals, PoolState
+from router.planner.sizing import Need, Prediction, parts, predict, size
 
 KEEP_MARGIN = 1.1
 """A pool shrinks only to what holds this many times the load."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
-from common.latency.step_model import StepModel
-from common.observe.ewma import Ewma
-from common.wire.message_fields import Role
-from router.fleet.worker import Worker, WorkerState
-from router.planner.sizing.pool import PoolState, WorkerKind
-from router.policy.forecast import step_tokens
+from common.latency import StepModel
+from common.observe import Ewma
+from common.wire import Role
+from router.fleet import Worker, WorkerState
+from router.planner.pool import PoolState, WorkerKind
+from router.policy import step_tokens
 
 LOST_S = 60.0
 """A worker that has been silent for longer is gone."""

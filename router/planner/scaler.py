@@ -2,7 +2,7 @@
 
 gauges for an autoscaler     `diptych_pool_wanted_workers`: no scaler here, KEDA or an HPA reads them
 Kubernetes                   the router sets the replicas of Deployments (`kubernetes_scaler.py`)
-one machine                  `diptych serve --autoscale` reads the gauges (`router/local/pools.py`)
+one machine                  `diptych serve --autoscale` reads the gauges (`router/cli/serve/pools.py`)
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from common.wire.message_fields import Role
+from common.wire import Role
 
 
 class Scaler(Protocol):

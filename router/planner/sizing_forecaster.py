@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from common.config import RouterConfig
-from common.wire.message_fields import ROLES, Role
-from router.fleet.worker import Worker
-from router.planner.load.load import OfferedLoad
-from router.planner.load.recent import RecentLoad
+from common.wire import ROLES, Role
+from router.fleet import Worker
+from router.planner.forecast import packed_s
 from router.planner.loop import goals_of
+from router.planner.offered_load import OfferedLoad
 from router.planner.planner import lost
+from router.planner.pool import Fleet, PoolState
 from router.planner.pool_observer import PoolObserver
-from router.planner.sizing.forecast import packed_s
-from router.planner.sizing.pool import Fleet, PoolState
-from router.planner.sizing.split import Splits, UnderWay
-from router.policy.forecast import queued_s, rows_of
-from router.policy.split import SplitForecast
+from router.planner.recent_load import RecentLoad
+from router.planner.split import Splits, UnderWay
+from router.policy import SplitForecast, queued_s, rows_of
 
 LEAST_HORIZON_S = 10.0
 """What the next seconds bring counts: at least so many, and until the next change is allowed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from common.wire.message_fields import ROLES, Role
+from common.wire import ROLES, Role
 
 NUM_REMEMBERED = 8
 """Starts of a role. The longest of them is expected of the next one."""

@@ -9,3 +9,9 @@ token_counters     whose turn it is
 balance            which answer moves
 roles, split       which worker changes its role
 """
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

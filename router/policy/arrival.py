@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from common.latency.step_model import StepShape
-from router.fleet.worker import Worker
+from common.latency import StepShape
+from router.fleet import Worker
 from router.policy.forecast import model_of, places_of
 
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from common.latency.step_model import StepShape
-from router.fleet.worker import Worker
+from common.latency import StepShape
+from router.fleet import Worker
 from router.policy.forecast import terms_of, transfer_s
 
 HORIZON_S = 3.0

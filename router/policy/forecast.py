@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-from common.latency.link_model import LinkModel
-from common.latency.step_model import NOTHING, StepModel, StepShape
-from common.wire.message_fields import MAX_PRIORITY
+from common.latency import NOTHING, LinkModel, StepModel, StepShape
+from common.wire import MAX_PRIORITY
 from common.wire.messages import WorkerHeartbeat
-from router.fleet.worker import Worker
+from router.fleet import Worker
 from router.policy.request_shape import RequestShape
 from router.policy.turn import turn_s
 

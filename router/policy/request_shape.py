@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from common.latency.step_model import StepShape
-from router.fleet.worker import Worker
+from common.latency import StepShape
+from router.fleet import Worker
 from router.policy.fetch import Fetch
 
 NO_HITS: Mapping[str, int] = MappingProxyType({})

@@ -20,11 +20,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.latency.step_model import StepShape
-from common.observe.ewma import Ewma
-from common.wire.message_fields import Role
-from common.worker.scaling import KV_TARGET
-from router.fleet.worker import Worker
+from common.cluster import KV_TARGET
+from common.latency import StepShape
+from common.observe import Ewma
+from common.wire import Role
+from router.fleet import Worker
 from router.policy.forecast import model_of, queued_s, rows_of, terms_of, transfer_s, wait_s
 from router.policy.split import SplitForecast
 

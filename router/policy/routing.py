@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.latency.step_model import StepModel
-from router.fleet.worker import Worker, by_fingerprint
+from common.latency import StepModel
+from router.fleet import Worker, by_fingerprint
 from router.policy.forecast import (
     Forecast,
     Terms,

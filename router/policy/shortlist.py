@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from random import Random
 
-from common.kv.window import Window
-from common.wire.message_fields import ROLES, Role
-from router.fleet.prefix_index import PrefixHits, PrefixIndex
-from router.fleet.registry import WorkerRegistry
-from router.fleet.worker import Worker
+from common.blocks import Window
+from common.wire import ROLES, Role
+from router.fleet import PrefixHits, PrefixIndex, Worker, WorkerRegistry
 from router.policy.routing import RoutingPolicy
 
 FEW = 32

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.fleet.worker import Worker
+from router.fleet import Worker
 
 
 @dataclass(frozen=True, slots=True)

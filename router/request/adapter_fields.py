@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from common.config.worker import ADAPTER_NAME
+from common.config import ADAPTER_NAME
 from router.request.extensions import Fields
 
 AdapterName = Annotated[str, StringConstraints(pattern=rf"^{ADAPTER_NAME}$")]

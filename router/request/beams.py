@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from common.errors import InvalidRequest
-from common.wire.sampling_params import MAX_LOGIT_BIAS
+from common.wire import MAX_LOGIT_BIAS
 from router.request.extensions import Extensions
 
 CHANGES_SCORES: Mapping[str, object] = {

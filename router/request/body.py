@@ -22,7 +22,7 @@ from starlette.requests import Request
 from common.errors import InvalidRequest, Unavailable
 from router.request.content_encoding import decoded, encoding_of
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType, invalid_field
-from router.text.json_values import MAX_NUMBERS, VALUE_BYTES, ValueCounter
+from router.text import MAX_NUMBERS, VALUE_BYTES, ValueCounter
 
 M = TypeVar("M", bound=BaseModel)
 

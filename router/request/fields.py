@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 
 from common.errors import InvalidRequest
-from common.wire.sampling_params import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS
+from common.wire import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS
 from router.request.beams import check_beams
 from router.request.extensions import Extensions, Fields, GrammarText, JsonSchema, StopText, TokenId
 from router.request.refused import Only, Refused
-from router.text.calls.function import Function
+from router.text.calls import Function
 
 MAX_STOPS, MAX_CHOICES, MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 64, 128, 1024, 10_000, 1024
 """Entries of one request's lists: `--max-body-bytes` bounds its size, these the work that its bytes ask for."""

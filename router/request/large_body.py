@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from common.errors import ContextLengthExceeded, InvalidRequest
 from router.request.body import LARGE_BYTES, BodyLease, validated
-from router.text.json_values import ValueCounter
+from router.text import ValueCounter
 
 M = TypeVar("M", bound=BaseModel)
 Result = TypeVar("Result")

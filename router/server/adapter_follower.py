@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
 
 from common.errors import ModelNotFound, RequestError, Unavailable
-from common.machine.owned_task import OwnedTask
-from router.dispatch.adapter_orders import Superseded
-from router.fleet.adapters import Outcome
-from router.models.adapters_file import AdapterEntry
+from common.machine import OwnedTask
+from router.dispatch import Superseded
+from router.fleet import Outcome
+from router.models import AdapterEntry
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0

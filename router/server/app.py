@@ -16,41 +16,27 @@ from starlette.types import Receive, Scope, Send
 from common import __version__
 from common.config import RouterConfig
 from common.errors import RequestError
-from common.model_files.files import ModelFiles
-from router.api.adapter_routes import adapter_routes
-from router.api.anthropic.answers import AnthropicErrorBody
-from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
-from router.api.batch_routes import batch_routes
-from router.api.batches.fields import NewBatch
-from router.api.batches.kept import KeptBatches
-from router.api.embedding_routes import embedding_routes
-from router.api.embeddings.fields import EmbeddingRequest, RerankRequest, ScoreRequest
-from router.api.file_routes import file_routes
-from router.api.generate import generate_routes
-from router.api.info import model_routes, probe_routes, token_routes
-from router.api.openai.answers import ErrorBody
-from router.api.openapi import install_openapi
-from router.api.responses.fields import ResponsesRequest
-from router.api.responses.kept import KeptResponses
-from router.api.responses_routes import response_routes
-from router.auth.gate import Gate
-from router.generation.choices.tracing import Tracing
-from router.generation.service import Service, ServingClient
-from router.observe.metrics import RouterMetrics
-from router.request.adapter_fields import LoadAdapterRequest, UnloadAdapterRequest
+from common.model_files import ModelFiles
+from router.access import Gate
+from router.api import adapter_routes, generate_routes, install_openapi, model_routes, probe_routes, token_routes
+from router.api.anthropic import AnthropicErrorBody, CountTokensRequest, MessagesRequest
+from router.api.batches import KeptBatches, NewBatch, batch_routes, file_routes
+from router.api.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest, embedding_routes
+from router.api.openai import ErrorBody
+from router.api.responses import KeptResponses, ResponsesRequest, response_routes
+from router.generation import Service, ServingClient, Tracing
+from router.observe import RouterMetrics
+from router.request import GENERATING, LoadAdapterRequest, UnloadAdapterRequest
 from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.request.paths import GENERATING
 from router.server.entrance import generates
 from router.server.front import Front
-from router.siblings.part import RouterPart
-from router.siblings.usage import SharedUsage
-from router.store.database import IN_MEMORY
-from router.store.location import file_store_of, store_of
-from router.text.text_pipeline import TextPipeline
+from router.siblings import RouterPart, SharedUsage
+from router.stored import IN_MEMORY, file_store_of, store_of
+from router.text import TextPipeline
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
-    from router.siblings.siblings import Siblings
+    from router.siblings import Siblings
 
 MAX_SHOWN_PATH = 200
 """Characters of a path that an error repeats."""
@@ -115,7 +101,7 @@ def build_app(
 
 def siblings_of(part: RouterPart, metrics: RouterMetrics) -> Siblings:
     """The other processes of a router."""
-    from router.siblings.siblings import Siblings
+    from router.siblings import Siblings
 
     return Siblings(part, metrics.render)
 

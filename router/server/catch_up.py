@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from router.api.inner import ABLE
-from router.generation.service import Service
+from router.api import ABLE
+from router.generation import Service
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
-    from router.siblings.siblings import Siblings
+    from router.siblings import Siblings
 
 log = logging.getLogger(__name__)
 

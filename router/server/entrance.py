@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 
 from common.errors import RequestError
-from router.auth.class_choice import HEADER, caller_of
-from router.auth.visit import Visit
-from router.generation.service import Service
-from router.request.paths import COMPLETION_PATH, GENERATING, POOLING
+from router.access import HEADER, Visit, caller_of
+from router.generation import Service
+from router.request import COMPLETION_PATH, GENERATING, POOLING
 
 MANY_PROMPTS = POOLING | {COMPLETION_PATH}
 MAX_OTHER_BYTES, MAX_TOKEN_BYTES = 64 * 1024, 128

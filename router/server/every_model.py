@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from common.errors import ModelNotFound
-from router.admission.load import ClassLoad, DispatchLoad
-from router.generation.service import ServingClient
-from router.streams.client import ANYONE, Caller, GenerationRequest, TokenEvent
+from router.dispatch import ANYONE, Caller, ClassLoad, DispatchLoad, GenerationRequest, TokenEvent
+from router.generation import ServingClient
 
 K = TypeVar("K")
 

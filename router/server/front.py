@@ -11,9 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import InternalError, RequestError
-from router.auth.visit import Visit
-from router.auth.web_pages import check_web_page
-from router.generation.service import Service
+from router.access import Visit, check_web_page
+from router.generation import Service
 from router.request.errors import CLIENT_CLOSED, error_response
 from router.server.entrance import check_entrance, generates
 

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
-    from router.siblings.siblings import Siblings
+    from router.siblings import Siblings
 
 UVICORN_CLOSE_S = 1
 """How long uvicorn waits for connections that are left, at either door, after the drain."""

@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from common.config import RouterConfig
-from common.model_files.files import ModelFiles
-from common.model_files.task import served_task
-from router.dispatch.adapter_orders import AdapterOrders
-from router.dispatch.dispatcher import Dispatcher
-from router.generation.service import ServingClient
-from router.observe.measured_client import MeasuredClient
-from router.observe.metrics import ENGINE, RouterMetrics
-from router.observe.plan_metrics import PlanCollector
-from router.observe.pool_metrics import PoolCollector
-from router.observe.slo import SLOWindow
-from router.planner.load.window import LoadWindow
-from router.planner.loop import Outlook, PlanLoop, scaler_of
-from router.planner.sizing.budget import Budget
-from router.planner.sizing_forecaster import SizingForecaster
-from router.policy.routing import RoutingPolicy
-from router.text.text_pipeline import TextPipeline
-from router.text.text_threads import TextThreads
+from common.model_files import ModelFiles, served_task
+from router.dispatch import AdapterOrders, Dispatcher
+from router.generation import ServingClient
+from router.observe import ENGINE, MeasuredClient, PlanCollector, PoolCollector, RouterMetrics, SLOWindow
+from router.planner import Budget, LoadWindow, Outlook, PlanLoop, SizingForecaster, scaler_of
+from router.policy import RoutingPolicy
+from router.text import TextPipeline, TextThreads
 
 
 class ServedModel:

@@ -20,16 +20,13 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from common.config import RouterConfig
-from common.config.worker import is_loopback
-from common.wire import listening
-from common.wire.listening import CLIENTS_BACKLOG
-from router.api.batches.kept import KeptBatches
-from router.api.inner import inner_app
-from router.api.responses.kept import KeptResponses
-from router.fleet.fleet import MAX_DISCOVERED
-from router.generation.exchange import SEND_GRACE_S
-from router.generation.service import Service
+from common.config import RouterConfig, is_loopback
+from common.wire import CLIENTS_BACKLOG, listening
+from router.api import inner_app
+from router.api.batches import KeptBatches
+from router.api.responses import KeptResponses
+from router.fleet import MAX_DISCOVERED
+from router.generation import SEND_GRACE_S, Service
 from router.server.catch_up import POLL_S, catch_up
 from router.server.handshakes import Handshakes
 from router.server.http_connection import HTTPBounds, HTTPConnection

@@ -15,29 +15,28 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.errors import ConfigError
-from common.model_files.files import ModelFiles
-from common.model_files.resolve import resolve_model
-from router.fleet.census import ModelCensus
-from router.generation.adapters import ServedAdapters
-from router.generation.choices.tracing import Tracing
-from router.generation.models import Models
-from router.generation.service import Service, ServingClient
-from router.models.adapters_file import LORA_FIELD
-from router.models.adapters_source import AdaptersSource
-from router.models.catalog import MODELS_FIELD, Catalog
-from router.models.model_settings import check_planned, same_model, settings_of
-from router.models.models_source import ModelsSource
-from router.observe.metrics import ENGINE, RouterMetrics
-from router.observe.pool_metrics import DiscoveryCollector
-from router.planner.loop import Outlook, budget_of
-from router.policy.routing import RoutingPolicy
+from common.model_files import ModelFiles, resolve_model
+from router.fleet import ModelCensus
+from router.generation import Models, ServedAdapters, Service, ServingClient, Tracing
+from router.models import (
+    LORA_FIELD,
+    MODELS_FIELD,
+    AdaptersSource,
+    Catalog,
+    ModelsSource,
+    check_planned,
+    same_model,
+    settings_of,
+)
+from router.observe import ENGINE, DiscoveryCollector, RouterMetrics
+from router.planner import Outlook, budget_of
+from router.policy import RoutingPolicy
 from router.server.adapter_follower import AdapterFollower
 from router.server.app import build_app
 from router.server.every_model import EveryModel
 from router.server.served_model import ServedModel
-from router.siblings.part import RouterPart
-from router.text.text_pipeline import TextPipeline
-from router.text.text_threads import MAX_PENDING, TextThreads
+from router.siblings import RouterPart
+from router.text import MAX_PENDING, TextPipeline, TextThreads
 
 NO_MODEL = ""
 """The name of a model in metrics of what belongs to none: connections, keys, requests that were refused unread."""

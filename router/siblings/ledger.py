@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from common.observe.logging import REMIND_S
+from common.observe import REMIND_S
 from router.siblings.exposition import counters, merged
 from router.siblings.part import RouterPart
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
-from common.model_files.template import ChatTemplate
+from common.model_files import ChatTemplate
 from router.text.calls.dialect import Dialect, dialect_of
 from router.text.calls.function import Function
 from router.text.conversation import in_content_forms, template_messages

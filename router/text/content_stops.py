@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from router.text.answer.part import Part, TextPart
 from router.text.calls.scanner import CallScanner
+from router.text.part import Part, TextPart
 from router.text.stop_strings import StopScanner
 from router.text.thinking import ThinkingScanner
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.model_files.tokenizer import Tokenizer
+from common.model_files import Tokenizer
 from router.text.joiner import ByteJoiner, ContextJoiner, RunJoiner
 from router.text.token_table import Joining, TokenTable, token_table
 

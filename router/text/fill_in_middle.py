@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.model_files.tokenizer import Tokenizer
+from common.model_files import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

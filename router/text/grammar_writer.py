@@ -15,8 +15,8 @@ from typing import Any, Self, TypeAlias
 
 import msgspec
 
-from common.grammar.compiler import main
-from router.text.answer.grammar import bounded, choice_grammar, free_grammar, json_grammar, regex_grammar
+from common.grammar import main
+from router.text.answer_grammar import bounded, choice_grammar, free_grammar, json_grammar, regex_grammar
 from router.text.calls.dialect import FORMS, RENDERED
 from router.text.calls.form import CallForm, Spell, Wanted
 from router.text.calls.function import Function

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 
-from common.model_files.tokenizer import Tokenizer
+from common.model_files import Tokenizer
 from router.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from common.errors import InvalidRequest
-from common.model_files.tokenizer import Tokenizer
+from common.model_files import Tokenizer
 
 MIN_CHARS = 64
 """A shorter head is tokenised as quickly as it is found."""

@@ -18,8 +18,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from common.model_files.tokenizer import Tokenizer
-from common.wire.message_fields import TOKEN_BYTES
+from common.model_files import Tokenizer
+from common.wire import TOKEN_BYTES
 from router.text.known_heads import KnownHeads
 
 MIN_BYTES = 4096

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from common.errors import ContextLengthExceeded, InvalidRequest
-from common.grammar.checks import GrammarChecks
-from common.model_files.files import ModelFiles
-from common.model_files.template import ChatTemplate
-from common.model_files.tokenizer import Tokenizer
-from common.wire.sampling_params import BadWord
-from router.text.answer.grammar import literal, without_place
+from common.grammar import GrammarChecks
+from common.model_files import ChatTemplate, ModelFiles, Tokenizer
+from common.wire import BadWord
+from router.text.answer_grammar import literal, without_place
 from router.text.calls.dialect import Dialect
 from router.text.calls.function import Function
 from router.text.chat_prompt import chat_prompt

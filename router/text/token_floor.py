@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from common.model_files.tokenizer import Tokenizer
+from common.model_files import Tokenizer
 
 NFC_SHRINKS = 4  # composing shortens UTF-8 at most threefold (three jamo to one syllable)
 LOSSLESS_SPLITS = frozenset(("ByteLevel", "Digits", "Metaspace"))

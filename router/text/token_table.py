@@ -6,7 +6,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
-from common.model_files.tokenizer import BYTE_TOKEN, Tokenizer
+from common.model_files import BYTE_TOKEN, Tokenizer
 
 TABLES_KEPT = 4
 """One for each tokenizer: a router serves few models."""

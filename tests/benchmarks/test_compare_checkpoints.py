@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.compare.checkpoints import BLOCK, FORMATS
-from common.model.quantised_safetensors import QuantisedSafetensors
-from common.weight_formats.quantization_config import CheckpointLayout, QuantizationConfig
+from common.engine.weights.formats.quantization_config import CheckpointLayout, QuantizationConfig
+from common.engine.weights.quantised_safetensors import QuantisedSafetensors
 
 LAYOUTS = {
     "GPTQ": QuantizationConfig(CheckpointLayout.GPTQ, zero_shift=1),

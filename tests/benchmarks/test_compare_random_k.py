@@ -14,12 +14,12 @@ from benchmarks.compare.formats import random_k
 from benchmarks.compare.formats.files import bits_a_weight, stored_tensors
 from benchmarks.compare.formats.random_k import Shape, random_file
 from benchmarks.compare.peer import PeerError
-from common.gguf_format.metadata import read_gguf_head
-from common.model.load import load_model
+from common.engine.models.load import load_model
 from common.model_files.files import ModelFiles
+from common.model_files.gguf.metadata import read_gguf_head
 from common.model_files.resolve import resolve_model
 
-from ..common.model.gguf_checkpoint import write_gguf
+from ..common.engine.models.gguf_checkpoint import write_gguf
 
 SMALL = Shape(hidden=256, inner=512, layers=2, heads=4, kv_heads=2, head_dim=64)
 

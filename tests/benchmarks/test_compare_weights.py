@@ -20,10 +20,10 @@ from benchmarks.compare.weights import (
     write_gguf,
     written_once,
 )
-from common.gguf_format.metadata import read_gguf_head
-from common.gguf_format.tensors import GGUFFile
-from common.model.load import load_model
+from common.engine.models.load import load_model
 from common.model_files.files import ModelFiles
+from common.model_files.gguf.metadata import read_gguf_head
+from common.model_files.gguf.tensors import GGUFFile
 from common.model_files.resolve import resolve_model
 
 MATRIX, NORM = "blk.0.ffn_up.weight", "blk.0.ffn_norm.weight"

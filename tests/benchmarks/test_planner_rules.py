@@ -8,8 +8,8 @@ from benchmarks.planner.loads import BOUNDS, GOALS, KINDS
 from benchmarks.planner.rules import Clairvoyant, Interpolating, Saturation, Seeing
 from benchmarks.planner.world import Request, Seen
 from common.latency.step_model import StepShape
-from router.planner.load.load import SampledRequest
-from router.planner.sizing.pool import Fleet, PoolState
+from router.planner.offered_load import SampledRequest
+from router.planner.pool import Fleet, PoolState
 
 SHAPE = SampledRequest(2000, 0, 101)
 MODEL = KINDS["decode"].model

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from common import __version__
-from common.cli import COMMANDS, main
+from router.cli.main import COMMANDS, main
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +37,7 @@ def test_every_command_is_a_module(command: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_needs_no_torch(command: str) -> None:
     program = (
-        "import sys, common.cli as cli\n"
+        "import sys, router.cli.main as cli\n"
         "try:\n"
         f"    cli.main([{command!r}, '--help'])\n"
         "except SystemExit as end:\n"
@@ -54,7 +54,9 @@ def test_help_of_a_command_needs_no_torch(command: str) -> None:
     [("plan", "rich", "bench"), ("simulate", "rich", "bench"), ("top", "rich", "router")],
 )
 def test_a_command_without_its_packages_says_what_brings_them(command: str, hidden: str, extra: str) -> None:
-    program = f"import sys; sys.modules[{hidden!r}] = None; import common.cli as cli; sys.exit(cli.main([{command!r}]))"
+    program = (
+        f"import sys; sys.modules[{hidden!r}] = None; import router.cli.main as cli; sys.exit(cli.main([{command!r}]))"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith(f"diptych {command} needs the package {hidden}")

@@ -12,22 +12,24 @@ import numpy as np
 import pytest
 import zmq
 
+from common.engine.kv.block_pool import BlockPool
+from common.engine.kv.cache import KVCache
+from common.engine.kv.checksums import checksum
+from common.engine.kv.quantised_staging import quantised_incoming
+from common.engine.kv.shared_memory import SharedMemory
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.decoder import Decoder
+from common.engine.run.runner import ModelRunner
+from common.engine.sampling.sampler import Sampler
+from common.engine.sequences.parts import EngineParts
+from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer.receiver import KVReceiver
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.shipping import Shipping
+from common.engine.worker.engine import EngineConfig, RouterLost
+from common.engine.worker.metrics import WorkerMetrics
 from common.grammar.grammars import Grammars
-from common.kv.block_pool import BlockPool
-from common.kv.cache import KVCache
-from common.kv.checksum import checksum
-from common.kv.quantised_staging import quantised_incoming
-from common.kv.shared_memory import SharedMemory
-from common.model.batch import SequenceChunk
-from common.model.decoder import Decoder
 from common.model_files.resolve import resolve_model
-from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler
-from common.sequences.parts import EngineParts
-from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.receiver import KVReceiver
-from common.transfer.sender import KVSender
-from common.transfer.shipping import Shipping
 from common.wire.codec import decode, encode
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
@@ -46,8 +48,6 @@ from common.wire.messages import (
     TokenDelta,
 )
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
-from common.worker.engine import EngineConfig, RouterLost
-from common.worker.metrics import WorkerMetrics
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.pipeline import DecodeModel, Launcher
@@ -182,7 +182,7 @@ def _name(event: TransferOpened | TransferCompleted | TransferFailed) -> str:
 @pytest.fixture(autouse=True)
 def an_idle_engine_waits_but_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for its next command keeps the others of its test from their turns."""
-    monkeypatch.setattr("common.worker.engine.IDLE_WAIT_S", 0.001)
+    monkeypatch.setattr("common.engine.worker.engine.IDLE_WAIT_S", 0.001)
 
 
 @pytest.fixture

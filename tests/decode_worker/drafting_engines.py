@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from common.draft_heads.drafting_model import DraftingModel
-from common.draft_heads.load import load_drafting_model
-from common.kv.cache import KVCache
-from common.model.decoder import Decoder
-from common.model.load import load_model
+from common.engine.kv.cache import KVCache
+from common.engine.models.decoder import Decoder
+from common.engine.models.draft_heads.drafting_model import DraftingModel
+from common.engine.models.draft_heads.load import load_drafting_model
+from common.engine.models.load import load_model
+from common.engine.run.runner import ModelRunner
+from common.engine.run.step_thread import StepThread
+from common.engine.sampling.sampler import Sampler
+from common.engine.sequences.hidden_states import HiddenPlaces
 from common.model_files.resolve import resolve_model
-from common.runner.runner import ModelRunner
-from common.runner.step_thread import StepThread
-from common.sampling.sampler import Sampler
-from common.sequences.hidden_places import HiddenPlaces
 from common.wire.sampling_params import BadWord, ThinkingBudget
 from decode_worker import speculation
 from decode_worker.drafting import row_costs

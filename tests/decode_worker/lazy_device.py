@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.model.batch import SequenceChunk
-from common.runner.runner import ModelRunner
-from common.runner.step_thread import rows_of
-from common.sampling.sampler import PreparedRows, Sampler, SamplingRow
+from common.engine.models.batch import SequenceChunk
+from common.engine.run.runner import ModelRunner
+from common.engine.run.step_thread import rows_of
+from common.engine.sampling.sampler import PreparedRows, Sampler, SamplingRow
 from common.wire.sampling_params import SampledToken
 
 from ..seated import SeatedDevice, SeatedStep

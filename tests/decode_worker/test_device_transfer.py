@@ -11,21 +11,21 @@ import pytest
 import torch
 import zmq
 
-from common.device_memory.driver import driver
-from common.device_memory.memory import ImportedMemory
-from common.kv.cache import KVCache
-from common.kv.copy_stream import CopyStream
-from common.kv.device_copies import DeviceReads, DeviceSums, OfferedDevice
-from common.kv.shared_memory import NotShared
-from common.kv.staging import StagedIncoming, StagedOutgoing
+from common.engine.kv.cache import KVCache
+from common.engine.kv.copy_stream import CopyStream
+from common.engine.kv.cuda_driver import driver
+from common.engine.kv.device_copies import DeviceReads, DeviceSums, OfferedDevice
+from common.engine.kv.device_memory import ImportedMemory
+from common.engine.kv.shared_memory import NotShared
+from common.engine.kv.staging import StagedIncoming, StagedOutgoing
+from common.engine.transfer import peer_memories
+from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer.outgoing import TransferEnded
+from common.engine.transfer.receiver import KVReceiver
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.shipping import Shipping
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
-from common.transfer import peer_memories
-from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import KVReceiver
-from common.transfer.sender import KVSender
-from common.transfer.shipping import Shipping
 from common.wire.messages import KVDone, KVGrant, KVTarget
 from kernels import block_sums
 

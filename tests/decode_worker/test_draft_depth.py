@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.sequences.token_goal import TokenGoal
+from common.engine.sequences.token_goal import TokenGoal
 from decode_worker.drafting.draft_depth import StepSize, best_depth
 from decode_worker.drafting.draft_tokens import MODEL_AT_FIRST, DraftTally, HitRates, of_model
 from decode_worker.drafting.row_costs import RowCosts

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from common.model.batch import SequenceChunk
-from common.model.decoder import Decoder
-from common.model.load import load_model
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.decoder import Decoder
+from common.engine.models.load import load_model
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
 from common.wire.messages import AbortRequest, ResetPrefixCache

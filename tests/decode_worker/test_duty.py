@@ -12,20 +12,20 @@ import zmq
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.config.decode_worker import SEQ_TOKENS
-from common.device_memory.driver import driver
+from common.engine.kv.cuda_driver import driver
+from common.engine.models.batch import SequenceChunk
+from common.engine.run.loaded import LoadedModel
+from common.engine.worker.duty import DutyOffer, WorkerParts
+from common.engine.worker.engine import EngineStatus
+from common.engine.worker.metrics import WorkerMetrics
+from common.engine.worker.vitals import WorkerIdentity
 from common.errors import ConfigError, ModelError
 from common.grammar.grammars import Grammars
-from common.model.batch import SequenceChunk
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
-from common.runner.loaded import LoadedModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest, Message, PrefillRequest
 from common.wire.sampling_params import SamplingParams
-from common.worker.duty import DutyOffer, WorkerParts
-from common.worker.engine import EngineStatus
-from common.worker.metrics import WorkerMetrics
-from common.worker.vitals import WorkerIdentity
 from decode_worker.drafting.row_costs import RowCosts
 from decode_worker.duty import decode_offer
 from prefill_worker.duty import prefill_offer
@@ -170,7 +170,7 @@ def test_a_worker_refuses_a_transport_that_it_lacks(
 ) -> None:
     """Before it binds a socket, and long before it reads weights."""
     monkeypatch.setitem(sys.modules, "nixl", None)
-    monkeypatch.setattr("common.device_memory.driver.LIBRARY", "libcuda-of-nobody.so")
+    monkeypatch.setattr("common.engine.kv.cuda_driver.LIBRARY", "libcuda-of-nobody.so")
     driver.cache_clear()
     offer = decode_offer(config) if isinstance(config, DecodeWorkerConfig) else prefill_offer(config)
     identity = WorkerIdentity("w", offer.role, "decode", 1)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from common.engine.worker.engine import RequestReceived
 from common.wire.messages import AbortRequest, KVFailed, KVWait
-from common.worker.engine import RequestReceived
 from decode_worker import grants
 
 from ..engine_rig import prompt

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from common.kv.block_hash import block_hashes
-from common.transfer.outgoing import TransferEnded
+from common.blocks.block_hash import block_hashes
+from common.engine.transfer.outgoing import TransferEnded
+from common.engine.worker.engine import RouterLost
 from common.wire.messages import AbortRequest
-from common.worker.engine import RouterLost
 from decode_worker import handover
 from decode_worker.sequence import RequestStatus
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.runner.step_thread import StepThread
+from common.engine.run.step_thread import StepThread
 from common.wire.messages import AbortRequest
 from common.wire.sampling_params import BadWord
 from decode_worker.sequence import RequestStatus
@@ -161,7 +161,7 @@ def test_a_grammar_that_nobody_finds_time_for_moves_its_request(
 ) -> None:
     rig = make_engine(grammars=True, launcher=launcher)
     Compiler(rig.grammars)
-    monkeypatch.setattr("common.sequences.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("common.engine.sequences.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
     rig.ask(prompt(40), grammar=SLOW)
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures()
@@ -269,7 +269,9 @@ def test_masks_of_another_size_than_the_logits_fail_their_request_alone(
     assert rig.tokens("good") == rig.oracle(prompt(31), 30)
 
 
-@pytest.mark.parametrize("broken", ["common.sampling.sampler.token_mask", "common.sequences.rules.token_limits"])
+@pytest.mark.parametrize(
+    "broken", ["common.engine.sampling.sampler.token_mask", "common.engine.sequences.rules.token_limits"]
+)
 def test_parameters_that_raise_an_error_fail_their_request_alone(
     make_engine: Callable[..., Any], launcher: Any, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.kv.checksum import checksum
+from common.engine.kv.checksums import checksum
 from common.wire.messages import DecodeRequest, HandOver, KVBlocks, KVDone, KVFailed, Message
 
 from ..engine_rig import prompt

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from common.kv.block_hash import BlockHasher
-from common.kv.block_pool import BlockPool
+from common.blocks.block_hash import BlockHasher
+from common.engine.kv.block_pool import BlockPool
+from common.engine.sequences.step_budget import LEAST_BATCH, LEAST_CHUNK
+from common.engine.sequences.token_goal import TokenGoal
 from common.latency.step_fit import StepFit
 from common.latency.step_model import StepModel
-from common.sequences.step_budget import LEAST_BATCH, LEAST_CHUNK
-from common.sequences.token_goal import TokenGoal
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams

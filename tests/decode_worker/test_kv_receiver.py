@@ -12,10 +12,10 @@ import pytest
 import zmq
 from msgspec import structs
 
+from common.engine.transfer import receiver
+from common.engine.transfer.incoming import TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer.receiver import KVReceiver
 from common.errors import BlockError
-from common.transfer import receiver
-from common.transfer.incoming import TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.receiver import KVReceiver
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVWait
 
 from ..engine_rig import WAIT_S, wait

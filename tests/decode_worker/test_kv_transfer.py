@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.kv.shared_memory import SharedMemory
-from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.outgoing import TransferEnded
-from common.transfer.sender import KVSender
-from common.transfer.shipping import Shipping
+from common.engine.kv.shared_memory import SharedMemory
+from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer.outgoing import TransferEnded
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.shipping import Shipping
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
 from ..engine_rig import wait

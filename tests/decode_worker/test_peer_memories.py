@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import zmq
 
-from common.kv.shared_memory import SharedMemory
-from common.transfer import peer_memories
-from common.transfer.peer_memories import PeerMemories
+from common.engine.kv.shared_memory import SharedMemory
+from common.engine.transfer import peer_memories
+from common.engine.transfer.peer_memories import PeerMemories
 from common.wire.messages import KVOpen
 
 

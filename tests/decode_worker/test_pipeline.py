@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from common.kv.block_hash import block_hashes
-from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler
+from common.blocks.block_hash import block_hashes
+from common.engine.run.runner import ModelRunner
+from common.engine.sampling.sampler import Sampler
 from common.wire.messages import AbortRequest, KVGrant
 from common.wire.sampling_params import BadWord
 

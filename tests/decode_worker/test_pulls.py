@@ -21,7 +21,7 @@ FIRST = prompt(40)
 @pytest.fixture(autouse=True)
 def whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model computes a block in less time than a pull takes."""
-    monkeypatch.setattr("common.sequences.restores.WORTHWHILE", math.inf)
+    monkeypatch.setattr("common.engine.sequences.restores.WORTHWHILE", math.inf)
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.kv.cache import KVCache
-from common.kv.checksum import checksum
-from common.kv.copy_stream import CopyStream
-from common.kv.quantised_staging import QuantisedIncoming, QuantisedOutgoing, quantised_outgoing
+from common.engine.kv.cache import KVCache
+from common.engine.kv.checksums import checksum
+from common.engine.kv.copy_stream import CopyStream
+from common.engine.kv.quantised_staging import QuantisedIncoming, QuantisedOutgoing, quantised_outgoing
+from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer.outgoing import TransferEnded
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.shipping import Shipping
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
-from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.outgoing import TransferEnded
-from common.transfer.sender import KVSender
-from common.transfer.shipping import Shipping
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVTarget
 from kernels import gather_blocks, scatter_blocks
 

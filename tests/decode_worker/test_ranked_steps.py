@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from common.model.batch import SequenceChunk
-from common.ranks.processes import RankProcesses
-from common.ranks.runner import RankedGraphRunner
-from common.ranks.step_message import REPLAY, Numbers
-from common.runner.loaded import LoadedModel
-from common.runner.seats import FROM_HOST
-from common.runner.step_launcher import StepLauncher
+from common.engine.models.batch import SequenceChunk
+from common.engine.ranks.processes import RankProcesses
+from common.engine.ranks.runner import RankedGraphRunner
+from common.engine.ranks.step_message import REPLAY, Numbers
+from common.engine.run.loaded import LoadedModel
+from common.engine.run.seats import FROM_HOST
+from common.engine.run.step_launcher import StepLauncher
 
 from .. import engine_rig
 from ..rank_rig import recording_worker

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.transfer import peer_memories, remote_reads
-from common.transfer.frames import blocks_per_message
-from common.transfer.incoming import TransferCompleted, TransferFailed
-from common.transfer.nixl_agent import NixlError, ReadState, Region
-from common.transfer.remote_memory import OfferedMemory, RemoteMemory
-from common.transfer.remote_reads import MOST_OF_ONE, NUM_SLOTS, RemoteReads
+from common.engine.transfer import peer_memories, remote_reads
+from common.engine.transfer.frames import blocks_per_message
+from common.engine.transfer.incoming import TransferCompleted, TransferFailed
+from common.engine.transfer.nixl_agent import NixlError, ReadState, Region
+from common.engine.transfer.remote_memory import OfferedMemory, RemoteMemory
+from common.engine.transfer.remote_reads import MOST_OF_ONE, NUM_SLOTS, RemoteReads
 from common.wire.messages import KVAck, KVBlocks, KVFailed, KVTaken
 
 from ..engine_rig import wait

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import zmq
 
-from common.kv.shared_memory import SharedMemory
-from common.transfer import peer_memories
-from common.transfer.incoming import TransferCompleted, TransferFailed
-from common.transfer.peer_memories import PeerMemories
+from common.engine.kv.shared_memory import SharedMemory
+from common.engine.transfer import peer_memories
+from common.engine.transfer.incoming import TransferCompleted, TransferFailed
+from common.engine.transfer.peer_memories import PeerMemories
 from common.wire.messages import KVAck, KVFailed, KVOpen, KVTaken
 
 from ..late_stream import LateStream, reach_into

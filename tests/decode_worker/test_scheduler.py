@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
+from common.blocks.block_hash import BlockHasher
+from common.engine.kv.block_pool import BlockPool
 from common.errors import BlockError
-from common.kv.block_hash import BlockHasher
-from common.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.kv.block_hash import BlockHasher
-from common.kv.block_pool import BlockPool
+from common.blocks.block_hash import BlockHasher
+from common.engine.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest

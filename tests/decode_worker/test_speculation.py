@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.runner.runner import ModelRunner
-from common.runner.step_thread import StepThread
-from common.sampling.sampler import Sampler
+from common.engine.run.runner import ModelRunner
+from common.engine.run.step_thread import StepThread
+from common.engine.sampling.sampler import Sampler
 from common.wire.messages import AbortRequest, RequestFailed, TokenOutput
 from common.wire.sampling_params import BadWord, SampledToken, ThinkingBudget
 

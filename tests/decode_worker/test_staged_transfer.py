@@ -11,17 +11,17 @@ import pytest
 import torch
 import zmq
 
-from common.kv.block_ring import BlockRing
-from common.kv.cache import KVCache
-from common.kv.copy_stream import CopyStream
-from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
+from common.engine.kv.block_ring import BlockRing
+from common.engine.kv.cache import KVCache
+from common.engine.kv.copy_stream import CopyStream
+from common.engine.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
+from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer.outgoing import TransferEnded
+from common.engine.transfer.receiver import KVReceiver
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.shipping import Shipping
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
-from common.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.transfer.outgoing import TransferEnded
-from common.transfer.receiver import KVReceiver
-from common.transfer.sender import KVSender
-from common.transfer.shipping import Shipping
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
 NUM_BLOCKS = 40

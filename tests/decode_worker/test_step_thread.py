@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from common.engine.models.batch import ForwardBatch
+from common.engine.run.runner import ModelRunner
+from common.engine.run.step_thread import StepThread
+from common.engine.sampling.sampler import Sampler
 from common.machine.core_share import CoreShare
-from common.model.batch import ForwardBatch
-from common.runner.runner import ModelRunner
-from common.runner.step_thread import StepThread
-from common.sampling.sampler import Sampler
 from common.wire.messages import AbortRequest
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import

@@ -38,8 +38,8 @@ def test_a_next_turn_reads_the_answer_before_it(rig: Rig) -> None:
 
 
 def test_others_are_answered_while_one_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.sequences.restores.LEAST_WAIT_S", 60.0)
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.engine.sequences.restores.LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 60.0)
     rig.tiers.file.gate.clear()
     rig.ask(FIRST, "again")
     rig.until(lambda: rig.tiers.file.num_reads)

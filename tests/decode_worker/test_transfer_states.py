@@ -19,17 +19,19 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from common.kv.block_hash import block_hashes
-from common.kv.block_pool import BlockPool
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.model.load import load_model
+from common.blocks.block_hash import block_hashes
+from common.engine.kv.block_pool import BlockPool
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.load import load_model
+from common.engine.run.runner import ModelRunner
+from common.engine.sampling.sampler import Sampler
+from common.engine.transfer import shipping
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.shipping import Shipping
+from common.engine.worker.engine import EngineConfig, RequestReceived, RouterLost
+from common.engine.worker.metrics import WorkerMetrics
 from common.model_files.resolve import resolve_model
-from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler
-from common.transfer import shipping
-from common.transfer.sender import KVSender
-from common.transfer.shipping import Shipping
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
     AbortRequest,
@@ -43,8 +45,6 @@ from common.wire.messages import (
     TokenOutput,
 )
 from common.wire.sampling_params import SamplingParams
-from common.worker.engine import EngineConfig, RequestReceived, RouterLost
-from common.worker.metrics import WorkerMetrics
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.launcher import PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from common.kv.block_pool import BlockPool
-from common.kv.cache import KVCache
-from common.model.load import load_model
+from common.engine.kv.block_pool import BlockPool
+from common.engine.kv.cache import KVCache
+from common.engine.models.load import load_model
+from common.engine.run.runner import ModelRunner
+from common.engine.sampling.sampler import Sampler
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.shipping import Shipping
+from common.engine.worker.engine import EngineConfig, RequestReceived
+from common.engine.worker.metrics import WorkerMetrics
 from common.model_files.resolve import resolve_model
-from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler
-from common.transfer.sender import KVSender
-from common.transfer.shipping import Shipping
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
     AbortRequest,
@@ -29,8 +31,6 @@ from common.wire.messages import (
     TokenOutput,
 )
 from common.wire.sampling_params import SamplingParams
-from common.worker.engine import EngineConfig, RequestReceived
-from common.worker.metrics import WorkerMetrics
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.launcher import PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler

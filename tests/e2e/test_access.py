@@ -22,7 +22,7 @@ import pytest
 import trustme
 
 from benchmarks.stack import StackProcess, free_port
-from router.local.probe import ready_reason
+from router.cli.serve.probe import ready_reason
 
 from ..rig import MODEL, PROMPT, wait_until
 
@@ -271,7 +271,7 @@ def test_no_secret_is_told_to_anybody(guarded: Guarded) -> None:
 
 # ---------------------------------------------------------------- refusals to start
 
-# tests/router/auth has the others.
+# tests/router/access has the others.
 BAD_FLAGS = {
     "the wrong way round": (("--tls-cert", "tls.key", "--tls-key", "tls.crt"), "tls_cert='tls.key'"),
     "no keys": (("--api-key-file", "tls.crt"), "api_key_file='tls.crt'"),

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.worker.step_times import LONGEST_S
+from common.engine.worker.step_times import LONGEST_S
 
 from ..rig import faulty
 

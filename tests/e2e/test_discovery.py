@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stack import StackProcess
-from common.worker.pod_deletion_cost import ANNOTATION
+from common.engine.worker.pod_deletion_cost import ANNOTATION
 
 from .pods import NUM_TOKENS, PATIENCE_S, Load, Pods, answers, complete, get, until
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ..common.model.generation import transformers_model
+from ..common.engine.models.generation import transformers_model
 from ..draft_heads import certain_model, right_eagle, right_mtp, with_tokenizer
 from ..eagle3_heads import far_model, right_eagle3
 from .conftest import Oracle

@@ -11,8 +11,8 @@ import pytest
 
 from common.model_files.resolve import resolve_model
 
-from ..common.model.generation import random_checkpoint, transformers_model
-from ..common.model.test_llama import CASES as LLAMA_CASES
+from ..common.engine.models.generation import random_checkpoint, transformers_model
+from ..common.engine.models.test_llama import CASES as LLAMA_CASES
 from ..families import CASES as OTHER_CASES
 from .conftest import Oracle
 from .test_failures import SLOW_PREFILL, run_with
@@ -26,7 +26,7 @@ CASES = {
         *("mixtral-window", "qwen2-moe", "gpt-oss", "glm4-moe", "granite-moe", "deepseek-v3"),
     )
 }
-"""One of each kind of attention, norms, positions and experts: tests/common/model/test_families.py has every family.
+"""One of each kind of attention, norms, positions and experts: the tests of `common/engine/models` have every family.
 
 Llama itself and Mistral go through two pools in other files.
 """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from gguf.constants import GGMLQuantizationType
 
-from ..common.model.generation import random_checkpoint, transformers_model
-from ..common.model.gguf_checkpoint import GGUF_CASES, write_gguf
+from ..common.engine.models.generation import random_checkpoint, transformers_model
+from ..common.engine.models.gguf_checkpoint import GGUF_CASES, write_gguf
 from ..families import CASES
 from .conftest import Oracle
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from benchmarks.stack import Stack
-from router.auth.keys import digest_of
+from router.access.keys import digest_of
 
 from ..rig import wait_until
 from .test_router_processes import bearer, page, pids, told

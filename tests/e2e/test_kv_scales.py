@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from common.kv.cache import SMALL_DTYPES
-from common.model.decoder import Decoder
-from common.model.load import load_model
+from common.engine.kv.cache import SMALL_DTYPES
+from common.engine.models.decoder import Decoder
+from common.engine.models.load import load_model
 from common.model_files.resolve import resolve_model
 from common.wire.sampling_params import SamplingParams
 
-from ..common.weight_formats.kv_scaled import scale_tensors, scales_of_layers, with_kv_scales
+from ..common.engine.weights.formats.kv_scaled import scale_tensors, scales_of_layers, with_kv_scales
 from ..oracle import generate
 from ..rig import wait_until
 from .test_failures import ALL_REMOTE

@@ -10,7 +10,7 @@ import pytest
 
 from common.model_files.resolve import resolve_model
 
-from ..common.model.generation import load, random_checkpoint, transformers_model
+from ..common.engine.models.generation import load, random_checkpoint, transformers_model
 from ..families import CASES
 from .conftest import Oracle
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, random_order, run_with

@@ -13,15 +13,15 @@ import httpx
 import pytest
 import torch
 
-from common.adapters.bank import AdapterBank
-from common.adapters.places import AdapterPlaces
-from common.model.load import load_model
+from common.engine.adapters.bank import AdapterBank
+from common.engine.adapters.places import AdapterPlaces
+from common.engine.models.load import load_model
 from common.model_files.resolve import resolve_model
 
 from ..adapters import ATTENTION, make_adapter, merge
-from ..common.model.generation import transformers_model
-from ..common.model.test_lora import AdaptedPool
-from ..common.weight_formats.checkpoints import FORMATS, write_checkpoint
+from ..common.engine.models.generation import transformers_model
+from ..common.engine.models.test_lora import AdaptedPool
+from ..common.engine.weights.formats.checkpoints import FORMATS, write_checkpoint
 from ..rig import MODEL, wait_until
 from .conftest import Oracle
 

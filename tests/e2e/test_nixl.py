@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from common.engine.transfer.remote_reads import READ_S
 from common.model_files.cache_folder import locked
-from common.transfer.remote_reads import READ_S
 
 from .test_same_answer import LENGTHS, NUM_TOKENS, Case
 from .transports import (

@@ -17,14 +17,14 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 
-from common.model.decoder import Decoder
-from common.model.load import load_model
+from common.engine.models.decoder import Decoder
+from common.engine.models.load import load_model
 from common.model_files.resolve import resolve_model
 
-from ..common.model.generation import Pool, random_checkpoint, transformers_greedy, transformers_model
-from ..common.model.gguf_checkpoint import write_gguf
-from ..common.model.mxfp4_checkpoint import write_mxfp4
-from ..common.weight_formats.checkpoints import FORMATS, write_checkpoint
+from ..common.engine.models.generation import Pool, random_checkpoint, transformers_greedy, transformers_model
+from ..common.engine.models.gguf_checkpoint import write_gguf
+from ..common.engine.models.mxfp4_checkpoint import write_mxfp4
+from ..common.engine.weights.formats.checkpoints import FORMATS, write_checkpoint
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, run_with
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.slow]
@@ -37,7 +37,7 @@ KILLED_BLOCKS = 140
 """The longest prompt and its answer fill 119 of them, all four 308, so the worker that is left preempts."""
 LOOP_BLOCKS = 128
 LAYOUTS = ("gptq act order", "w8a8 by channel", "fp8 by block")
-"""One of each width of integers, and floats; tests/common/weight_formats has every layout."""
+"""One of each width of integers, and floats; tests/common/engine/weights/formats has every layout."""
 Q4_K, Q6_K = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")
 MIXES = {"q4_k_m": dict.fromkeys(MATRICES, Q4_K) | dict.fromkeys(("attn_v", "ffn_down", "output"), Q6_K)}

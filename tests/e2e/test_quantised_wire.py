@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.model.load import load_model
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.load import load_model
+from common.engine.run.runner import ModelRunner
 from common.model_files.resolve import resolve_model
-from common.runner.runner import ModelRunner
 from kernels import gather_blocks, scatter_blocks
 
 from ..rig import wait_until

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.stack import Stack, StackProcess
-from router.auth.keys import digest_of
+from router.access.keys import digest_of
 
 from ..rig import MODEL, wait_until
 

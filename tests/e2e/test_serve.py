@@ -31,7 +31,7 @@ class Served(Program):
     """One `diptych serve` in a process group of its own."""
 
     def __init__(
-        self, log: Path, *flags: str, program: Sequence[str] = ("-m", "router.local.serve"), wait: bool = True
+        self, log: Path, *flags: str, program: Sequence[str] = ("-m", "router.cli.serve.serve"), wait: bool = True
     ) -> None:
         super().__init__("serve", log, group=True)
         self.launch([sys.executable, "-P", *program, "--model", "tiny-random", "--port", "0", *flags])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ..common.ranks.rank_hosts import RankHostProcess, free_port
+from ..common.engine.ranks.rank_hosts import RankHostProcess, free_port
 from ..rig import System, make_stack, samples, wait_until
 from .test_handover import come_back, handovers, wait_for_streams
 from .test_tensor_parallel import ALL_REMOTE, GONE_S, LENGTHS, LONG, NUM_TOKENS, PATIENCE_S, is_running

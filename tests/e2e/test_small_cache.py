@@ -9,11 +9,11 @@ import httpx
 import pytest
 import torch
 
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.model.load import load_model
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.load import load_model
+from common.engine.run.runner import ModelRunner
 from common.model_files.resolve import resolve_model
-from common.runner.runner import ModelRunner
 
 from ..rig import wait_until
 from .test_failures import ALL_REMOTE, NUM_TOKENS, SLOW_PREFILL, random_order, run_with

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stack import StackProcess
-from common.ranks.links.pulse import SILENT_S
+from common.engine.ranks.pulse import SILENT_S
 
 from ..rig import System, make_stack, samples, wait_until
 from .test_handover import come_back, handovers, leave, wait_for_streams
@@ -34,7 +34,7 @@ def ranks_of(worker: StackProcess) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         try:
-            is_rank = folder.name.isdigit() and b"common.ranks" in (folder / "cmdline").read_bytes()
+            is_rank = folder.name.isdigit() and b"common.engine.ranks" in (folder / "cmdline").read_bytes()
             if is_rank and int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == worker.pid:
                 found.append(int(folder.name))
         except OSError:  # it ended meanwhile

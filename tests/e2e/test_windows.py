@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from common.kv.window import Window
+from common.blocks.window import Window
 from common.model_files.resolve import resolve_model
 
-from ..common.model.generation import random_checkpoint, transformers_model
+from ..common.engine.models.generation import random_checkpoint, transformers_model
 from ..rig import samples, wait_until
 from .conftest import Oracle
 from .test_failures import ALL_REMOTE, run_with

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.kv.window import HOLE, Window
+from common.blocks.window import HOLE, Window
 from kernels import AttentionRule, KVLayout, QuerySpan
 from kernels.plain import backend as torch_backend
 from kernels.plain import reference

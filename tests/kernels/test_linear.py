@@ -9,7 +9,7 @@ from kernels import Embedding, GatedLinear, Linear, QuantisedWeight, quantise
 from kernels.backends import FOUND
 from kernels.cpu.backend import NativeBackend, native_backend
 from kernels.cpu.packed import BF16, BF16_12BIT, FLOAT32, WIDENED_BF16, WIDENED_FP16
-from kernels.interface.quantised import E2M1, stack
+from kernels.interface.quantised_weight import E2M1, stack
 from kernels.plain import backend as plain_backend
 from kernels.plain import reference
 

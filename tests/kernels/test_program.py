@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.model.decoder import Decoder
-from common.model.load import load_model
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.decoder import Decoder
+from common.engine.models.load import load_model
+from common.engine.run.runner import ModelRunner
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
-from common.runner.runner import ModelRunner
 from kernels import Linear, add_rms_norm, record, rms_norm
 from kernels.cpu.backend import native_backend
 from kernels.cpu.recorder import NotRecordable, ProgramRecorder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.sampling.sampler import Sampler, SamplingRow
+from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 from kernels import Draw, SamplingTensors, sample
 from kernels.backends import FOUND

@@ -10,22 +10,24 @@ import pytest
 import zmq
 from torch import Tensor
 
+from common.blocks.block_hash import block_hashes
+from common.engine.kv.block_pool import BlockPool
+from common.engine.kv.block_ring import BlockRing
+from common.engine.kv.cache import KVCache
+from common.engine.kv.quantised_staging import quantised_outgoing
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.decoder import Decoder
+from common.engine.models.load import load_model
+from common.engine.run.runner import ModelRunner
+from common.engine.sampling.sampler import Sampler
+from common.engine.sequences.parts import EngineParts
+from common.engine.transfer.outgoing import TransferEnded
+from common.engine.transfer.sender import KVSender
+from common.engine.transfer.shipping import Shipping
+from common.engine.worker.engine import EngineConfig
+from common.engine.worker.metrics import WorkerMetrics
 from common.grammar.grammars import Grammars
-from common.kv.block_hash import block_hashes
-from common.kv.block_pool import BlockPool
-from common.kv.block_ring import BlockRing
-from common.kv.cache import KVCache
-from common.kv.quantised_staging import quantised_outgoing
-from common.model.batch import SequenceChunk
-from common.model.decoder import Decoder
-from common.model.load import load_model
 from common.model_files.resolve import resolve_model
-from common.runner.runner import ModelRunner
-from common.sampling.sampler import Sampler
-from common.sequences.parts import EngineParts
-from common.transfer.outgoing import TransferEnded
-from common.transfer.sender import KVSender
-from common.transfer.shipping import Shipping
 from common.wire.codec import decode, encode
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import (
@@ -42,8 +44,6 @@ from common.wire.messages import (
     PrefillRequest,
 )
 from common.wire.sampling_params import Pooling, SamplingParams
-from common.worker.engine import EngineConfig
-from common.worker.metrics import WorkerMetrics
 from kernels import Linear
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.launcher import PromptLauncher
@@ -57,7 +57,7 @@ from .lazy_launcher import LazyLauncher
 @pytest.fixture(autouse=True)
 def an_idle_engine_waits_but_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for its next command keeps the others of its test from their turns."""
-    monkeypatch.setattr("common.worker.engine.IDLE_WAIT_S", 0.001)
+    monkeypatch.setattr("common.engine.worker.engine.IDLE_WAIT_S", 0.001)
 
 
 class DecodeSide:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.model.batch import SequenceChunk
-from common.sampling.sampler import SamplingRow
+from common.engine.models.batch import SequenceChunk
+from common.engine.sampling.sampler import SamplingRow
 from prefill_worker.launcher import ChunkOutput, PromptLauncher
 from prefill_worker.scheduler import PrefillChunk
 

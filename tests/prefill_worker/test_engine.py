@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from common.engine.transfer.outgoing import TransferEnded
+from common.engine.worker.engine import MAX_FAILED_STEPS, RouterLost
 from common.errors import BlockError
-from common.transfer.outgoing import TransferEnded
 from common.wire.messages import (
     AbortRequest,
     DecodeRequest,
@@ -21,7 +22,6 @@ from common.wire.messages import (
     RouterHeartbeat,
 )
 from common.wire.sampling_params import SamplingParams
-from common.worker.engine import MAX_FAILED_STEPS, RouterLost
 
 from ..engine_rig import prompt
 
@@ -362,7 +362,7 @@ def test_steps_that_only_raise_end_the_engine(engine: Rig, monkeypatch: pytest.M
 
 
 def test_broken_ownership_ends_the_engine(engine: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.worker.engine.IDLE_CHECK_S", 0.0)
+    monkeypatch.setattr("common.engine.worker.engine.IDLE_CHECK_S", 0.0)
     engine.ask(prompt(20))
     engine.engine.scheduler.pool.allocate(1)
     with pytest.raises(BlockError, match="1 refs, 0 owners"):

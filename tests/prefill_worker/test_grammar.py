@@ -80,7 +80,7 @@ def test_what_waits_for_its_grammar_can_be_aborted_or_be_too_late(
     rig.turn(2)
     rig.tell(AbortRequest(request_id="aborted", attempt=0))
     rig.until(lambda: len(rig.engine.scheduler.unready) == 1)
-    monkeypatch.setattr("common.sequences.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("common.engine.sequences.awaited_grammars.GRAMMAR_TIMEOUT_S", 0.05)
     rig.until(lambda: rig.is_clean)
     (failed,) = rig.failures("late")
     assert failed.phase == "grammar" and failed.retryable and not rig.failures("aborted")
@@ -94,7 +94,9 @@ def test_a_worker_without_grammars_refuses_them(make_engine: Callable[..., Any])
     assert failed.phase == "queue" and "knows no grammars" in failed.message
 
 
-@pytest.mark.parametrize("broken", ["common.sampling.sampler.token_mask", "common.sequences.rules.token_limits"])
+@pytest.mark.parametrize(
+    "broken", ["common.engine.sampling.sampler.token_mask", "common.engine.sequences.rules.token_limits"]
+)
 def test_parameters_that_raise_an_error_fail_their_request_alone(
     make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

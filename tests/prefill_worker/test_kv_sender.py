@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from common.kv.window import HOLE
-from common.transfer import sender as sender_module
-from common.transfer.frames import SEND_HWM
+from common.blocks.window import HOLE
+from common.engine.transfer import sender as sender_module
+from common.engine.transfer.frames import SEND_HWM
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVMemory, KVOpen, KVTarget, KVWait
 
 Rig = Any  # SenderRig of conftest, which test modules cannot import

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.kv.block_hash import BlockHasher
-from common.model.batch import ForwardBatch, SequenceChunk
-from common.sampling.sampler import Sampler, SamplingRow
+from common.blocks.block_hash import BlockHasher
+from common.engine.models.batch import ForwardBatch, SequenceChunk
+from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.wire.messages import PrefillRequest
 from common.wire.sampling_params import SamplingParams
 from kernels import Linear
@@ -90,7 +90,7 @@ def test_a_score_is_launched_without_a_wait(gpu: None, monkeypatch: pytest.Monke
 
 def test_a_steps_inputs_are_sent_without_a_wait(gpu: None, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prompts and a row, with adapters and places of hidden states, in one copy beside the plan's own."""
-    monkeypatch.setattr("common.model.batch.plan_attention", lambda *arguments: None)
+    monkeypatch.setattr("common.engine.models.batch.plan_attention", lambda *arguments: None)
     config = SimpleNamespace(**{name: getattr(tiny[0].config, name) for name in ("vocab_size", "num_heads", "window")})
     config.max_model_len, config.draft_head = 512, "eagle"
     asked = [

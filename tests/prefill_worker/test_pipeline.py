@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.kv.block_hash import block_hashes
+from common.blocks.block_hash import block_hashes
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import AbortRequest, KVBlocks, KVDone, PromptLogprobs, ResetPrefixCache
 from prefill_worker.launcher import ChunkOutput

@@ -118,8 +118,8 @@ FAULTS: dict[str, Callable[[Parts], list[Parts]]] = {
 def test_no_fault_makes_a_wrong_answer(
     wired: tuple[Any, Any, Wire], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", WAIT_S)
-    monkeypatch.setattr("common.sequences.restores.LEAST_WAIT_S", WAIT_S)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", WAIT_S)
+    monkeypatch.setattr("common.engine.sequences.restores.LEAST_WAIT_S", WAIT_S)
     holder, other, wire = wired
     wire.fault = on_the_third(FAULTS[fault])
     tokens, num_cached = ask(other, LONG, "a", peer=peer_of(holder, 18, address=wire.address))
@@ -136,7 +136,7 @@ def test_frames_that_come_after_the_deadline_harm_nobody(
     wired: tuple[Any, Any, Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By then their blocks may belong to others."""
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 0.2)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 0.2)
     holder, other, wire = wired
     held: list[Parts] = []
 
@@ -152,7 +152,7 @@ def test_frames_that_come_after_the_deadline_harm_nobody(
     other.until(lambda: other.is_clean)
     before = [bytes(other.kv.block(block)) for block in range(32)]
     wire.fault = lambda parts: [*held, parts]  # with the next message that comes
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 60.0)
     other.puller._avoided.clear()
     other.engine.step_fit.model = StepModel(token_s=1.0, num_steps=100)  # any pull is worth it
     assert ask(other, prompt(70, 23), "b", peer=peer_of(holder, 4, address=wire.address))[1] == 0

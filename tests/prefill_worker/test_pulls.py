@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from common.engine.transfer import puller as puller_module
+from common.engine.transfer.lendable import Lendable, LentBlock
 from common.latency.step_model import StepModel
-from common.transfer import puller as puller_module
-from common.transfer.lendable import Lendable, LentBlock
 from common.wire.messages import AbortRequest, KVPeer, ResetPrefixCache
 
 from ..engine_rig import prompt, wait
@@ -73,7 +73,7 @@ def test_a_prefix_is_pulled_and_answers_the_same(pair: Callable[..., Any], share
 
 
 def test_a_long_prefix_takes_many_messages(pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.transfer.frames.FRAME_TARGET_BYTES", 1)  # a block a message
+    monkeypatch.setattr("common.engine.transfer.frames.FRAME_TARGET_BYTES", 1)  # a block a message
     holder, other = pair(share=False)
     tokens = prompt(400, 5)
     assert ask(holder, tokens, "long")[1] == 0
@@ -163,7 +163,7 @@ def silent() -> Iterator[KVPeer]:
 def test_a_silent_peer_costs_what_computing_takes_once(
     pair: Callable[..., Any], silent: KVPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 0.2)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 0.2)
     _, other = pair()
     began = time.monotonic()
     assert ask(other, FIRST, "a", peer=silent) == (other.oracle(FIRST), 0)
@@ -175,7 +175,7 @@ def test_a_silent_peer_costs_what_computing_takes_once(
 
 
 def test_a_dead_peer_is_no_peer(pair: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 0.2)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 0.2)
     holder, other = pair()
     holder.lender.stop()
     assert ask(other, FIRST, "a", peer=peer_of(holder)) == (other.oracle(FIRST), 0)
@@ -186,7 +186,7 @@ def test_a_dead_peer_is_no_peer(pair: Callable[..., Any], monkeypatch: pytest.Mo
 def test_a_prompt_may_end_while_it_is_pulled(
     pair: Callable[..., Any], silent: KVPeer, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 60.0)
     _, other = pair()
     other.ask(FIRST, "a", peer=silent)
     other.until(lambda: other.puller._pulls)
@@ -202,7 +202,7 @@ def test_a_prompt_may_end_while_it_is_pulled(
 def test_pulls_are_bounded_on_both_sides(
     pair: Callable[..., Any], silent: KVPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 60.0)
     monkeypatch.setattr(puller_module, "MAX_PULLS", 1)
     holder, other = pair()
     other.ask(prompt(70, 4), "held", peer=silent)
@@ -212,7 +212,7 @@ def test_pulls_are_bounded_on_both_sides(
     other.tell(AbortRequest(request_id="held", attempt=0))
     other.until(lambda: other.is_clean)
     wait(lambda: not other.puller._pulls)
-    monkeypatch.setattr("common.transfer.lender.MAX_LENT", 0)
+    monkeypatch.setattr("common.engine.transfer.lender.MAX_LENT", 0)
     other.tell(ResetPrefixCache(request_id="reset"))
     assert ask(other, FIRST, "b", peer=peer_of(holder)) == (other.oracle(FIRST), 0)
     assert outcomes(other)["missing"] == 1.0

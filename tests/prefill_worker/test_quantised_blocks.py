@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.kv.cache import KVCache
+from common.engine.kv.cache import KVCache
 from common.wire.messages import KVBlocks, KVDone, KVMemory
 from kernels import gather_blocks
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.kv.block_ring import BlockRing
-from common.kv.shared_memory import PeerMemory
+from common.engine.kv.block_ring import BlockRing
+from common.engine.kv.shared_memory import PeerMemory
 from common.wire.messages import KVBlocks, KVDone, KVTaken
 
 from ..engine_rig import wait

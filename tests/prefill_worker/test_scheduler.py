@@ -6,11 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.kv.block_hash import BlockHasher
-from common.kv.block_pool import BlockPool
+from common.blocks.block_hash import BlockHasher
+from common.engine.kv.block_pool import BlockPool
+from common.engine.sequences.prompt_ordering import PATIENCE_S
+from common.engine.sequences.step_budget import Knob
 from common.latency.step_model import StepModel
-from common.sequences.prompt_order import PATIENCE_S
-from common.sequences.step_budget import Knob
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import PrefillRequest
 from common.wire.sampling_params import SamplingParams

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common.kv.copy_stream import CopyStream
-from common.kv.staging import StagedIncoming, StagedOutgoing
+from common.engine.kv.copy_stream import CopyStream
+from common.engine.kv.staging import StagedIncoming, StagedOutgoing
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, KVBlocks, KVDone, ResetPrefixCache
 
@@ -139,8 +139,8 @@ def test_damaged_blocks_are_computed_anew(make: Callable[..., Rig], tmp_path: Pa
 
 
 def test_a_read_that_takes_too_long_is_given_up(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.sequences.restores.LEAST_WAIT_S", 0.01)
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 0.01)
+    monkeypatch.setattr("common.engine.sequences.restores.LEAST_WAIT_S", 0.01)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 0.01)
     rig = make()
     evicted(rig)
     rig.tiers.file.gate.clear()
@@ -151,8 +151,8 @@ def test_a_read_that_takes_too_long_is_given_up(make: Callable[..., Rig], monkey
 
 
 def test_others_are_computed_while_one_is_read(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.sequences.restores.LEAST_WAIT_S", 60.0)
-    monkeypatch.setattr("common.sequences.restores.MOST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.engine.sequences.restores.LEAST_WAIT_S", 60.0)
+    monkeypatch.setattr("common.engine.sequences.restores.MOST_WAIT_S", 60.0)
     rig = make()
     evicted(rig)
     rig.tiers.file.gate.clear()

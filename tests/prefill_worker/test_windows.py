@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from common.kv.block_hash import BlockHasher
-from common.kv.block_pool import BlockPool
-from common.kv.window import HOLE, Window
+from common.blocks.block_hash import BlockHasher
+from common.blocks.window import HOLE, Window
+from common.engine.kv.block_pool import BlockPool
 from common.latency.step_model import StepModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import PrefillRequest

@@ -9,7 +9,7 @@ from common.grammar.grammars import Grammars
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import EOS, VOCAB_SIZE
 from kernels.plain.reference import bits_allowed
-from router.text.answer.grammar import bounded, without_place
+from router.text.answer_grammar import bounded, without_place
 
 
 def checked(grammar: str) -> str:

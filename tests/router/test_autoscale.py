@@ -12,11 +12,11 @@ import pytest
 
 from common.errors import ConfigError
 from common.wire.message_fields import Role
-from router.local.autoscale import LocalScaler, autoscale
-from router.local.child import RouterChild, WorkerChild
-from router.local.pools import Gauges, LocalPools
-from router.local.processes import read_plan
-from router.local.supervisor import Supervisor
+from router.cli.serve.autoscale import LocalScaler, autoscale
+from router.cli.serve.child import RouterChild, WorkerChild
+from router.cli.serve.pools import Gauges, LocalPools
+from router.cli.serve.processes import read_plan
+from router.cli.serve.supervisor import Supervisor
 
 from .test_serve import models_file, pretended, records, until  # noqa: F401 (records is a fixture)
 
@@ -138,7 +138,7 @@ async def test_models_scale_apart_and_their_workers_share_no_name(tmp_path: Path
 
 async def test_the_plan_of_each_model_is_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where clients call a model by another name than its setting; without a plan a model stays as it is."""
-    monkeypatch.setattr("router.local.autoscale.LOOK_S", 0.0)
+    monkeypatch.setattr("router.cli.serve.autoscale.LOOK_S", 0.0)
     looks = [PAGE, "", PAGE.replace("3.0", "1.0")]
 
     async def page(host: str, port: int, *, tls: bool = False) -> str:
@@ -146,7 +146,7 @@ async def test_the_plan_of_each_model_is_carried_out(tmp_path: Path, monkeypatch
             raise asyncio.CancelledError
         return looks.pop(0)
 
-    monkeypatch.setattr("router.local.autoscale.metrics_page", page)
+    monkeypatch.setattr("router.cli.serve.autoscale.metrics_page", page)
     models = {"a": "folder/of-a", "org/b": "org/b", "c": "org/c"}
     plan = read_plan(["--autoscale", models_file(tmp_path, *models.values())], {}, num_cores=4)
     pools = LocalPools(plan.kinds, tmp_path)
@@ -166,10 +166,10 @@ async def test_workers_are_started_listed_and_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.local.supervisor.LEAVE_S", 0.0)
-    monkeypatch.setattr("router.local.autoscale.LOOK_S", 0.05)
+    monkeypatch.setattr("router.cli.serve.supervisor.LEAVE_S", 0.0)
+    monkeypatch.setattr("router.cli.serve.autoscale.LOOK_S", 0.05)
     supervisor: Supervisor = pretended(records, "--autoscale", models_file(tmp_path, "tiny-random", "another"))
-    monkeypatch.setattr("router.local.pools.MODULES", {"prefill": "pretended_worker", "decode": "pretended_worker"})
+    monkeypatch.setattr("router.cli.serve.pools.MODULES", {"prefill": "pretended_worker", "decode": "pretended_worker"})
     await supervisor.start()
     assert "--discovery=file" in (records / "router").read_text()
     running = asyncio.create_task(supervisor.run())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import ConfigError
-from router.local.processes import ServePlan, read_plan
+from router.cli.serve.processes import ServePlan, read_plan
 
 RANKS = ("--device", "cuda", "--kv-memory-gib", "4")
 

@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import DeadlineExceeded, Overloaded
 from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest, TokenEvent
 from router.generation.in_turn import InTurnClient
-from router.streams.client import GenerationRequest, TokenEvent
 
 
 class Pools:

@@ -18,9 +18,9 @@ import trustme
 import yaml
 
 from common.config import RouterConfig, ServeConfig
-from router.local.child import Child
-from router.local.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, Pulse, loading, watch
-from router.local.probe import Health, ask_health, claim_port
+from router.cli.serve.child import Child
+from router.cli.serve.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, Pulse, loading, watch
+from router.cli.serve.probe import Health, ask_health, claim_port
 
 GOLDEN = Path(__file__).parents[1] / "helm" / "golden" / "default.yaml"
 

@@ -5,10 +5,10 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.wire.sampling_params import SamplingParams
-from router.admission.load import DispatchLoad, WorkerLoad
+from router.dispatch.client import RequestTimeline
+from router.dispatch.load import DispatchLoad, WorkerLoad
 from router.observe.metrics import RouterMetrics
 from router.observe.request_record import ChoiceRecord, RequestRecord
-from router.streams.client import RequestTimeline
 
 WORKER = WorkerLoad("tcp://127.0.0.1:1", "decode", "decode-0", "suspect", 3, 70, 90, 100, 2, 0.0, 0.0, 6, 7, 8)
 LOAD = DispatchLoad(

@@ -9,11 +9,11 @@ import pytest
 from common.errors import Overloaded
 from common.observe.recent_quantile import RecentQuantile
 from common.wire.sampling_params import SamplingParams
-from router.admission.load import DispatchLoad
+from router.dispatch.client import RequestTimeline
+from router.dispatch.load import DispatchLoad
 from router.observe.metrics import RouterMetrics
 from router.observe.recent_traffic import RATE_S, WINDOW_S, RecentTraffic
 from router.observe.request_record import ChoiceRecord, RequestRecord
-from router.streams.client import RequestTimeline
 
 
 def answered(line: RequestTimeline | None = None, **fields: Any) -> RequestRecord:

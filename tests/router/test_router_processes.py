@@ -18,8 +18,8 @@ import pytest
 from benchmarks.stack import free_port
 from common.config import RouterConfig
 from common.wire.listening import listen
-from router.local import child, keeper, router_processes
-from router.local.router_processes import RouterProcesses, remove_left, run_together
+from router.cli.serve import child, keeper, router_processes
+from router.cli.serve.router_processes import RouterProcesses, remove_left, run_together
 
 PROCESS = """
 import http.server, os, pathlib, signal, socket, socketserver, sys, threading
@@ -176,7 +176,7 @@ def test_a_port_of_another_program_is_refused(capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_they_die_with_their_parent_and_leave_nothing_for_long(config: RouterConfig) -> None:
     program = (
-        "import sys; from common.config import RouterConfig; from router.local import router_processes\n"
+        "import sys; from common.config import RouterConfig; from router.cli.serve import router_processes\n"
         "router_processes.MODULE = 'pretended_process'\n"
         f"sys.exit(router_processes.run_together(RouterConfig(router_processes=2, port={config.port}), 'x'))\n"
     )

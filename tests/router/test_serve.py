@@ -17,15 +17,15 @@ from benchmarks.stack import free_port
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig, ServeConfig
 from common.config.field import fields_of, to_argv
 from common.errors import ConfigError
-from router.local import keeper as keeper_module
-from router.local import serve as serve_module
-from router.local import supervisor as supervisor_module
-from router.local.child import Child, child_environment
-from router.local.keeper import StartFailed, describe_exit
-from router.local.probe import claim_port, ready_reason
-from router.local.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
-from router.local.serve import main, supervise
-from router.local.supervisor import Supervisor
+from router.cli.serve import keeper as keeper_module
+from router.cli.serve import serve as serve_module
+from router.cli.serve import supervisor as supervisor_module
+from router.cli.serve.child import Child, child_environment
+from router.cli.serve.keeper import StartFailed, describe_exit
+from router.cli.serve.probe import claim_port, ready_reason
+from router.cli.serve.processes import ROUTER_OWN, WORKER_OWN, ServePlan, build_parser, read_plan
+from router.cli.serve.serve import main, supervise
+from router.cli.serve.supervisor import Supervisor
 
 # ---------------------------------------------------------------- the plan
 
@@ -428,7 +428,7 @@ async def test_a_second_signal_does_not_wait(records: Path, monkeypatch: pytest.
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import asyncio, time\n"
-        "from router.local.child import Child\n"
+        "from router.cli.serve.child import Child\n"
         "from common.config import RouterConfig\n"
         "async def main():\n"
         "    child = Child('idle', 'idle', RouterConfig())\n"

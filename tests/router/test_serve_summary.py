@@ -9,8 +9,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.model_files.task import GENERATES, ServedTask, Task
-from router.local.processes import ServePlan, read_plan
-from router.local.serve import pools_for, summary
+from router.cli.serve.processes import ServePlan, read_plan
+from router.cli.serve.serve import pools_for, summary
 
 from .test_serve import models_file
 

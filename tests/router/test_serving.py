@@ -14,9 +14,9 @@ import pytest
 from common.config import RouterConfig
 from common.errors import ConfigError, ModelNotFound
 from common.model_files.tiny import make_tiny_model
-from router.auth.errors import RateLimited
-from router.auth.keys import ANONYMOUS, Limits
-from router.auth.visit import Visit
+from router.access.errors import RateLimited
+from router.access.keys import ANONYMOUS, Limits
+from router.access.visit import Visit
 from router.models.entry import ModelEntry
 from router.models.model_settings import check_planned, settings_of
 from router.server.serving import Serving

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.local.size_estimate import (
+from router.cli.serve.size_estimate import (
     Accelerator,
     Estimate,
     Infeasible,

@@ -11,10 +11,10 @@ import pytest
 from common.config.request_class import RequestClass
 from common.errors import InvalidRequest, Overloaded, RequestError, Unavailable
 from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import Caller, GenerationRequest, TokenEvent
 from router.dispatch.dispatcher import Dispatcher
 from router.observe.measured_client import MeasuredClient
 from router.observe.slo import RecentShare, SLOWindow
-from router.streams.client import Caller, GenerationRequest, TokenEvent
 
 REQUEST = GenerationRequest("r", [1], SamplingParams(max_tokens=4))
 

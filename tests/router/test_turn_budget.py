@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router.generation.choices.turn_budget import TurnBudget
+from router.generation.turn_budget import TurnBudget
 
 
 class Work:

@@ -19,7 +19,7 @@ from benchmarks.compare.formats.catalogue import Format
 from benchmarks.compare.weights import Mixer, convert, folder_of, written_once
 from benchmarks.cpu import matrices
 from benchmarks.script import seconds_of
-from common.model.load import load_model
+from common.engine.models.load import load_model
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from kernels.cpu.backend import native_backend

@@ -11,12 +11,12 @@ from benchmarks.gpu.engine import LOGIT_TOLERANCE
 from benchmarks.gpu.model import random_model
 from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.shape import GPUShape
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.runner.buckets import bucket_sizes
-from common.runner.graph_capture import GraphRecorder, PlainRecorder
-from common.runner.graph_runner import GraphRunner
-from common.runner.runner import ModelRunner
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.run.buckets import bucket_sizes
+from common.engine.run.graph_capture import GraphRecorder, PlainRecorder
+from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.runner import ModelRunner
 
 
 def bucket_rows(shape: GPUShape, device: torch.device, max_num_seqs: int) -> Iterator[dict[str, Any]]:

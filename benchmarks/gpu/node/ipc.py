@@ -19,13 +19,13 @@ import zmq
 
 from benchmarks.gpu.block_path import BlockPath, Events, Receivers, Shape, grant_all
 from benchmarks.gpu.shape import GPUShape
+from common.engine.kv.cache import KVCache
+from common.engine.kv.copy_stream import CopyStream
+from common.engine.kv.device_copies import DeviceReads, DeviceSums, OfferedDevice
+from common.engine.kv.staging import StagedIncoming, StagedOutgoing
+from common.engine.transfer.frames import blocks_per_message
+from common.engine.transfer.receiver import KVReceiver
 from common.errors import DiptychError
-from common.kv.cache import KVCache
-from common.kv.copy_stream import CopyStream
-from common.kv.device_copies import DeviceReads, DeviceSums, OfferedDevice
-from common.kv.staging import StagedIncoming, StagedOutgoing
-from common.transfer.frames import blocks_per_message
-from common.transfer.receiver import KVReceiver
 
 ROUNDS = 5
 KILL_S, END_S = 0.3, 1.0

@@ -21,22 +21,22 @@ from benchmarks.gpu.engine import recorded
 from benchmarks.gpu.model import random_model
 from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.shape import GPUShape
-from common.device_memory.driver import DriverError, driver
-from common.device_memory.memory import ImportedMemory
-from common.device_memory.reached import Reached
-from common.kv.block_ring import ring_for
-from common.kv.cache import KVCache
-from common.kv.copy_stream import CopyStream
-from common.kv.device_copies import DeviceReads, OfferedDevice
-from common.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
-from common.model.batch import SequenceChunk
-from common.runner.graph_runner import GraphRunner
-from common.runner.runner import ModelRunner
-from common.runner.seats import FROM_HOST
-from common.runner.step_launcher import GraphStep, StepLauncher
-from common.sampling.sampler import Sampler
-from common.transfer.frames import blocks_in_queues, blocks_per_message
-from common.transfer.receiver import KVReceiver
+from common.engine.kv.block_ring import ring_for
+from common.engine.kv.cache import KVCache
+from common.engine.kv.copy_stream import CopyStream
+from common.engine.kv.cuda_driver import DriverError, driver
+from common.engine.kv.device_copies import DeviceReads, OfferedDevice
+from common.engine.kv.device_memory import ImportedMemory
+from common.engine.kv.reached import Reached
+from common.engine.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
+from common.engine.models.batch import SequenceChunk
+from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.runner import ModelRunner
+from common.engine.run.seats import FROM_HOST
+from common.engine.run.step_launcher import GraphStep, StepLauncher
+from common.engine.sampling.sampler import Sampler
+from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
+from common.engine.transfer.receiver import KVReceiver
 from common.wire.messages import KVDevice
 
 END_S = 90.0

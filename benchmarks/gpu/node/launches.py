@@ -19,12 +19,12 @@ from benchmarks.gpu.engine import recorded
 from benchmarks.gpu.model import random_model
 from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.shape import GPUShape
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.runner.runner import ModelRunner
-from common.runner.seats import FROM_HOST
-from common.runner.step_launcher import StepLauncher
-from common.sampling.sampler import Sampler, SamplingRow
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.run.runner import ModelRunner
+from common.engine.run.seats import FROM_HOST
+from common.engine.run.step_launcher import StepLauncher
+from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 
 

@@ -22,15 +22,15 @@ import torch
 
 from benchmarks.gpu.node.verdict import Verdict
 from common.config import DecodeWorkerConfig
-from common.model.batch import SequenceChunk
+from common.engine.models.batch import SequenceChunk
+from common.engine.ranks.loading import load_ranked
+from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.seats import FROM_HOST
+from common.engine.run.step_launcher import GraphStep, StepLauncher
+from common.engine.sampling.sampler import Sampler
+from common.engine.worker.process import end_process
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
-from common.ranks.loading import load_ranked
-from common.runner.graph_runner import GraphRunner
-from common.runner.seats import FROM_HOST
-from common.runner.step_launcher import GraphStep, StepLauncher
-from common.sampling.sampler import Sampler
-from common.worker.process import end_process
 
 RANKS, ROWS, NUM_STEPS, BLOCK_SIZE, PROMPT = 2, 5, 40, 64, 21
 """Five rows: a padded step."""
@@ -69,7 +69,9 @@ def measure(device: str, folder: Path) -> dict[str, Any]:
         model=str(make_tiny_model(folder / "ranks-model")), device=device, dtype="float32", quantization="none",
         tensor_parallel_size=RANKS, num_blocks=ROWS, block_size=BLOCK_SIZE, max_num_seqs=2 * ROWS, threads=RANKS,
     )  # fmt: skip
-    on_cpu = patch("common.ranks.loading.records_steps", lambda config, device: True)  # a replay runs the step again
+    on_cpu = patch(
+        "common.engine.ranks.loading.records_steps", lambda config, device: True
+    )  # a replay runs the step again
     with on_cpu if device == "cpu" else nullcontext():
         loaded = load_ranked(resolve_model(config.model), config)
     runner = loaded.runner

@@ -17,7 +17,7 @@ from benchmarks.simulator.workers.worker import Received, SimulatedProcess, Simu
 from benchmarks.simulator.world.scenario import PoolSpec
 from benchmarks.simulator.world.tokens import CountedTokens, InjectedHasher
 from common.config import DecodeWorkerConfig
-from common.kv.block_pool import BlockPool
+from common.engine.kv.block_pool import BlockPool
 from common.latency.step_model import StepShape
 from common.wire.messages import AbortRequest, DecodeRequest, HandOver, Timeline, TokenDelta
 from decode_worker.sequence import DecodeSequence, RequestStatus

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from benchmarks.simulator.workers.transfer import Acknowledged, Advanced, Failed, Transfer
 from benchmarks.simulator.world.world import TransferEnd, World
-from common.transfer.outgoing import TransferAdvanced, TransferEnded
+from common.engine.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.wire.messages import KVDone, KVTarget
 from decode_worker.handover import MAX_PAUSE_S, Handovers
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence
 
 if TYPE_CHECKING:
-    from common.transfer.sender import KVSender
-    from common.worker.metrics import WorkerMetrics
+    from common.engine.transfer.sender import KVSender
+    from common.engine.worker.metrics import WorkerMetrics
     from decode_worker.reporting import DecodeReports
 
 HANDOVER_TIMEOUT_S = 10.0

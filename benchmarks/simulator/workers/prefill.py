@@ -11,9 +11,9 @@ from benchmarks.simulator.workers.worker import Received, SimulatedWorker
 from benchmarks.simulator.world.load import SimulatedRequest
 from benchmarks.simulator.world.tokens import CountedTokens, InjectedHasher
 from common.config import PrefillWorkerConfig
-from common.kv.block_pool import BlockPool
+from common.engine.kv.block_pool import BlockPool
+from common.engine.sequences.step_budget import Knob
 from common.latency.step_model import StepModel, StepShape
-from common.sequences.step_budget import Knob
 from common.wire.messages import AbortRequest, PrefillRequest, Timeline, TokenDelta
 from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
 from prefill_worker.sequence import PrefillSequence

@@ -1,4 +1,4 @@
-"""A worker's process through its lives, and its duties in each of them. It models `common/worker/duties.py`.
+"""A worker's process through its lives, and its duties in each of them. It models `common/engine/worker/duties.py`.
 
     start ─> ready in its home role ─ChangeRole─> drains ─> `role_change_s` ─> ready in the other role, as a new epoch
                                                     └── requests are left after ROLE_DRAIN_S: goes on as before

@@ -1,4 +1,4 @@
-"""A prompt's or a running sequence's KV on its way to a decode worker, as bytes of a flow. It models `common/transfer`.
+"""A prompt's or a running sequence's KV on its way to a decode worker, as bytes of a flow (`common/engine/transfer`).
 
 The sender announces it, the decode worker grants room, and from then on each block crosses as soon as it is
 computed. Each end gets a command when the transfer ends, after the time that a message takes.

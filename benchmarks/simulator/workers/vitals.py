@@ -1,4 +1,4 @@
-"""What workers say of themselves: hello and heartbeat. It models `common/worker/vitals.py`."""
+"""What workers say of themselves: hello and heartbeat. It models `common/engine/worker/vitals.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from benchmarks.simulator.workers.process import Process
 from benchmarks.simulator.world.scenario import PoolSpec
 from benchmarks.simulator.world.world import World
 from common.config import WorkerConfig
-from common.kv.block_log import BlockLog
+from common.engine.kv.block_log import BlockLog
+from common.engine.sequences.scheduler import Scheduler
 from common.latency.step_model import StepModel, StepShape
-from common.sequences.scheduler import Scheduler
 from common.wire.message_fields import Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 

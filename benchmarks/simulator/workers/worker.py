@@ -19,11 +19,12 @@ from benchmarks.simulator.world.clock import Timer
 from benchmarks.simulator.world.errors import ConservationError
 from benchmarks.simulator.world.scenario import PoolSpec
 from common.config import WorkerConfig
-from common.kv.block_log import BlockLog
-from common.kv.block_pool import BlockPool
+from common.engine.kv.block_log import BlockLog
+from common.engine.kv.block_pool import BlockPool
+from common.engine.sequences.scheduler import Scheduler
+from common.engine.sequences.sequence import WorkerSequence
+from common.engine.worker.engine import RouterLost
 from common.latency.step_model import StepModel, StepShape
-from common.sequences.scheduler import Scheduler
-from common.sequences.sequence import WorkerSequence
 from common.wire.messages import (
     BlockSnapshotRequest,
     ChangeRole,
@@ -38,7 +39,6 @@ from common.wire.messages import (
     WorkerHeartbeat,
     WorkerHello,
 )
-from common.worker.engine import RouterLost
 
 S = TypeVar("S", bound=WorkerSequence)
 AnyWorker: TypeAlias = "SimulatedWorker[Any]"

@@ -14,7 +14,7 @@ from benchmarks.simulator.world.scenario import LoadPart, LoadSpec, Scenario
 from benchmarks.simulator.world.tokens import Content, CountedPrompt, CountedTokens
 from common.errors import ConfigError
 from common.wire.sampling_params import SamplingParams
-from router.streams.client import GenerationRequest
+from router.dispatch.client import GenerationRequest
 
 
 @dataclass(slots=True, eq=False)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import SupportsIndex, overload
 
-from common.kv.block_hash import BlockHasher
-from router.streams.known_hashes import KnownHashes
-from router.streams.prompt import Prompt
+from common.blocks.block_hash import BlockHasher
+from router.dispatch.known_hashes import KnownHashes
+from router.dispatch.prompt import Prompt
 
 _DIGEST = struct.Struct("<QQ")
 _OWN = 1 << 63

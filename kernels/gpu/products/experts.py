@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.tiles.activation import gated
-from kernels.gpu.tiles.held_tile import add_dense_product, add_held_product
-from kernels.gpu.tiles.rounding import rounded
-from kernels.interface.held_weight import HeldWeight
+from kernels.gpu.tiles import add_dense_product, add_held_product, gated, rounded
+from kernels.interface import HeldWeight
 
 BLOCK_N, BLOCK_K = 64, 64
 """Outputs and inputs of a tile."""

@@ -18,10 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.tiles.chip import KIB, Chip, chip_of
-from kernels.gpu.tiles.held_tile import add_dense_product, add_held_product, widened
-from kernels.gpu.tiles.rounding import rounded
-from kernels.interface.held_weight import HeldWeight
+from kernels.gpu.tiles import KIB, Chip, add_dense_product, add_held_product, chip_of, rounded, widened
+from kernels.interface import HeldWeight
 
 MOST_ROWS = 256
 """Of a step whose product reads the quantised weights: as decode steps have. Above, a matrix is worth widening."""

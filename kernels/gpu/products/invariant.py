@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.products.held_linear import MOST_ROWS, Tile, multiplied
-from kernels.interface.held_weight import HeldWeight
+from kernels.interface import HeldWeight
 
 DENSE, DENSE_MANY = Tile(64, 128, 64, stages=3), Tile(128, 128, 64, warps=8, stages=3)
 """Of floats of 16 bits. 64 rows are those of Hopper's instruction, so fewer would take another one."""

@@ -14,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.products.experts import MANY_ROWS, multiply_grouped, pairs_of_tile, rows_of_tile
-from kernels.gpu.tiles.key_tile import product
-from kernels.gpu.tiles.rounding import rounded
-from kernels.interface.lora import GroupedRows, LoraStack
+from kernels.gpu.tiles import product, rounded
+from kernels.interface import GroupedRows, LoraStack
 
 BLOCK_N, BLOCK_K = 64, 64
 """Outputs and inputs of a tile."""

@@ -9,13 +9,22 @@ import orjson
 from pydantic import BeforeValidator, Field
 
 from common.errors import InvalidRequest
-from common.wire.sampling_params import MAX_GRAMMAR_CHARS
+from common.wire import MAX_GRAMMAR_CHARS
+from router.request import (
+    EXTENSIONS,
+    Extensions,
+    Fields,
+    Only,
+    Refused,
+    StopText,
+    as_content,
+    function_tool,
+    named_tool,
+    text_content,
+)
 from router.request import fields as ours
 from router.request.errors import ThreadUnsupported, unsupported
-from router.request.extensions import EXTENSIONS, Extensions, Fields, StopText
 from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort
-from router.request.refused import Only, Refused
-from router.request.translation import as_content, function_tool, named_tool, text_content
 
 TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))

@@ -9,19 +9,21 @@ import orjson
 
 from common.errors import RequestError
 from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
-from router.api.openai.chat import conversation_tokens
-from router.api.openai.translated import chat_of
-from router.generation.answer_frames import event
-from router.generation.choices.choice import AnswerChoice, Piece
-from router.generation.choices.request_log import RequestLog
-from router.generation.choices.shape import Object
-from router.generation.parts import AnswerParts
-from router.generation.plan import AnswerPlan
-from router.generation.service import Service
-from router.generation.structure import tool_calling
+from router.api.openai import chat_of, conversation_tokens
+from router.generation import (
+    AnswerChoice,
+    AnswerParts,
+    AnswerPlan,
+    Object,
+    Piece,
+    RequestLog,
+    Service,
+    event,
+    tool_calling,
+)
+from router.request import named_as
 from router.request.errors import anthropic_error
-from router.request.translation import named_as
-from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
+from router.text import CallPart, Part, TextPart, ThoughtPart
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 

@@ -1,1 +1,7 @@
 """Files and batches: what clients upload, and how its lines are answered without them."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -21,10 +21,8 @@ import orjson
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import InternalError, RequestError
-from router.api.batches.halt import Halt
-from router.api.batches.lines import InputLine
-from router.auth.class_choice import HEADER, batch_class_of
-from router.batch.lines import (
+from router.access import HEADER, batch_class_of
+from router.api.batches.batch_format import (
     AGAIN,
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
@@ -32,10 +30,11 @@ from router.batch.lines import (
     BatchResult,
     new_request_id,
 )
-from router.generation.exchange import SEND_GRACE_S
-from router.generation.service import Service
+from router.api.batches.halt import Halt
+from router.api.batches.lines import InputLine
+from router.generation import SEND_GRACE_S, Service
 from router.request.errors import error_object
-from router.store.file_record import BatchUsage, LineResult, StoredBatch
+from router.stored import BatchUsage, LineResult, StoredBatch
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from common.errors import InvalidRequest, RequestError, quoted
-from router.store.errors import FileInUse, StoreFull, asked
+from router.stored import FileInUse, StoreFull, asked
 
 T = TypeVar("T")
 

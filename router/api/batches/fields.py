@@ -6,9 +6,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from router.batch.lines import PATHS
-from router.request.extensions import at_most
-from router.request.paths import EMBEDDINGS_PATH, GENERATING
+from router.api.batches.batch_format import PATHS
+from router.request import EMBEDDINGS_PATH, GENERATING, at_most
 
 ENDPOINTS: Final = tuple(path for path in (*PATHS, EMBEDDINGS_PATH) if path in GENERATING)
 """What a batch may ask: the endpoints that this router has and that answer without a stream."""

@@ -15,12 +15,18 @@ from router.api.batches.fields import WINDOW_S, NewBatch
 from router.api.batches.halt import Halted
 from router.api.batches.run import BatchRun
 from router.api.batches.upload import Uploads
-from router.generation.service import Service
-from router.store.batches import BatchNews
-from router.store.errors import StoreFailed
-from router.store.file_record import BATCH_INPUT, CANCELLING, VALIDATING, StoredBatch, StoredFile
-from router.store.files import FileStore
-from router.store.record import StoreSize
+from router.generation import Service
+from router.stored import (
+    BATCH_INPUT,
+    CANCELLING,
+    VALIDATING,
+    BatchNews,
+    FileStore,
+    StoredBatch,
+    StoredFile,
+    StoreFailed,
+    StoreSize,
+)
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 
 from common.errors import ModelNotFound
-from router.batch.lines import MAX_ID_CHARS, MAX_SHOWN_CHARS
-from router.request.body import LARGE_BYTES
-from router.store.file_record import BatchProblem
-from router.store.files import FileStore
+from router.api.batches.batch_format import MAX_ID_CHARS, MAX_SHOWN_CHARS
+from router.request import LARGE_BYTES
+from router.stored import BatchProblem, FileStore
 
 READ_BYTES = 256 * 1024
 """Of a file at a time, parsed before the next are read."""

@@ -14,24 +14,25 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
-from common.machine.wall_clock import AGES_S
+from common.machine import AGES_S
 from router.api.batches.asker import KeyGone, LineAsker, ModelAway
+from router.api.batches.batch_format import BatchResult
 from router.api.batches.halt import Halt, Halted
 from router.api.batches.lines import ENVELOPE_BYTES, InputLine, judge, lines_of, parsed
-from router.batch.lines import BatchResult
-from router.generation.service import Service
-from router.store.errors import StoreFailed, StoreFull
-from router.store.file_record import (
+from router.generation import Service
+from router.stored import (
     CANCELLED,
     COMPLETED,
     EXPIRED,
     FAILED,
     VALIDATING,
     BatchProblem,
+    FileStore,
     LineResult,
     StoredBatch,
+    StoreFailed,
+    StoreFull,
 )
-from router.store.files import FileStore
 
 log = logging.getLogger(__name__)
 

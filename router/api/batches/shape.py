@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.api.batches.fields import WINDOW
-from router.generation.choices.shape import Object
-from router.store.file_record import (
+from router.generation import Object
+from router.stored import (
     CANCELLED,
     CANCELLING,
     COMPLETED,
     EXPIRED,
     FAILED,
     FINALIZING,
+    IN_PROGRESS,
     BatchProblem,
     BatchUsage,
     StoredBatch,
     StoredFile,
 )
-from router.store.record import IN_PROGRESS
 
 STAMPED = (IN_PROGRESS, FINALIZING, COMPLETED, FAILED, EXPIRED, CANCELLING, CANCELLED)
 

@@ -17,12 +17,9 @@ from starlette.requests import Request
 from common.errors import InvalidRequest, RequestError, Unavailable
 from router.api.batches.errors import answered
 from router.api.batches.fields import LEAST_RESULT_S, MOST_RESULT_S
-from router.request.body import BODY_TIMEOUT_S
-from router.request.content_encoding import encoding_of
+from router.request import BODY_TIMEOUT_S, encoding_of
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
-from router.store.errors import StoreFailed
-from router.store.file_record import BATCH_INPUT, StoredFile
-from router.store.files import FileStore
+from router.stored import BATCH_INPUT, FileStore, StoredFile, StoreFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

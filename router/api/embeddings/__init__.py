@@ -1,1 +1,7 @@
 """Answers of prompts alone: embeddings, and scores of pairs of texts."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

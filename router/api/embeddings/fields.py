@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Discriminator, Field, Tag
 
 from common.errors import InvalidRequest
-from router.request.extensions import MAX_CLASS_CHARS, MAX_SALT_CHARS, Fields
+from router.request import MAX_CLASS_CHARS, MAX_SALT_CHARS, Fields, Refused
 from router.request.fields import CompletionRequest, Ids, kind_of_prompt
-from router.request.refused import Refused
 
 MAX_INPUTS = 2048
 """Of one request, as OpenAI has it."""

@@ -9,11 +9,7 @@ from collections.abc import Sequence
 from common.errors import RequestError
 from router.api.embeddings.fields import EmbeddingRequest, PoolingFields, RerankRequest, ScoreRequest
 from router.api.embeddings.vectors import cosine, normalised, numbers_of, sigmoid
-from router.generation.choices.choice import AnswerChoice, Piece
-from router.generation.choices.request_log import RequestLog
-from router.generation.choices.shape import Object
-from router.generation.plan import AnswerPlan
-from router.generation.service import Service
+from router.generation import AnswerChoice, AnswerPlan, Object, Piece, RequestLog, Service
 
 
 class PooledFrames(ABC):

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from common.errors import ContextLengthExceeded, InvalidRequest
 from router.api.embeddings.fields import EmbeddingRequest, PoolingFields, RerankRequest, ScoreRequest
-from router.generation.choices.origin import Origin
-from router.generation.plan import AnswerPlan, PlannedPrompt, make_plan
-from router.generation.service import Service
+from router.generation import AnswerPlan, Origin, PlannedPrompt, Service, make_plan
 
 MAX_TOKENS = 300_000
 """Of all inputs of a request together, as OpenAI has it; more where the model takes more of one input."""

@@ -7,18 +7,28 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from router.api.openai.choice_shape import ChoiceShape, merged
-from router.generation.choices.choice import AnswerChoice, Piece
-from router.generation.choices.origin import Origin
-from router.generation.choices.shape import Object
-from router.generation.parts import AnswerParts, marks_of
-from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan, num_prompt_logprobs
-from router.generation.service import Service
-from router.generation.structure import answer_grammar, tool_calling
-from router.generation.token_rules import bad_words, truncated
+from router.generation import (
+    AnswerChoice,
+    AnswerParts,
+    AnswerPlan,
+    Object,
+    Origin,
+    Piece,
+    PlannedPrompt,
+    Service,
+    answer_grammar,
+    bad_words,
+    check_num_sequences,
+    fit,
+    make_plan,
+    marks_of,
+    num_prompt_logprobs,
+    tool_calling,
+    truncated,
+)
 from router.request.fields import ChatRequest, TokenizeRequest, has_many_parts
-from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
-from router.text.calls.function import Function
-from router.text.thinking import OPEN, open_thought
+from router.text import OPEN, CallPart, Part, TextPart, ThoughtPart, open_thought
+from router.text.calls import Function
 
 
 async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl-") -> AnswerPlan:

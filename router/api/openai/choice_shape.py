@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.generation.choices.choice import AnswerChoice, Piece
-from router.generation.choices.logprobs import LogprobShapes
-from router.generation.choices.shape import Object
-from router.generation.service import Service
+from router.generation import AnswerChoice, LogprobShapes, Object, Piece, Service
 from router.request.fields import SamplingFields
 
 

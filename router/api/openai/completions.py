@@ -6,15 +6,26 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from router.api.openai.choice_shape import ChoiceShape, merged
-from router.generation.choices.choice import AnswerChoice, Piece, TokenWithLogprobs
-from router.generation.choices.origin import Origin
-from router.generation.choices.shape import Object
-from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan, num_prompt_logprobs
-from router.generation.service import Service
-from router.generation.structure import answer_grammar
-from router.generation.token_rules import bad_words, num_kept, truncated
+from router.generation import (
+    AnswerChoice,
+    AnswerPlan,
+    Object,
+    Origin,
+    Piece,
+    PlannedPrompt,
+    Service,
+    TokenWithLogprobs,
+    answer_grammar,
+    bad_words,
+    check_num_sequences,
+    fit,
+    make_plan,
+    num_kept,
+    num_prompt_logprobs,
+    truncated,
+)
 from router.request.fields import CompletionRequest
-from router.text.fill_in_middle import middle_form
+from router.text import middle_form
 
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI's API says of completions."""

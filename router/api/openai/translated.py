@@ -8,12 +8,10 @@ from typing import ClassVar, Protocol
 from pydantic import ValidationError
 
 from router.api.openai.chat import plan_chat
-from router.generation.choices.origin import Origin
-from router.generation.plan import AnswerPlan
-from router.generation.service import Service
+from router.generation import AnswerPlan, Origin, Service
+from router.request import named_as
 from router.request.errors import invalid_translation
 from router.request.fields import ChatRequest
-from router.request.translation import named_as
 
 
 class OtherFields(Protocol):

@@ -6,18 +6,22 @@ import time
 from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
-from router.api.openai.choice_shape import merged
+from router.api.openai import merged
 from router.api.responses.fields import ResponsesRequest
-from router.generation.answer_frames import event
-from router.generation.choices.choice import AnswerChoice, Piece, TokenWithLogprobs
-from router.generation.choices.logprobs import LogprobShapes
-from router.generation.choices.request_log import RequestLog
-from router.generation.choices.shape import Object
-from router.generation.parts import AnswerParts
-from router.generation.plan import AnswerPlan
-from router.generation.service import Service
-from router.store.record import IN_PROGRESS, QUEUED
-from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart
+from router.generation import (
+    AnswerChoice,
+    AnswerParts,
+    AnswerPlan,
+    LogprobShapes,
+    Object,
+    Piece,
+    RequestLog,
+    Service,
+    TokenWithLogprobs,
+    event,
+)
+from router.stored import IN_PROGRESS, QUEUED
+from router.text import CallPart, Part, TextPart, ThoughtPart
 
 ID_PREFIX = "resp_"
 FULL = ("completed", "incomplete")

@@ -15,18 +15,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from starlette.types import Message, Scope
 
 from common.errors import DeadlineExceeded, InternalError, Overloaded
+from router.access import Visit
 from router.api.responses.answers import ResponsesFrames
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.items import record_of
-from router.auth.visit import Visit
-from router.generation.choices.request_log import RequestLog
-from router.generation.choices.shape import Object
-from router.generation.exchange import KEEP_ALIVE, Exchange
-from router.generation.service import Service
-from router.request.paths import RESPONSES_PATH
-from router.store.errors import StoreFailed
-from router.store.record import QUEUED, RUNNING, StoredResponse
-from router.store.responses import ResponseStore
+from router.generation import KEEP_ALIVE, Exchange, Object, RequestLog, Service
+from router.request import RESPONSES_PATH
+from router.stored import QUEUED, RUNNING, ResponseStore, StoredResponse, StoreFailed
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,24 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field
 
 from common.errors import InvalidRequest
-from common.wire.sampling_params import MAX_GRAMMAR_CHARS
+from common.wire import MAX_GRAMMAR_CHARS
+from router.request import (
+    EXTENSIONS,
+    Extensions,
+    Fields,
+    JsonSchema,
+    Only,
+    Refused,
+    StopText,
+    as_content,
+    at_most,
+    function_tool,
+    named_tool,
+    text_content,
+)
 from router.request import fields as ours
 from router.request.errors import unsupported
-from router.request.extensions import EXTENSIONS, Extensions, Fields, JsonSchema, StopText, at_most
 from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort
-from router.request.refused import Only, Refused
-from router.request.translation import as_content, function_tool, named_tool, text_content
 
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 MAX_ID_CHARS = 256

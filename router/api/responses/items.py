@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 
 from common.errors import InvalidRequest
 from router.api.responses.fields import Content, Item, ResponsesRequest
-from router.generation.choices.shape import Object
-from router.store.record import StoredResponse, StoredTurn
+from router.generation import Object
+from router.stored import StoredResponse, StoredTurn
 
 SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

@@ -12,14 +12,21 @@ from common.errors import InvalidRequest, RequestError, quoted
 from router.api.responses.background import BackgroundAnswers
 from router.api.responses.fields import Item, ResponsesRequest
 from router.api.responses.items import conversation_items, input_items, listed, record_of, shown
-from router.generation.choices.shape import Object
-from router.generation.service import Service
-from router.request.body import BodyLease
+from router.generation import Object, Service
+from router.request import BodyLease
 from router.request.fields import MAX_MESSAGES
-from router.store.database import IN_MEMORY
-from router.store.errors import ConversationGone, ConversationTooLong, StoreFailed, asked
-from router.store.record import RUNNING, StoredResponse, StoredTurn, StoreSize
-from router.store.responses import ResponseStore
+from router.stored import (
+    IN_MEMORY,
+    RUNNING,
+    ConversationGone,
+    ConversationTooLong,
+    ResponseStore,
+    StoredResponse,
+    StoredTurn,
+    StoreFailed,
+    StoreSize,
+    asked,
+)
 
 T = TypeVar("T")
 

@@ -1,1 +1,7 @@
 """The forms in which models write calls of functions: one file each, and what they share."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.text.answer.grammar import literal
+from router.text.answer_grammar import literal
 from router.text.calls.form import BREAK, SectionForm, Spell
 from router.text.calls.function import Function
 from router.text.calls.pattern import Pattern, function_name, peek, space

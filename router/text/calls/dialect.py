@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import InvalidRequest
-from common.model_files.template import ChatTemplate
+from common.model_files import ChatTemplate
 from router.text.calls.deepseek import DeepSeekForm
 from router.text.calls.form import CallForm, Message
 from router.text.calls.function import Function

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from router.text.answer.grammar import document_expression, json_expression, literal, rule
+from router.text.answer_grammar import document_expression, json_expression, literal, rule
 from router.text.calls.function import Function
 from router.text.calls.scanner import CallScanner, Layout, MarkedScanner
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from router.text.answer.grammar import ANY_OBJECT, enforceable
-from router.text.schema.canonical import Document, canonical
-from router.text.schema.shapes import Shapes
+from router.text.answer_grammar import ANY_OBJECT, enforceable
+from router.text.schema import Document, Shapes, canonical
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.text.answer.grammar import json_expression, literal, rule
+from router.text.answer_grammar import json_expression, literal, rule
 from router.text.calls.form import TEXT as ANY_TEXT
 from router.text.calls.form import CallForm, Message, Spell, Wanted, arguments_rules, opening
 from router.text.calls.function import Function

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 
-from router.text.answer.marks import first_mark
-from router.text.answer.part import CallPart, Part, ThoughtPart
 from router.text.calls.pattern import Extent
 from router.text.calls.scanner import CallScanner
+from router.text.marks import first_mark
+from router.text.part import CallPart, Part, ThoughtPart
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CALL, CONSTRAIN, RETURN = "<|call|>", "<|constrain|>", "<|return|>"

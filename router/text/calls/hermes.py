@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from router.text.answer.grammar import rule
+from router.text.answer_grammar import rule
 from router.text.calls.form import BREAK, CallForm, Spell, Wanted, answer_rules, bodies, free, json_call, opening, row
 from router.text.calls.function import Function
 from router.text.calls.pattern import OBJECT_HEAD, Pattern, rest_of_object, space

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.text.answer.grammar import literal
+from router.text.answer_grammar import literal
 from router.text.calls.form import Message, SectionForm, Spell
 from router.text.calls.function import Function
 from router.text.calls.pattern import Pattern, function_name, peek, space

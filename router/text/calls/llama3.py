@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from router.text.answer.grammar import literal, rule
+from router.text.answer_grammar import literal, rule
 from router.text.calls.form import BLANK, CallForm, Spell, Wanted, answer_rules, bodies, free, json_call, row
 from router.text.calls.function import Function
 from router.text.calls.pattern import BLANKS, OBJECT_HEAD, Pattern, rest_of_object, space

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from router.text.answer.grammar import literal
+from router.text.answer_grammar import literal
 from router.text.calls.form import BREAK, Spell, Wanted, row
 from router.text.calls.pattern import Part, Pattern, function_name, peek_one_of, space
 from router.text.calls.qwen_coder import END_PARAMETER

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.text.answer.grammar import literal, rule
+from router.text.answer_grammar import literal, rule
 from router.text.calls.form import (
     BLANK,
     CallForm,

@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from router.text.answer.grammar import literal, rule
-from router.text.answer.part import CallPart, Part
+from router.text.answer_grammar import literal, rule
 from router.text.calls.form import BREAK, CallForm, Spell, Wanted, answer_rules, free, opening, row
 from router.text.calls.function import Function
 from router.text.calls.pattern import BLANKS, Found, Pattern, function_name, space
+from router.text.calls.python_grammar import PythonRules, python_keywords
+from router.text.calls.python_literal import NotLiteralError, PythonExtent, read_arguments
 from router.text.calls.scanner import Layout, MarkedScanner
-from router.text.python_syntax.grammar import PythonRules, python_keywords
-from router.text.python_syntax.literal import NotLiteralError, PythonExtent, read_arguments
+from router.text.part import CallPart, Part
 
 TAG, END_TAG = "<function_calls>", "</function_calls>"
 START, END = "<|python_start|>", "<|python_end|>"

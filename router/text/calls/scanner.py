@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from router.text.answer.marks import first_mark
-from router.text.answer.part import CallPart, Part, TextPart, joined
 from router.text.calls.pattern import Extent, Found, Missing, Pattern, read_first
+from router.text.marks import first_mark
+from router.text.part import CallPart, Part, TextPart, joined
 
 
 class CallScanner(ABC):

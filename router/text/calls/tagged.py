@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from router.text.answer.grammar import rule
+from router.text.answer_grammar import rule
 from router.text.calls.form import BREAK, CallForm, Spell, Wanted, answer_rules, free, opening, row
 from router.text.calls.function import Function
 from router.text.calls.scanner import Layout

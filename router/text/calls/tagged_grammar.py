@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.text.answer.grammar import document_expression, literal, rule
+from router.text.answer_grammar import document_expression, literal, rule
 from router.text.calls.form import BREAK, Spell
+from router.text.calls.python_grammar import PythonRules
 from router.text.calls.tagged_scanner import ArgumentTags
 from router.text.calls.tagged_value import spellings
-from router.text.python_syntax.grammar import PythonRules
-from router.text.schema.keywords import TYPES, Unenforceable
-from router.text.schema.regexes import ANY, names_lexeme, searched
-from router.text.schema.shapes import Case, ObjectShape, Schemas, Shapes, UnlistedMembers
+from router.text.schema import (
+    ANY,
+    TYPES,
+    Case,
+    ObjectShape,
+    Schemas,
+    Shapes,
+    Unenforceable,
+    UnlistedMembers,
+    names_lexeme,
+    searched,
+)
 
 UNKNOWN_KEY = r'/[^<>"\n]{1,256}/'
 """Names of arguments that the schema does not name."""

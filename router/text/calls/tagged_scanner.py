@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.text.answer.marks import overlap
-from router.text.answer.part import CallPart, Part
 from router.text.calls.function import Function
 from router.text.calls.pattern import Found, Missing
 from router.text.calls.scanner import Layout, MarkedScanner
 from router.text.calls.tagged_value import ValueReader, as_json, reader_of, written
-from router.text.schema.keywords import Unenforceable
+from router.text.marks import overlap
+from router.text.part import CallPart, Part
+from router.text.schema import Unenforceable
 
 MAX_KEY_CHARS = 256
 """Of an argument's name: a longer one is text, not a call."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.text.python_syntax.grammar import python_text
-from router.text.python_syntax.literal import NotLiteralError, read_value
-from router.text.schema.shapes import Schemas, Shapes
+from router.text.calls.python_grammar import python_text
+from router.text.calls.python_literal import NotLiteralError, read_value
+from router.text.schema import Schemas, Shapes
 
 TEXT_ONLY = frozenset({"string"})
 AS_PYTHON = {"True": "true", "False": "false", "None": "null"}

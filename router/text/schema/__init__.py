@@ -1,1 +1,7 @@
 """JSON schemas, rewritten so that llguidance enforces all that they say, or refused with the place that it cannot."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from router.text.schema.canonical import Document
+from router.text.schema.canonical_form import Document
 from router.text.schema.finite import mapping, names
 from router.text.schema.keywords import Schema, Unenforceable, children
 from router.text.schema.patterns import CONTROLS, demands_controls, without_quotes_for_controls

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.text.schema.canonical import Document
+from router.text.schema.canonical_form import Document
 from router.text.schema.finite import key_of, listed, mapping, names, number, rejects, sequence, types_of
 from router.text.schema.keywords import CLOSED, TYPES, Schema
 from router.text.schema.texts import beginning_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from router.text.schema.canonical import REFERENCE, Document
+from router.text.schema.canonical_form import REFERENCE, Document
 from router.text.schema.keywords import LISTS, MAPS, SINGLES, Schema, Unenforceable, children
 
 MAX_UNROLLED = 20_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from router.text.schema.canonical import Document
+from router.text.schema.canonical_form import Document
 from router.text.schema.disjoint import Flat, Proofs
 from router.text.schema.finite import key_of, listed, mapping, names, number, sequence, type_of
 from router.text.schema.keywords import CLOSED, EXTRA, TYPES, Schema, Unenforceable

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
-from router.text.schema.canonical import Document
+from router.text.schema.canonical_form import Document
 from router.text.schema.finite import listed, mapping, names, number, rejects
 from router.text.schema.formats import pattern_of
 from router.text.schema.keywords import CLOSED, Schema, Unenforceable

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.text.schema import arrays, objects
-from router.text.schema.canonical import MAX_SCHEMAS, Document
+from router.text.schema.canonical_form import MAX_SCHEMAS, Document
 from router.text.schema.disjoint import Proofs
 from router.text.schema.finite import mapping, names, sequence
 from router.text.schema.formats import pattern_of

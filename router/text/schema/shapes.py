@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any, Final
 
-from router.text.schema.canonical import REFERENCE, Document
+from router.text.schema.canonical_form import REFERENCE, Document
 from router.text.schema.disjoint import Proofs
 from router.text.schema.finite import key_of, listed, mapping, names, number, rejects, sequence, type_of, types_of
 from router.text.schema.keywords import TYPES, Schema, Unenforceable, children

@@ -26,7 +26,7 @@ def test_phases_fill_the_time_with_prompts_then_batches() -> None:
 @pytest.mark.e2e
 def test_a_profile_of_real_workers_is_planned_with(tmp_path: Path) -> None:
     """A worker of each kind is started and driven for ten seconds: minutes on a busy machine."""
-    from common.kv.cache import block_bytes
+    from common.engine.kv.cache import block_bytes
     from common.model_files.config import from_hf
 
     file = tmp_path / "plan.json"

@@ -11,9 +11,9 @@ from benchmarks.simulator.simulation import Simulation
 from benchmarks.simulator.workers.coalesced import CoalescedGaps, CoalescedScheduler, StepRun
 from benchmarks.simulator.world.scenario import Scenario
 from benchmarks.simulator.world.tokens import Content, CountedTokens, InjectedHasher
-from common.kv.block_pool import BlockPool
+from common.engine.kv.block_pool import BlockPool
+from common.engine.sequences.token_goal import TokenGoal
 from common.latency.step_model import StepModel
-from common.sequences.token_goal import TokenGoal
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams
 from decode_worker.sequence import DecodeSequence, RequestStatus

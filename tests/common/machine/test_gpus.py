@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.engine.worker import command
 from common.errors import ConfigError
 from common.machine import gpus
 from common.machine.gpus import (
@@ -21,7 +22,6 @@ from common.machine.gpus import (
     with_device,
     without_driver,
 )
-from common.worker import command
 
 NOTHING = Path("/nonexistent")
 BUILT_FOR_CPUS = AvailableGPUs(0, f"torch {torch.__version__} is built without CUDA")

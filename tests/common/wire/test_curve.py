@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common.wire.bind import bind
+from common.wire.binding import bind
 from common.wire.curve import Curve
 from common.wire.curve_keys import KeyPair
 from common.wire.dialer import WATCHED, Dialer

@@ -18,16 +18,16 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.model.load import load_model
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.load import load_model
+from common.engine.run.graph_capture import PlainRecorder
+from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.runner import ModelRunner
+from common.engine.run.warm_up import run_every_kind
+from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
-from common.runner.graph_capture import PlainRecorder
-from common.runner.graph_runner import GraphRunner
-from common.runner.runner import ModelRunner
-from common.runner.warm_up import run_every_kind
-from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from common.engine.kv.cache import KVCache
+from common.engine.models.load import load_model
+from common.engine.run.kernel_check import check_model_kernels
 from common.errors import ModelError
-from common.kv.cache import KVCache
-from common.model.load import load_model
 from common.model_files.tiny import make_tiny_model
-from common.runner.kernel_check import check_model_kernels
 from kernels import UNSCALED, AttentionRule, Experts, KVScales
 from kernels.agreement import run
 from kernels.agreement.attention import attention_checks
@@ -32,7 +32,7 @@ from kernels.gpu import blocks, decode_attention, held_products, prefill_attenti
 from kernels.gpu.device_plan import GPUPlan
 from kernels.gpu.tiles import key_tile
 
-from ...common.model.generation import files_of
+from ...common.engine.models.generation import files_of
 
 pytestmark = pytest.mark.interpret
 attend_tile = key_tile.attend_tile

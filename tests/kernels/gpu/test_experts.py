@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.model.load import load_model
-from common.model.quantised_safetensors import QuantisedSafetensors
-from common.runner.kernel_check import expert_checks
+from common.engine.models.load import load_model
+from common.engine.run.kernel_check import expert_checks
+from common.engine.weights.quantised_safetensors import QuantisedSafetensors
 from kernels.backends import FOUND
 from kernels.gpu.products.experts import BLOCK_K, BLOCK_N, FEW_ROWS, MANY_ROWS, experts, rows_of_tile
 from kernels.interface.held_weight import HeldWeight
 from kernels.plain import backend as torch_backend
 from kernels.plain import reference
 
-from ...common.model.generation import Pool, files_of, prompt
-from ...common.model.mxfp4_checkpoint import write_mxfp4
+from ...common.engine.models.generation import Pool, files_of, prompt
+from ...common.engine.models.mxfp4_checkpoint import write_mxfp4
 from ...stand_in import StandIn
 from .compiled import CHIPS, Job, Target, compile_kernels
 from .conftest import ON_GPU

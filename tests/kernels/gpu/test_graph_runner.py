@@ -8,28 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.adapters.bank import AdapterBank
-from common.adapters.places import AdapterPlaces
-from common.draft_heads.load import load_drafting_model
+from common.engine.adapters.bank import AdapterBank
+from common.engine.adapters.places import AdapterPlaces
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import ROW_BEFORE, SequenceChunk
+from common.engine.models.decoder import Decoder
+from common.engine.models.draft_heads.load import load_drafting_model
+from common.engine.models.load import load_model
+from common.engine.run.graph_capture import GraphRecorder, PlainRecorder
+from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.runner import ModelRunner
+from common.engine.run.seats import FROM_HOST
+from common.engine.run.step_launcher import GraphStep, StepLauncher
+from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
-from common.kv.cache import KVCache
-from common.model.batch import ROW_BEFORE, SequenceChunk
-from common.model.decoder import Decoder
-from common.model.load import load_model
 from common.model_files.tiny import make_tiny_model
-from common.runner.graph_capture import GraphRecorder, PlainRecorder
-from common.runner.graph_runner import GraphRunner
-from common.runner.runner import ModelRunner
-from common.runner.seats import FROM_HOST
-from common.runner.step_launcher import GraphStep, StepLauncher
-from common.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SampledToken, SamplingParams
 from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
 from kernels.gpu.device_plan import GPUPlan
 
 from ...adapters import make_adapter
-from ...common.model.generation import files_of, prompt
+from ...common.engine.models.generation import files_of, prompt
 from ...draft_heads import eagle_folder
 from ...eagle3_heads import eagle3_folder
 from ...oracle import generate

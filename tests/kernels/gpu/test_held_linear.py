@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.model.load import load_model
-from common.runner.kernel_check import product_checks
+from common.engine.models.load import load_model
+from common.engine.run.kernel_check import product_checks
 from kernels import QuantisedWeight
 from kernels.backends import FOUND
 from kernels.gpu.products import held_linear as module
 from kernels.gpu.products.held_linear import LEAST_BLOCKS, MOST_ROWS, held_linear, num_splits, widened_weight
 from kernels.interface.held_weight import HeldWeight
-from kernels.interface.quantised import E2M1
+from kernels.interface.quantised_weight import E2M1
 from kernels.plain import backend as torch_backend
 
-from ...common.model.generation import Pool, files_of, prompt, random_checkpoint
-from ...common.weight_formats.checkpoints import FORMATS, write_checkpoint
+from ...common.engine.models.generation import Pool, files_of, prompt, random_checkpoint
+from ...common.engine.weights.formats.checkpoints import FORMATS, write_checkpoint
 from ...stand_in import StandIn
 from .compiled import CHIPS, Job, Target, compile_kernels
 from .conftest import ON_GPU

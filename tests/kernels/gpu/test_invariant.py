@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.kv.cache import KVCache
-from common.model.batch import SequenceChunk
-from common.model.decoder import Decoder
-from common.model.load import load_model
-from common.runner.kernel_check import expert_checks, product_checks
-from common.runner.runner import ModelRunner
+from common.engine.kv.cache import KVCache
+from common.engine.models.batch import SequenceChunk
+from common.engine.models.decoder import Decoder
+from common.engine.models.load import load_model
+from common.engine.run.kernel_check import expert_checks, product_checks
+from common.engine.run.runner import ModelRunner
 from kernels.agreement.gate import Poisoned
 from kernels.backends import FOUND
 from kernels.gpu import backend as triton_backend
@@ -29,7 +29,7 @@ from kernels.gpu.products.invariant import DENSE, DENSE_MANY, FLOAT32, HELD, inv
 from kernels.gpu.products.lora import add_lora
 from kernels.interface.lora import GroupedRows, LoraStack
 
-from ...common.model.generation import files_of, prompt, random_checkpoint
+from ...common.engine.models.generation import files_of, prompt, random_checkpoint
 from ...families import CASES
 from .compiled import CHIPS, Compiled, Job, Target, compile_kernels
 from .conftest import ON_GPU

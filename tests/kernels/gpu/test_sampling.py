@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.sampling.sampler import Sampler, SamplingRow
+from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 from kernels import Draw, SamplingTensors
 from kernels.gpu.sampling import MAX_BLOCK, MAX_VOCAB, sample

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from common.kv.cache import SMALL_DTYPES
-from common.model.batch import SequenceChunk
+from common.engine.kv.cache import SMALL_DTYPES
+from common.engine.models.batch import SequenceChunk
 from common.model_files.tiny import make_tiny_model
 from common.wire.sampling_params import SamplingParams
 from kernels import KVScales
@@ -20,7 +20,7 @@ from kernels.backends import FOUND, backend, look_up
 from kernels.gpu import backend as triton_backend
 from kernels.plain import backend as torch_backend
 
-from ...common.model.generation import (
+from ...common.engine.models.generation import (
     Pool,
     load,
     prompt,
@@ -28,7 +28,7 @@ from ...common.model.generation import (
     transformers_greedy,
     transformers_model,
 )
-from ...common.weight_formats.kv_scaled import scales_of_layers
+from ...common.engine.weights.formats.kv_scaled import scales_of_layers
 from ...families import CASES
 from ...oracle import Oracle, generate
 from ...stand_in import StandIn

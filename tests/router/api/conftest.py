@@ -18,16 +18,16 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.errors import RequestError
+from common.grammar.finish import finish_reason
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
-from common.sampling.finish import finish_reason
 from common.wire.sampling_params import TokenLogprobs
-from router.admission.load import ClassLoad, DispatchLoad, WorkerLoad
-from router.generation.choices.tracing import Tracing
+from router.dispatch.client import ANYONE, Caller, GenerationRequest, RequestTimeline, TokenEvent
+from router.dispatch.load import ClassLoad, DispatchLoad, WorkerLoad
+from router.generation.tracing import Tracing
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
 from router.server.server import Server, listen, server_of
-from router.streams.client import ANYONE, Caller, GenerationRequest, RequestTimeline, TokenEvent
 from router.text.text_pipeline import TextPipeline
 
 from .chromium import Browser

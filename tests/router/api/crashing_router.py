@@ -13,11 +13,11 @@ from pathlib import Path
 
 from common.config import RouterConfig
 from common.model_files.resolve import resolve_model
+from router.dispatch.client import GenerationRequest, TokenEvent
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
 from router.server.server import listen, serve, stop_on_signals
-from router.store import batches
-from router.streams.client import GenerationRequest, TokenEvent
+from router.stored import batches
 from router.text.text_pipeline import TextPipeline
 
 

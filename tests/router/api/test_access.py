@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from common.errors import ConfigError, Unavailable
-from router.auth.limits import CONCURRENCY_RETRY_S
+from router.access.limits import CONCURRENCY_RETRY_S
 from router.request.errors import InvalidField
 
 ALICE, BOB = "alices-secret-key-1", "bobs-secret-key-22"

@@ -16,8 +16,8 @@ import pytest
 
 from common.errors import Unavailable
 from common.machine.wall_clock import WallClock
+from router.access.keys import digest_of
 from router.api.responses import background as responses_background
-from router.auth.keys import digest_of
 from router.server.server import _drain
 
 ASKED: Any = {"model": "tiny-random", "input": "hi", "max_output_tokens": 9}

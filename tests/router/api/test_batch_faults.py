@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from common.errors import InternalError, Overloaded
-from router.store.errors import StoreFailed
-from router.streams.client import GenerationRequest, TokenEvent
+from router.dispatch.client import GenerationRequest, TokenEvent
+from router.stored.errors import StoreFailed
 
 from .batching import COMPLETIONS, client_of, ended, line, lines_in, made
 

@@ -12,8 +12,8 @@ import pytest
 from common.machine.wall_clock import AGES_S, WallClock
 from router.api.batches.halt import Halted
 from router.api.batches.run import BatchRun
-from router.store.file_record import StoredBatch
-from router.store.record import IN_PROGRESS
+from router.stored.file_record import StoredBatch
+from router.stored.record import IN_PROGRESS
 
 DAY_S = 86_400.0
 

@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from router.auth.keys import digest_of
-from router.streams.client import GenerationRequest, TokenEvent
+from router.access.keys import digest_of
+from router.dispatch.client import GenerationRequest, TokenEvent
 
 from .batching import COMPLETIONS, client_of, ended, line, lines_in, made
 

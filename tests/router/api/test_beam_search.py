@@ -12,9 +12,9 @@ import pytest
 
 from common.errors import Unavailable
 from common.wire.sampling_params import TokenLogprobs
-from router.generation.beams.search import Beam, BeamSearch
-from router.generation.choices.logprob_budget import MAX_PROMPT_LOGPROBS
-from router.streams.client import GenerationRequest, TokenEvent
+from router.dispatch.client import GenerationRequest, TokenEvent
+from router.generation.beam_search import Beam, BeamSearch
+from router.generation.logprob_budget import MAX_PROMPT_LOGPROBS
 
 Model = Callable[[Sequence[int]], list[float]]
 Rule = Callable[[Sequence[int]], frozenset[int]]

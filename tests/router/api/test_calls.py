@@ -19,10 +19,10 @@ from common.config import RouterConfig
 from common.latency.step_model import StepModel
 from common.wire.messages import TokenDelta, TokenOutput
 from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
-from router.streams.client import GenerationRequest
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
-from router.generation.choices.choice import AnswerChoice
-from router.streams.client import GenerationRequest, TokenEvent
+from router.dispatch.client import GenerationRequest, TokenEvent
+from router.generation.choice import AnswerChoice
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopScanner
 

@@ -20,7 +20,7 @@ from common.model_files.files import ModelFiles
 from common.model_files.task import ServedTask
 from common.model_files.tokenizer import Tokenizer
 from router.api.embeddings.fields import EmbeddingRequest
-from router.streams.client import GenerationRequest, TokenEvent
+from router.dispatch.client import GenerationRequest, TokenEvent
 from router.text.text_pipeline import TextPipeline
 
 from .conftest import TIMELINE, Engine, Start

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from router.auth.keys import digest_of
+from router.access.keys import digest_of
 
 MIB = 1024 * 1024
 FORM = {"purpose": "batch"}
@@ -131,7 +131,7 @@ async def test_a_file_that_is_too_large(start: Any) -> None:
 
 
 async def test_a_full_store_says_so_and_frees_what_is_deleted(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.store.location.MAX_FILES", 3)
+    monkeypatch.setattr("router.stored.location.MAX_FILES", 3)
     running = await start(file_store_mib=1)
     first = (await upload(running, b"x" * 700_000)).json()
     reply = await upload(running, b"x" * 700_000)

@@ -179,11 +179,11 @@ async def test_the_schema_has_every_endpoint_and_real_models(running: Any) -> No
 
 async def test_load_has_the_plan_of_a_router_that_makes_one(start: Any) -> None:
     from router.api import service_answers
-    from router.planner.load.load import OfferedLoad
     from router.planner.loop import Outlook
+    from router.planner.offered_load import OfferedLoad
     from router.planner.planner import Plan, PoolPlan
-    from router.planner.sizing.pool import Fleet
-    from router.planner.sizing.sizing import Prediction
+    from router.planner.pool import Fleet
+    from router.planner.sizing import Prediction
 
     running = await start(slo_ttft_ms=500.0, slo_quantile=0.9)
     assert (await running.http.get("/load")).json()["plan"] is None

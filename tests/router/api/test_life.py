@@ -17,7 +17,7 @@ def line_of(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def at_info(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="router.generation.choices.request_log")
+    caplog.set_level(logging.INFO, logger="router.generation.request_log")
 
 
 @pytest.mark.parametrize("stream", [True, False])

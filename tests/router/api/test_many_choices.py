@@ -14,11 +14,11 @@ import pytest
 
 from common.errors import Unavailable
 from router.api.openai.chat import ChatShape
+from router.dispatch.client import GenerationRequest, TokenEvent
 from router.generation.answer_frames import OpenAIFrames
-from router.generation.choices.choice import AnswerChoice, Piece
-from router.generation.choices.turn_budget import TurnBudget
+from router.generation.choice import AnswerChoice, Piece
 from router.generation.exchange import MANY_LOGPROBS
-from router.streams.client import GenerationRequest, TokenEvent
+from router.generation.turn_budget import TurnBudget
 
 from .conftest import Engine
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.admission.load import ClassLoad, DispatchLoad
+from router.dispatch.load import ClassLoad, DispatchLoad
 from router.server.every_model import joined
 
 from .batching import client_of, ended, line, made

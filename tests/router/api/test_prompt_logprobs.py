@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.generation.choices.logprobs import LogprobShapes
+from router.generation.logprobs import LogprobShapes
 
 ECHO = {
     "tokens": ["h", "i", "T", "h"],

@@ -187,7 +187,7 @@ async def test_a_name_that_is_too_long_with_its_namespace_is_refused(running: An
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tools_that_openai_runs_are_left_out_and_named(running: Any, caplog: Any, stream: bool) -> None:
-    caplog.set_level("INFO", logger="router.generation.choices.request_log")
+    caplog.set_level("INFO", logger="router.generation.request_log")
     hosted = [{"type": "web_search", "external_web_access": False}, {"type": "mcp", "server_label": "x"}]
     reply = await post(running, tools=[*hosted, *TOOLS], stream=stream)
     assert reply.headers["x-diptych-tools-left-out"] == "web_search, mcp"

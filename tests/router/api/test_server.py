@@ -21,7 +21,7 @@ from common.errors import Unavailable
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
 from router.server.server import listen, serve, stop_on_signals
-from router.store.location import store_of
+from router.stored.location import store_of
 
 from ...rig import Program
 

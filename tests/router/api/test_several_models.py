@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.errors import Overloaded, Unavailable
-from router.auth.keys import Limits
-from router.top.source import LoadSource
+from router.access.keys import Limits
+from router.cli.top.source import LoadSource
 
 from .several import Start
 from .test_dashboard import NODE, SEES, browse

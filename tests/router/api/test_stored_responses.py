@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from router.auth.keys import digest_of
-from router.store.errors import StoreFailed
+from router.access.keys import digest_of
+from router.stored.errors import StoreFailed
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": False}]

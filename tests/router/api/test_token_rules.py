@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.wire.sampling_params import BadWord, TokenLogprobs
-from router.streams.client import TokenEvent
+from router.dispatch.client import TokenEvent
 
 
 def params(running: Any) -> Any:

@@ -19,8 +19,8 @@ import pytest
 from rich.console import Console
 
 from common.errors import Unavailable
-from router.top.command import drawn, main
-from router.top.source import LoadSource, WrongUrl
+from router.cli.top.command import drawn, main
+from router.cli.top.source import LoadSource, WrongUrl
 
 OPEN, CLOSE, HOME = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H"
 KEY = "a-key-of-sixteen-or-more"

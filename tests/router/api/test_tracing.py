@@ -13,9 +13,9 @@ import pytest
 from common.config import RouterConfig
 from common.errors import ConfigError, Unavailable
 from common.wire.sampling_params import SamplingParams
-from router.generation.choices.tracing import Phase, Tracing, phases
+from router.dispatch.client import RequestTimeline
+from router.generation.tracing import Phase, Tracing, phases
 from router.observe.request_record import ChoiceRecord
-from router.streams.client import RequestTimeline
 
 from ...collector import Collector, attributes
 

@@ -11,10 +11,10 @@ import pytest
 
 from common.errors import Unavailable
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
-from router.generation.choices.packed_logprobs import PackedLogprobs
-from router.generation.choices.unread import UnreadBudget
+from router.dispatch.client import GenerationRequest, TokenEvent
 from router.generation.generations import MAX_WAITING, Generations
-from router.streams.client import GenerationRequest, TokenEvent
+from router.generation.packed_logprobs import PackedLogprobs
+from router.generation.unread import UnreadBudget
 
 from .conftest import Engine
 

@@ -16,8 +16,8 @@ from common.config import RouterConfig
 from common.wire.codec import decode, encode
 from common.wire.messages import KVTarget, Message, PrefillRequest, RouterHello
 from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest, TokenEvent
 from router.dispatch.dispatcher import Dispatcher
-from router.streams.client import GenerationRequest, TokenEvent
 
 from ...fake_worker import FakeWorker, Job, Work, expected
 

@@ -6,16 +6,16 @@ from common.errors import MAX_RETRY_AFTER_S, Overloaded
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
-from router.admission.admission import Admission, too_late
-from router.admission.load import DispatchCounters
-from router.admission.waits import lasting_s, observed_waits_s, wait_for, waits_of
+from router.dispatch.admission import Admission, too_late
+from router.dispatch.client import GenerationRequest
+from router.dispatch.load import DispatchCounters
+from router.dispatch.request_state import Assignment, RequestState
+from router.dispatch.waits import lasting_s, observed_waits_s, wait_for, waits_of
 from router.fleet.registry import WorkerRegistry
 from router.policy.forecast import on_prefill
 from router.policy.patience import NUM_REFUSED, NUM_WINDOWS, WINDOW_S
 from router.policy.request_shape import RequestShape
 from router.policy.routing import Choice, RoutingPolicy
-from router.streams.client import GenerationRequest
-from router.streams.request_state import Assignment, RequestState
 
 from ...fake_worker import heartbeat_of, hello_of
 

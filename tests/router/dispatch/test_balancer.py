@@ -8,7 +8,7 @@ import pytest
 
 from common.latency.step_model import StepModel
 from common.wire.messages import HandOver
-from router.placement import balancer, handover
+from router.dispatch import balancer, handover
 
 MODEL = StepModel(fixed_s=0.01, row_s=1e-3, context_s=1e-7, num_steps=500)
 PROMPT = list(range(1, 13))

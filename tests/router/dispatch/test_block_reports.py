@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.kv.block_log import BlockLog
+from common.engine.kv.block_log import BlockLog
 from common.wire.messages import BlockEvents, WorkerHeartbeat
 from router.fleet.block_reports import ASK_AGAIN_S, BlockReports
 from router.fleet.lives import WorkerLives

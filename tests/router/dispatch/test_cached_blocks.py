@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.kv.block_hash import block_hashes
-from common.kv.block_log import BlockLog
+from common.blocks.block_hash import block_hashes
+from common.engine.kv.block_log import BlockLog
 from common.wire.messages import BlockSnapshotRequest, DecodeRequest, PrefillRequest
 from router.dispatch.dispatcher import Dispatcher
 

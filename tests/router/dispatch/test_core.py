@@ -19,12 +19,12 @@ from common.wire.messages import (
 )
 from common.wire.sampling_params import SamplingParams
 from router.dispatch import quiet
+from router.dispatch.client import GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.silence import why_left
 from router.dispatch.turns import MAX_PLACED_A_TURN
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
-from router.streams.client import GenerationRequest
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -9,8 +9,8 @@ import pytest
 from common.errors import FatalRequest, Overloaded, Unavailable
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest
+from router.dispatch.request_state import RequestState
 from router.policy import patience
-from router.streams.request_state import RequestState
 
 PROMPT = list(range(1, 13))
 

@@ -24,12 +24,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from common.config import RouterConfig
 from common.wire.messages import KVTarget, Message
 from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.silence import why_left
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import WorkerConnection
-from router.streams.client import GenerationRequest
-from router.streams.request_state import Assignment, RequestState
 
 from ...examples import examples
 from ...fake_worker import FakeWorker, expected, next_token

@@ -9,10 +9,10 @@ from common.errors import Overloaded
 from common.latency.step_model import StepShape
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest
+from router.dispatch.request_state import Assignment, RequestState
 from router.policy.forecast import on_prefill
 from router.policy.routing import Choice
-from router.streams.client import GenerationRequest
-from router.streams.request_state import Assignment, RequestState
 
 from .test_admission import admission_of, check, decode, refuses, shape_of, worker
 

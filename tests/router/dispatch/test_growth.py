@@ -5,15 +5,15 @@ from hypothesis import strategies as st
 
 from common.latency.step_model import StepModel, StepShape
 from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest
+from router.dispatch.growth import Growth, num_more_blocks
+from router.dispatch.request_state import Assignment, RequestState
 from router.fleet.booking import Booking, peak_growth
 from router.fleet.registry import WorkerRegistry
-from router.placement.growth import Growth, num_more_blocks
 from router.policy.forecast import num_lacking_blocks, on_decode, terms_of
 from router.policy.output_lengths import OutputLengths
 from router.policy.request_shape import RequestShape
 from router.policy.routing import RoutingPolicy
-from router.streams.client import GenerationRequest
-from router.streams.request_state import Assignment, RequestState
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -140,7 +140,7 @@ def test_an_answer_that_finds_no_room_stalls_itself_and_delays_the_others():
 
 
 def test_all_answers_have_their_turn_however_many_they_are(monkeypatch):
-    monkeypatch.setattr("router.placement.growth.MOST_A_TICK", 3)
+    monkeypatch.setattr("router.dispatch.growth.MOST_A_TICK", 3)
     registry = registry_of(D, num_blocks=10_000)
     states = []
     for number in range(10):

@@ -14,8 +14,8 @@ from common.wire.messages import (
     TokenDelta,
     TokenOutput,
 )
+from router.dispatch import handover
 from router.fleet.worker import Worker, WorkerState
-from router.placement import handover
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.kv.block_hash import BlockHasher, block_hashes
+from common.blocks.block_hash import BlockHasher, block_hashes
 from common.wire.message_fields import pack_tokens
-from router.streams.known_hashes import ALTERNATIVES, TAIL_BLOCKS, KnownHashes
+from router.dispatch.known_hashes import ALTERNATIVES, TAIL_BLOCKS, KnownHashes
 
 SIZE = 16
 LONG = [number % 49_000 for number in range(5000)]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from common.kv.block_hash import block_hashes
+from common.blocks.block_hash import block_hashes
 from common.latency.link_model import LinkModel, Links
 from common.latency.step_model import StepShape
 from common.wire.messages import Message
 from common.wire.sampling_params import SamplingParams
-from router.placement.placement import Placement
+from router.dispatch.client import GenerationRequest
+from router.dispatch.placement import Placement
+from router.dispatch.request_state import RequestState
 from router.policy.routing import Choice
-from router.streams.client import GenerationRequest
-from router.streams.request_state import RequestState
 
 from ..policy.test_shortlist import MODEL, Rig
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.kv.block_hash import block_hashes
-from common.kv.window import Window
+from common.blocks.block_hash import block_hashes
+from common.blocks.window import Window
 from router.fleet.prefix_index import PrefixIndex
 
 

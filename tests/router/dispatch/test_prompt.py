@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from common.kv.block_hash import BlockHasher, block_hashes
+from common.blocks.block_hash import BlockHasher, block_hashes
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
-from router.streams import prompt as prompts
-from router.streams.client import GenerationRequest
-from router.streams.prompt import Prompt
-from router.streams.request_state import RequestState
+from router.dispatch import prompt as prompts
+from router.dispatch.client import GenerationRequest
+from router.dispatch.prompt import Prompt
+from router.dispatch.request_state import RequestState
 
 TOKENS = list(range(100, 1100))
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import TokenLogprobs
-from router.streams.stream import StreamConflict, TokenStream
+from router.dispatch.stream import StreamConflict, TokenStream
 
 
 def delta(index, *tokens, finish="", logprobs=()):

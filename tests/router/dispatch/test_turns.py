@@ -14,11 +14,11 @@ from common.errors import Overloaded, Unavailable
 from common.latency.step_model import StepModel
 from common.wire.messages import Message, PrefillRequest, TokenDelta, TokenOutput
 from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import ANYONE, Caller, GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
+from router.dispatch.request_state import RequestState
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
-from router.streams.client import ANYONE, Caller, GenerationRequest
-from router.streams.request_state import RequestState
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from common.config.request_class import RequestClass
 from common.wire.messages import TokenDelta
 from common.wire.sampling_params import SamplingParams
-from router.admission.waiting import AGE_CAP_S, ELDER_TURNS, WaitingRequests
-from router.streams.client import GenerationRequest
-from router.streams.request_state import RequestState
+from router.dispatch.client import GenerationRequest
+from router.dispatch.request_state import RequestState
+from router.dispatch.waiting import AGE_CAP_S, ELDER_TURNS, WaitingRequests
 
 
 def request(

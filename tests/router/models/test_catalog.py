@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from common.errors import ConfigError, ModelNotFound
-from router.auth.errors import Forbidden
-from router.auth.keys import ApiKey
+from router.access.errors import Forbidden
+from router.access.keys import ApiKey
 from router.models.catalog import Catalog
 from router.models.draw import draw
 from router.models.entry import ModelEntry, ModelTable, Split

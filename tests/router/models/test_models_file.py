@@ -7,7 +7,7 @@ import pytest
 from common.config import PrefillWorkerConfig, RouterConfig
 from common.config.sources import read
 from common.errors import ConfigError
-from router.auth.keys import Limits
+from router.access.keys import Limits
 from router.models.entry import ModelEntry, Split
 from router.models.models_file import read_models, table_of
 

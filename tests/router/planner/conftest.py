@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from common.latency.step_model import StepModel
-from router.planner.sizing.pool import Fleet, PoolState, WorkerKind
+from router.planner.pool import Fleet, PoolState, WorkerKind
 
 MODEL = StepModel(fixed_s=4e-3, floor_s=8e-3, token_s=4e-5, pair_s=1.5e-9, row_s=3e-5, context_s=2.5e-8, num_steps=1000)
 PREFILL = WorkerKind(MODEL, num_blocks=25_000, block_size=16, max_num_seqs=64, step_tokens=2048)

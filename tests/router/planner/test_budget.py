@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.wire.message_fields import Role
-from router.planner.sizing.budget import Ask, Budget, divide
-from router.planner.sizing.pool import Bounds
+from router.planner.budget import Ask, Budget, divide
+from router.planner.pool import Bounds
 
 EACH: Mapping[Role, Bounds] = {"prefill": Bounds(0, 64), "decode": Bounds(0, 64)}
 

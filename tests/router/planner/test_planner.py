@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from common.wire.message_fields import Role
-from router.planner.load.load import OfferedLoad, SampledRequest
+from router.planner.budget import Budget
+from router.planner.offered_load import OfferedLoad, SampledRequest
 from router.planner.planner import Plan, Planner
-from router.planner.sizing.budget import Budget
-from router.planner.sizing.pool import Bounds, Fleet, Goals, WorkerKind
+from router.planner.pool import Bounds, Fleet, Goals, WorkerKind
 
 GOALS = Goals(0.5, 0.025, 0.95)
 CHAT = tuple(SampledRequest(200 * (i % 8 + 1), 0, 40 * (i % 6 + 1)) for i in range(24))

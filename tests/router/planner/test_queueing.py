@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from router.planner.sizing.queueing import NO_LIMIT, QueueWait, erlang_c, late, peak, response_quantile, wait
+from router.planner.queueing import NO_LIMIT, QueueWait, erlang_c, late, peak, response_quantile, wait
 
 
 def test_one_exponential_server_waits_as_the_textbook_says() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from router.planner.load.recent import FEWEST_NEW, RecentLoad
+from router.planner.recent_load import FEWEST_NEW, RecentLoad
 
 
 def offer(load: RecentLoad, begin: float, seconds: float, rate: float, prompt: int, output: int, seed: int = 1) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from common.latency.step_model import StepModel
-from router.planner.load.load import OfferedLoad, SampledRequest
-from router.planner.sizing.pool import Fleet, Goals, PoolState, WorkerKind
-from router.planner.sizing.sizing import predict, size
+from router.planner.offered_load import OfferedLoad, SampledRequest
+from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
+from router.planner.sizing import predict, size
 
 GOALS = Goals(0.5, 0.025, 0.95)
 CHAT = tuple(SampledRequest(200 * (i % 8 + 1), 0, 40 * (i % 6 + 1)) for i in range(24))

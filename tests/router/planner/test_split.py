@@ -11,13 +11,13 @@ import pytest
 from common.config import RouterConfig
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import ChangeRole, Message
-from router.admission.load import DispatchCounters
+from router.dispatch.load import DispatchCounters
+from router.dispatch.role_changes import RoleChanges
 from router.fleet.registry import WorkerRegistry
-from router.placement.role_changes import RoleChanges
-from router.planner.load.load import OfferedLoad, SampledRequest
-from router.planner.sizing.pool import Fleet, Goals, PoolState, WorkerKind
-from router.planner.sizing.split import Splits, UnderWay
+from router.planner.offered_load import OfferedLoad, SampledRequest
+from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
 from router.planner.sizing_forecaster import SizingForecaster
+from router.planner.split import Splits, UnderWay
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -11,9 +11,9 @@ import pytest
 from benchmarks.planner.loads import BOUNDS, GOALS, KINDS, conversation, sine
 from benchmarks.planner.rules import Clairvoyant, Planned, Seeing, Utilisation
 from benchmarks.planner.world import Controller, Result, World, poisson
+from router.planner.budget import Budget
 from router.planner.planner import Planner
-from router.planner.sizing.budget import Budget
-from router.planner.sizing.pool import Bounds, Fleet, PoolState
+from router.planner.pool import Bounds, Fleet, PoolState
 
 Rate = Callable[[float], float]
 

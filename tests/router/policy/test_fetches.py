@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from common.kv.block_hash import block_hashes
+from common.blocks.block_hash import block_hashes
 from common.latency.link_model import LinkModel, Links
 from common.latency.step_model import StepModel
 from common.wire.messages import SHORT_HASH_BYTES
 from common.wire.sampling_params import SamplingParams
+from router.dispatch.client import GenerationRequest
+from router.dispatch.fetches import Fetches
+from router.dispatch.orders import decode_request, prefill_request
+from router.dispatch.request_state import RequestState
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
-from router.placement.fetches import Fetches
-from router.placement.orders import decode_request, prefill_request
 from router.policy.fetch import Fetch
 from router.policy.forecast import computed_there, on_decode, on_prefill
 from router.policy.request_shape import RequestShape
-from router.streams.client import GenerationRequest
-from router.streams.request_state import RequestState
 
 from ...fake_worker import heartbeat_of, hello_of
 from .test_routing import REMOTE

@@ -11,10 +11,10 @@ from common.config import RouterConfig
 from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel
 from common.wire.messages import ChangeRole, Message
-from router.admission.load import DispatchCounters
+from router.dispatch.load import DispatchCounters
+from router.dispatch.role_changes import ANSWER_S, RoleChanges
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
-from router.placement.role_changes import ANSWER_S, RoleChanges
 from router.policy.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy, drain_of
 from router.policy.split import SplitForecast
 

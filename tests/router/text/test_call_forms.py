@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart, joined
 from router.text.calls.deepseek import DeepSeekForm
 from router.text.calls.form import CallForm
 from router.text.calls.function import Function
@@ -26,6 +25,7 @@ from router.text.calls.pythonic import PythonicForm
 from router.text.calls.qwen_coder import QwenCoderForm
 from router.text.calls.seed_oss import SeedOSSForm
 from router.text.calls.tagged_value import as_json, reader_of
+from router.text.part import CallPart, Part, TextPart, ThoughtPart, joined
 
 from ...examples import examples
 

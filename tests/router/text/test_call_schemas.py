@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.template import ChatTemplate
-from router.text.answer.part import CallPart, joined
 from router.text.calls.dialect import dialect_of
 from router.text.calls.form import CallForm, Wanted
 from router.text.calls.function import Function
 from router.text.calls.harmony import HarmonyForm
 from router.text.calls.scanner import CallScanner
+from router.text.part import CallPart, joined
 from router.text.schema.keywords import Unenforceable
 
 from ...examples import examples

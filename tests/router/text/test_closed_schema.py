@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from router.text.answer.closed_schema import closed
-from router.text.answer.grammar import json_grammar, literal
+from router.text.answer_grammar import json_grammar, literal
 from router.text.calls.form import Wanted
 from router.text.calls.function import Function
 from router.text.calls.hermes import HermesForm
+from router.text.closed_schema import closed
 from router.text.schema.keywords import CLOSED
 
 from ..answers import checked, is_answer

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.answer.part import TextPart, joined
 from router.text.calls.function import Function
 from router.text.calls.harmony import HarmonyForm
 from router.text.content_stops import ContentStops
+from router.text.part import TextPart, joined
 from router.text.stop_strings import StopScanner
 from router.text.thinking import ThinkingScanner
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
-from router.text.answer.grammar import (
+from router.text.answer_grammar import (
     choice_grammar,
     free_grammar,
     json_grammar,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.answer.part import CallPart, Part, TextPart, ThoughtPart, joined
 from router.text.calls.dialect import Dialect
 from router.text.calls.function import Function
 from router.text.calls.harmony import HarmonyForm
 from router.text.calls.harmony_scanner import ChannelTokens
+from router.text.part import CallPart, Part, TextPart, ThoughtPart, joined
 
 from ...examples import examples
 

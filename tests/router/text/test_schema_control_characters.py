@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.text.answer.grammar import json_grammar
+from router.text.answer_grammar import json_grammar
 from router.text.schema.keywords import Unenforceable
 from router.text.schema.patterns import demands_controls
 

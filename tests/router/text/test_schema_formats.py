@@ -16,7 +16,7 @@ import pytest
 
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.resolve import resolve_model
-from router.text.answer.grammar import json_grammar
+from router.text.answer_grammar import json_grammar
 from router.text.schema.keywords import FORMATS
 
 from ...random_documents import Documents

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.resolve import resolve_model
-from router.text.answer.grammar import json_grammar
+from router.text.answer_grammar import json_grammar
 from router.text.schema.patterns import portable
 
 from ...random_documents import Documents

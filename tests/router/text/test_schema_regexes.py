@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.text.schema.canonical import Document
+from router.text.schema.canonical_form import Document
 from router.text.schema.disjoint import Proofs
 from router.text.schema.regexes import has_looks, matches, searched
 

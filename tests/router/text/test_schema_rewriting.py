@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.text.answer.grammar import json_grammar, literal
+from router.text.answer_grammar import json_grammar, literal
 from router.text.calls.form import Wanted
 from router.text.calls.function import Function
 from router.text.calls.hermes import HermesForm

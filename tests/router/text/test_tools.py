@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.model_files.template import ChatTemplate
-from router.text.answer.grammar import literal
-from router.text.answer.part import CallPart, Part, TextPart, joined
+from router.text.answer_grammar import literal
 from router.text.calls.dialect import dialect_of
 from router.text.calls.form import Wanted
 from router.text.calls.function import Function
@@ -23,6 +22,7 @@ from router.text.calls.hermes import HermesForm
 from router.text.calls.pattern import MAX_REST_CHARS
 from router.text.calls.scanner import CallScanner
 from router.text.chat_prompt import chat_prompt
+from router.text.part import CallPart, Part, TextPart, joined
 from router.text.tools import tools_as_text
 
 from ...examples import examples

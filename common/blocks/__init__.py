@@ -1,0 +1,7 @@
+"""Names of KV blocks, and the windows through which a model looks back at them. Pure; the router uses both."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,20 @@
+"""The part of the Kubernetes API that Diptych uses."""
+
+from common.cluster.access import CREDENTIALS, ClusterAccess
+from common.cluster.api import KubernetesClient, KubernetesError
+from common.cluster.lease import Lease
+from common.cluster.scaling import KV_TARGET, UNLOADED_SLACK, DecodeLoad, backlog_s, pressure, unblocked_share
+
+__all__ = [
+    "CREDENTIALS",
+    "ClusterAccess",
+    "DecodeLoad",
+    "KV_TARGET",
+    "KubernetesClient",
+    "KubernetesError",
+    "Lease",
+    "UNLOADED_SLACK",
+    "backlog_s",
+    "pressure",
+    "unblocked_share",
+]

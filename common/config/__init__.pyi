@@ -1,0 +1,58 @@
+"""Every setting of every Diptych process. docs/configuration.md lists them; a test compares the two.
+
+    ServeConfig                      one machine: how many of each worker
+    CommonConfig <- RouterConfig
+                 <- WorkerConfig     <- PrefillWorkerConfig, DecodeWorkerConfig
+    RankHostConfig                   ranks of a worker on another host
+
+`cluster`, `access`, `roles` and `stored` hold groups of settings that these classes inherit.
+"""
+
+from common.config.classes import CONFIG_CLASSES
+from common.config.common import CommonConfig
+from common.config.cores import parse_cores
+from common.config.decode_worker import USUAL_SEQS, DecodeWorkerConfig
+from common.config.field import AUTO, GOAL_MS, Config, Field, fields_of, to_argv, to_env
+from common.config.prefill_worker import PrefillWorkerConfig
+from common.config.rank_host import RankHostConfig
+from common.config.request_class import BATCH_CLASSES, COMMON_SHARE, DEFAULT, NO_LANE, RequestClass
+from common.config.router import RouterConfig
+from common.config.serve import ServeConfig
+from common.config.sources import FlagParser, Sources, counterpart, counterpart_env, exit_refused, load
+from common.config.stored import MEMORY, OFF
+from common.config.worker import ADAPTER_NAME, WorkerConfig, is_loopback
+
+__all__ = [
+    "ADAPTER_NAME",
+    "AUTO",
+    "BATCH_CLASSES",
+    "COMMON_SHARE",
+    "CONFIG_CLASSES",
+    "CommonConfig",
+    "Config",
+    "DEFAULT",
+    "DecodeWorkerConfig",
+    "Field",
+    "FlagParser",
+    "GOAL_MS",
+    "MEMORY",
+    "NO_LANE",
+    "OFF",
+    "PrefillWorkerConfig",
+    "RankHostConfig",
+    "RequestClass",
+    "RouterConfig",
+    "ServeConfig",
+    "Sources",
+    "USUAL_SEQS",
+    "WorkerConfig",
+    "counterpart",
+    "counterpart_env",
+    "exit_refused",
+    "fields_of",
+    "is_loopback",
+    "load",
+    "parse_cores",
+    "to_argv",
+    "to_env",
+]

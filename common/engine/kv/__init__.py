@@ -1,0 +1,7 @@
+"""The KV cache of a worker: its block pool, its memory, and the copies into and out of it."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

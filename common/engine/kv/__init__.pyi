@@ -1,0 +1,64 @@
+"""The KV cache of a worker: its block pool, its memory, and the copies into and out of it."""
+
+from common.engine.kv.block_log import BlockLog
+from common.engine.kv.block_pool import BlockCounts, BlockPool
+from common.engine.kv.block_ring import BlockRing, ring_for
+from common.engine.kv.cache import SMALL_DTYPES, KVCache, block_bytes, torch_dtype
+from common.engine.kv.checksums import checksum
+from common.engine.kv.copy_stream import CopyStream
+from common.engine.kv.cuda_driver import DriverError, driver
+from common.engine.kv.device_copies import DeviceReads, OfferedDevice
+from common.engine.kv.device_memory import ImportedMemory
+from common.engine.kv.quantised_staging import quantised_incoming, quantised_outgoing
+from common.engine.kv.reached import Reached
+from common.engine.kv.sharded_cache import ShardedCache, blocks_at_once, segments
+from common.engine.kv.shared_memory import NotShared, PeerMemory
+from common.engine.kv.staging import (
+    BlocksInPlace,
+    GatheredOutgoing,
+    IncomingBlocks,
+    OutgoingBlocks,
+    ReachedPlaces,
+    StagedIncoming,
+    StagedOutgoing,
+    incoming_blocks,
+    outgoing_blocks,
+)
+from common.engine.kv.unread import in_words
+
+__all__ = [
+    "BlockCounts",
+    "BlockLog",
+    "BlockPool",
+    "BlockRing",
+    "BlocksInPlace",
+    "CopyStream",
+    "DeviceReads",
+    "DriverError",
+    "GatheredOutgoing",
+    "ImportedMemory",
+    "IncomingBlocks",
+    "KVCache",
+    "NotShared",
+    "OfferedDevice",
+    "OutgoingBlocks",
+    "PeerMemory",
+    "Reached",
+    "ReachedPlaces",
+    "SMALL_DTYPES",
+    "ShardedCache",
+    "StagedIncoming",
+    "StagedOutgoing",
+    "block_bytes",
+    "blocks_at_once",
+    "checksum",
+    "driver",
+    "in_words",
+    "incoming_blocks",
+    "outgoing_blocks",
+    "quantised_incoming",
+    "quantised_outgoing",
+    "ring_for",
+    "segments",
+    "torch_dtype",
+]

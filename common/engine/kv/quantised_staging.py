@@ -1,0 +1,125 @@
+"""KV blocks as 8-bit numbers in host memory, for the wire: half the bytes of bfloat16, a quarter of float32's.
+
+They pass through buffers even if the cache is in host memory. A GPU quantises before the copy to host memory and
+dequantises after the copy from it. The format is that of `kernels.blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.engine.kv.cache import KVCache
+from common.engine.kv.copy_stream import CopyStream
+from common.engine.kv.sharded_cache import ShardedCache, blocks_at_once, in_groups
+from common.engine.kv.staging import StagedIncoming, StagedOutgoing
+from kernels import gather_blocks, scatter_blocks, wire_bytes
+
+
+class QuantisedOutgoing(StagedOutgoing):
+    """`view` quantises a block into a buffer. All its numbers must be finite, in unused slots too."""
+
+    def __init__(self, kv: KVCache, stream: CopyStream) -> None:
+        super().__init__(kv, stream)
+        self._row = _Row(kv)
+        self.block_bytes = self._row.num_bytes
+
+    def views(self, indices: Sequence[int]) -> list[memoryview]:
+        """`view` of each: the device is waited for once, and ranks of other hosts are asked for a group at once."""
+        buffers = [self._take() for _ in indices]
+        self.stream.wait_for(lambda: self._row.gather(list(zip(indices, buffers, strict=True))))
+        return [self._lent(buffer) for buffer in buffers]
+
+    def _fill(self, buffer: Tensor, index: int) -> None:
+        self.stream.wait_for(lambda: self._row.gather([(index, buffer)]))
+
+
+class QuantisedIncoming(StagedIncoming):
+    """Blocks arrive in buffers; `commit` dequantises them into the cache."""
+
+    def __init__(self, kv: KVCache, stream: CopyStream) -> None:
+        super().__init__(kv, stream)
+        self._row = _Row(kv)
+        self.block_bytes = self._row.num_bytes
+
+    def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
+        self.stream.wait_for(lambda: self._row.scatter(received))
+
+
+class _Row:
+    """Quantises between blocks and buffers in host memory: on a GPU through one quantised block of its memory, which
+    serves one block after the other in the stream's order.
+
+    A block of several ranks is quantised as a whole. There is memory for as many as ranks give or take together.
+    """
+
+    def __init__(self, kv: KVCache) -> None:
+        self._kv = kv
+        self._wholes: list[Tensor] = []
+        if isinstance(kv, ShardedCache):
+            self._wholes = [kv.new_block() for _ in range(blocks_at_once(kv.wire_bytes))]
+        block = self._wholes[0] if self._wholes else kv.tensor[0]
+        self.num_bytes = wire_bytes(block[None], quantised=True)
+        on_host = kv.device.type == "cpu"
+        self._row = None if on_host else torch.empty(1, self.num_bytes, dtype=torch.uint8, device=kv.device)
+        self._only = torch.tensor([0]).to(kv.device)  # waits, because another stream reads it
+
+    def gather(self, wanted: Sequence[tuple[int, Tensor]]) -> None:
+        """Blocks into buffers, (index, buffer) pairs."""
+        if not isinstance(self._kv, ShardedCache):
+            for index, buffer in wanted:
+                self._quantise(self._kv.block_tensor(index), buffer)
+            return
+        for group in in_groups(wanted, self._kv.wire_bytes):
+            wholes = self._wholes[: len(group)]
+            self._kv.gather_all([(index, _bytes_of(whole)) for (index, _), whole in zip(group, wholes, strict=True)])
+            for (_, buffer), whole in zip(group, wholes, strict=True):
+                self._quantise(whole, buffer)
+
+    def scatter(self, received: Sequence[tuple[int, Tensor]]) -> None:
+        """Buffers into blocks, (index, buffer) pairs."""
+        if not isinstance(self._kv, ShardedCache):
+            for index, buffer in received:
+                self._dequantise(buffer, self._kv.block_tensor(index))
+            return
+        for group in in_groups(received, self._kv.wire_bytes):
+            wholes = self._wholes[: len(group)]
+            for (_, buffer), whole in zip(group, wholes, strict=True):
+                self._dequantise(buffer, whole)
+            self._kv.scatter_all([(index, _bytes_of(whole)) for (index, _), whole in zip(group, wholes, strict=True)])
+
+    def _quantise(self, block: Tensor, buffer: Tensor) -> None:
+        row = buffer[None] if self._row is None else self._row
+        gather_blocks(block[None], self._only, quantised=True, out=row)
+        if self._row is not None:
+            buffer.copy_(self._row[0], non_blocking=True)
+
+    def _dequantise(self, buffer: Tensor, block: Tensor) -> None:
+        if self._row is not None:
+            self._row[0].copy_(buffer, non_blocking=True)
+        scatter_blocks(buffer[None] if self._row is None else self._row, block[None], self._only, quantised=True)
+
+
+def _bytes_of(block: Tensor) -> Tensor:
+    return block.view(-1).view(torch.uint8)
+
+
+def quantised_outgoing(kv: KVCache, at_once: int = 1) -> QuantisedOutgoing:
+    """Quantises one block now, so that a GPU's kernel is compiled before a transfer needs it. `at_once` as
+    `outgoing_blocks`."""
+    blocks = QuantisedOutgoing(kv, CopyStream(kv.device)).reserve(at_once)
+    blocks.view(0)
+    return blocks
+
+
+def quantised_incoming(kv: KVCache, at_once: int = 1) -> QuantisedIncoming:
+    """Dequantises a block of zeros now, so that a GPU's kernel is compiled before a transfer needs it.
+
+    Call it while the cache is empty: it writes block 0.
+    """
+    blocks = QuantisedIncoming(kv, CopyStream(kv.device)).reserve(at_once)
+    blocks.view(0)[:] = bytes(blocks.block_bytes)
+    blocks.commit([0])
+    return blocks

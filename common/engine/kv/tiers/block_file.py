@@ -1,0 +1,177 @@
+"""KV blocks in a file that outlives its process: slots of one size, behind a table of what is in them.
+
+    header, 4 KiB | table, an entry a slot, whole pages | slots, each of whole pages
+
+The header names the layout of the blocks; with another one the file is emptied. A block is written before its entry,
+and nothing is synchronised: after a crash a slot may hold anything. An entry has a checksum over itself and its place,
+and one of its block, so what was torn is seen when it is read, and costs what a block costs that was never written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from common.blocks import DIGEST_BYTES
+from common.errors import ConfigError
+
+log = logging.getLogger(__name__)
+PAGE = 4096
+"""Slots begin at multiples of it, as disks read."""
+FORMAT = "diptych-kv-blocks-1"
+_ENTRY = struct.Struct(f"<{DIGEST_BYTES}sQQQ")
+"""A block's hash, the xxh3-64 of its bytes, the number of its writing, the xxh3-64 of all that and of the slot."""
+_EMPTY = bytes(_ENTRY.size)
+_HEAD = struct.Struct(f"<{DIGEST_BYTES}sQQ")
+
+
+def slots_within(num_bytes: int, block_bytes: int) -> int:
+    """How many blocks a file of at most `num_bytes` holds."""
+    each = _whole_pages(block_bytes) + _ENTRY.size
+    return max(0, (num_bytes - 2 * PAGE) // each)
+
+
+class BlockFile:
+    """Locked for one process. Its threads may call `read` and `write` side by side, for different slots.
+
+    `found` are the (number of writing, slot, hash) of the blocks that were there when it was opened.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, block_bytes: int, num_slots: int) -> None:
+        """Raises ConfigError for a path that another process uses or that is no file of ours, OSError as the system."""
+        self.path, self.block_bytes, self.num_slots = path, block_bytes, num_slots
+        self._table_at, self._stride = PAGE, _whole_pages(block_bytes)
+        self._slots_at = PAGE + _whole_pages(num_slots * _ENTRY.size)
+        shape = {"format": FORMAT, "fingerprint": fingerprint, "block_bytes": block_bytes, "num_slots": num_slots}
+        self._header = (json.dumps(shape) + "\n").encode().ljust(PAGE, b"\0")
+        self._fd = _opened(path)
+        try:
+            _lock(self._fd, path)
+            self.found = list(self._begin())
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._last_write = max((number for number, _, _ in self.found), default=0)
+
+    def write(self, slot: int, block_hash: bytes, block: memoryview) -> None:
+        """Raises OSError: then the slot may hold anything."""
+        self._last_write += 1
+        head = _HEAD.pack(block_hash, xxhash.xxh3_64_intdigest(block), self._last_write)
+        _write_all(self._fd, block, self._slots_at + slot * self._stride)
+        _write_all(self._fd, memoryview(head + _seal(slot, head)), self._entry_at(slot))
+
+    def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
+        """Read the block into `into`; False if the slot does not hold it whole. Raises OSError."""
+        entry = os.pread(self._fd, _ENTRY.size, self._entry_at(slot))
+        head, seal = entry[: _HEAD.size], entry[_HEAD.size :]
+        if len(entry) < _ENTRY.size or seal != _seal(slot, head):
+            return False
+        found, checksum, _ = _HEAD.unpack(head)
+        at, done = self._slots_at + slot * self._stride, 0
+        while found == block_hash and done < len(into):
+            if not (num_read := os.preadv(self._fd, [into[done:]], at + done)):
+                return False
+            done += num_read
+        return bool(found == block_hash and xxhash.xxh3_64_intdigest(into) == checksum)
+
+    def clear(self) -> None:
+        """Drop all blocks and free their disk space. If it raises OSError, the file is empty."""
+        os.ftruncate(self._fd, 0)
+        try:
+            _write_all(self._fd, memoryview(self._header), 0)
+        except OSError:
+            os.ftruncate(self._fd, 0)  # a partial header would look like another program's file
+            raise
+        os.ftruncate(self._fd, self._slots_at)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _begin(self) -> Iterator[tuple[int, int, bytes]]:
+        """The entries of a file of ours; none of one that is new, or has another layout and is emptied."""
+        header = os.pread(self._fd, PAGE, 0)
+        if header != self._header:
+            self._check_ours(header)
+            self.clear()
+            return
+        num_bytes = self.num_slots * _ENTRY.size
+        table = b""
+        while len(table) < num_bytes and (more := os.pread(self._fd, num_bytes - len(table), PAGE + len(table))):
+            table += more
+        for slot in range(len(table) // _ENTRY.size):
+            entry = table[slot * _ENTRY.size : (slot + 1) * _ENTRY.size]
+            if entry != _EMPTY and entry[_HEAD.size :] == _seal(slot, entry[: _HEAD.size]):
+                block_hash, _, number = _HEAD.unpack(entry[: _HEAD.size])
+                yield number, slot, block_hash
+
+    def _check_ours(self, header: bytes) -> None:
+        """Raises ConfigError for a file with something else in it: that is not ours to empty."""
+        if not header:
+            return
+        try:
+            was = json.loads(header.rstrip(b"\0"))
+            ours = isinstance(was, dict) and was.get("format") == FORMAT
+        except ValueError:
+            ours = False
+        if not ours:
+            raise ConfigError("kv_disk_path", str(self.path), "a path without a file, or a file of KV blocks")
+        log.warning(
+            "%s holds KV blocks of another layout (%s, %s slots of %s bytes): emptied for this worker's "
+            "(%d slots of %d bytes)",
+            *(self.path, was.get("fingerprint"), was.get("num_slots"), was.get("block_bytes")),
+            *(self.num_slots, self.block_bytes),
+        )
+
+    def _entry_at(self, slot: int) -> int:
+        return self._table_at + slot * _ENTRY.size
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a regular file of this user's alone. Raises ConfigError, or OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise ConfigError("kv_disk_path", str(path), "a regular file that belongs to this user")
+        if stat.S_IMODE(status.st_mode) != 0o600:
+            os.fchmod(fd, 0o600)  # it holds what prompts were made of
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _lock(fd: int, path: Path) -> None:
+    """The system ends the lock with its process, however that dies."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError("kv_disk_path", str(path), "a file that no other worker uses: give each its own") from None
+
+
+def _seal(slot: int, head: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(head + slot.to_bytes(8, "little"))
+
+
+def _write_all(fd: int, block: memoryview, at: int) -> None:
+    done = 0
+    while done < len(block):
+        done += os.pwrite(fd, block[done:], at + done)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE

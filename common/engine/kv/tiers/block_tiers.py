@@ -1,0 +1,227 @@
+"""Keeps a copy of each published block in tiers, and reads blocks back, on two threads of its own.
+
+    pool publishes ─> offered ─> writing thread ─> every tier
+    prompt is admitted ─> read ─> reading thread ─> the request's blocks ─> ReadEnded ─> engine
+
+Blocks are written when they are published, not when they are evicted: an eviction makes room for a step that waits,
+and what is in memory alone is gone when a worker dies. The writing thread copies a block without asking its owner. If
+the pool then still has it under its hash, nothing was written to it meanwhile (a sequence lock, whose number is the
+pool's table). When more blocks wait than the queue takes, the oldest are not written: a cache may forget.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.engine.kv.block_pool import BlockPool
+from common.engine.kv.staging import IncomingBlocks, OutgoingBlocks
+from common.engine.kv.tiers.block_read import BlockRead
+from common.engine.kv.tiers.counts import TierCounts
+from common.engine.kv.tiers.tier import BlockTier, num_leading
+from common.latency import LinkModel
+
+log = logging.getLogger(__name__)
+MOST_OFFERED = 65_536
+"""Blocks that wait to be written. They take no memory of their own."""
+STOP_S = 2.0
+"""For the writing thread to end with the worker: what it has not written was a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """The reading thread is done with this read, for the engine."""
+
+    read: BlockRead
+
+
+class BlockTiers:
+    """`tiers` from the fastest to the slowest. All but `close` is called by the engine's thread."""
+
+    def __init__(
+        self,
+        tiers: Sequence[BlockTier],
+        pool: BlockPool,
+        outgoing: OutgoingBlocks,
+        incoming: IncomingBlocks,
+        notify: Callable[[ReadEnded], None],
+    ) -> None:
+        """Hears of each block that `pool` publishes. `notify` gets the end of each read, on the reading thread."""
+        self.tiers, self._pool, self._notify = tiers, pool, notify
+        self._outgoing, self._incoming = outgoing, incoming
+        self._wake = threading.Condition()
+        self._offered: deque[tuple[int, bytes]] = deque(maxlen=MOST_OFFERED)
+        self._reads: deque[BlockRead] = deque()  # one a running request
+        self._to_clear = self._stopping = False
+        self.num_unread_blocks = 0
+        self.num_lost = 0
+        self._threads = [
+            threading.Thread(target=self._main, args=(turn,), name=f"kv-tier-{name}", daemon=True)
+            for name, turn in (("write", self._write_turn), ("read", self._read_turn))
+        ]
+        pool.on_published = self.offer
+        for tier in tiers:
+            tier.on_change = self._changed
+            for block_hash in tier.hashes():
+                pool.log.in_tier(block_hash, True)
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads, and the tiers unless a thread hangs in one of them."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(STOP_S)
+        if not any(thread.is_alive() for thread in self._threads):
+            for tier in self.tiers:
+                tier.close()
+
+    @property
+    def counts(self) -> Sequence[TierCounts]:
+        """For metrics."""
+        return [tier.counts(self.num_lost) for tier in self.tiers]
+
+    # ------------------------------------------------------------ the engine's thread
+
+    def offer(self, block: int, block_hash: bytes) -> None:
+        """The pool published this block: write it soon."""
+        if all(tier.holds(block_hash) or not tier.is_on for tier in self.tiers):
+            return
+        with self._wake:
+            self.num_lost += len(self._offered) == MOST_OFFERED
+            self._offered.append((block, block_hash))
+            self._wake.notify_all()
+
+    def num_held(self, hashes: Sequence[bytes]) -> int:
+        """How many of the chain's first blocks could be read."""
+        return num_leading(self.tiers, hashes)
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """These blocks are used, though not read from here."""
+        for tier in self.tiers:
+            tier.touch(hashes)
+
+    def seconds(self, hashes: Sequence[bytes]) -> float:
+        """How long it takes to read these blocks, behind those that are to be read already."""
+        num_blocks, total_s = len(hashes) + self.num_unread_blocks, 0.0
+        for tier in self.tiers:
+            num_here = num_blocks if tier is self.tiers[-1] else sum(tier.holds(block_hash) for block_hash in hashes)
+            total_s += tier.link.seconds(min(num_here, num_blocks))
+            num_blocks -= min(num_here, num_blocks)
+        return total_s
+
+    def read(self, read: BlockRead) -> None:
+        """Begin to read. The reading thread has the blocks on loan until `ReadEnded`, or `read.cancel` returned."""
+        with self._wake:
+            self._reads.append(read)
+            self.num_unread_blocks += len(read.hashes)
+            self._wake.notify_all()
+
+    def reset(self) -> None:
+        """Forget every block."""
+        with self._wake:
+            self._offered.clear()
+            for tier in self.tiers:
+                tier.reset()
+            self._to_clear = True
+            self._wake.notify_all()
+
+    def copy_of(self, block_hash: bytes) -> memoryview | None:
+        """A copy of a block, for another worker; None if no tier holds it whole. Callable from any thread."""
+        for tier in self.tiers:
+            if tier.holds(block_hash):
+                copy = memoryview(bytearray(tier.block_bytes))
+                if tier.read(block_hash, copy):
+                    return copy
+        return None
+
+    @property
+    def link(self) -> LinkModel:
+        """What reads from the slowest tier take, where most blocks are."""
+        return self.tiers[-1].link if self.tiers[-1].is_on else LinkModel()
+
+    # ------------------------------------------------------------ the two threads
+
+    def _changed(self, block_hash: bytes, is_there: bool) -> None:
+        self._pool.log.in_tier(block_hash, is_there or any(tier.holds(block_hash) for tier in self.tiers))
+
+    def _main(self, turn: Callable[[], bool]) -> None:
+        try:
+            while turn():
+                pass
+        except Exception as error:  # the worker serves on without tiers, whichever error it was
+            log.exception("a thread of the KV tiers died")
+            for tier in self.tiers:
+                tier.fail("written or read", error)
+
+    def _write_turn(self) -> bool:
+        with self._wake:
+            self._wake.wait_for(lambda: self._stopping or self._to_clear or self._offered)
+            if self._stopping:
+                return False
+            to_clear, self._to_clear = self._to_clear, False
+            offered = None if to_clear else self._offered.popleft()
+            lives = [tier.life for tier in self.tiers]
+        if offered is None:
+            for tier in self.tiers:
+                tier.clear_store()
+        else:
+            self._write(*offered, lives)
+        return True
+
+    def _write(self, block: int, block_hash: bytes, lives: Sequence[int]) -> None:
+        if not self._pool.is_published(block, block_hash):
+            self.num_lost += 1
+            return
+        view = self._outgoing.view(block)
+        if not self._pool.is_published(block, block_hash):  # it may hold anything by now
+            self.num_lost += 1
+            return
+        for tier, life in zip(self.tiers, lives, strict=True):
+            tier.write(block_hash, view, life)
+
+    def _read_turn(self) -> bool:
+        with self._wake:
+            self._wake.wait_for(lambda: self._stopping or self._reads)
+            if self._stopping:
+                return False
+            read = self._reads.popleft()
+        try:
+            self._read(read)
+        finally:
+            with self._wake:
+                self.num_unread_blocks -= len(read.hashes)
+            read.ended = True
+            self._notify(ReadEnded(read))
+        return True
+
+    def _read(self, read: BlockRead) -> None:
+        began, num_read, last = time.monotonic(), 0, self.tiers[0]
+        for block, block_hash in zip(read.blocks, read.hashes, strict=True):
+            if read.cancelled or self._stopping or (found := self._read_one(read, block, block_hash)) is None:
+                break
+            if found is not last:
+                self._observe(last, num_read, began)
+                began, num_read, last = time.monotonic(), 0, found
+            num_read += 1
+        self._observe(last, num_read, began)
+
+    def _read_one(self, read: BlockRead, block: int, block_hash: bytes) -> BlockTier | None:
+        """The tier that the block came from."""
+        for tier in self.tiers:
+            if tier.read(block_hash, self._incoming.view(block)):
+                return tier if read.commit(tier.name, lambda: self._incoming.commit([block])) else None
+        return None
+
+    def _observe(self, tier: BlockTier, num_blocks: int, began: float) -> None:
+        if num_blocks:
+            tier.observe(num_blocks, time.monotonic() - began)

@@ -1,0 +1,189 @@
+"""One tier: a store with slots for blocks, and the table of what is in them. For two threads and the engine's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from common.engine.kv.tiers.counts import TierCounts
+from common.engine.kv.tiers.slot_table import SlotTable
+from common.latency import LinkFit, LinkModel
+
+log = logging.getLogger(__name__)
+ASSUMED_READ_BYTES_S = 5e8
+"""Bytes a second that a read is taken to have before one was measured."""
+
+
+class SlotStore(Protocol):
+    """Slots that hold a block each. Several threads may `read` at once, never from a slot that is written to."""
+
+    num_slots: int
+    block_bytes: int
+
+    @property
+    def found(self) -> Iterable[tuple[int, int, bytes]]:
+        """Blocks that were there at the start: (number of writing, slot, hash)."""
+
+    def write(self, slot: int, block_hash: bytes, block: memoryview) -> None:
+        """Raises OSError."""
+
+    def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
+        """False if the slot does not hold the block whole. Raises OSError."""
+
+    def clear(self) -> None:
+        """Raises OSError."""
+
+    def close(self) -> None: ...
+
+
+class BlockTier:
+    """A tier that fails is off for good: it holds nothing, and takes nothing.
+
+    One thread writes, others read, any asks what is here. `on_change(hash, held)` hears, on the thread that made it, of
+    every block that comes or goes. `life` grows whenever all are forgotten.
+    """
+
+    def __init__(self, name: str, store: SlotStore) -> None:
+        self.name, self._store = name, store
+        self._lock = threading.Lock()
+        self._table = SlotTable(store.num_slots, store.found)
+        self.life = 0
+        self._fit = LinkFit()
+        self._assumed = LinkModel(byte_s=1 / ASSUMED_READ_BYTES_S, block_bytes=store.block_bytes)
+        self.on_change: Callable[[bytes, bool], None] = lambda block_hash, held: None
+        self.is_on = True
+        self.num_written = self.num_corrupt = 0
+
+    @property
+    def num_slots(self) -> int:
+        return self._store.num_slots
+
+    @property
+    def block_bytes(self) -> int:
+        return self._store.block_bytes
+
+    @property
+    def link(self) -> LinkModel:
+        """What its reads took; an assumption before the first one."""
+        return self._fit.model if self._fit.model.is_known else self._assumed
+
+    def counts(self, num_lost: int) -> TierCounts:
+        num_blocks, num_slots = len(self._table), self.num_slots
+        return TierCounts(self.name, num_blocks, num_slots, self.is_on, self.num_written, self.num_corrupt, num_lost)
+
+    # ------------------------------------------------------------ any thread
+
+    def holds(self, block_hash: bytes) -> bool:
+        return block_hash in self._table
+
+    def hashes(self) -> list[bytes]:
+        with self._lock:
+            return self._table.hashes()
+
+    def touch(self, hashes: Iterable[bytes]) -> None:
+        """These blocks were used, wherever they were found: they make room later."""
+        with self._lock:
+            for block_hash in hashes:
+                self._table.touch(block_hash)
+
+    def reset(self) -> None:
+        """Hold nothing from now on. The writing thread must call `clear_store` before it writes again."""
+        with self._lock:
+            self._lose_all()
+
+    # ------------------------------------------------------------ the writing thread
+
+    def clear_store(self) -> None:
+        if self.is_on:
+            try:
+                self._store.clear()
+            except OSError as error:
+                self.fail("cleared", error)
+
+    def write(self, block_hash: bytes, block: memoryview, life: int) -> None:
+        """Keep a block of this life, in place of the one that was used longest ago."""
+        with self._lock:
+            if life != self.life or block_hash in self._table or (room := self._table.make_room()) is None:
+                return
+            slot, evicted = room
+            if evicted:
+                self.on_change(evicted, False)
+        try:
+            self._store.write(slot, block_hash, block)
+        except OSError as error:
+            self.fail("written", error)
+            return
+        with self._lock:
+            if life == self.life:
+                self._table.fill(slot, block_hash)
+                self.num_written += 1
+                self.on_change(block_hash, True)
+
+    # ------------------------------------------------------------ reading threads
+
+    def read(self, block_hash: bytes, into: memoryview) -> bool:
+        """Read a block; False if it is not here, or not whole, which forgets it."""
+        with self._lock:
+            slot = self._table.begin_read(block_hash)
+            life = self.life
+        if slot is None:
+            return False
+        try:
+            if self._store.read(slot, block_hash, into):
+                return True
+            log.warning("%s tier: a block failed its checksum and is forgotten", self.name)
+        except OSError as error:
+            self.fail("read", error)
+            return False
+        finally:
+            with self._lock:
+                if life == self.life:
+                    self._table.end_read(block_hash)
+        self._forget(block_hash, life)
+        return False
+
+    def observe(self, num_blocks: int, seconds: float) -> None:
+        """Reading so many blocks took so long."""
+        size = self._store.block_bytes
+        self._fit.observe(num_blocks * size, seconds, size)
+
+    # ------------------------------------------------------------ inside
+
+    def _forget(self, block_hash: bytes, life: int) -> None:
+        """Its slot may be written again; what is in it fails its checksum until then."""
+        with self._lock:
+            if life == self.life and self._table.drop(block_hash) is not None:
+                self.num_corrupt += 1
+                self.on_change(block_hash, False)
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Be off from now on: a block could not be `what`."""
+        with self._lock:
+            if not self.is_on:
+                return
+            self.is_on, num_lost = False, len(self._table)
+            self._lose_all()
+        log.error(
+            "%s tier is off until the worker restarts: a block could not be %s (%s). It held %d blocks of at most %d; "
+            "prompts are computed instead",
+            *(self.name, what, error, num_lost, self.num_slots),
+        )
+
+    def _lose_all(self) -> None:
+        for block_hash in self._table.hashes():
+            self.on_change(block_hash, False)
+        self._table = SlotTable(self.num_slots if self.is_on else 0)
+        self.life += 1
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def num_leading(tiers: Sequence[BlockTier], hashes: Sequence[bytes]) -> int:
+    """How many of the chain's first blocks are in some tier."""
+    for count, block_hash in enumerate(hashes):
+        if not any(tier.holds(block_hash) for tier in tiers):
+            return count
+    return len(hashes)

@@ -1,0 +1,7 @@
+"""Decoders in torch, one file per family, and how a model is loaded."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,53 @@
+"""Decoders in torch, one file per family, and how a model is loaded."""
+
+from common.engine.models.batch import NO_PLACE, ROW_BEFORE, ForwardBatch, HiddenRows, SequenceChunk, check_chunk
+from common.engine.models.decoder import Decoder
+from common.engine.models.load import (
+    FAMILIES,
+    check_batch_invariant,
+    effective_quantization,
+    kv_form,
+    load_model,
+    load_score,
+    log_treated,
+    open_model,
+    reading,
+    torch_device,
+)
+from common.engine.models.lora import LayerSites
+from common.engine.models.mlp import MLP, MixtureOfExperts, SharedExpert
+from common.engine.models.rope import rotation_order
+from common.engine.models.tensor_parallel import Collectives, TensorParallel, padded
+from common.engine.models.tensor_reader import StoredWeights, WeightSource
+from common.engine.models.weights import Assembler
+
+__all__ = [
+    "Assembler",
+    "Collectives",
+    "Decoder",
+    "FAMILIES",
+    "ForwardBatch",
+    "HiddenRows",
+    "LayerSites",
+    "MLP",
+    "MixtureOfExperts",
+    "NO_PLACE",
+    "ROW_BEFORE",
+    "SequenceChunk",
+    "SharedExpert",
+    "StoredWeights",
+    "TensorParallel",
+    "WeightSource",
+    "check_batch_invariant",
+    "check_chunk",
+    "effective_quantization",
+    "kv_form",
+    "load_model",
+    "load_score",
+    "log_treated",
+    "open_model",
+    "padded",
+    "reading",
+    "rotation_order",
+    "torch_device",
+]

@@ -1,0 +1,61 @@
+"""`python -m common.engine.ranks FD FD [FD]`: rank 1, 2, ... of a worker, with its channels to rank 0.
+
+Rank 0 starts those of its host, with socket pairs for steps and adapters. A rank host starts the others, with
+connections for steps, adapters and blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+from common.engine.ranks.channel import Channel
+from common.engine.ranks.processes import SEND_S, START_S, RankPlan, RankReport
+from common.errors import DiptychError
+from common.observe import setup_logging
+
+log = logging.getLogger("common.engine.ranks")
+
+
+def watch(channel: Channel) -> None:
+    """End this process at once when rank 0 is gone, whatever it does: it owns nothing that outlives it."""
+    channel.is_cut(None)
+    os._exit(0)
+
+
+def main(descriptors: Sequence[int]) -> int:
+    """Run the steps of rank 0 until it is gone, which ends this process with status 0; 1 after an error."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they reach rank 0 as well, which drains and then ends this process
+    channel, orders, *more = (Channel(socket.socket(fileno=each), "rank 0") for each in descriptors)
+    threading.Thread(target=watch, args=(channel,), name="rank-0-watch", daemon=True).start()
+    plan = msgspec.json.decode(channel.receive(START_S), type=RankPlan, dec_hook=lambda kind, value: kind(value))
+    setup_logging(plan.name, plan.log_level, json=plan.log_json)
+    # Imported here: torch takes a second or more, and rank 0 may be gone by then.
+    from common.engine.ranks.follower import check_files, follow
+
+    try:
+        problem = check_files(plan.files) if more else ""
+        channel.send(msgspec.json.encode(RankReport(problem)), SEND_S)
+        follow(plan, channel, orders, more[0] if more else None)
+    except DiptychError as error:
+        if channel.is_cut():
+            return 0
+        log.error("ends: %s", error)
+    except Exception:
+        log.exception("ends")
+    return 1
+
+
+if __name__ == "__main__":
+    status = main(list(map(int, sys.argv[1:])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

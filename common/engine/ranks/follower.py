@@ -1,0 +1,122 @@
+"""A rank other than 0: it loads its shard, lends its KV memory to rank 0, and runs the steps that rank 0 sends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import NoReturn
+
+import msgspec
+import torch
+
+from common.engine.kv import KVCache
+from common.engine.models import Decoder
+from common.engine.ranks.adapters import RankPlaces, take_adapters
+from common.engine.ranks.channel import Channel
+from common.engine.ranks.followed_steps import FollowedSteps
+from common.engine.ranks.group import RankGroup
+from common.engine.ranks.kv_memory import lend
+from common.engine.ranks.load_shard import load_shard, open_for_ranks
+from common.engine.ranks.processes import LOAD_S, SEND_S, RankPlan, RankReport
+from common.engine.ranks.pulse import give_pulse
+from common.engine.ranks.remote_heads import lend_heads
+from common.engine.run import (
+    CUDAMemory,
+    ModelRunner,
+    check_model_kernels,
+    compute_exactly,
+    measure,
+    reserve_step_copies,
+)
+from common.errors import DiptychError, ModelError, RankLost
+from common.model_files import ModelFiles, resolve_model
+from common.model_files.architecture import Shard
+from kernels import KVScales
+
+log = logging.getLogger(__name__)
+
+
+def follow(plan: RankPlan, channel: Channel, orders: Channel, blocks: Channel | None = None) -> NoReturn:
+    """Runs steps until rank 0 is gone: RankLost then, or when a sum fails. Raises errors of loading and of steps.
+
+    Beside that a thread loads the adapters that `orders` name. With `blocks` rank 0 is on another host: one more thread
+    reads and writes KV for it. Another thread gives signs of life.
+    """
+    torch.set_num_threads(plan.threads)
+    compute_exactly()
+    try:
+        steps, kv, places = prepare(plan, channel, lends_memory=blocks is None)
+    except (DiptychError, OSError, torch.OutOfMemoryError) as error:
+        channel.send(msgspec.json.encode(RankReport(str(error) or type(error).__name__)), SEND_S)
+        raise
+    if places is not None:
+        threading.Thread(target=_take_adapters, args=(orders, places), name="adapters", daemon=True).start()
+    channel.send(msgspec.json.encode(RankReport()), SEND_S)
+    if blocks is None:
+        lend(kv, channel)
+    else:
+        threading.Thread(target=lend_heads, args=(kv, blocks), name="kv-heads", daemon=True).start()
+    threading.Thread(target=give_pulse, args=(channel,), name="pulse", daemon=True).start()
+    while True:
+        steps.run(channel.receive(None))
+
+
+def _take_adapters(orders: Channel, places: RankPlaces) -> None:
+    with contextlib.suppress(RankLost):  # then this process ends: see `watch`
+        take_adapters(orders, places)
+
+
+def check_files(files: ModelFiles) -> str:
+    """Why this host cannot have ranks of a worker with these files, "" when it has the same ones at the same path."""
+    path = files.config.parent if files.config is not None else files.weights[0]
+    try:
+        found = resolve_model(str(path), progress=False)
+    except ModelError as error:
+        return f"its host must have the model where rank 0 has it, at {path}: {error}"
+    if found.weights_hash != files.weights_hash:
+        hashes = f"{found.weights_hash}, those of rank 0 {files.weights_hash}"
+        return f"the weights at {path} of its host have the hash {hashes}: have the same files on every host"
+    return ""
+
+
+def prepare(
+    plan: RankPlan, channel: Channel, *, lends_memory: bool = True
+) -> tuple[FollowedSteps, KVCache, RankPlaces | None]:
+    """Loads the shard, and allocates its KV cache and places for adapters. Raises ModelError, ConfigError, RankLost."""
+    shard, device = Shard(plan.rank, plan.size), torch.device(plan.device)
+    group = RankGroup(shard, plan.meeting, device)
+    plan.need.check(plan.device)
+    model = load_shard(
+        plan.files,
+        shard,
+        group,
+        dtype=plan.dtype,
+        device=plan.device,
+        quantization=plan.quantization,
+        with_head=plan.with_head,
+        batch_invariant=plan.batch_invariant,
+    )
+    reserve_step_copies(plan.largest, model.config, device)
+    places = None
+    if plan.max_loras:
+        whole, _ = open_for_ranks(plan.files, plan.size)
+        places = RankPlaces(model, whole, shard, max_loras=plan.max_loras, max_rank=plan.max_lora_rank)
+    num_blocks = plan.num_blocks or _measured(plan, model, group, channel)
+    shape, is_mapped = model.config, lends_memory and device.type == "cpu"
+    scales = tuple(KVScales(*each) for each in plan.kv_scales)
+    kv = KVCache(shape, num_blocks, plan.block_size, plan.kv_dtype, plan.device, share=is_mapped, scales=scales)
+    if kv.shared is None and is_mapped:
+        raise ModelError("this system has no memory that processes can share: take tensor_parallel_size 1")
+    if plan.kernel_check:
+        check_model_kernels(model, kv, samples=plan.with_head)
+    log.info("has its shard: %d KV heads, %d blocks, %d threads", shape.num_kv_heads, num_blocks, plan.threads)
+    return FollowedSteps(ModelRunner(model, kv), group.spread), kv, places
+
+
+def _measured(plan: RankPlan, model: Decoder, group: RankGroup, channel: Channel) -> int:
+    """How many blocks fit on the device of every rank. Raises ConfigError or RankLost."""
+    channel.send(msgspec.json.encode(RankReport()), SEND_S)
+    channel.receive(LOAD_S)  # once all ranks have loaded
+    memory = CUDAMemory(torch.device(plan.device))
+    return measure(model, plan.largest, plan.kv_dtype, memory, least=group.least, draws=False)

@@ -1,0 +1,124 @@
+"""Sums over the ranks of a worker, through torch.distributed: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from common.engine.models import padded
+from common.engine.ranks.links import interface_to
+from common.engine.ranks.meeting import Meeting
+from common.errors import RankLost
+from common.model_files.architecture import Shard
+
+COLLECTIVE_S = 60.0
+"""How long a rank waits in a collective. All ranks come to it within a fraction of a step."""
+NCCL_LATER_S = 30.0
+"""So much longer NCCL's own watch waits, which aborts the process: the deadline of rank 0 comes first, and says why."""
+GROUP_END_S = 5.0
+"""How long the end of a group may take, which waits for collectives that other threads are in."""
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+class RankGroup:
+    """Implements `Collectives`. A process is in one group, and one thread at a time calls it."""
+
+    def __init__(
+        self, shard: Shard, meeting: Meeting, device: torch.device, listener: socket.socket | None = None
+    ) -> None:
+        """Waits for all ranks, each of which names the same meeting. Raises RankLost.
+
+        Rank 0 has the `listener` of a meeting of several hosts, which is the group's from now on.
+        """
+        self._shard, self._device = shard, device
+        interface = interface_to(meeting.host) if meeting.host else LOOPBACK
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, interface)
+        self._backend = backend = "nccl" if device.type == "cuda" else "gloo"
+        options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        deadline = timedelta(seconds=COLLECTIVE_S + (NCCL_LATER_S if backend == "nccl" else 0.0))
+
+        def meet() -> None:
+            store = _store(meeting, shard, listener)
+            dist.init_process_group(
+                backend, store=store, rank=shard.rank, world_size=shard.size, timeout=deadline, **options
+            )
+
+        self._run(meet)
+
+    def add_up(self, part: Tensor) -> Tensor:
+        if self._shard.size == 2:  # two numbers have one sum, in whatever order
+            self._run(lambda: dist.all_reduce(part))
+            return part
+        parts = [torch.empty_like(part) for _ in range(self._shard.size)]
+        self._run(lambda: dist.all_gather(parts, part))
+        total = parts[0].to(torch.promote_types(part.dtype, torch.float32))
+        for other in parts[1:]:
+            total += other
+        return total.to(part.dtype)
+
+    def join(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        if not part.numel():
+            # A barrier would hold the host until the device has ended all steps before.
+            self._run(lambda: dist.all_reduce(part.new_zeros(1)))
+            return part.new_empty(0, sum(widths))
+        own = padded(part, max(widths)).contiguous()
+        if self._shard.rank:
+            self._run(lambda: dist.gather(own, dst=0))
+            return part
+        parts = [torch.empty_like(own) for _ in widths]
+        self._run(lambda: dist.gather(own, parts))
+        return torch.cat([one[:, :width] for one, width in zip(parts, widths, strict=True)], dim=1)
+
+    def spread(self, numbers: Tensor) -> None:
+        """Gives every rank the numbers that rank 0 has in this tensor, in place."""
+        self._run(lambda: dist.broadcast(numbers, src=0))
+
+    def least(self, number: int) -> int:
+        """The least of the numbers that all ranks give. Raises RankLost."""
+        numbers = torch.tensor([number], device=self._device)
+        self._run(lambda: dist.all_reduce(numbers, op=dist.ReduceOp.MIN))
+        return int(numbers.item())
+
+    def close(self) -> None:
+        """Leave. A collective that still waits for a rank is left to the end of the process.
+
+        On GPUs everything is: a communicator waits there for the end of all graphs that hold its sums, which the runner
+        keeps (pytorch 115388), and for ranks that may be gone.
+        """
+        if self._backend == "gloo":
+            leaving = threading.Thread(target=dist.destroy_process_group, name="leave-group", daemon=True)
+            leaving.start()
+            leaving.join(GROUP_END_S)
+
+    @staticmethod
+    def _run(collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise RankLost(f"a collective failed: {str(error).splitlines()[0]}") from error
+
+
+def _store(meeting: Meeting, shard: Shard, listener: socket.socket | None) -> Store:
+    if meeting.file:
+        return FileStore(meeting.file, shard.size)
+    taken: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
+    return TCPStore(
+        meeting.host,
+        meeting.port,
+        shard.size,
+        is_master=shard.rank == 0,
+        timeout=timedelta(seconds=COLLECTIVE_S),
+        wait_for_workers=False,
+        **taken,
+    )

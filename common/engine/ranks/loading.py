@@ -1,0 +1,266 @@
+"""Loads the model of a worker of several ranks: this process's shard, and the others beside it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from common.config import DecodeWorkerConfig, WorkerConfig
+from common.engine.adapters import AdapterPlaces
+from common.engine.kv import KVCache, ShardedCache
+from common.engine.models import kv_form
+from common.engine.ranks.adapters import AllPlaces
+from common.engine.ranks.admission import key_of
+from common.engine.ranks.connection import plain_address
+from common.engine.ranks.group import COLLECTIVE_S, RankGroup
+from common.engine.ranks.kv_memory import borrow
+from common.engine.ranks.load_shard import load_shard, open_for_ranks
+from common.engine.ranks.meeting import Meeting
+from common.engine.ranks.processes import START_S, RankPlan, RankProcesses
+from common.engine.ranks.rank_hosts import JoinedHost, RankHosts
+from common.engine.ranks.remote_heads import HeadsOverWire
+from common.engine.ranks.runner import RankedGraphRunner, RankedRunner
+from common.engine.ranks.wait_deadline import WaitDeadline
+from common.engine.run import (
+    CUDAMemory,
+    DraftPlan,
+    LargestSteps,
+    LoadedModel,
+    Makers,
+    MemoryNeed,
+    ModelRunner,
+    RunnableModel,
+    WeightForm,
+    blocks_left,
+    blocks_within,
+    check_model_kernels,
+    compute_exactly,
+    native_dtype,
+    need_of,
+    recorder_for,
+    records_steps,
+    runner_of,
+    task_of,
+    with_score,
+)
+from common.engine.weights.formats import KVForm
+from common.model_files import ModelConfig, ModelFiles, ServedTask
+from common.model_files.architecture import Shard
+from common.wire import in_url, listen
+
+log = logging.getLogger(__name__)
+BACKLOG = 128
+
+
+def load_ranked(files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+    """Starts the other ranks, loads a shard in each process, and runs the first steps.
+
+    Raises ConfigError or ModelError for what cannot be served so, RankLost when a rank dies or a host does not come.
+    No process is left then.
+    """
+    size = config.tensor_parallel_size
+    task = task_of(files, config)
+    whole, _ = open_for_ranks(files, size)
+    dtype = native_dtype(config.torch_device) if config.dtype == "auto" else config.dtype
+    kv = kv_form(files, config.kv_cache_dtype, dtype).cut(whole.num_layers)
+    draft = None
+    if isinstance(config, DecodeWorkerConfig) and config.draft_model:
+        draft = DraftPlan.of(files, config, dtype)
+    form = WeightForm(dtype, config.torch_device, config.quantization, task.generates)
+    need = need_of(files, config, form, kv.dtype, draft)
+    of_others = need if draft is None else need_of(files, config, form, kv.dtype)
+    need.check(config.torch_device, [of_others] * (config.ranks_per_host - 1))
+    draft_bytes = draft.block_bytes if draft is not None else 0
+    num_blocks = config.num_blocks
+    if not num_blocks and config.kv_gib:
+        num_blocks = blocks_within(Shard(0, size).of(whole), config, kv.dtype, draft_bytes)
+    num_threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.ranks_per_host)
+    config = replace(config, threads=num_threads, num_blocks=num_blocks)
+    others, listener = RankProcesses(size), None
+    try:
+        hosts, meeting = wait_for_hosts(config), Meeting(others.meeting_file)
+        if hosts:
+            listener, meeting = meeting_of(hosts)
+        others.start(plans(files, config, task, dtype, kv, meeting, of_others), hosts)
+        others.wait_started()
+        group = RankGroup(Shard(0, size), meeting, torch.device(config.torch_device), listener)
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        others.close()
+        raise
+    ranks = Ranks(others, group, WaitDeadline(COLLECTIVE_S))
+    try:
+        loaded = _load(files, config, task, whole, ranks, dtype, kv, draft)
+        others.forget_meeting()
+        if draft is not None and isinstance(config, DecodeWorkerConfig):  # it is small: rank 0 alone runs it
+            loaded = replace(loaded, draft=draft.load(config, loaded.kv.num_blocks, runner_of(config)))
+        log.info("%d ranks, each with %d threads and %d blocks", size, num_threads, loaded.kv.num_blocks)
+    except BaseException:
+        ranks.close()
+        raise
+    return replace(loaded, others=ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Implements `OtherRanks`: the processes, and this one's place among them."""
+
+    processes: RankProcesses
+    group: RankGroup
+    deadline: WaitDeadline
+
+    @property
+    def failure(self) -> str:
+        if why := self.processes.failure:
+            return why
+        why = self.deadline.failure
+        return self.processes.with_silent_ranks(why) if why else ""
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.processes.is_leaving
+
+    def close(self) -> None:
+        self.processes.close()
+        self.group.close()
+
+
+def plans(
+    files: ModelFiles,
+    config: WorkerConfig,
+    task: ServedTask,
+    dtype: str,
+    kv: KVForm,
+    meeting: Meeting,
+    need: MemoryNeed,
+) -> list[RankPlan]:
+    """What rank 0 tells each of the other ranks to load."""
+    return [
+        RankPlan(
+            rank=rank,
+            size=config.tensor_parallel_size,
+            name=f"{config.worker_id or 'worker'}/rank-{rank}",
+            files=files,
+            dtype=dtype,
+            kv_dtype=kv.dtype,
+            kv_scales=kv.scales,
+            quantization=config.quantization,
+            with_head=task.generates,
+            batch_invariant=config.batch_invariant,
+            device=device_of(config.torch_device, rank % config.ranks_per_host),
+            num_blocks=config.num_blocks,
+            largest=LargestSteps.of(config, samples=task.generates),
+            block_size=config.block_tokens,
+            threads=config.threads,
+            kernel_check=config.kernel_check,
+            max_loras=config.lora_places,
+            max_lora_rank=config.max_lora_rank,
+            meeting=meeting,
+            need=need,
+            log_level=config.log_level,
+            log_json=config.log_json,
+        )
+        for rank in range(1, config.tensor_parallel_size)
+    ]
+
+
+def wait_for_hosts(config: WorkerConfig) -> Sequence[JoinedHost]:
+    """The other hosts, once all have joined. Raises OSError, ConfigError, and at the deadline RankLost."""
+    if config.rank_hosts == 1:
+        return ()
+    key = key_of(config.curve_key)
+    listener = listen(config.host, config.rank_port, BACKLOG)
+    where = f"{in_url(config.host)}:{config.rank_port}"
+    log.info("waits for %d hosts at %s, each with %d ranks", config.rank_hosts - 1, where, config.ranks_per_host)
+    hosts = RankHosts(listener, key, num_others=config.rank_hosts - 1, ranks_per_host=config.ranks_per_host)
+    return hosts.wait(START_S)
+
+
+def meeting_of(hosts: Sequence[JoinedHost]) -> tuple[socket.socket, Meeting]:
+    """A listener for the ranks of several hosts to find each other, at the address by which they reach this one."""
+    host = plain_address(hosts[0].control.here)
+    listener = listen(host, 0, BACKLOG)
+    return listener, Meeting(host=host, port=listener.getsockname()[1])
+
+
+def device_of(device: str, rank: int) -> str:
+    """Ranks of a host have neighbouring GPUs, from the one that the settings name on."""
+    if device == "cpu":
+        return device
+    return f"cuda:{int(device.partition(':')[2] or 0) + rank}"
+
+
+def _load(
+    files: ModelFiles,
+    config: WorkerConfig,
+    task: ServedTask,
+    whole: ModelConfig,
+    ranks: Ranks,
+    dtype: str,
+    form: KVForm,
+    draft: DraftPlan | None,
+) -> LoadedModel:
+    others, size = ranks.processes, config.tensor_parallel_size
+    torch.set_num_threads(config.threads)
+    compute_exactly()
+    model = load_shard(
+        files,
+        Shard(0, size),
+        ranks.group,
+        dtype=dtype,
+        device=config.torch_device,
+        quantization=config.quantization,
+        with_head=task.generates,
+        batch_invariant=config.batch_invariant,
+    )
+
+    def cache(count: int) -> KVCache:
+        return ShardedCache(whole, size, count, config.block_tokens, form.dtype, config.torch_device, form.scales)
+
+    def joined(kv: KVCache) -> ModelRunner:
+        assert isinstance(kv, ShardedCache)  # made above
+        for rank in others.wait_ready():
+            if rank.blocks is None:
+                borrow(kv, rank.steps)
+            else:
+                kv.attach_remote(HeadsOverWire(rank.blocks))
+        if config.kernel_check:
+            check_model_kernels(model, kv, samples=task.generates)
+        return _ranked_runner(model, kv, config, ranks, whole.max_model_len)
+
+    def places(max_loras: int, max_rank: int) -> AdapterPlaces:
+        return AllPlaces(model, whole, others.adapter_channels, max_loras=max_loras, max_rank=max_rank)
+
+    def num_blocks(model: RunnableModel) -> int:
+        if config.num_blocks:
+            return config.num_blocks
+        others.measure_together()
+        memory, least = CUDAMemory(torch.device(config.torch_device)), ranks.group.least
+        return blocks_left(model, config, form.dtype, memory, draft, samples=task.generates, least=least)
+
+    loaded = LoadedModel.of(lambda: model, files, config, Makers(joined, cache, places, num_blocks), task, form=form)
+    return with_score(loaded, files, config)
+
+
+def _ranked_runner(
+    model: RunnableModel, kv: KVCache, config: WorkerConfig, ranks: Ranks, max_model_len: int
+) -> ModelRunner:
+    if not records_steps(config, kv.device):
+        return RankedRunner(model, kv, ranks.processes, ranks.deadline)
+    return RankedGraphRunner(
+        model,
+        kv,
+        recorder_for(kv.device),
+        ranks.processes,
+        ranks.group.spread,
+        ranks.deadline,
+        max_num_seqs=config.places_within(kv.num_blocks * kv.block_size),
+        max_model_len=config.max_model_len or max_model_len,
+        adapts=config.lora_places > 0,
+    )

@@ -1,0 +1,237 @@
+"""The processes of ranks 1, 2, ... of a worker: rank 0 or a rank host starts them; rank 0 sends them steps, and all die
+together.
+
+rank 0   start ── RankPlan ─>     load a shard                               ─ step ─> ─ step ─>   close
+rank r         <─ RankReport ──   load a shard  <─ RankReport, KV memory ─   run steps until rank 0 is gone
+
+Where the number of blocks is to be measured, each rank says with one more RankReport that it has loaded its shard, and
+waits for MEASURE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from common.engine.ranks.admission import LINKS
+from common.engine.ranks.channel import RANK_END_S, Channel
+from common.engine.ranks.meeting import Meeting
+from common.engine.ranks.pulse import QUIET_S, SILENT_S, SignsOfLife
+from common.engine.ranks.rank_hosts import JoinedHost, links_of
+from common.engine.run import LargestSteps, MemoryNeed
+from common.errors import ModelError, RankLost
+from common.machine import ChildProcess
+from common.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from common.engine.ranks.step_message import Numbers  # which imports torch, as a rank has not at its start
+
+log = logging.getLogger(__name__)
+START_S = 900.0
+"""How long the process of a rank may take to start."""
+LOAD_S = 1800.0
+"""How long it may take to load its shard."""
+SEND_S = 30.0
+"""How long a rank may leave a step's message unread: at most one step before it is queued."""
+MEASURE = b"measure"
+"""The message at which ranks that have loaded begin to measure: sums have shorter deadlines than loading."""
+
+
+class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message to a rank: what it is to load. It computes with `threads`; `name` is for its logs. Where
+    `num_blocks` is 0 all ranks measure how many fit beside the `largest` steps.
+
+    Without `with_head` it ends with hidden states: see `load_model`.
+    """
+
+    rank: int
+    size: int
+    name: str
+    files: ModelFiles
+    dtype: str
+    kv_dtype: str
+    kv_scales: tuple[tuple[float, float], ...]
+    quantization: str
+    with_head: bool
+    batch_invariant: bool
+    device: str
+    num_blocks: int
+    largest: LargestSteps
+    block_size: int
+    threads: int
+    kernel_check: bool
+    max_loras: int
+    max_lora_rank: int
+    meeting: Meeting
+    need: MemoryNeed
+    log_level: str
+    log_json: bool
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """What a rank says when it has started, when it has loaded its shard and is about to measure, and when it is ready.
+    With a `problem` it ends."""
+
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRank:
+    """A rank, and rank 0's ends of its channels. On another host it has no `child`, and one more channel for blocks."""
+
+    name: str
+    steps: Channel
+    adapters: Channel
+    pulse: SignsOfLife
+    child: ChildProcess | None = None
+    blocks: Channel | None = None
+
+    @classmethod
+    def start(cls, rank: int) -> OtherRank:
+        """A process of this host. Raises OSError."""
+        (ours, theirs), (our_orders, their_orders) = Channel.pair(), Channel.pair()
+        child = ChildProcess(f"rank {rank}")
+        with theirs, their_orders:
+            given = (theirs.fileno(), their_orders.fileno())
+            child.launch([sys.executable, "-P", "-m", "common.engine.ranks", *map(str, given)], pass_fds=given)
+        steps, adapters = Channel(ours, child.name), Channel(our_orders, child.name)
+        return cls(child.name, steps, adapters, SignsOfLife(steps), child)
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        return (self.steps, self.adapters) if self.blocks is None else (self.steps, self.adapters, self.blocks)
+
+    @property
+    def failure(self) -> str:
+        """That it is gone, or ""."""
+        if self.child is not None and not self.child.alive:
+            return f"{self.name} is gone (exit status {self.child.returncode})"
+        return f"{self.name} is gone" if any(channel.is_cut() for channel in self.channels) else ""
+
+
+class RankProcesses:
+    """`start`, `wait_started`, `wait_ready`, then steps, then `close`. One thread at a time calls `send_step`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="diptych-ranks-")
+        self._ranks: list[OtherRank] = []
+        self._hosts: Sequence[JoinedHost] = ()
+        self._broken: RankLost | None = None
+
+    @property
+    def meeting_file(self) -> str:
+        """Where the ranks find each other. Its folder is this user's alone."""
+        return str(Path(self._folder.name) / "ranks")
+
+    @property
+    def adapter_channels(self) -> Sequence[Channel]:
+        """To each rank, for a thread that loads adapters."""
+        return [rank.adapters for rank in self._ranks]
+
+    def start(self, plans: Sequence[RankPlan], hosts: Sequence[JoinedHost] = ()) -> None:
+        """Start those of this host, which takes a moment each, and take over those of `hosts`. Raises OSError or
+        RankLost."""
+        self._hosts, links = hosts, links_of(hosts)
+        for plan in plans:
+            if (plan.rank, "steps") in links:
+                steps, adapters, blocks = (links[plan.rank, purpose] for purpose in LINKS)
+                self._ranks.append(OtherRank(steps.peer, steps, adapters, SignsOfLife(steps), blocks=blocks))
+            else:
+                self._ranks.append(OtherRank.start(plan.rank))
+        for plan, rank in zip(plans, self._ranks, strict=True):
+            rank.steps.send(msgspec.json.encode(plan, enc_hook=str), SEND_S)
+
+    def wait_started(self) -> None:
+        """Wait until each rank is about to meet the others. Raises RankLost or ModelError."""
+        self._wait_for_reports(START_S)
+
+    def measure_together(self) -> None:
+        """Wait until each rank has loaded its shard, then let all of them measure. Raises RankLost or ModelError."""
+        self._wait_for_reports(LOAD_S)
+        for rank in self._ranks:
+            rank.steps.send(MEASURE, SEND_S)
+
+    def wait_ready(self) -> Sequence[OtherRank]:
+        """Wait until each rank has loaded its shard and lends its KV memory. Raises RankLost or ModelError."""
+        self._wait_for_reports(LOAD_S)
+        return self._ranks
+
+    def forget_meeting(self) -> None:
+        """They have met: nothing is left in the file system, however this process ends."""
+        self._folder.cleanup()
+
+    def send_step(self, message: Numbers) -> None:
+        """Have all of them run a step. Raises RankLost."""
+        body = message.tobytes()
+        for rank in self._ranks:
+            rank.steps.send(body, SEND_S)
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around a step: any error in it leaves the ranks at different places, so it is the end of the worker."""
+        if self._broken is not None:
+            raise RankLost("an earlier step failed") from self._broken
+        try:
+            yield
+        except BaseException as error:
+            why = str(error) if isinstance(error, RankLost) else f"a step failed on rank 0: {error}"
+            self._broken = RankLost(self.with_silent_ranks(why))
+            raise self._broken from error
+
+    @property
+    def failure(self) -> str:
+        """Why no further step can run, "" while there is no reason. Callable from any thread."""
+        gone = [f"{host.control.peer} is gone" for host in self._hosts if host.control.is_cut()]
+        gone += [why for rank in self._ranks if (why := rank.failure)]
+        if gone:
+            # A rank says more than its host. Its end may be that of a sum which waited for another.
+            return self.with_silent_ranks(gone[-1])
+        return str(self._broken) if self._broken is not None else self._silence(SILENT_S)
+
+    def with_silent_ranks(self, why: str) -> str:
+        """A failure, and which ranks have given no sign of life for a while. Callable from any thread."""
+        return "; ".join(filter(None, (why, self._silence(QUIET_S))))
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether another host wants to end, so this worker should drain. Callable from any thread."""
+        return any(host.control.has_message() and not host.control.is_cut() for host in self._hosts)
+
+    def close(self) -> None:
+        """End them, by force if need be, and leave nothing behind. A step that still waits for one of them fails."""
+        ranks, self._ranks = self._ranks, []  # first: whatever fails now names none of them
+        hosts, self._hosts = self._hosts, ()
+        for rank in ranks:
+            for channel in rank.channels:
+                channel.close()
+        for host in hosts:
+            host.close()
+        deadline = time.monotonic() + RANK_END_S
+        for rank in ranks:
+            if rank.child is not None:
+                rank.child.wait(deadline)
+        self._folder.cleanup()
+
+    def _silence(self, least_s: float) -> str:
+        """Which ranks have been silent for so long, "" for none."""
+        silent = [(rank.name, silent_s) for rank in self._ranks if (silent_s := rank.pulse.silent_s()) >= least_s]
+        said = [f"{name} has given no sign of life for {silent_s:.0f} s" for name, silent_s in silent]
+        return f"{', '.join(said)}: its process or its host is stopped" if said else ""
+
+    def _wait_for_reports(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        for rank in self._ranks:
+            body = rank.steps.receive(max(0.001, until - time.monotonic()))
+            report = msgspec.json.decode(body, type=RankReport)
+            if report.problem:
+                raise ModelError(f"{rank.name}: {report.problem}")

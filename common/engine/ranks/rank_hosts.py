@@ -1,0 +1,213 @@
+"""Rank 0's side of the other hosts of its worker: they join, and bring three connections for each of their ranks.
+
+rank host   Wish(host) ──>                   Wish(steps, 2) ──>  Wish(adapters, 2) ──>  Wish(blocks, 2) ──>  ...
+rank 0                  <── ranks, session                  <── RankAnswer           ...
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.engine.ranks.admission import (
+    KEYS_DIFFER,
+    LINKS,
+    Handshake,
+    NotAdmitted,
+    Purpose,
+    RankAnswer,
+    Versions,
+    Wish,
+)
+from common.engine.ranks.channel import Channel
+from common.engine.ranks.connection import plain_address, tuned
+from common.errors import RankLost
+from common.wire import DropLog, in_url
+
+log = logging.getLogger(__name__)
+MOST_HANDSHAKES = 64
+"""Connections that have not proven anything yet; further ones are closed at once."""
+TURN_S = 0.5
+SESSION_BYTES = 16
+
+
+@dataclass(slots=True)
+class JoinedHost:
+    """Another host, and the connections of its ranks. `control` says when either side is gone, or wants to leave."""
+
+    name: str
+    control: Channel
+    ranks: range
+    session: bytes
+    links: dict[tuple[int, Purpose], Channel] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.links) == len(self.ranks) * len(LINKS)
+
+    def close(self) -> None:
+        for channel in (self.control, *self.links.values()):
+            channel.close()
+
+
+class RankHosts:
+    """Lets hosts join until all of them are there. A host without proof of the key learns nothing."""
+
+    def __init__(self, listener: socket.socket, key: bytes, *, num_others: int, ranks_per_host: int) -> None:
+        """Owns `listener`. `num_others`: hosts beside this one, whose ranks come first."""
+        self._listener, self._key = listener, key
+        self._hosts: list[JoinedHost | None] = [None] * num_others
+        self._ranks_per_host = ranks_per_host
+        self._versions = Versions.of_this_host()
+        self._lock = threading.Lock()  # of what follows, which connections change
+        self._is_over = False
+        self._num_handshakes = 0
+        self._refusals = DropLog(log, "a connection to the ranks' port")
+
+    def wait(self, timeout_s: float) -> Sequence[JoinedHost]:
+        """All of them, in the order of their ranks; the caller closes them. Raises RankLost at the deadline.
+
+        Nothing is let in afterwards.
+        """
+        until, waiting = time.monotonic() + timeout_s, select.poll()
+        waiting.register(self._listener, select.POLLIN)
+        joined: Sequence[JoinedHost] = ()
+        try:
+            while not joined:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise RankLost(self._who_is_missing(timeout_s))
+                if waiting.poll(min(left_s, TURN_S) * 1000):
+                    self._accept()
+                joined = self._all_complete()
+        finally:
+            self._listener.close()
+            if not joined:
+                self._end()
+        return joined
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except OSError as error:  # such as for lack of descriptors, or a peer that left meanwhile
+            self._refuse(f"cannot be accepted: {error}")
+            return
+        connection.setblocking(True)
+        with self._lock:
+            is_free = self._num_handshakes < MOST_HANDSHAKES
+            self._num_handshakes += is_free
+        if not is_free:
+            connection.close()
+            self._refuse(f"closed: {MOST_HANDSHAKES} others have not said yet what they want")
+            return
+        channel = Channel(tuned(connection), f"the connection from {plain_address(address[0])}")
+        name = plain_address(address[0])
+        threading.Thread(target=self._hear, args=(channel, name), name="rank-admission", daemon=True).start()
+
+    def _hear(self, channel: Channel, name: str) -> None:
+        """One connection's first messages, on a thread of their own: one that says nothing delays no other."""
+        is_kept = False
+        try:
+            handshake = Handshake(channel, self._key, leads=True)
+            try:
+                wish = handshake.receive(Wish)
+            except NotAdmitted:
+                handshake.send(RankAnswer(problem=KEYS_DIFFER))
+                raise
+            with self._lock:  # the answer is small: sending it does not wait
+                answer = self._answer(wish)
+                handshake.send(answer)
+                is_kept = not answer.problem and self._keep(wish, answer, channel, name)
+            if answer.problem:
+                self._refuse(f"{channel.peer} is refused: {answer.problem}")
+        except (RankLost, NotAdmitted) as error:
+            self._refuse(str(error))
+        finally:
+            if not is_kept:
+                channel.close()
+            with self._lock:
+                self._num_handshakes -= 1
+
+    def _answer(self, wish: Wish) -> RankAnswer:
+        """Changes nothing."""
+        if self._is_over:
+            return RankAnswer(problem="the ranks of this worker have met already", again=True)
+        if wish.versions != self._versions:
+            theirs, ours = wish.versions, self._versions
+            return RankAnswer(
+                problem=f"it has Diptych {theirs.diptych} with torch {theirs.torch}, rank 0 has Diptych {ours.diptych} "
+                f"with torch {ours.torch}: install the same on every host of a worker"
+            )
+        if wish.purpose != "host":
+            host = self._host_of(wish)
+            is_known = host is not None and (wish.rank, wish.purpose) not in host.links
+            return RankAnswer() if is_known else RankAnswer(problem=f"rank {wish.rank} is not its own", again=True)
+        free = [index for index, host in enumerate(self._hosts) if host is None]
+        if not free:
+            problem = f"all {len(self._hosts) + 1} hosts of this worker's --rank-hosts are there"
+            return RankAnswer(problem=problem, again=True)
+        first = (free[0] + 1) * self._ranks_per_host
+        ranks = tuple(range(first, first + self._ranks_per_host))
+        return RankAnswer(session=secrets.token_bytes(SESSION_BYTES), ranks=ranks)
+
+    def _keep(self, wish: Wish, answer: RankAnswer, channel: Channel, name: str) -> bool:
+        if wish.purpose == "host":
+            ranks = range(answer.ranks[0], answer.ranks[-1] + 1)
+            theirs = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+            channel.peer = f"the host of {theirs} at {name}"
+            self._hosts[ranks.start // self._ranks_per_host - 1] = JoinedHost(name, channel, ranks, answer.session)
+            log.info("%s has joined", channel.peer)
+            return True
+        if (host := self._host_of(wish)) is None:
+            return False
+        channel.peer = f"rank {wish.rank} at {name}"
+        host.links[wish.rank, wish.purpose] = channel
+        return True
+
+    def _host_of(self, wish: Wish) -> JoinedHost | None:
+        """The host whose rank a connection is meant for."""
+        known = (host for host in self._hosts if host is not None)
+        return next((host for host in known if host.session == wish.session and wish.rank in host.ranks), None)
+
+    def _all_complete(self) -> Sequence[JoinedHost]:
+        """All hosts once each has brought all connections, else none. A host that is gone makes room for another."""
+        with self._lock:
+            for index, host in enumerate(self._hosts):
+                if host is not None and host.control.is_cut():
+                    log.warning("%s is gone before all hosts have joined", host.control.peer)
+                    host.close()
+                    self._hosts[index] = None
+            self._refusals.flush(time.monotonic())
+            there = [host for host in self._hosts if host is not None and host.is_complete]
+            self._is_over = len(there) == len(self._hosts)
+            return there if self._is_over else ()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            for host in self._hosts:
+                if host is not None:
+                    host.close()
+
+    def _who_is_missing(self, timeout_s: float) -> str:
+        host, port = self._listener.getsockname()[:2]
+        there = sum(host is not None for host in self._hosts)
+        return (
+            f"{there} of {len(self._hosts)} other hosts have joined at {in_url(host)}:{port} within {timeout_s:g} s: "
+            "start `diptych rank-host --leader` with this address on each of them"
+        )
+
+    def _refuse(self, why: str) -> None:
+        with self._lock:
+            self._refusals.add(why, time.monotonic())
+
+
+def links_of(hosts: Sequence[JoinedHost]) -> Mapping[tuple[int, Purpose], Channel]:
+    """The connections of all ranks of other hosts."""
+    return {which: channel for host in hosts for which, channel in host.links.items()}

@@ -1,0 +1,7 @@
+"""Memory that a worker needs, and steps: plain, as recorded graphs, on a thread."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

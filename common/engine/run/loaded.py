@@ -1,0 +1,385 @@
+"""A model ready to run on this worker: weights, KV cache, runner, and the fingerprint of their layout."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from common.blocks import Window
+from common.config import USUAL_SEQS, DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
+from common.engine.adapters import AdapterBank, AdapterPlaces
+from common.engine.kv import SMALL_DTYPES, KVCache, block_bytes, in_words
+from common.engine.models import Decoder, kv_form, load_model, load_score, open_model
+from common.engine.models.draft_heads import DraftingModel, load_drafting_model
+from common.engine.run.draft_model import DraftModel, DraftPlan
+from common.engine.run.graph_capture import recorder_for
+from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.kernel_check import check_model_kernels
+from common.engine.run.kv_memory import CUDAMemory, blocks_left
+from common.engine.run.largest_steps import LargestSteps
+from common.engine.run.memory_need import GIB
+from common.engine.run.runner import ModelRunner, RunnableModel
+from common.engine.run.step_copies import reserve_step_copies
+from common.engine.run.warm_up import warmed_up
+from common.engine.run.worker_need import WeightForm, need_of
+from common.engine.weights.formats import KVForm
+from common.errors import ConfigError, ModelError
+from common.machine import CoreShare
+from common.model_files import (
+    GENERATES,
+    ModelConfig,
+    ModelFiles,
+    ServedTask,
+    layout_fingerprint,
+    served_task,
+    weights_fingerprint,
+)
+from common.wire.messages import PROTOCOL_VERSION
+from kernels import Linear, has_device_kernels, share_cores
+from kernels.interface import pinned
+
+log = logging.getLogger(__name__)
+
+
+class OtherRanks(Protocol):
+    """The processes beside this one that run the steps of the same worker."""
+
+    @property
+    def failure(self) -> str:
+        """Why no further step can run, "" while there is no reason. Callable from any thread."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether one of their hosts wants to end, so the worker should drain. Callable from any thread."""
+
+    def close(self) -> None:
+        """End them. No step may run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Makers:
+    """Makers of parts of a loaded model, each in place of this device's own.
+
+    `runner` makes what runs the model over a cache, `cache` a cache of so many blocks, `places` the places for so many
+    adapters up to a rank. `num_blocks` says how many blocks the settings, or all devices, have room for.
+    """
+
+    runner: Callable[[KVCache], ModelRunner] | None = None
+    cache: Callable[[int], KVCache] | None = None
+    places: Callable[[int, int], AdapterPlaces] | None = None
+    num_blocks: Callable[[RunnableModel], int] | None = None
+
+
+OWN = Makers()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything an engine needs that does not depend on its role."""
+
+    model_id: str
+    vocab_size: int
+    runner: ModelRunner
+    kv: KVCache
+    dtype: str
+    kv_dtype: str
+    quantization: str
+    fingerprint: str
+    weights: str
+    max_model_len: int
+    num_threads: int
+    task: ServedTask = GENERATES
+    adapters: AdapterBank | None = None
+    score: Linear | None = None
+    """The head of a model that scores, float32 [labels, hidden_size]."""
+    draft: DraftModel | None = None
+    """What a decode worker drafts with. Nothing of it leaves the worker, so the fingerprint does not cover it."""
+    others: OtherRanks | None = None
+
+    @property
+    def drafting(self) -> DraftingModel | None:
+        """The model, if it has a draft head."""
+        model = self.runner.model
+        return model if isinstance(model, DraftingModel) else None
+
+    @property
+    def precision(self) -> str:
+        """Types of activations, weights and KV, in words."""
+        kept = {"auto": "the file's own quantised weights", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
+        used = [kept[self.quantization]] if self.quantization in kept else []
+        used += [f"KV in {self.kv_dtype}"] if self.kv_dtype != self.dtype else []
+        return " ".join((self.dtype, "with", " and ".join(used))) if used else self.dtype
+
+    @property
+    def window(self) -> int:
+        """Tokens that every layer looks back to at most; 0: without bound."""
+        return self.kv.config.window
+
+    @property
+    def windows_in_words(self) -> str:
+        """What they save, or do not; "" without windows."""
+        return in_words(self.kv.config.layer_windows, self.kv.block_size, self.max_model_len)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token took in the last step; right after loading, in the last one of the warm-up."""
+        profile = self.runner.profile
+        return profile.forward_s / max(1, profile.num_tokens)
+
+    @staticmethod
+    def set_num_threads(num_threads: int) -> None:
+        """Sets how many threads compute the calling thread's steps."""
+        torch.set_num_threads(num_threads)
+
+    @staticmethod
+    def pinned_bytes() -> int:
+        """Host memory that this process has pinned: on a GPU's worker what steps and KV are copied through."""
+        return pinned().num_bytes
+
+    @staticmethod
+    def share_cores(cores: CoreShare) -> None:
+        """Makes long steps read `cores` while they run. Call it before the first step."""
+        share_cores(cores.address, cores.num_cores)
+
+    @classmethod
+    def load(cls, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+        """Loads weights and allocates the cache. Raises ModelError, also for what will not fit, or ConfigError."""
+        task = task_of(files, config)
+        if config.kv_cache_dtype == "int8" and open_model(files)[0].latent_dim:
+            raise ConfigError("kv_cache_dtype", "int8", "auto or fp8 for a model with latent attention")
+        dtype = native_dtype(config.torch_device) if config.dtype == "auto" else config.dtype
+        options = {"dtype": dtype, "device": config.torch_device, "quantization": config.quantization}
+        form = kv_form(files, config.kv_cache_dtype, dtype)
+        plan = None
+        if isinstance(config, DecodeWorkerConfig) and config.draft_model:
+            plan = DraftPlan.of(files, config, dtype)
+        need_of(files, config, WeightForm(**options, with_head=task.generates), form.dtype, plan).check(
+            config.torch_device
+        )
+        if config.draft_head:
+            return cls._with_draft_head(files, config, task, options, form)
+        loaded = cls.of(
+            lambda: load_model(files, **options, with_head=task.generates, batch_invariant=config.batch_invariant),
+            files,
+            config,
+            task=task,
+            draft=plan,
+            form=form,
+        )
+        if plan is not None and isinstance(config, DecodeWorkerConfig):
+            make = runner_of(config)
+            return replace(loaded, draft=plan.load(config, loaded.kv.num_blocks, make))
+        return with_score(loaded, files, config)
+
+    @classmethod
+    def _with_draft_head(
+        cls, files: ModelFiles, config: WorkerConfig, task: ServedTask, options: Mapping[str, str], form: KVForm
+    ) -> LoadedModel:
+        if not task.generates:
+            raise ConfigError("draft_head", config.draft_head, f"empty for a model that is served to {task.name}")
+        num_places = 2 * max(config.places, USUAL_SEQS)  # of the home's role, or the other's; drafts have some, too
+        return cls.of(
+            lambda: load_drafting_model(files, config.draft_head, num_places=num_places, **options),
+            files,
+            config,
+            form=form,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        load: Callable[[], RunnableModel],
+        files: ModelFiles,
+        config: WorkerConfig,
+        makers: Makers = OWN,
+        task: ServedTask = GENERATES,
+        draft: DraftPlan | None = None,
+        form: KVForm | None = None,
+    ) -> LoadedModel:
+        """Loads with `load`, which makes a model for the tokenizer and the name of `files`. Raises as `load`.
+
+        A `draft` model has as many KV blocks, in the same memory. `form`: of the cache, if `files` have more to say of
+        it than the settings.
+        """
+        num_threads = config.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(num_threads)
+        compute_exactly()
+        model = load()
+        adapters = bank_of(model, config, makers.places)
+        shape, dtype = model.config, str(model.dtype).removeprefix("torch.")
+        reserve_step_copies(LargestSteps.of(config, samples=task.generates), shape, torch.device(config.torch_device))
+        form = form or KVForm(config.kv_cache_dtype if config.kv_cache_dtype in SMALL_DTYPES else dtype)
+        kv_dtype, scales = form.dtype, form.cut(shape.num_layers).scales
+        check_wire(config, kv_dtype)
+        if kv_dtype == "fp8":
+            log.info("KV is in %s", form.in_words)
+        block_size, share, export = config.block_tokens, config.shares_kv, config.exports_kv
+        if makers.num_blocks is None:
+            num_blocks = num_kv_blocks(model, config, kv_dtype, draft, samples=task.generates)
+        else:
+            num_blocks = makers.num_blocks(model)
+        longest = Window(shape.window, block_size).longest(num_blocks, shape.max_model_len)
+        if config.max_model_len > longest:
+            raise ConfigError("max_model_len", config.max_model_len, f"at most {longest} for this model and KV cache")
+        make_cache = makers.cache or (
+            lambda count: KVCache(
+                shape, count, block_size, kv_dtype, config.torch_device, share=share, export=export, scales=scales
+            )
+        )
+        kv = make_cache(num_blocks)
+        if config.kernel_check and makers.runner is None:
+            check_model_kernels(model, kv, samples=task.generates)
+        make = makers.runner or (lambda kv: runner_of(config)(model, kv))
+        runner = warmed_up(lambda: make(kv), config, samples=task.generates)
+        return cls(
+            files.model_id,
+            shape.vocab_size,
+            runner,
+            kv,
+            dtype,
+            kv_dtype,
+            model.quantization,
+            fingerprint_of(files, model, kv, dtype, kv_dtype, batch_invariant=config.batch_invariant),
+            weights_fingerprint(files.model_id, files.weights_hash, model.quantization),
+            config.max_model_len or longest,
+            num_threads,
+            task,
+            adapters,
+        )
+
+
+def task_of(files: ModelFiles, config: WorkerConfig) -> ServedTask:
+    """What the worker serves the model to. ModelError for a task that its role does not do."""
+    task = served_task(files, config.task)
+    if not task.generates and isinstance(config, DecodeWorkerConfig):
+        raise ModelError(
+            f"{files.model_id} is served to {task.name}, which prefill workers do alone: start no decode worker, "
+            "or give --task generate to all processes"
+        )
+    return task
+
+
+def check_wire(config: WorkerConfig, kv_dtype: str) -> None:
+    """ConfigError where frames of 8 bits are asked for, and the checkpoint has the cache in 8 bits already."""
+    if isinstance(config, PrefillWorkerConfig) and config.kv_wire_dtype != "native" and kv_dtype in SMALL_DTYPES:
+        allowed = (
+            "native, as the checkpoint's kv_cache_scheme has KV in fp8, as small already; or --kv-cache-dtype native"
+        )
+        raise ConfigError("kv_wire_dtype", config.kv_wire_dtype, allowed)
+
+
+def with_score(loaded: LoadedModel, files: ModelFiles, config: WorkerConfig) -> LoadedModel:
+    """Add the head of a model that scores. Raises ModelError as `load_score` does."""
+    if loaded.task.name != "score":
+        return loaded
+    weight = load_score(files, loaded.task.answers, config.torch_device)
+    return replace(loaded, score=Linear(weight, batch_invariant=config.batch_invariant))
+
+
+def fingerprint_of(
+    files: ModelFiles, model: RunnableModel, kv: KVCache, dtype: str, kv_dtype: str, *, batch_invariant: bool
+) -> str:
+    """The fingerprint of the blocks that `kv` ships and receives; the number of ranks is no part of it."""
+    shape = model.config
+    return layout_fingerprint(
+        files.model_id,
+        files.weights_hash,
+        num_layers=shape.num_layers,
+        num_kv_heads=kv.wire_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=model.quantization,
+        block_size=kv.block_size,
+        protocol_version=PROTOCOL_VERSION,
+        latent_dim=shape.latent_dim,
+        batch_invariant=batch_invariant,
+        draft_head=shape.draft_head,
+        kv_scales=kv.scales if kv.is_scaled else (),
+    )
+
+
+def num_kv_blocks(
+    model: RunnableModel, config: WorkerConfig, kv_dtype: str, draft: DraftPlan | None = None, *, samples: bool
+) -> int:
+    """The size of the cache, by the settings or by what a GPU has left. ConfigError where two blocks do not fit."""
+    if config.num_blocks:
+        return config.num_blocks
+    if not config.kv_gib:
+        memory = CUDAMemory(torch.device(config.torch_device))
+        return blocks_left(model, config, kv_dtype, memory, draft, samples=samples)
+    return blocks_within(model.config, config, kv_dtype, draft.block_bytes if draft is not None else 0)
+
+
+def blocks_within(shape: ModelConfig, config: WorkerConfig, kv_dtype: str, draft_bytes: int = 0) -> int:
+    """How many blocks the settings give memory for; each needs `draft_bytes` for draft KV beside its own."""
+    per_block = block_bytes(shape, config.block_tokens, kv_dtype) + draft_bytes
+    num_blocks = int(config.kv_gib * GIB / per_block)
+    if num_blocks < 2:
+        raise ConfigError("kv_memory_gib", config.kv_memory_gib, f"at least {2 * per_block / GIB:.4f} GiB")
+    return num_blocks
+
+
+def compute_exactly() -> None:
+    """Products of float32 in float32, and sums of bfloat16 products in float32 to their end, on every device.
+
+    Some images ask for TF32 by their environment. cuBLAS may add up the parts of a split bfloat16 product in bfloat16,
+    which torch allows by default.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def bank_of(
+    model: RunnableModel, config: WorkerConfig, make_places: Callable[[int, int], AdapterPlaces] | None
+) -> AdapterBank | None:
+    """Places for the adapters that the settings allow. Raises ConfigError for a model that takes none."""
+    if not config.lora_places:
+        return None
+    if not isinstance(model, Decoder) or model.config.latent is not None:
+        raise ConfigError("max_loras", config.lora_places, "0: this model takes no adapters")
+    if make_places is not None:
+        return AdapterBank(make_places(config.lora_places, config.max_lora_rank))
+    return AdapterBank(AdapterPlaces(model, max_loras=config.lora_places, max_rank=config.max_lora_rank))
+
+
+def runner_of(config: WorkerConfig) -> Callable[[RunnableModel, KVCache], ModelRunner]:
+    """Makes what runs a model on a worker with these settings."""
+    return lambda model, kv: decode_graphs(model, kv, config) or ModelRunner(model, kv)
+
+
+def records_steps(config: WorkerConfig, device: torch.device) -> bool:
+    """Whether decode steps are recorded: by decode workers with a CUDA device and Triton."""
+    if not isinstance(config, DecodeWorkerConfig) or not config.cuda_graphs or device.type != "cuda":
+        return False
+    return has_device_kernels(device.type)
+
+
+def decode_graphs(model: RunnableModel, kv: KVCache, config: WorkerConfig) -> ModelRunner | None:
+    """A runner of recorded decode steps where they are recorded, else None."""
+    if not records_steps(config, kv.device):
+        return None
+    return GraphRunner(
+        model,
+        kv,
+        recorder_for(kv.device),
+        max_num_seqs=config.places_within(kv.num_blocks * kv.block_size),
+        max_model_len=config.max_model_len or model.config.max_model_len,
+        adapts=config.lora_places > 0,
+    )
+
+
+def native_dtype(device: str) -> str:
+    """bfloat16 where the hardware multiplies it natively, else float32."""
+    if device.startswith("cuda"):
+        return "bfloat16"
+    flags = Path("/proc/cpuinfo")
+    text = flags.read_text(errors="replace") if flags.exists() else ""
+    return "bfloat16" if "avx512_bf16" in text or "amx_bf16" in text else "float32"

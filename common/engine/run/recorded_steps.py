@@ -1,0 +1,187 @@
+"""What a device needs to run recorded decode steps: seats, a recording for each of a few sizes, tokens, logits.
+
+It knows no sequences. A launch is what the host has to say (`StepLaunch`), so every rank of a worker that gets the same
+launches runs the same steps. Rows that pad a step to its size have slot -1, so no KV is written, and no span, so
+attention skips them; their logits are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.kv import KVCache
+from common.engine.models import NO_PLACE, ForwardBatch, HiddenRows, SequenceChunk
+from common.engine.run.buckets import bucket_sizes
+from common.engine.run.graph_capture import StepRecorder
+from common.engine.run.runner import RunnableModel
+from common.engine.run.seats import NO_SEAT, SeatChanges
+from kernels import SamplingTensors, StepPlan, fill_rows, on_device, sample, step_plan, to_device
+from kernels.interface import (
+    NUM_NARROW,
+    NUM_WIDE,
+    RUN_ADAPTER,
+    RUN_POSITION,
+    RUN_SLOT,
+    RUN_TOKEN,
+    SeatLayout,
+    StepRows,
+    fill_device,
+)
+
+log = logging.getLogger(__name__)
+Spread = Callable[[Tensor], None]
+"""Gives every rank the numbers that rank 0 has in this tensor, in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Sizes of recorded steps, the same on all ranks of a worker. With `adapts` each step once more, with adapters."""
+
+    max_num_seqs: int
+    max_blocks: int
+    adapts: bool = False
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return bucket_sizes(self.max_num_seqs)
+
+    def layout(self, block_size: int) -> SeatLayout:
+        return SeatLayout(self.max_num_seqs, self.max_blocks, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaunch:
+    """An order: change the seats, then replay the recording of `size` rows, with adapters if `adapted`."""
+
+    size: int
+    adapted: bool
+    changes: SeatChanges
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """`replay` fills `rows` and `plan` from the seats, and runs the model on them. `draw` samples each row as its
+    sequence's parameters say, on a rank that samples."""
+
+    rows: StepRows
+    plan: StepPlan
+    replay: Callable[[], None]
+    draw: Callable[[], None] | None
+
+
+class HiddenInputs:
+    """Where rows find the hidden states that a draft head reads, and where they leave their own.
+
+    Device memory that recorded steps of up to `most_rows` rows read: one copy a step, before its replay."""
+
+    def __init__(self, most_rows: int, device: torch.device) -> None:
+        self._memory = torch.full((2 * most_rows,), NO_PLACE, dtype=torch.int64, device=device)
+
+    def rows(self, size: int, count: int) -> HiddenRows:
+        """What the first `count` rows of a step of `size` rows read."""
+        before, kept = self._memory[: 2 * size].view(2, size)[:, :count]
+        return HiddenRows(before, kept)
+
+    def send(self, chunks: Sequence[SequenceChunk], size: int) -> None:
+        """The places of `chunks`, one row each, and of the rows that pad a step of them to `size`."""
+
+        def write(numbers: np.ndarray) -> None:
+            rows = numbers.reshape(2, size)
+            rows[:, : len(chunks)] = np.array([[chunk.before, chunk.kept] for chunk in chunks]).T
+            rows[0, 0] = max(rows[0, 0], NO_PLACE)  # no row is before the first
+            rows[:, len(chunks) :] = NO_PLACE
+
+        fill_device(self._memory, 2 * size, write)
+
+
+class RecordedSteps:
+    """Belongs to the thread that launches steps."""
+
+    def __init__(
+        self,
+        model: RunnableModel,
+        kv: KVCache,
+        recorder: StepRecorder,
+        sizes: StepSizes,
+        *,
+        spread: Spread | None = None,
+        samples: bool = True,
+    ) -> None:
+        """Records every step, largest first: takes seconds on a GPU, and memory for one step of the largest size.
+
+        With `spread` it is one of several ranks, all of which record at the same time. One that never `samples` has
+        neither logits nor draws.
+        """
+        self._model, self._kv, self._spread, self._samples = model, kv, spread, samples
+        self._layout, largest = sizes.layout(kv.block_size), sizes.max_num_seqs
+        vocab_size = model.config.vocab_size if samples else 0
+        with torch.inference_mode():
+            self.seats = torch.zeros(self._layout.num_words, dtype=torch.int64, device=kv.device)
+            self.seats[:largest].fill_(NO_SEAT)
+            self._wide = torch.zeros(NUM_WIDE * largest, dtype=torch.int64, device=kv.device)
+            self._narrow = torch.zeros(NUM_NARROW * largest, dtype=torch.int32, device=kv.device)
+            self.logits = torch.zeros(largest, vocab_size, dtype=torch.float32, device=kv.device)
+            self.sampled = torch.zeros(largest, dtype=torch.int64, device=kv.device)
+            self.hidden = HiddenInputs(largest, kv.device) if model.config.draft_head else None
+            began = time.perf_counter()
+            self._steps = {
+                (size, adapted): self._record(size, recorder, adapted=adapted)
+                for size in reversed(sizes.buckets)
+                for adapted in ((True, False) if sizes.adapts else (False,))
+            }
+        self._last = self._steps[largest, False]
+        log.info("recorded %d decode steps in %.1f s", len(self._steps), time.perf_counter() - began)
+
+    def plan(self, size: int) -> StepPlan:
+        """The plan of a recorded step of `size` rows."""
+        return self._steps[size, False].plan
+
+    def launch(self, launch: StepLaunch) -> None:
+        """Starts a step, behind all that was launched before."""
+        with on_device(self._kv.device), torch.inference_mode():
+            if len(launch.changes.places):
+                where, words = to_device(launch.changes, self._kv.device)
+                self.seats.index_copy_(0, where, words)
+            self._last = self._steps[launch.size, launch.adapted]
+            self._last.replay()
+
+    def draw(self, count: int) -> Tensor:
+        """Sample the `count` rows of the last step as their sequences' parameters say: int64 [count] of `sampled`."""
+        assert self._last.draw is not None, "a rank that does not sample"
+        self._last.draw()
+        return self.sampled[:count]
+
+    def draws(self, count: int, *, searches: bool) -> SamplingTensors:
+        """How the rows of the last step draw, until the next one is launched."""
+        return self._last.rows.draws(count, searches=searches)
+
+    def _record(self, size: int, recorder: StepRecorder, *, adapted: bool) -> RecordedStep:
+        config, kv = self._model.config, self._kv
+        plan = step_plan(size, self._layout.width, kv.layout, config.num_heads, kv.device)
+        rows = StepRows.within(self._wide, self._narrow, size, plan.spans, plan.block_tables)
+
+        def run() -> None:
+            if self._spread is not None:  # rank 0 has sampled them, by a recording or not
+                self._spread(self.sampled)
+            fill_rows(self.seats, self._layout, self.sampled, config.vocab_size, rows)
+            attention = plan.prepare()
+            if count := plan.num_rows:
+                adapters = rows.wide[RUN_ADAPTER, :count] if adapted else None
+                token_ids, positions, slots = (rows.wide[row, :count] for row in (RUN_TOKEN, RUN_POSITION, RUN_SLOT))
+                hidden = self.hidden.rows(size, count) if self.hidden is not None else None
+                batch = ForwardBatch(count, token_ids, positions, slots, None, attention, adapters, hidden)
+                logits = self._model.forward(batch, kv)
+                if self._samples:
+                    self.logits[:count].copy_(logits)
+
+        def draw() -> None:
+            self.sampled[:size].copy_(sample(self.logits[:size], rows.draws(size)))
+
+        return RecordedStep(rows, plan, recorder.record(run), recorder.record(draw) if self._samples else None)

@@ -1,0 +1,205 @@
+"""From logits to tokens. A row's token depends on its own logits, parameters, seed and position, and on nothing else.
+
+Order of operations on a row (vLLM's): logit bias; repetition, frequency and presence penalties; banned tokens; allowed
+tokens and the grammar; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that
+tokens of equal probability stay or go together and no sort order matters. The token is then the inverse of the
+cumulative distribution in token id order at one uniform number, which is a counter-based function of (seed, position).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.sampling.logprobs import WantedLogprobs, launch_logprobs
+from common.engine.sampling.penalties import Adjustment, LogitChanges, TokenCounts, needs_counts
+from common.engine.sampling.sampled import LaunchedTokens
+from common.grammar import FREE, MASK_BITS, Constraint, TokenLimits, token_mask
+from common.wire import SampledToken, SamplingParams
+from kernels import Draw, SamplingTensors, on_device, sample, to_device
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One sequence to sample for. `position` is the absolute position of the new token: the number of tokens before it.
+
+    `limits.banned` must not come now, such as end tokens while `min_tokens` is not reached, unless they are all that
+    `constraint`, or the request itself, allows. With one, `output_token_ids` are all of the answer so far.
+
+    `counts` are those of the prompt and the output but for the last tokens, which are a `draft`. Without them penalties
+    count `prompt_token_ids` and `output_token_ids` again.
+
+    `allowed` is `allowed_mask(params)`, which a sequence computes once. Without it, each step computes it.
+
+    If the row's parameters raise an error, the reason is appended to `problems`.
+    """
+
+    params: SamplingParams
+    position: int
+    output_token_ids: Sequence[int] = ()
+    prompt_token_ids: Sequence[int] = ()
+    limits: TokenLimits = FREE
+    constraint: Constraint | None = None
+    counts: TokenCounts | None = None
+    draft: tuple[int, ...] = ()
+    allowed: Tensor | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+UNSAMPLED = SamplingRow(SamplingParams(max_tokens=1, temperature=0.0), 0)
+"""A row whose sampled token is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """All that a step's rows are sampled by, on the host: it reads no sequence any more, which may go on meanwhile.
+
+    None stands for a row of which nothing but its draw matters, which the device knows. The rows with bias, penalties
+    or bans are `adjusted`, by `changes`. `allowed` are masks of 32 tokens an int32.
+    """
+
+    rows: Sequence[SamplingRow | None]
+    adjusted: Sequence[int]
+    changes: LogitChanges | None
+    allowed: Sequence[Tensor | None]
+    logprobs: Mapping[int, WantedLogprobs]
+
+
+class Sampler:
+    """Stateless but for the vocabulary's size."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """One token per row of `logits`, float32 [n, vocab_size], which is not modified.
+
+        The token of a row without finite logits, or for which nothing is allowed, is `vocab_size` or more.
+        """
+        if logits.shape != (len(rows), self.vocab_size):
+            raise ValueError(f"logits are {list(logits.shape)}, expected [{len(rows)}, {self.vocab_size}]")
+        return self.launch(logits, self.prepare(rows)).read() if rows else []
+
+    def draw(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """The token ids that `sample` would give, without their log-probabilities."""
+        prepared = replace(self.prepare(rows), logprobs={})
+        return [token.token_id for token in self.launch(logits, prepared).read()]
+
+    def prepare(self, rows: Sequence[SamplingRow | None]) -> PreparedRows:
+        """What the host does for a step's rows, whose sequences' tokens must all be known where rows depend on them.
+
+        A row whose parameters raise an error gets no token. The other rows are not affected.
+        """
+        try:
+            return self._prepare(rows)
+        except Exception:  # one of the rows raised it: find that row
+            is_sound = [row is None or self._is_sound(row) for row in rows]
+        prepared = self._prepare([row if sound else UNSAMPLED for row, sound in zip(rows, is_sound, strict=True)])
+        nothing = torch.zeros(-(-self.vocab_size // MASK_BITS), dtype=torch.int32)
+        masks = [mask if sound else nothing for mask, sound in zip(prepared.allowed, is_sound, strict=True)]
+        return replace(prepared, allowed=masks)
+
+    def _is_sound(self, row: SamplingRow) -> bool:
+        try:
+            self._prepare([row])
+        except Exception as error:
+            log.exception("a row cannot be sampled")
+            row.problems.append(f"the request cannot be sampled: {type(error).__name__}: {error}")
+            return False
+        return True
+
+    def _prepare(self, rows: Sequence[SamplingRow | None]) -> PreparedRows:
+        wanted = [(i, row) for i, row in enumerate(rows) if row is not None]
+        adjusted = [(i, row) for i, row in wanted if _adjusts(row)]
+        return PreparedRows(
+            rows,
+            [i for i, _ in adjusted],
+            LogitChanges.of([_adjustment(row) for _, row in adjusted], self.vocab_size) if adjusted else None,
+            [None if row is None else _allowed(row, self.vocab_size) for row in rows],
+            {i: _wanted(row.params) for i, row in wanted if row.params.logprobs >= 0},
+        )
+
+    def launch(self, logits: Tensor, prepared: PreparedRows, draws: SamplingTensors | None = None) -> LaunchedTokens:
+        """The tokens that `sample` would give. On a GPU the host waits for nothing before it reads them.
+
+        `draws` are those of all rows, where they are on the device; without them no row may be None.
+        """
+        with on_device(logits.device), torch.inference_mode():
+            logits = logits.float()
+            if draws is None:
+                rows = [row for row in prepared.rows if row is not None]
+                draws = SamplingTensors.pack([_draw_of(row) for row in rows], logits.device)
+            ids = sample(_adjusted(logits, prepared), draws, prepared.allowed)
+            logprobs = launch_logprobs(logits, ids, prepared.logprobs) if prepared.logprobs else ()
+            return LaunchedTokens(ids, logprobs, self.vocab_size)
+
+
+def _draw_of(row: SamplingRow) -> Draw:
+    params = row.params
+    temperature = 0.0 if params.greedy else params.temperature
+    return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, row.position)
+
+
+def _wanted(params: SamplingParams) -> WantedLogprobs:
+    return WantedLogprobs(params.logprobs, params.logprob_token_ids)
+
+
+def _adjusts(row: SamplingRow) -> bool:
+    return bool(row.limits.banned or row.params.logit_bias or needs_counts(row.params))
+
+
+def allowed_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
+    """Pack the request's `allowed_token_ids` into bits: int32 [ceil(vocab_size / 32)]. None without such a list."""
+    if not params.allowed_token_ids:
+        return None
+    return torch.from_numpy(token_mask(params.allowed_token_ids, vocab_size))
+
+
+def _allowed(row: SamplingRow, vocab_size: int) -> Tensor | None:
+    """The tokens that the grammar, the request's own list and a forced token allow together, as bits; None: any."""
+    masks: list[Tensor] = []
+    if row.constraint is not None:
+        masks.append(row.constraint.allowed(row.output_token_ids))
+        if len(masks[0]) != -(-vocab_size // MASK_BITS):  # the kernels read one bit for each row of the logits
+            raise ValueError(f"the grammar's mask has {32 * len(masks[0])} bits, but the logits have {vocab_size} rows")
+    own = row.allowed if row.allowed is not None else allowed_mask(row.params, vocab_size)
+    if own is not None:
+        masks.append(own)
+    if row.limits.forced is not None:
+        masks.append(torch.from_numpy(token_mask((row.limits.forced,), vocab_size)))
+    return reduce(torch.bitwise_and, masks) if masks else None
+
+
+def _adjusted(logits: Tensor, prepared: PreparedRows) -> Tensor | list[Tensor]:
+    """`logits` [n, vocab], or its rows, of which those with bias, penalties or bans are adjusted copies."""
+    changes, chosen = prepared.changes, prepared.adjusted
+    if changes is None:
+        return logits
+    if logits.device.type == "cpu":
+        copies = torch.from_numpy(logits.numpy()[chosen])  # numpy copies with one thread, which is enough
+        changes.apply(copies)
+        if len(chosen) == len(logits):
+            return copies
+        whole = list(logits)
+        for place, i in enumerate(chosen):
+            whole[i] = copies[place]
+        return whole
+    (index,) = to_device([np.array(chosen, dtype=np.int64)], logits.device)
+    copies = logits.index_select(0, index)
+    changes.apply(copies)
+    return logits.index_copy(0, index, copies)
+
+
+def _adjustment(row: SamplingRow) -> Adjustment:
+    if row.counts is not None:
+        return Adjustment(row.params, row.counts, row.draft, row.limits.banned)
+    counts = TokenCounts(row.prompt_token_ids, row.output_token_ids) if needs_counts(row.params) else TokenCounts()
+    return Adjustment(row.params, counts, (), row.limits.banned)

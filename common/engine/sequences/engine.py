@@ -1,0 +1,282 @@
+"""The part of an engine that both workers share: it accepts, refuses, aborts and fails requests."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from common.blocks import BlockHasher
+from common.engine.kv import BlockCounts
+from common.engine.kv.tiers import BlockRead, ReadEnded
+from common.engine.sequences.awaited_grammars import AwaitedGrammars, MaskReady
+from common.engine.sequences.knobs import KnobLog
+from common.engine.sequences.parts import EngineParts
+from common.engine.sequences.reports import Reports
+from common.engine.sequences.restores import Restores
+from common.engine.sequences.rules import RequestRules
+from common.engine.sequences.scheduler import Scheduler
+from common.engine.sequences.sequence import WorkerSequence
+from common.engine.sequences.step_budget import Knob
+from common.engine.worker import (
+    Engine,
+    EngineConfig,
+    EngineStatus,
+    RequestReceived,
+    RouterLost,
+    Send,
+    StepRate,
+    WorkerMetrics,
+)
+from common.errors import WireError
+from common.grammar import GrammarReady
+from common.latency import StepShape
+from common.wire import Role
+from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
+
+if TYPE_CHECKING:  # torch
+    pass
+
+R = TypeVar("R", PrefillRequest, DecodeRequest)
+S = TypeVar("S", bound=WorkerSequence)
+
+
+class RequestEngine(Engine, Generic[R, S]):
+    """Owns the block pool (through its scheduler). `_in_step` are the sequences of a step that has not ended.
+
+    Subclasses set `role` and `_reports`.
+    """
+
+    role: ClassVar[Role]
+    _reports: Reports
+
+    def __init__(
+        self,
+        send: Send,
+        config: EngineConfig,
+        scheduler: Scheduler[S],
+        rules: RequestRules,
+        metrics: WorkerMetrics,
+        parts: EngineParts,
+    ) -> None:
+        super().__init__(send)
+        self._tiers, self._adapters, self._hidden = parts.tiers, parts.adapters, parts.hidden
+        self._restores = Restores(parts.tiers, scheduler.block_size, metrics, parts.peers)
+        self.scheduler: Scheduler[S] = scheduler
+        self.metrics = metrics
+        self._rules, self._max_waiting = rules, config.max_waiting
+        self._grammars = AwaitedGrammars(parts.grammars, self.notify, scheduler.constrain, self._fail)
+        self._rate, self._knob_log = StepRate(), KnobLog(metrics)
+        self._in_step: Collection[S] = ()
+        self._serials: Mapping[bytes, int] = {}  # replaced, never changed: snapshots share it
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.scheduler) == 0
+
+    def apply(self, command: object) -> None:
+        match command:
+            case RequestReceived(router, AbortRequest(request_id=request_id, attempt=attempt)):
+                sequence = self.scheduler.find(request_id)
+                if sequence is not None and sequence.attempt <= attempt and sequence.router == router:
+                    self._drop(sequence, "aborted")
+            case RequestReceived(_, ResetPrefixCache()):
+                self.scheduler.pool.reset_cache()
+                self._restores.reset()
+                self._end_reads([sequence.read for sequence in self.scheduler if sequence.read is not None])
+            case RequestReceived(router, message):
+                self._refuse(router, message, f"a {self.role} worker takes no {type(message).__name__}")
+            case RouterLost(router):
+                self._serials = {name: serial for name, serial in self._serials.items() if name != router}
+                for sequence in self.scheduler:
+                    if sequence.router == router:
+                        self._drop(sequence, "router lost")
+            case ReadEnded(read):
+                self._end_reads([read])
+            case GrammarReady(compiled):
+                self._grammars.ready(compiled, self.scheduler)
+            case MaskReady(sequence, constraint):
+                if (waiting := self.scheduler.find(sequence.request_id)) is sequence:
+                    self._grammars.on_mask(waiting, constraint)
+            case _:
+                raise TypeError(f"unknown command {command!r}")
+
+    def fail_step(self, error: Exception) -> None:
+        why = f"the step failed: {type(error).__name__}: {error}"
+        for sequence in self._in_step:
+            if self.scheduler.has(sequence):
+                self._fail(sequence, self.role, why, retryable=True)
+        self._in_step = ()
+
+    def snapshot(self) -> EngineStatus:
+        scheduler, model = self.scheduler, self.step_fit.model
+        waiting = scheduler.waiting_shape
+        num_adapters = len(self._adapters.held) if self._adapters is not None else 0
+        running, here = (_users(each) if num_adapters else _users(()) for each in (scheduler.running, scheduler))
+        return EngineStatus(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_transferring=scheduler.num_in_transfer,
+            num_waiting_tokens=waiting.num_tokens,
+            blocks=scheduler.pool.counts,
+            tokens_per_s=self._rate.tokens_per_s,
+            step_time_s=self._rate.step_time_s,
+            num_dropped_frames=self._num_dropped_frames,
+            full_tokens_per_s=model.tokens_per_s(scheduler.most_step_tokens),
+            waiting_s=model.steps_s(waiting, scheduler.max_step_tokens, self._beside) if waiting.num_tokens else 0.0,
+            num_context_tokens=scheduler.num_context_tokens,
+            step_model=model,
+            serials=self._serials,
+            batch_cap=scheduler.batch_cap.value,
+            step_tokens=scheduler.max_step_tokens,
+            links=self._restores.links,
+            tiers=self._tiers.counts if self._tiers is not None else (),
+            num_adapters=num_adapters,
+            adapters_running=running,
+            adapters_waiting=here - running,
+        )
+
+    def _note_knobs(self, others: Mapping[str, Knob], now: float) -> None:
+        """Tell of the scheduler's knobs and `others`, after each step."""
+        for name, knob in {**self.scheduler.knobs, **others}.items():
+            self._knob_log.note(name, knob, now)
+
+    @property
+    def _beside(self) -> StepShape:
+        """What steps compute beside prompts."""
+        return StepShape()
+
+    def check_integrity(self) -> BlockCounts:
+        return self.scheduler.check_integrity()
+
+    def _accept(self, router: bytes, request: R) -> None:
+        """Take a request, refuse it, or see that it is here already."""
+        self._serials = {**self._serials, router: max(request.serial, self._serials.get(router, 0))}
+        known = self.scheduler.find(request.request_id)
+        if known is not None:
+            if known.router != router:
+                why = f"request id {request.request_id} is another router's"
+                self._report_failed(router, request.request_id, request.attempt, "queue", why, retryable=False)
+                return
+            if known.attempt >= request.attempt:
+                return  # a duplicate: the first one keeps running
+            if self._continue(known, request):
+                return
+            self._drop(known, "superseded by a new attempt")
+        try:
+            token_ids = self._rules.prompt(request)
+        except WireError as error:
+            self._refuse(router, request, str(error))
+            return
+        adapter = self._adapters.place(request.adapter) if self._adapters is not None else None
+        if request.adapter and adapter is None:
+            self._refuse(router, request, f"adapter {request.adapter} is not loaded here", retryable=True)
+            return
+        if too_many := self._overload():
+            self._refuse(router, request, too_many, retryable=True)
+            return
+        hasher = BlockHasher(self.scheduler.block_size, request.cache_salt, request.adapter)
+        sequence = self._add(router, request, token_ids, hasher, time.monotonic())
+        sequence.adapter = sequence.adapter if adapter is None else adapter
+        self.scheduler.expect_hits(sequence, self._restores.num_held)
+        self._restores.expect_pull(sequence)
+        self._grammars.ask(sequence)
+
+    def _continue(self, known: S, request: R) -> bool:
+        """Go on with a sequence under the new attempt `request`. False if that attempt must start from its prompt."""
+        return False
+
+    @property
+    def _has_unused_adapters(self) -> bool:
+        """Whether adapters were retired that no sequence uses any more."""
+        if self._adapters is None or not (retired := self._adapters.retired):
+            return False
+        return not retired <= {sequence.request.adapter for sequence in self.scheduler}
+
+    def _free_adapters(self) -> None:
+        """Free them. No step may be in flight: one that has outlived its sequences may read them."""
+        if self._adapters is not None and self._has_unused_adapters:
+            self._adapters.free({sequence.request.adapter for sequence in self.scheduler})
+
+    @property
+    @abstractmethod
+    def _num_dropped_frames(self) -> int:
+        """KV frames that were dropped since the start."""
+
+    @abstractmethod
+    def _overload(self) -> str:
+        """Why the worker takes no further request now, or ""."""
+
+    @abstractmethod
+    def _add(self, router: bytes, request: R, token_ids: list[int], hasher: BlockHasher, now: float) -> S:
+        """Give a new sequence to the scheduler."""
+
+    @abstractmethod
+    def _phase_of(self, sequence: S) -> str:
+        """Where a sequence is, in the words of `RequestFailed`."""
+
+    @abstractmethod
+    def _drop(self, sequence: S, reason: str) -> None:
+        """Forget a sequence without a word to its router."""
+
+    def _end_reads(self, reads: Iterable[BlockRead]) -> None:
+        """Let the prompts of these reads, as far as they are still here, go on from what was read."""
+        for read in reads:
+            sequence = self.scheduler.find(read.request_id)
+            if sequence is not None and sequence.read is read:
+                self._restores.end(sequence, read)
+                self.scheduler.restored(sequence, read.num_done)
+                self._on_restored(sequence, read.num_done)
+                if self.scheduler.window and read.num_done == len(read.blocks):
+                    self._read_tiers(sequence, time.monotonic())  # its table has room for more now
+
+    def _read_tiers(self, sequence: S, now: float) -> None:
+        """Begin to read blocks of a sequence that was admitted just now, or has got all that it had room for."""
+        self._restores.begin(sequence, now, self.step_fit.model, self.scheduler.most_step_tokens)
+
+    def _on_restored(self, sequence: S, num_blocks: int) -> None:
+        """The sequence has got so many blocks from tiers."""
+
+    def _expire_requests(self, now: float) -> None:
+        """Fail requests whose time is over, and those whose grammar is not compiled in time; end late reads."""
+        self._end_reads(self._restores.late(self.scheduler, now))
+        for sequence in self.scheduler:
+            if sequence.deadline < now:
+                phase = self._phase_of(sequence)
+                self._fail(sequence, phase, f"the request's time was over in {phase}", retryable=False)
+            else:
+                self._grammars.expire(sequence, now)
+        if self._hidden is not None:
+            self._hidden.retain(self._needs_hidden)
+
+    def _needs_hidden(self, sequence: WorkerSequence) -> bool:
+        """Whether a later step may read the hidden states of this one's last tokens."""
+        is_here = self.scheduler.find(sequence.request_id) is sequence
+        return is_here and bool(sequence.blocks) and sequence.num_remaining > 0
+
+    def _fail(self, sequence: S, phase: str, why: str, *, retryable: bool) -> None:
+        self._drop(sequence, why)
+        self._report_failed(sequence.router, sequence.request_id, sequence.attempt, phase, why, retryable=retryable)
+
+    def _refuse(self, router: bytes, message: Message, why: str, *, retryable: bool = False) -> None:
+        """Refuse a message, if it names a request."""
+        request_id, attempt = getattr(message, "request_id", ""), getattr(message, "attempt", 0)
+        if request_id:
+            self._report_failed(router, request_id, attempt, "queue", why, retryable=retryable)
+
+    def _report_failed(
+        self, router: bytes, request_id: str, attempt: int, phase: str, why: str, *, retryable: bool
+    ) -> None:
+        self._reports.fail(router, request_id, attempt, phase, why, retryable=retryable)
+        self.metrics.count_failed(phase)
+
+
+def _users(sequences: Iterable[WorkerSequence]) -> Counter[str]:
+    """How many of them use each adapter, by its digest."""
+    return Counter(sequence.request.adapter for sequence in sequences if sequence.adapter >= 0)

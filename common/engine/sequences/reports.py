@@ -1,0 +1,87 @@
+"""Reports to routers about their requests: tokens, log-probabilities of prompts, pooled prompts, and failures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from common.engine.sequences.sequence import WorkerSequence
+from common.wire import TokenLogprobs
+from common.wire.messages import Message, PooledOutput, PromptLogprobs, RequestFailed, TokenDelta, TokenOutput
+
+MAX_ALTERNATIVES = 500_000
+"""The most alternatives in a message of several requests: about 8 MB, half of what the wire takes."""
+MAX_WHY_CHARS = 4000
+"""The wire takes texts of 4096 characters."""
+
+
+class Reports:
+    """Gathers token deltas by router until `flush`. `emit(router, message)` queues a message."""
+
+    def __init__(self, identity: tuple[str, int], emit: Callable[[bytes, Message], None]) -> None:
+        """`identity` is the worker's id and boot epoch."""
+        self._worker_id, self._epoch = identity
+        self._emit = emit
+        self._deltas: dict[bytes, list[TokenDelta]] = defaultdict(list)
+
+    def add_delta(self, router: bytes, delta: TokenDelta) -> None:
+        self._deltas[router].append(delta)
+
+    def flush(self) -> None:
+        """Queue one `TokenOutput` for each router that has deltas, or several where alternatives are very many."""
+        for router, deltas in self._deltas.items():
+            for part in _within_messages(deltas):
+                self._emit(router, TokenOutput(worker_id=self._worker_id, epoch=self._epoch, outputs=tuple(part)))
+        self._deltas.clear()
+
+    def report_prompt_logprobs(self, sequence: WorkerSequence, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Queue log-probabilities of the prompt's tokens behind `start`: at once, before any token that follows."""
+        message = PromptLogprobs(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            start=start + 1,
+            logprobs=tuple(logprobs),
+        )
+        self._emit(sequence.router, message)
+
+    def report_pooled(self, sequence: WorkerSequence, values: bytes) -> None:
+        """Queue the vector of a prompt: at once, before the delta that ends its request."""
+        message = PooledOutput(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            values=values,
+        )
+        self._emit(sequence.router, message)
+
+    def fail(self, router: bytes, request_id: str, attempt: int, phase: str, why: str, *, retryable: bool) -> None:
+        """Queue the end of a request that this worker gives up."""
+        failed = RequestFailed(
+            worker_id=self._worker_id,
+            request_id=request_id,
+            attempt=attempt,
+            phase=phase,
+            message=why[:MAX_WHY_CHARS],
+            retryable=retryable,
+        )
+        self._emit(router, failed)
+
+
+def _within_messages(deltas: Sequence[TokenDelta]) -> Iterator[Sequence[TokenDelta]]:
+    """The deltas in parts, each small enough for a message."""
+    if not any(delta.logprobs for delta in deltas):
+        yield deltas
+        return
+    part: list[TokenDelta] = []
+    num_alternatives = 0
+    for delta in deltas:
+        more = sum(len(token.top) for token in delta.logprobs)
+        if part and num_alternatives + more > MAX_ALTERNATIVES:
+            yield part
+            part, num_alternatives = [], 0
+        part.append(delta)
+        num_alternatives += more
+    yield part

@@ -1,0 +1,7 @@
+"""Both ends of a KV transfer: sender and receiver, and lender and puller of cached blocks."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

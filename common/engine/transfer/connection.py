@@ -1,0 +1,93 @@
+"""The sockets from one sender of KV to one decode worker, or from a puller to a lender."""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+from common.engine.transfer.frames import MAX_REPLY_BYTES, dealer, events
+from common.wire import WATCHED, Curve, Dialer
+
+
+class KVConnection:
+    """The first of `streams` carries all messages; blocks go over each in turn. One thread owns them."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+        address: str,
+        num_streams: int,
+        curve: Curve | None = None,
+        most_bytes: int = MAX_REPLY_BYTES,
+    ) -> None:
+        """Frames that come have `most_bytes` at most.
+
+        Raises zmq.ZMQError for a bad address or when there are too many sockets; nothing stays open then.
+        """
+        self.streams: list[zmq.Socket[bytes]] = []
+        self._monitors: list[zmq.Socket[bytes]] = []
+        self._dialers: list[Dialer] = []
+        self._poller = poller
+        self.used_at = time.monotonic()
+        self.num_transfers = 0
+        self.was_cut = False
+        self.way = ""  # how blocks travel, in the words of the log line about it
+        try:
+            for _ in range(num_streams):
+                self._open(context, address, curve, most_bytes)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    @property
+    def refusal(self) -> str:
+        """Why the decode worker does not take this connection, "" while there is no reason."""
+        return next((dialer.refusal for dialer in self._dialers if dialer.refusal), "")
+
+    def dial_again(self, now: float) -> bool:
+        """Process events of connections, and dial again those that failed or were given up.
+
+        True when the first stream is dialled again: the messages sent so far are lost.
+        """
+        first_again = False
+        for monitor, dialer in zip(self._monitors, self._dialers, strict=True):
+            while events(monitor) & zmq.POLLIN:
+                self.was_cut |= dialer.on_event(monitor.recv_multipart(), now) == zmq.EVENT_DISCONNECTED
+            if dialer.dial_at <= now:
+                dialer.dial()
+                first_again |= dialer is self._dialers[0]
+        return first_again
+
+    @property
+    def dial_at(self) -> float:
+        """When `dial_again` has something to do, even without an event."""
+        return min(dialer.dial_at for dialer in self._dialers)
+
+    def close(self) -> None:
+        for socket in (*self.streams, *self._monitors):
+            if socket in self._poller:
+                self._poller.unregister(socket)
+        for stream in self.streams:
+            stream.disable_monitor()
+            stream.close()
+        for monitor in self._monitors:
+            monitor.close()
+
+    def _open(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, curve: Curve | None, most_bytes: int
+    ) -> None:
+        stream = dealer(context, most_bytes)
+        stream.set(zmq.IPV6, 1 if "[" in address else 0)
+        # A thread each: connections that are made at once would all get the one that has least to do right now.
+        stream.set(zmq.AFFINITY, 1 << len(self.streams) % context.get(zmq.IO_THREADS))
+        if self.streams:
+            stream.set(zmq.IMMEDIATE, 1)  # queue no block before the handshake: it may fail
+        self.streams.append(stream)
+        monitor = stream.get_monitor_socket(WATCHED)
+        monitor.set(zmq.LINGER, 0)
+        self._monitors.append(monitor)
+        self._dialers.append(Dialer(stream, address, curve))
+        for socket in (stream, monitor):
+            self._poller.register(socket, zmq.POLLIN)

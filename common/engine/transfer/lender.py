@@ -1,0 +1,214 @@
+"""Lets other workers copy cached blocks, from a thread of its own: a pull waits for no step of this worker's engine.
+
+The lender owns no block and keeps none from being evicted. It finds a block by its hash, takes its checksum, and then
+looks whether the cache still has it under that hash: if so, nothing was written to it meanwhile. A block evicted later,
+while a frame still points at it or a puller copies it, fails that checksum at the puller, which then computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import zmq
+
+from common.engine.kv import checksum
+from common.engine.transfer.frames import blocks_per_message
+from common.engine.transfer.lendable import Lendable, LentBlock
+from common.engine.transfer.mailbox import Mailbox
+from common.errors import WireError
+from common.wire import Curve, DropLog, bind, decode, encode
+from common.wire.messages import BLOCK_HASH_BYTES, KVAck, KVBlocks, KVFailed, KVMemory, KVOpen, KVPull, Message
+
+log = logging.getLogger(__name__)
+MAX_LENT = 16
+"""Pulls that are served side by side; others are refused."""
+LEASE_S = 2.0
+"""A pull that asks for nothing for so long gives its place up."""
+LEND_HWM = 64
+"""Messages that ZeroMQ keeps for one puller: more than it asks for at once (`puller.py`). Others are dropped."""
+PULLS_HWM = 256
+"""Messages of one puller that wait to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LenderIdentity:
+    """What the lender is to pullers. `memory` is what it offers to those of this host."""
+
+    worker_id: str
+    epoch: int
+    fingerprint: str
+    memory: KVMemory | None = None
+
+
+class KVLender:
+    """`start` and `stop` are called by the engine's thread, or before it runs."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, curve: Curve | None = None
+    ) -> None:
+        """Binds its socket. Raises zmq.ZMQError for a taken port."""
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, LEND_HWM)
+        self._socket.set(zmq.RCVHWM, PULLS_HWM)
+        self._socket.set(zmq.MAXMSGSIZE, 64 * 1024)
+        try:
+            self.address = bind(self._socket, host, port, curve)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        self._stop: Mailbox[None] = Mailbox(context)
+        self._places: OrderedDict[tuple[bytes, str, int], float] = OrderedDict()  # used longest ago first
+        self._drops = DropLog(log, "a pull")
+        self._identity: LenderIdentity
+        self._blocks: Lendable
+        self._batch = 1
+        self._has_stopped = False
+        self.num_lent_blocks = self.num_refused = 0
+        self._thread = threading.Thread(target=self._main, name="kv-lender", daemon=True)
+
+    def start(self, identity: LenderIdentity, blocks: Lendable) -> None:
+        """Lend `blocks` from now on."""
+        self._identity, self._blocks = identity, blocks
+        self._batch = blocks_per_message(blocks.block_bytes)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the thread if it runs, and close the sockets. Does nothing the second time."""
+        if self._has_stopped:
+            return
+        self._has_stopped = True
+        if self._thread.ident is None:
+            self._socket.close()
+            self._stop.close_sending()
+            self._stop.close()
+            return
+        self._stop.put(None)
+        self._thread.join(timeout_s)
+        self._stop.close_sending()
+
+    def _main(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._stop.socket, zmq.POLLIN)
+        try:
+            while not self._stop.is_waiting:
+                ready = dict(poller.poll(1000))
+                now = time.monotonic()
+                if self._socket in ready:
+                    self._receive(now)
+                self._drops.flush(now)
+        except Exception:  # whichever it was: the worker serves on, and pullers compute
+            log.exception("the KV lender died: other workers cannot copy cached blocks from here until a restart")
+        finally:
+            self._socket.close()
+            self._stop.close()
+
+    def _receive(self, now: float) -> None:
+        peer, *parts = self._socket.recv_multipart()
+        try:
+            if len(parts) != 1:
+                raise WireError(f"{len(parts)} parts instead of 1")
+            message = decode(parts[0])
+        except WireError as error:
+            self._drops.add(str(error), now)
+            return
+        match message:
+            case KVPull():
+                self._answer(peer, message, now)
+            case KVAck(request_id=request_id, attempt=attempt):
+                self._places.pop((peer, request_id, attempt), None)
+            case _:
+                self._drops.add(f"{type(message).__name__} is not for a lender", now)
+
+    def _answer(self, peer: bytes, pull: KVPull, now: float) -> None:
+        me = self._identity
+        if pull.epoch != me.epoch or pull.fingerprint != me.fingerprint:
+            why = f"meant for epoch {pull.epoch} and layout {pull.fingerprint}; here are {me.epoch}, {me.fingerprint}"
+            self._refuse(peer, pull, why)
+        elif len(pull.hashes) % BLOCK_HASH_BYTES:
+            self._refuse(peer, pull, f"hashes of {len(pull.hashes)} bytes, not a multiple of {BLOCK_HASH_BYTES}")
+        elif not self._take_place((peer, pull.request_id, pull.attempt), now):
+            self._refuse(peer, pull, f"{MAX_LENT} pulls are served already")
+        elif not pull.hashes:
+            self._send(peer, self._offer(pull))
+        else:
+            self._lend(peer, pull)
+
+    def _take_place(self, key: tuple[bytes, str, int], now: float) -> bool:
+        """Give a pull a place, or renew its own; False when all are taken."""
+        while self._places and next(iter(self._places.values())) < now - LEASE_S:
+            self._places.popitem(last=False)
+        if key not in self._places and len(self._places) >= MAX_LENT:
+            return False
+        self._places[key] = now
+        self._places.move_to_end(key)
+        return True
+
+    def _offer(self, pull: KVPull) -> KVOpen:
+        me = self._identity
+        return KVOpen(
+            request_id=pull.request_id,
+            attempt=pull.attempt,
+            worker_id=me.worker_id,
+            epoch=me.epoch,
+            decode_epoch=0,
+            fingerprint=me.fingerprint,
+            num_blocks=max(1, self._blocks.num_blocks),
+            sent_at=time.monotonic(),
+            memory=me.memory,
+        )
+
+    def _lend(self, peer: bytes, pull: KVPull) -> None:
+        """Send the asked blocks, in messages of blocks that travel alike, as far as the chain is here."""
+        size = BLOCK_HASH_BYTES
+        hashes = [pull.hashes[begin : begin + size] for begin in range(0, len(pull.hashes), size)]
+        first, num_sent = pull.first_block, 0
+        for batch in (hashes[begin : begin + self._batch] for begin in range(0, len(hashes), self._batch)):
+            found = list(self._found(batch))
+            for is_shared, group in groupby(found, lambda one: pull.shared and one[0].source is not None):
+                self._send_blocks(peer, pull, first + num_sent, list(group), is_shared=is_shared)
+            num_sent += len(found)
+            self.num_lent_blocks += len(found)
+            if len(found) < len(batch):
+                self._refuse(peer, pull, f"block {first + num_sent} is not here")
+                return
+
+    def _found(self, hashes: Sequence[bytes]) -> Iterator[tuple[LentBlock, int]]:
+        """The leading blocks of a chain, each with its checksum."""
+        for block_hash in hashes:
+            block = self._blocks.find(block_hash)
+            if block is None:
+                return
+            seal = checksum(block.view)
+            if not self._blocks.is_still(block):
+                return  # it may have been written to while its checksum was taken
+            yield block, seal
+
+    def _send_blocks(
+        self, peer: bytes, pull: KVPull, first: int, found: Sequence[tuple[LentBlock, int]], *, is_shared: bool
+    ) -> None:
+        header = KVBlocks(
+            request_id=pull.request_id,
+            attempt=pull.attempt,
+            first_block=first,
+            checksums=tuple(seal for _, seal in found),
+            sources=tuple(block.source for block, _ in found if block.source is not None) if is_shared else (),
+            token=pull.token,
+        )
+        frames = [] if is_shared else [block.view for block, _ in found]
+        # ROUTER drops what is for a puller that is gone, or takes nothing: that one gives up by itself.
+        self._socket.send_multipart([peer, encode(header), *frames], copy=False)
+
+    def _refuse(self, peer: bytes, pull: KVPull, why: str) -> None:
+        self.num_refused += 1
+        self._send(peer, KVFailed(request_id=pull.request_id, attempt=pull.attempt, reason=why[:1000]))
+
+    def _send(self, peer: bytes, message: Message) -> None:
+        self._socket.send_multipart([peer, encode(message)])

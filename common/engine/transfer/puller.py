@@ -1,0 +1,312 @@
+"""Takes cached blocks from other workers, on a thread of its own: the other side of `lender.py`.
+
+The engine lends a prompt's blocks as it does to a tier (`BlockRead`): this thread verifies a block in a buffer before
+it copies it into place, and writes none after `BlockRead.cancel` returned. A peer that is silent, refuses, sends what
+was not asked for or no longer has a block costs the pull and nothing else: the prompt goes on from what has come.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import zmq
+
+from common.engine.kv import PeerMemory, checksum
+from common.engine.kv.tiers import BlockRead, ReadEnded
+from common.engine.transfer.connection import KVConnection
+from common.engine.transfer.frames import (
+    MAX_FRAME_BYTES,
+    blocks_per_message,
+    discard_rest,
+    events,
+    try_send,
+)
+from common.engine.transfer.mailbox import Mailbox
+from common.engine.transfer.peer_memories import PeerMemories
+from common.engine.transfer.pull import Pull
+from common.errors import WireError
+from common.latency import LinkFit, LinkModel
+from common.wire import COUNT_BITS, Curve, DropLog, decode
+from common.wire.messages import KVAck, KVBlocks, KVFailed, KVOpen, KVPeer, Message
+
+if TYPE_CHECKING:
+    from common.engine.kv import IncomingBlocks
+
+log = logging.getLogger(__name__)
+PEER = "peer"
+"""The name of this source of blocks, beside those of tiers."""
+MAX_PULLS = 4
+"""How many pulls a worker has side by side. Further prompts are computed."""
+AVOID_S = 10.0
+"""How long a peer is asked for nothing after it was silent until a pull's deadline."""
+MAX_CONNECTIONS = 64
+"""How many connections to peers stay open: beyond that the one that was used longest ago is closed."""
+CANCELLED_S = 0.05
+"""How soon a pull that the engine gave up makes room for the next one."""
+ASSUMED_PULL_BYTES_S, ASSUMED_LATENCY_S = 5e8, 2e-3
+"""Bytes a second, and seconds, that a pull is taken to need before one was measured."""
+
+
+class KVPuller:
+    """`can_pull`, `pull`, `link` and `stop` are for the engine's thread; `notify` is called on the puller's."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        fingerprint: str,
+        block_bytes: int,
+        incoming: IncomingBlocks,
+        notify: Callable[[ReadEnded], None],
+        *,
+        share: bool = True,
+        require_shared: bool = False,
+        curve: Curve | None = None,
+    ) -> None:
+        """`share`: copy out of the memory of peers that offer it; with `require_shared` from no others."""
+        self._context, self._fingerprint, self._curve = context, fingerprint, curve
+        self._incoming, self._notify, self._require_shared = incoming, notify, require_shared
+        self._block_bytes, self._batch = block_bytes, blocks_per_message(block_bytes)
+        self._memories = PeerMemories(share)
+        self._commands: Mailbox[Pull | None] = Mailbox(context)
+        self._lock = threading.Lock()
+        self._num_active = 0
+        self._avoided: dict[str, float] = {}
+        self._pulls: dict[tuple[str, int], Pull] = {}
+        self._connections: OrderedDict[tuple[str, int], KVConnection] = OrderedDict()  # used longest ago first
+        self._offers: dict[tuple[str, int], PeerMemory | None] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._commands.socket, zmq.POLLIN)
+        self._fit = LinkFit()
+        self._assumed = LinkModel(latency_s=ASSUMED_LATENCY_S, byte_s=1 / ASSUMED_PULL_BYTES_S, block_bytes=block_bytes)
+        self._drops = DropLog(log, "a frame of a pull")
+        self._thread = threading.Thread(target=self._main, name="kv-puller", daemon=True)
+
+    # ------------------------------------------------------------ the engine's thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the thread and close its sockets."""
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+        self._commands.close_sending()
+
+    @property
+    def link(self) -> LinkModel:
+        """What pulls took; an assumption before the first one."""
+        return self._fit.model if self._fit.model.is_known else self._assumed
+
+    def can_pull(self, peer: KVPeer, now: float) -> bool:
+        """Whether a place is free, and the peer was not silent lately."""
+        with self._lock:
+            is_avoided = self._avoided.get(peer.address, 0.0) > now
+            return self._num_active < MAX_PULLS and not is_avoided and self._thread.is_alive()
+
+    def pull(self, read: BlockRead, peer: KVPeer) -> None:
+        """Begin. The thread has the blocks on loan until `ReadEnded`, or `read.cancel` returned."""
+        with self._lock:
+            self._num_active += 1
+        token = secrets.randbits(COUNT_BITS)
+        self._commands.put(Pull(read, peer, self._fingerprint, token, time.monotonic()))
+
+    # ------------------------------------------------------------ the puller's thread
+
+    def _main(self) -> None:
+        self._memories.watch(self._poller)
+        try:
+            while self._turn():
+                pass
+        except Exception:  # whichever it was: the worker serves on, and its prompts are computed
+            log.exception("the KV puller died: prompts take no blocks of other workers until a restart")
+        finally:
+            for connection in self._connections.values():
+                connection.close()
+            self._memories.close()
+            self._commands.close()
+
+    def _turn(self) -> bool:
+        ready = dict(self._poller.poll(int(1000 * CANCELLED_S) if self._pulls else 1000))
+        self._memories.drop_dead(ready)
+        for pull in self._commands.take():
+            if pull is None:
+                return False
+            self._begin(pull)
+        for address, connection in list(self._connections.items()):
+            while events(connection.streams[0]) & zmq.POLLIN:
+                self._receive(address, connection)
+        now = time.monotonic()
+        self._watch(now)
+        self._drops.flush(now)
+        return True
+
+    def _begin(self, pull: Pull) -> None:
+        if (former := self._pulls.get(pull.key)) is not None:
+            self._end(former)  # given up already: a request has one read at a time
+        self._pulls[pull.key] = pull
+        where = (pull.peer.address, pull.peer.epoch)
+        try:
+            connection = self._connection(where)
+        except zmq.ZMQError as error:
+            self._fail(pull, f"no connection to {pull.peer.worker_id} at {pull.peer.address}: {error}")
+            return
+        if where in self._offers:
+            self._opened(pull, self._offers[where])
+        elif not try_send(connection.streams[0], pull.opening()):
+            self._fail(pull, f"{pull.peer.worker_id} takes no messages")
+
+    def _connection(self, where: tuple[str, int]) -> KVConnection:
+        """The connection to one life of a peer. Raises zmq.ZMQError."""
+        connection = self._connections.get(where)
+        if connection is None:
+            connection = KVConnection(self._context, self._poller, where[0], 1, self._curve, MAX_FRAME_BYTES)
+            self._connections[where] = connection
+            if len(self._connections) > MAX_CONNECTIONS:
+                self._hang_up(next(iter(self._connections)), "too many peers")
+        self._connections.move_to_end(where)
+        return connection
+
+    def _hang_up(self, where: tuple[str, int], why: str) -> None:
+        for pull in [pull for pull in self._pulls.values() if (pull.peer.address, pull.peer.epoch) == where]:
+            self._fail(pull, why)
+        self._offers.pop(where, None)
+        self._connections.pop(where).close()
+
+    def _opened(self, pull: Pull, memory: PeerMemory | None) -> None:
+        """The peer's offer is known: ask for blocks."""
+        pull.shared = memory is not None and not memory.closed
+        if self._require_shared and not pull.shared:
+            self._fail(pull, f"the memory of {pull.peer.worker_id} cannot be read here, and kv_transport is shm")
+        else:
+            self._ask(pull)
+
+    def _ask(self, pull: Pull) -> None:
+        socket = self._connections[(pull.peer.address, pull.peer.epoch)].streams[0]
+        while (message := pull.next_ask(self._batch)) is not None:
+            if not try_send(socket, message):
+                self._fail(pull, f"{pull.peer.worker_id} takes no messages")
+                return
+
+    def _receive(self, where: tuple[str, int], connection: KVConnection) -> None:
+        """Process one message. Every part of it is consumed, in any case."""
+        socket = connection.streams[0]
+        try:
+            message = decode(socket.recv())
+        except WireError as error:
+            discard_rest(socket)
+            self._drops.add(str(error), time.monotonic())
+            return
+        pull = self._pull_of(message, where)
+        if isinstance(message, KVBlocks):
+            problem = self._take(socket, message, pull)
+        else:
+            problem = f"{discard_rest(socket)} frames behind {type(message).__name__}" if _has_more(socket) else ""
+        if pull is None:
+            return  # of a pull that has ended
+        match message:
+            case _ if problem:
+                self._fail(pull, problem)
+            case KVBlocks() if pull.is_whole or pull.read.cancelled:
+                self._end(pull)
+            case KVBlocks():
+                self._ask(pull)
+            case KVOpen():
+                self._on_offer(pull, message, where)
+            case KVFailed(reason=reason):
+                self._fail(pull, reason)
+            case _:
+                self._drops.add(f"{type(message).__name__} is not for a puller", time.monotonic())
+
+    def _pull_of(self, message: Message, where: tuple[str, int]) -> Pull | None:
+        """The pull that a message of this peer belongs to; blocks must repeat its secret."""
+        pull = self._pulls.get((getattr(message, "request_id", ""), getattr(message, "attempt", -1)))
+        if pull is None or (pull.peer.address, pull.peer.epoch) != where:
+            return None
+        return pull if not isinstance(message, KVBlocks) or message.token == pull.token else None
+
+    def _on_offer(self, pull: Pull, offer: KVOpen, where: tuple[str, int]) -> None:
+        peer = pull.peer
+        if (offer.worker_id, offer.epoch, offer.fingerprint) != (peer.worker_id, peer.epoch, self._fingerprint):
+            self._fail(pull, f"{offer.worker_id} of epoch {offer.epoch} answers in place of {peer.worker_id}")
+        elif not pull.num_asked:
+            found = self._memories.of(offer)
+            self._offers[where] = memory = found if isinstance(found, PeerMemory) else None  # pulls are not for NIXL
+            self._opened(pull, memory)
+
+    def _take(self, socket: zmq.Socket[bytes], header: KVBlocks, pull: Pull | None) -> str:
+        """Copy the blocks of a message into place, in order; what was wrong, or "". Those of no pull are dropped."""
+        if pull is None or (problem := pull.mismatch(header)):
+            discard_rest(socket)
+            return problem if pull is not None else ""
+        memory = self._offers.get((pull.peer.address, pull.peer.epoch)) if header.sources else None
+        if header.sources and (memory is None or len(header.sources) != len(header.checksums)):
+            discard_rest(socket)
+            return "blocks are to be copied from memory that this worker cannot read"
+        for place, seal in enumerate(header.checksums):
+            index = header.first_block + place
+            block = pull.read.blocks[index]
+            view = self._incoming.view(block)
+            if memory is not None:
+                is_here = memory.read(header.sources[place], view)
+            elif is_here := _has_more(socket):
+                is_here = socket.recv_into(view) == len(view)
+            if not is_here or checksum(view) != seal:
+                discard_rest(socket)
+                return f"block {index} came damaged, or was evicted while it was copied"
+            if not pull.read.commit(PEER, lambda block=block: self._incoming.commit([block])):  # type: ignore[misc]
+                break  # the engine took the blocks back
+            pull.num_bytes += len(view)
+        return f"{extra} frames too many" if (extra := discard_rest(socket)) and not pull.read.cancelled else ""
+
+    def _watch(self, now: float) -> None:
+        """Dial again, end what the engine gave up, and avoid peers that were silent for too long."""
+        for where, connection in list(self._connections.items()):
+            if connection.dial_again(now) or connection.was_cut:
+                self._hang_up(where, connection.refusal or "the connection broke")
+        for pull in list(self._pulls.values()):
+            if pull.read.cancelled or pull.read.deadline < now:
+                pull.read.is_late = pull.read.deadline < now
+                if pull.read.is_late and not pull.num_bytes:
+                    self._avoid(pull.peer, now)
+                self._observe(pull, now)
+                self._end(pull)
+
+    def _avoid(self, peer: KVPeer, now: float) -> None:
+        with self._lock:
+            self._avoided = {address: until for address, until in self._avoided.items() if until > now}
+            self._avoided[peer.address] = now + AVOID_S
+        log.warning("%s did not send its blocks in time: nothing is asked of it for %g s", peer.worker_id, AVOID_S)
+
+    def _fail(self, pull: Pull, why: str) -> None:
+        log.info("the pull of %s from %s ended early: %s", pull.read.request_id, pull.peer.worker_id, why)
+        self._end(pull)
+
+    def _observe(self, pull: Pull, now: float) -> None:
+        if pull.num_bytes:
+            self._fit.observe(pull.num_bytes, now - pull.began, self._block_bytes)
+
+    def _end(self, pull: Pull) -> None:
+        """The engine may have the blocks back."""
+        if self._pulls.get(pull.key) is not pull:
+            return
+        del self._pulls[pull.key]
+        if pull.is_whole:
+            self._observe(pull, time.monotonic())
+        connection = self._connections.get((pull.peer.address, pull.peer.epoch))
+        if connection is not None:
+            request_id, attempt = pull.key
+            try_send(connection.streams[0], KVAck(request_id=request_id, attempt=attempt))
+        with self._lock:
+            self._num_active -= 1
+        pull.read.ended = True
+        self._notify(ReadEnded(pull.read))
+
+
+def _has_more(socket: zmq.Socket[bytes]) -> bool:
+    return bool(socket.getsockopt(zmq.RCVMORE))

@@ -1,0 +1,390 @@
+"""Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next step's compute.
+
+A prefill worker ships prompts; a decode worker that drains ships the sequences that it hands over. A receiver that can
+read this worker's memory gets the numbers of the blocks, or of the places that they were copied to, and copies them;
+the others get frames, of 8-bit numbers if these were offered and taken.
+
+The engine owns the blocks; this thread reads them from `open` until `cancel` has returned or it has reported the end. A
+block that is freed while ZeroMQ still points at it can only spoil a frame, and the receiver sees that by the checksum,
+which was taken before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+from msgspec.structs import replace
+
+from common.engine.transfer.connection import KVConnection
+from common.engine.transfer.frames import blocks_per_message, events, try_send
+from common.engine.transfer.mailbox import Mailbox
+from common.engine.transfer.outgoing import OutgoingTransfer, TransferAdvanced, TransferEnded
+from common.engine.transfer.shipping import Shipping
+from common.errors import WireError
+from common.wire import Curve, DropLog, decode
+from common.wire.messages import KVAck, KVDone, KVFailed, KVGrant, KVOpen, KVTaken, KVTarget, KVWait, ToPrefill
+
+log = logging.getLogger(__name__)
+IDLE_CONNECTION_S = 60.0
+"""A connection without transfers is closed after this."""
+ANNOUNCE_S = 1.0
+"""How often a decode worker that granted hears that this worker still computes the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    key: tuple[str, int]
+    num_ready: int
+    done: KVDone | None
+    blocks: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    transfer: OutgoingTransfer
+    reason: str
+    phase: str
+
+
+class KVSender:
+    """`open`, `progress` and `cancel` are called by the engine's thread only; `on_...` are called on the sender's.
+
+    A growing transfer (`room`) uses only the first of `num_streams` connections, so that it arrives in order.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        shipping: Shipping,
+        block_bytes: int,
+        hello: tuple[str, int, str],
+        on_ended: Callable[[TransferEnded], None],
+        *,
+        lease_s: float,
+        num_streams: int,
+        on_advanced: Callable[[TransferAdvanced], None] = lambda event: None,
+        curve: Curve | None = None,
+    ) -> None:
+        """`shipping` is offered to every decode worker, and closed with the sender."""
+        self._context, self._shipping = context, shipping
+        self._on_ended, self._on_advanced = on_ended, on_advanced
+        self._worker_id, self._epoch, self._fingerprint = hello
+        self._lease_s, self._num_streams, self._curve = lease_s, num_streams, curve
+        self._batch = blocks_per_message(block_bytes)
+        self._commands: Mailbox[OutgoingTransfer | _Progress | _Cancel | None] = Mailbox(context)
+        self._lent: dict[tuple[str, int], OutgoingTransfer] = {}  # the engine's record: opened and not cancelled
+        self._lock = threading.Lock()  # held while blocks are read
+        self._connections: dict[str, KVConnection] = {}
+        self._transfers: dict[tuple[str, int], OutgoingTransfer] = {}
+        self._unopened: dict[tuple[str, int], None] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._commands.socket, zmq.POLLIN)
+        self.num_bytes, self._drops = 0, DropLog(log, "a KV frame")
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="kv-sender", daemon=True)
+
+    @property
+    def num_dropped_frames(self) -> int:
+        return self._drops.num_dropped
+
+    @property
+    def quantises(self) -> bool:
+        """Whether blocks are quantised, for which they are read as a whole, unused slots included."""
+        return self._shipping.quantise is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the thread and close its sockets. Call once, from the engine's thread or after it ended."""
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+        self._commands.close_sending()
+
+    def open(
+        self, request_id: str, attempt: int, target: KVTarget, blocks: Sequence[int], num_ready: int, room: int = 0,
+        first_block: int = 0,
+    ) -> None:  # fmt: skip
+        """Announce a prompt to its decode worker; the first `num_ready` blocks are computed already.
+
+        `room`: blocks that a growing sequence may come to, 0 for a prompt. None before `first_block` is lent.
+        """
+        now = time.monotonic()
+        lent = (tuple(blocks), now, now + self._lease_s, num_ready, room, first_block)
+        transfer = OutgoingTransfer(request_id, attempt, target, *lent)
+        self._lent[transfer.key] = transfer
+        self._commands.put(transfer)
+
+    def progress(
+        self, request_id: str, attempt: int, num_ready: int, done: KVDone | None = None,
+        blocks: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Ship up to `num_ready` blocks; `done` comes with the last. `blocks`: all of a sequence that has grown."""
+        self._commands.put(_Progress((request_id, attempt), num_ready, done, None if blocks is None else tuple(blocks)))
+
+    def cancel(self, request_id: str, attempt: int, reason: str, phase: str = "") -> None:
+        """Take the blocks back and tell the decode worker. Once this has returned, the sender reads none of them."""
+        transfer = self._lent.pop((request_id, attempt), None)
+        if transfer is not None:
+            with self._lock:
+                transfer.revoked = True
+            self._commands.put(_Cancel(transfer, reason, phase))
+
+    def _main(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            log.exception("KV sender died")
+            self.failure = error
+        finally:
+            for connection in self._connections.values():
+                connection.close()
+            self._commands.close()
+            self._shipping.close()
+
+    def _turn(self) -> bool:
+        """One round: commands, replies, shipping, leases. False to stop."""
+        self._poller.poll(self._poll_timeout_ms())
+        if not self._take_commands():
+            return False
+        for connection in list(self._connections.values()):
+            for stream in connection.streams:
+                self._receive(connection, stream)
+        now = time.monotonic()
+        self._dial(now)
+        self._ship()
+        self._tell_advanced()
+        self._drops.flush(now)
+        self._announce(now)
+        self._expire(now)
+        return True
+
+    def _poll_timeout_ms(self) -> int:
+        now = time.monotonic()
+        leases = (t.lease_until for t in self._transfers.values() if not t.computing)
+        dials = (connection.dial_at for connection in self._connections.values())
+        until = min((*leases, *dials, now + ANNOUNCE_S))
+        return max(0, int((until - now) * 1000) + 1)
+
+    def _take_commands(self) -> bool:
+        for command in self._commands.take():
+            match command:
+                case None:
+                    return False
+                case OutgoingTransfer():
+                    self._begin(command)
+                case _Progress(key, num_ready, done, blocks):
+                    if (transfer := self._transfers.get(key)) is not None:
+                        now = time.monotonic()
+                        transfer.num_ready, transfer.lease_until = num_ready, now + self._lease_s
+                        transfer.blocks = blocks or transfer.blocks
+                        if done is not None:
+                            transfer.done, transfer.done_at = done, now
+                case _Cancel(transfer, reason, phase):
+                    if self._transfers.get(transfer.key) is transfer:
+                        self._tell_failed(transfer, reason, phase)
+                        self._forget(transfer)
+        return True
+
+    def _begin(self, transfer: OutgoingTransfer) -> None:
+        address = transfer.target.address
+        if (connection := self._connections.get(address)) is None:
+            try:
+                connection = KVConnection(self._context, self._poller, address, self._num_streams, self._curve)
+            except zmq.ZMQError as error:
+                why = f"cannot connect to decode worker {transfer.target.worker_id} at {address}: {error}"
+                self._on_ended(transfer.ended(why, time.monotonic()))
+                return
+            self._connections[address] = connection
+        connection.num_transfers += 1
+        self._transfers[transfer.key] = transfer
+        self._unopened[transfer.key] = None
+
+    def _dial(self, now: float) -> None:
+        """Dial broken connections again and repeat their announcements; end the transfers to a worker that refuses."""
+        for address, connection in self._connections.items():
+            if connection.dial_again(now):
+                theirs = [transfer for transfer in self._transfers.values() if transfer.target.address == address]
+                for transfer in theirs:
+                    if connection.refusal:
+                        worker = transfer.target.worker_id
+                        self._end(transfer, f"decode worker {worker} takes no connection: {connection.refusal}")
+                    else:
+                        self._unopened[transfer.key] = None
+
+    def _receive(self, connection: KVConnection, stream: zmq.Socket[bytes]) -> None:
+        while events(stream) & zmq.POLLIN:
+            parts = stream.recv_multipart()
+            try:
+                if len(parts) != 1:
+                    raise WireError(f"{len(parts)} parts instead of 1")
+                message = decode(parts[0])
+            except WireError as error:
+                self._drop(str(error))
+                continue
+            match message:
+                case KVGrant() | KVWait() | KVTaken() | KVAck() | KVFailed():
+                    self._reply(connection, stream, message)
+                case _:
+                    self._drop(f"{type(message).__name__} is not for a sender's KV socket")
+
+    def _reply(self, connection: KVConnection, stream: zmq.Socket[bytes], message: ToPrefill) -> None:
+        transfer = self._transfers.get((message.request_id, message.attempt))
+        if transfer is None:
+            if isinstance(message, KVGrant | KVWait):  # else it would keep room, or a place in its queue
+                why = "the sender does not hold this transfer any more"
+                try_send(stream, KVFailed(request_id=message.request_id, attempt=message.attempt, reason=why))
+            return
+        if self._connections[transfer.target.address] is not connection:
+            self._drop(f"{type(message).__name__} from another worker than {transfer.request_id} is meant for")
+            return
+        now = time.monotonic()
+        transfer.lease_until = now + self._lease_s
+        match message:
+            case KVGrant():
+                self._on_grant(transfer, message, now)
+            case KVWait():
+                transfer.answer()
+            case KVTaken(places=places):
+                if not self._shipping.taken(transfer, places):
+                    self._drop(f"places that were not lent to {transfer.request_id} are given back")
+            case KVAck():
+                self._end(transfer, "")
+            case KVFailed(reason=reason):
+                self._end(transfer, f"the decode worker gave up: {reason}")
+
+    def _on_grant(self, transfer: OutgoingTransfer, grant: KVGrant, now: float) -> None:
+        if what := self._shipping.refusal(grant):
+            self._drop(f"grant for {what} that was not offered for {transfer.request_id}")
+        elif self._shipping.require_shared and not grant.shared:
+            why = f"decode worker {transfer.target.worker_id} cannot read this worker's memory, and kv_transport is shm"
+            self._tell_failed(transfer, why)
+            self._end(transfer, why)
+        elif not transfer.grant(grant.first_block, now, self._shipping.way(grant)):
+            self._drop(f"grant from block {grant.first_block} of {transfer.announced} for {transfer.request_id}")
+        else:
+            transfer.token = grant.token
+            connection = self._connections[transfer.target.address]
+            if connection.way != (way := self._shipping.in_words(grant)):
+                connection.way = way
+                log.info("KV to %s goes %s", transfer.target.worker_id, way)
+
+    def _ship(self) -> None:
+        """Give every transfer a message at a time until all are drained or their sockets are full."""
+        blocked: set[zmq.Socket[bytes]] = set()
+        for key in list(self._unopened):
+            transfer = self._transfers[key]
+            if try_send(self._streams(transfer)[0], self._open_message(transfer)):
+                del self._unopened[key]
+            else:
+                blocked.add(self._streams(transfer)[0])
+        active = [t for t in self._transfers.values() if t.shippable(1) or t.can_finish]
+        while active:
+            active = [transfer for transfer in active if self._ship_one(transfer, blocked)]
+            if self._commands.is_waiting:
+                break
+        for connection in self._connections.values():
+            for stream in connection.streams:
+                self._poller.modify(stream, zmq.POLLIN | (zmq.POLLOUT if stream in blocked else 0))
+
+    def _ship_one(self, transfer: OutgoingTransfer, blocked: set[zmq.Socket[bytes]]) -> bool:
+        """Send the transfer's next message; True when it has more to send and its socket takes more."""
+        streams = self._streams(transfer)
+        indices = transfer.shippable(self._batch)
+        if indices:
+            stream = streams[0 if transfer.room else transfer.stream % len(streams)]
+            if not events(stream) & zmq.POLLOUT:  # checked first: a view may cost a copy, or quantising
+                blocked.add(stream)
+                return False
+            if (parcel := self._shipping.parcel(transfer, indices)) is None:
+                return False  # the receiver answers
+            with self._lock:
+                sent = not transfer.revoked and parcel.try_send(stream, transfer)
+            if not sent:
+                self._shipping.undo(transfer, parcel)
+                blocked.update(() if transfer.revoked else (stream,))
+                return False
+            transfer.next_block, transfer.stream = parcel.indices.stop, transfer.stream + 1
+            transfer.lease_until = time.monotonic() + self._lease_s
+            transfer.num_bytes += parcel.num_bytes
+            self.num_bytes += parcel.num_bytes
+            return bool(transfer.shippable(1)) or transfer.can_finish
+        if transfer.can_finish and transfer.done is not None:
+            if try_send(streams[0], replace(transfer.done, token=transfer.token)):
+                transfer.finish()
+            else:
+                blocked.add(streams[0])
+        return False
+
+    def _tell_advanced(self) -> None:
+        """Tell the engine which growing transfers were granted or have caught up."""
+        for transfer in self._transfers.values():
+            if (event := transfer.advanced()) is not None:
+                self._on_advanced(event)
+
+    def _announce(self, now: float) -> None:
+        """Keep decode workers from giving up transfers whose blocks this worker still computes."""
+        for transfer in self._transfers.values():
+            if transfer.wants_echo or (transfer.computing and transfer.announced_at < now - ANNOUNCE_S):
+                transfer.announced_at = now
+                if try_send(self._streams(transfer)[0], self._open_message(transfer)):
+                    transfer.ask()
+
+    def _expire(self, now: float) -> None:
+        for transfer in [t for t in self._transfers.values() if t.lease_until < now and not t.computing]:
+            self._tell_failed(transfer, "lease expired")
+            self._end(transfer, f"decode worker {transfer.target.worker_id} was silent for {self._lease_s:g} s")
+        idle = [
+            address
+            for address, connection in self._connections.items()
+            if connection.num_transfers == 0 and connection.used_at < now - IDLE_CONNECTION_S
+        ]
+        for address in idle:
+            self._connections.pop(address).close()
+
+    def _tell_failed(self, transfer: OutgoingTransfer, reason: str, phase: str = "") -> None:
+        message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000], phase=phase)
+        if transfer.key not in self._unopened:
+            try_send(self._streams(transfer)[0], message)  # if the queue is full, the receiver's deadline ends it
+
+    def _end(self, transfer: OutgoingTransfer, reason: str) -> None:
+        self._forget(transfer)
+        self._on_ended(transfer.ended(reason, time.monotonic()))
+
+    def _forget(self, transfer: OutgoingTransfer) -> None:
+        del self._transfers[transfer.key]
+        self._unopened.pop(transfer.key, None)
+        self._shipping.end(transfer)
+        connection = self._connections[transfer.target.address]
+        connection.num_transfers -= 1
+        connection.used_at = time.monotonic()
+
+    def _streams(self, transfer: OutgoingTransfer) -> list[zmq.Socket[bytes]]:
+        return self._connections[transfer.target.address].streams
+
+    def _open_message(self, transfer: OutgoingTransfer) -> KVOpen:
+        return KVOpen(
+            request_id=transfer.request_id,
+            attempt=transfer.attempt,
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            decode_epoch=transfer.target.epoch,
+            fingerprint=self._fingerprint,
+            num_blocks=transfer.num_announced,
+            sent_at=time.monotonic(),
+            memory=self._shipping.memory,
+            quantised=self.quantises,
+            first_block=transfer.first_kept,
+            ring=self._shipping.ring_offer,
+            remote=self._shipping.remote_offer,
+            device=self._shipping.device_offer,
+        )
+
+    def _drop(self, why: str) -> None:
+        self._drops.add(why, time.monotonic())

@@ -1,0 +1,7 @@
+"""Formats of quantised checkpoints, one file each."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

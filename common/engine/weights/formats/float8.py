@@ -1,0 +1,87 @@
+"""fp8 (e4m3) matrices with one scale, one for each output, or one for each block of outputs and inputs.
+
+DeepSeek's and Qwen's checkpoints name the scale of a block `weight_scale_inv`, though it is multiplied by; others name
+scales `weight_scale`. Scales of activations (`input_scale`) are not used: activations keep their type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from common.engine.weights.formats.tensors import CheckpointTensors, expect
+from kernels import QuantisedWeight
+
+WEIGHT_TYPE: Final = "F8_E4M3"
+SCALE_TYPES: Final = ("F32", "BF16", "F16", "F8_E8M0")
+SCALES: Final = ("weight_scale_inv", "weight_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFloats:
+    """W [out, in] = scale * numbers. numbers float8_e4m3fn [out, in]; scale float32, as the file has it."""
+
+    numbers: Tensor
+    scale: Tensor
+    block: tuple[int, int] | None
+
+    def dense(self) -> Tensor:
+        """W float32 [out, in]."""
+        rows, columns = self.numbers.shape
+        return self.numbers.float().mul_(spread(self.scale, rows, columns, self.block))
+
+    def held(self) -> QuantisedWeight | None:
+        """The same numbers for the kernels of a GPU; None where the last block of inputs is cut."""
+        rows, columns = self.numbers.shape
+        in_blocks = self.block is not None and tuple(self.scale.shape) == grid(rows, columns, self.block)
+        group = self.block[1] if self.block is not None and in_blocks else columns
+        if columns % group:
+            return None
+        scale = spread(self.scale, rows, columns, self.block).expand(rows, -1)[:, ::group].contiguous()
+        return QuantisedWeight(8, group, self.numbers.view(torch.uint8), scale, None)
+
+
+class Float8Layout:
+    """Reads modules of one checkpoint. `block`: outputs and inputs that share a scale, None for whole outputs."""
+
+    def __init__(self, block: tuple[int, int] | None) -> None:
+        self.block = block
+
+    def holds(self, tensors: CheckpointTensors, module: str) -> bool:
+        return tensors.has(f"{module}.weight") and tensors.head(f"{module}.weight").dtype == WEIGHT_TYPE
+
+    def holds_integers(self, tensors: CheckpointTensors, module: str) -> bool:
+        return False
+
+    def check(self, tensors: CheckpointTensors, module: str) -> None:
+        """ModelError where the heads of a module's tensors do not fit together."""
+        rows, columns = expect(tensors, f"{module}.weight", (WEIGHT_TYPE,)).shape
+        shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (rows, 1)]
+        if self.block is not None:
+            shapes.append(grid(rows, columns, self.block))
+        expect(tensors, self._scale(tensors, module), SCALE_TYPES, *shapes, why=f"a matrix of {rows} x {columns}")
+
+    def read(self, tensors: CheckpointTensors, module: str) -> ScaledFloats:
+        scale = tensors.tensor(self._scale(tensors, module)).float()
+        return ScaledFloats(tensors.tensor(f"{module}.weight"), scale, self.block)
+
+    @staticmethod
+    def _scale(tensors: CheckpointTensors, module: str) -> str:
+        return next((f"{module}.{name}" for name in SCALES if tensors.has(f"{module}.{name}")), f"{module}.{SCALES[1]}")
+
+
+def spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None) -> Tensor:
+    """Scales of a whole matrix, of its rows or of its blocks, to what multiplies it: [rows or 1, columns or 1]."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if block is None or tuple(scale.shape) != grid(rows, columns, block):
+        return scale.reshape(rows, 1)
+    return scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+
+
+def grid(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
+    """Blocks down and across, the last ones cut."""
+    return -(-rows // block[0]), -(-columns // block[1])

@@ -1,0 +1,82 @@
+"""GPTQ as AutoGPTQ and GPTQModel write it: int32 words down the inputs, zero points across the outputs.
+
+`qweight` [in * bits / 32, out], `qzeros` [groups, out * bits / 32], `scales` [groups, out], and with activation order
+`g_idx` [in], the group of each input. The first layout stores every zero point less one, `gptq_v2` as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from common.engine.weights.formats.bit_fields import WORD_BITS, bit_fields, centred
+from common.engine.weights.formats.grouped_integers import GroupedIntegers
+from common.engine.weights.formats.quantization_config import BITS
+from common.engine.weights.formats.tensors import PACKED, SCALE_TYPES, CheckpointTensors, expect
+from common.errors import ModelError
+
+
+class GPTQLayout:
+    """Reads modules of one checkpoint. `zero_shift` is added to stored zero points."""
+
+    def __init__(self, zero_shift: int) -> None:
+        self.zero_shift = zero_shift
+
+    def holds(self, tensors: CheckpointTensors, module: str) -> bool:
+        return tensors.has(module + PACKED)
+
+    def holds_integers(self, tensors: CheckpointTensors, module: str) -> bool:
+        return True
+
+    def check(self, tensors: CheckpointTensors, module: str) -> None:
+        """ModelError where the heads of a module's tensors do not fit together."""
+        self._bits(tensors, module)
+
+    def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers:
+        bits, columns = self._bits(tensors, module)
+        fields = bit_fields(tensors.tensor(f"{module}.qweight").t().contiguous(), bits)
+        zeros = bit_fields(tensors.tensor(f"{module}.qzeros"), bits).t().float() + self.zero_shift
+        if bits == 8:
+            zeros -= 128
+        scale = tensors.tensor(f"{module}.scales").t().float().contiguous()
+        numbers = centred(fields) if bits == 8 else fields.view(torch.int8)
+        group_of = self._group_of(tensors, module, columns, scale.shape[1])
+        return GroupedIntegers(bits, numbers, scale, zeros.contiguous(), group_of)
+
+    def _bits(self, tensors: CheckpointTensors, module: str) -> tuple[int, int]:
+        """Bits and inputs, by the tensors' shapes: one checkpoint may mix them."""
+        words, outputs = expect(tensors, module + PACKED, ("I32",)).shape
+        groups = expect(tensors, f"{module}.scales", SCALE_TYPES).shape[0]
+        zeros = expect(tensors, f"{module}.qzeros", ("I32",)).shape
+        bits = zeros[1] * WORD_BITS // outputs
+        if bits not in BITS or outputs * bits % WORD_BITS:
+            raise ModelError(
+                f"{tensors.label}: {module}.qzeros {list(zeros)} holds {bits} bits for each of {outputs} outputs; "
+                "4 and 8 bits are read"
+            )
+        columns = words * WORD_BITS // bits
+        expect(tensors, f"{module}.qzeros", ("I32",), (groups, outputs * bits // WORD_BITS))
+        expect(tensors, f"{module}.scales", SCALE_TYPES, (groups, outputs))
+        if tensors.has(f"{module}.g_idx"):
+            expect(tensors, f"{module}.g_idx", ("I32", "I64"), (columns,))
+        elif columns % groups:
+            raise ModelError(f"{tensors.label}: {module} has {columns} inputs in {groups} groups, which are not whole")
+        return bits, columns
+
+    @staticmethod
+    def _group_of(tensors: CheckpointTensors, module: str, columns: int, groups: int) -> torch.Tensor | None:
+        """None where groups are of neighbours, as without activation order."""
+        if not tensors.has(f"{module}.g_idx"):
+            return None
+        return activation_order(tensors, f"{module}.g_idx", columns, groups)
+
+
+def activation_order(tensors: CheckpointTensors, name: str, columns: int, groups: int) -> torch.Tensor | None:
+    """Each input's group, int64 [columns]; None where groups are of neighbours. ModelError where a group is none."""
+    found = tensors.tensor(name).long()
+    if int(found.min()) < 0 or int(found.max()) >= groups:
+        raise ModelError(
+            f"{tensors.label}: {name} names group {int(found.max())}, there are {groups}: fetch the model again"
+        )
+    if columns % groups == 0 and torch.equal(found, torch.arange(columns) // (columns // groups)):
+        return None
+    return found

@@ -1,0 +1,65 @@
+"""MXFP4 as gpt-oss holds its experts: 4-bit floats (e2m1) with a power of two for every 32 inputs.
+
+`NAME_blocks` uint8 [.., out, in / 32, 16], the first weight in a byte's low half; `NAME_scales` uint8 [.., out,
+in / 32], the exponent plus 127 (OCP Microscaling Formats, version 1.0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from common.engine.weights.formats.tensors import CheckpointTensors, expect
+from kernels import QuantisedWeight
+
+MXFP4_GROUP: Final = 32
+"""Weights that share an exponent, and what is added to it: the Open Compute Project's definition of MX formats."""
+EXPONENT_BIAS: Final = 127
+"""What the format adds to each exponent."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroscaledFloats:
+    """W [.., out, in], as the file has it: blocks uint8 [.., out, in / 32, 16], scales uint8 [.., out, in / 32]."""
+
+    blocks: Tensor
+    scales: Tensor
+
+    def dense(self) -> Tensor:
+        """W float32."""
+        return self.held().dense(torch.float32).view(*self.scales.shape[:-1], -1)
+
+    def held(self) -> QuantisedWeight:
+        """The same numbers for the kernels of a GPU: the matrices of a stack one below the other."""
+        codes = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-3)  # [.., out, in]
+        return microscaled(codes.flatten(0, -2), self.scales.flatten(0, -2))
+
+
+def microscaled(codes: Tensor, exponents: Tensor) -> QuantisedWeight:
+    """W of codes uint8 [out, in], one in a byte, and exponents plus 127, uint8 [out, in / 32]."""
+    scale = torch.ldexp(torch.ones(exponents.shape), exponents.int() - EXPONENT_BIAS)
+    return QuantisedWeight(
+        4, MXFP4_GROUP, codes, scale.bfloat16(), None
+    )  # bfloat16 has all powers of two that these can be
+
+
+class MXFP4Layout:
+    """Reads tensors of one checkpoint, stacks of experts' matrices: [experts, out, in]."""
+
+    def holds(self, tensors: CheckpointTensors, module: str) -> bool:
+        return tensors.has(f"{module}_blocks")
+
+    def holds_integers(self, tensors: CheckpointTensors, module: str) -> bool:
+        return False
+
+    def check(self, tensors: CheckpointTensors, module: str) -> None:
+        """ModelError where the heads of a tensor's parts do not fit together."""
+        blocks = expect(tensors, f"{module}_blocks", ("U8",)).shape
+        expect(tensors, f"{module}_blocks", ("U8",), (*blocks[:-1], MXFP4_GROUP // 2))
+        expect(tensors, f"{module}_scales", ("U8",), blocks[:-1])
+
+    def read(self, tensors: CheckpointTensors, module: str) -> MicroscaledFloats:
+        return MicroscaledFloats(tensors.tensor(f"{module}_blocks"), tensors.tensor(f"{module}_scales"))

@@ -1,0 +1,113 @@
+"""A Hugging Face folder's safetensors files as one source of named, memory-mapped tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.engine.weights.formats.stored import StoredTensor, bytes_of, plain_tensor
+from common.engine.weights.formats.tensors import TensorHead
+from common.errors import ModelError
+from kernels import QuantisedWeight
+
+WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
+"""How names begin in a checkpoint of a model without its head."""
+
+
+class SafetensorsWeights:
+    """A `WeightSource` over one or more files. Gemma's norm weights are stored as offsets from one."""
+
+    norm_offset = 1.0
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        if not paths:
+            raise ModelError("the model has no *.safetensors file: give a folder with safetensors weights")
+        self.label = str(paths[0].parent)
+        self._files: dict[str, tuple[Any, str]] = {}
+        holders: dict[str, str] = {}
+        for path in paths:
+            try:
+                file: Any = safe_open(str(path), framework="pt")
+                names = list(file.keys())
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path} is missing, truncated or damaged ({error}): fetch the model again") from error
+            for name in names:
+                plain, holder = self._plain(name), f"{name} of {path.name}"
+                if plain in self._files:
+                    raise ModelError(
+                        f"{self.label}: tensor {plain} occurs twice, as {holders[plain]} and as {holder}: keep the "
+                        "files of one model only"
+                    )
+                self._files[plain], holders[plain] = (file, name), holder
+
+    @staticmethod
+    def _plain(name: str) -> str:
+        """The name without the prefix that multimodal checkpoints put the language model below.
+
+        Checkpoints of a model without its head, such as those of embedding models, name tensors without `model.`.
+        """
+        if name.startswith(WITHOUT_HEAD):
+            return f"model.{name}"
+        for prefix in ("language_model.", "model.language_model."):
+            if name.startswith(prefix):
+                rest = name.removeprefix(prefix)
+                return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+        return name
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
+        return None  # safetensors files hold floats here
+
+    def is_quantised(self, name: str) -> bool:
+        return False
+
+    @property
+    def has_quantised(self) -> bool:
+        return False
+
+    def stored(self) -> list[StoredTensor]:
+        return [plain_tensor(name, self.head(name)) for name in self._files]
+
+    def stored_bytes(self, name: str) -> int:
+        return bytes_of(self.head(name)) if name in self._files else 0
+
+    def head(self, name: str) -> TensorHead:
+        """Type and shape of a tensor, which is not read."""
+        file, stored = self._place(name)
+        view = file.get_slice(stored)
+        return TensorHead(view.get_dtype(), tuple(view.get_shape()))
+
+    def read(self, name: str) -> Tensor:
+        file, stored = self._place(name)
+        try:
+            tensor: Tensor = file.get_tensor(stored)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self.label}: tensor {name} cannot be read ({error}): fetch the model again") from error
+        return tensor
+
+    def read_ranges(self, name: str, dim: int, ranges: Sequence[range]) -> Tensor:
+        """These rows (`dim` 0), columns (1), ... of a tensor, one range behind the other. Reads no others."""
+        file, stored = self._place(name)
+        try:
+            view = file.get_slice(stored)
+            before = (slice(None),) * dim
+            parts: list[Tensor] = [view[*before, part.start : part.stop] for part in ranges]
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self.label}: tensor {name} cannot be read ({error}): fetch the model again") from error
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def _place(self, name: str) -> tuple[Any, str]:
+        """The file that holds a tensor, and its name there."""
+        if name not in self._files:
+            raise ModelError(
+                f"{self.label}: no tensor {name} in its {len(self._files)} tensors: a weights file is missing "
+                "or of another model, fetch the model again"
+            )
+        return self._files[name]

@@ -1,0 +1,7 @@
+"""The worker process: start and end, duties, engine loop, control channel, probes, metrics."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

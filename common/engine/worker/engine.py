@@ -1,0 +1,347 @@
+"""The loop of both workers' engines: one thread owns scheduler, blocks and model, and takes commands.
+
+event loop ─ submit(command) ─> inbox ─> engine thread: apply commands, step, publish status ─> outbox ─> event loop
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+
+from common.engine.kv import BlockCounts
+from common.engine.kv.tiers import TierCounts
+from common.engine.worker.step_times import StepTimes
+from common.errors import BlockError, RankLost
+from common.latency import Links, StepFit, StepModel, StepShape
+from common.machine import CoreShare
+from common.wire.messages import Message
+
+log = logging.getLogger(__name__)
+Send = Callable[[list[tuple[bytes, Message]]], None]
+"""Sends messages to routers, given as (router, message) pairs. Callable from the engine's thread."""
+IDLE_WAIT_S = 0.05
+"""How long an idle loop waits for a command."""
+IDLE_CHECK_S = 0.5
+"""How long a worker must be idle before it checks its blocks. At once, the check would take the core on which the other
+pool computes the same request's next token."""
+INBOX_BOUND = 65_536
+"""Commands that wait for the engine: more than routers send a worker in a step."""
+PROGRESS_INTERVAL_S = 1.0
+"""How often routers hear of requests that make progress but have no new token."""
+MAX_FAILED_STEPS = 8
+"""Failed steps in a row after which the engine ends and the worker becomes unhealthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReceived:
+    """A router sent a request, an abort or an order."""
+
+    router: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """A router is gone: its requests end."""
+
+    router: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """`identity` is the worker's id and boot epoch. `max_model_len` is the model's; the cache may hold less.
+
+    `max_waiting` requests may wait here beside those that run.
+    """
+
+    identity: tuple[str, int]
+    eos_token_ids: Collection[int]
+    max_model_len: int
+    max_waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot for heartbeats, health and metrics, published after every turn of the loop.
+
+    `batch_cap` requests run side by side at most, and `step_tokens` prompt tokens are computed in one step, as things
+    are.
+    `num_adapters` take a place; requests that use one run or wait, by its digest. A draft model has `draft_blocks`, and
+    has computed for `draft_seconds`.
+    `serials`: by router, the largest serial of a request that the snapshot counts. `at`: when it was published.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_transferring: int = 0
+    num_waiting_tokens: int = 0
+    blocks: BlockCounts = BlockCounts(0, 0, 0)
+    tokens_per_s: float = 0.0
+    step_time_s: float = 0.0
+    num_dropped_frames: int = 0
+    num_refused_connections: int = 0
+    full_tokens_per_s: float = 0.0
+    waiting_s: float = 0.0
+    num_context_tokens: int = 0
+    step_model: StepModel = StepModel()
+    links: Links = Links()
+    serials: Mapping[bytes, int] = field(default_factory=dict)
+    batch_cap: int = 0
+    step_tokens: int = 0
+    tiers: Sequence[TierCounts] = ()
+    num_adapters: int = 0
+    adapters_running: Mapping[str, int] = field(default_factory=dict)
+    adapters_waiting: Mapping[str, int] = field(default_factory=dict)
+    draft_blocks: BlockCounts = BlockCounts(0, 0, 0)
+    draft_seconds: float = 0.0
+    at: float = 0.0
+
+    @property
+    def num_active(self) -> int:
+        """Requests that would break off if the worker ended now."""
+        return self.num_running + self.num_waiting + self.num_transferring
+
+    def waiting_left_s(self, now: float) -> float:
+        """The rest of `waiting_s`: since the snapshot a long step has computed on."""
+        return max(0.0, self.waiting_s - max(0.0, now - self.at))
+
+
+class Engine(ABC):
+    """The loop. Subclasses say what a command does, what a step computes, and what expires."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._inbox: SimpleQueue[object] = SimpleQueue()
+        self._outbox: list[tuple[bytes, Message]] = []
+        self._stopping = False
+        self._failed_steps = 0
+        self._has_stepped = False
+        self._progress_told_at = time.monotonic()
+        self._busy = False
+        self._worked_at = 0.0
+        self.num_steps = 0
+        self.step_times = StepTimes()
+        self.step_fit = StepFit()
+        self._watch = (time.monotonic(), self.step_times.idle_limit_s)
+        self.status = EngineStatus()
+        self.failure: BaseException | None = None
+        self._cores = CoreShare("", 0)
+        self._set_threads: Callable[[int], None] | None = None
+        self._num_threads = 0
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def share_cores(self, cores: CoreShare, set_threads: Callable[[int], None]) -> None:
+        """Before `start`: let `cores` say how many threads each step may use. `set_threads` is called with changes."""
+        self._cores, self._set_threads = cores, set_threads
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End the loop after the current step; False when that step took longer than `timeout_s`."""
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def submit(self, command: object) -> bool:
+        """Hand a command to the loop; False when its inbox is full. Callable from any thread."""
+        if self._inbox.qsize() >= INBOX_BOUND:
+            return False
+        self._inbox.put(command)
+        return True
+
+    def notify(self, event: object) -> None:
+        """Hand over an event of the engine's own threads. The number of requests bounds the number of these."""
+        self._inbox.put(event)
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether some wait in the inbox. Callable from any thread."""
+        return not self._inbox.empty()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and self.failure is None
+
+    @property
+    def turn_limit_s(self) -> float:
+        """How long the present turn of the loop may take before it counts as stuck."""
+        return self._watch[1]
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether the present turn takes longer than it may. Callable from any thread."""
+        began, limit_s = self._watch
+        return now - began > limit_s
+
+    def emit(self, router: bytes, message: Message) -> None:
+        """Queue a message for a router; all of a turn leave together."""
+        self._outbox.append((router, message))
+
+    def planned(self, shape: StepShape) -> None:
+        """`step` calls this before it computes a step of this shape, or waits for one."""
+        self._watch = (time.monotonic(), self.step_times.limit_s(shape, self.step_fit.model))
+
+    def took(self, shape: StepShape, step_s: float) -> None:
+        """`step` calls this once a step of this shape has ended.
+
+        It took `step_s` seconds from its begin, or from the end of the step before if it was launched earlier.
+        """
+        self.step_fit.observe(shape, step_s)
+        self.step_times.add(shape, step_s, self.step_fit.model)
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether `step` would compute something."""
+
+    @property
+    def is_light(self) -> bool:
+        """Whether the next step is bound by memory, so that one core less hardly slows it down."""
+        return False
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the next step computes prompts alone, for which decode workers of the same cores make room."""
+        return False
+
+    def hold_s(self, now: float) -> float:
+        """How long the next step should wait: for others on the same cores, or for requests that it may hold."""
+        return 0.0
+
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether no request is here in any state."""
+
+    @abstractmethod
+    def apply(self, command: object) -> None:
+        """Carry out one command or event."""
+
+    @abstractmethod
+    def step(self, now: float) -> None:
+        """Schedule and compute once."""
+
+    @abstractmethod
+    def expire(self, now: float) -> None:
+        """End requests that have passed their deadline."""
+
+    @abstractmethod
+    def tell_progress(self, *, has_stepped: bool) -> None:
+        """Emit an output without tokens for each request that makes progress but has no new token.
+
+        Requests that wait to be computed make progress only if `has_stepped`: a step has ended since the last call.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> EngineStatus:
+        """The status to publish."""
+
+    @abstractmethod
+    def check_integrity(self) -> BlockCounts:
+        """Raises BlockError when a block's owner is no live request."""
+
+    @abstractmethod
+    def fail_step(self, error: Exception) -> None:
+        """A step raised: fail the requests that were in it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the loop's thread holds, on that thread."""
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            log.exception("engine died")
+            self.failure = error
+        finally:
+            self._cores.close()
+            self.close()
+
+    def _turn(self) -> None:
+        self._watch = (time.monotonic(), self.step_times.idle_limit_s)
+        self._take_commands()
+        now = time.monotonic()
+        self.expire(now)
+        if self.has_work and (held_s := self.hold_s(now)) > 0.0:
+            self._hold(held_s)
+        elif self.has_work:
+            self._busy, self._worked_at = True, now
+            self._take_cores()
+            try:
+                self.step(now)
+                self._failed_steps, self._has_stepped = 0, True
+            except (BlockError, RankLost):
+                raise  # ownership is broken: further steps could mix up requests; or no further step can run
+            except Exception as error:
+                self._failed_steps += 1
+                log.exception("step failed (%d in a row)", self._failed_steps)
+                self.fail_step(error)
+                if self._failed_steps >= MAX_FAILED_STEPS:
+                    raise
+        elif self._busy and self.is_empty and now - self._worked_at >= IDLE_CHECK_S:
+            self._busy = False
+            self.check_integrity()
+        if not self.has_work:
+            self._cores.end()  # before waiting for commands: the other pool may be about to begin
+        self.num_steps += 1
+        self._tell_progress(now)
+        self._publish()
+        self._flush()
+
+    def _hold(self, held_s: float) -> None:
+        """Compute nothing for so long, or until a command comes."""
+        self._cores.end()
+        self._publish()
+        self._flush()
+        with contextlib.suppress(Empty):
+            self._carry_out([self._inbox.get(timeout=min(IDLE_WAIT_S, held_s))])
+
+    def _tell_progress(self, now: float) -> None:
+        if now - self._progress_told_at >= PROGRESS_INTERVAL_S:
+            self.tell_progress(has_stepped=self._has_stepped)
+            self._has_stepped, self._progress_told_at = False, now
+
+    def _publish(self) -> None:
+        self.status = replace(self.snapshot(), at=time.monotonic())
+
+    def _take_cores(self) -> None:
+        if self._set_threads is None:
+            return
+        num_threads = self._cores.begin(prompts=self.is_prefill)
+        if (
+            self.is_light
+        ):  # leave a core to the processes that pass tokens on: one preempted thread keeps all others waiting
+            num_threads = max(1, num_threads - 1)
+        if num_threads != self._num_threads:
+            self._num_threads = num_threads
+            self._set_threads(num_threads)
+
+    def _take_commands(self) -> None:
+        """Apply the commands that are there now: a flood of further ones must not keep the loop from its steps."""
+        try:
+            command = self._inbox.get_nowait() if self.has_work else self._inbox.get(timeout=IDLE_WAIT_S)
+        except Empty:
+            return
+        self._carry_out([command, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))])
+        self._publish()  # before a step that may take long, so that heartbeats count its requests
+        self._flush()
+
+    def _carry_out(self, commands: Iterable[object]) -> None:
+        for command in commands:
+            if command is not None:
+                self._busy, self._worked_at = True, time.monotonic()
+                self.apply(command)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            messages, self._outbox = self._outbox, []
+            self._send(messages)

@@ -1,0 +1,221 @@
+"""The metrics of one worker, under vLLM's names where vLLM has the quantity, else under `diptych_`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from common.cluster import DecodeLoad, backlog_s, pressure, unblocked_share
+from common.engine.worker.engine import EngineStatus
+from common.engine.worker.tier_metrics import TierCollector
+from common.machine import register_process
+from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics, Families
+
+DRAFT_KINDS = ("ngram", "grammar", "model")
+RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
+
+
+class _StatusCollector(Collector):
+    """Gauges of the engine's last snapshot, and signals for autoscalers made of them, at each scrape."""
+
+    def __init__(
+        self,
+        status: Callable[[], EngineStatus],
+        labels: dict[str, str],
+        role: Callable[[], str],
+        slo_tpot_s: float,
+    ) -> None:
+        self._status, self._families = status, Families(labels)
+        self._role, self._slo_tpot_s = role, slo_tpot_s
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status()
+        blocks = status.blocks
+        usage = blocks.owned / blocks.total if blocks.total else 0.0
+        gauge, counter = self._families.gauge, self._families.counter
+        yield from (
+            gauge("vllm:num_requests_running", "Requests in the running batch", status.num_running),
+            gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled", status.num_waiting),
+            gauge("vllm:kv_cache_usage_perc", "Share of KV blocks owned by requests, 0 to 1", usage),
+            gauge("diptych_num_requests_transferring", "Requests whose KV is under way", status.num_transferring),
+            gauge("diptych_waiting_tokens", "Prompt tokens accepted and not computed", status.num_waiting_tokens),
+            gauge("diptych_tokens_per_second", "Recent rate of computed tokens", status.tokens_per_s),
+            gauge("diptych_step_seconds", "Recent duration of an engine step", status.step_time_s),
+        )
+        yield from self._scaling(status, usage)
+        states = ((("free",), blocks.free), (("cached",), blocks.cached), (("owned",), blocks.owned))
+        yield gauge("diptych_kv_blocks", "KV blocks by state", states, ("state",))
+        if status.draft_blocks.total:
+            drafts = status.draft_blocks
+            states = ((("free",), drafts.free), (("cached",), drafts.cached), (("owned",), drafts.owned))
+            yield gauge("diptych_draft_kv_blocks", "Blocks of the draft model's KV by state", states, ("state",))
+            yield counter("diptych_draft_model_seconds", "Seconds that the draft model computed", status.draft_seconds)
+        dropped, refused = status.num_dropped_frames, status.num_refused_connections
+        yield counter("diptych_frames_dropped", "Frames that were not valid, or came too late", dropped)
+        yield counter("diptych_connections_refused", "Connections with a key not authorised", refused)
+
+    def _scaling(self, status: EngineStatus, usage: float) -> Iterator[Metric]:
+        active, gauge = status.num_active, self._families.gauge
+        yield gauge("diptych_active_requests", "Requests that would be cut if this worker ended now", active)
+        role = self._role()
+        if role == "prefill":
+            share = unblocked_share(usage, status.num_running, status.num_transferring)
+            waiting_s = backlog_s(share * status.num_waiting_tokens, status.full_tokens_per_s)
+            yield gauge("diptych_prefill_backlog_seconds", "Seconds of prompts that wait here", waiting_s)
+        elif role == "decode":
+            full = pressure(_decode_work(status, usage), self._slo_tpot_s)
+            yield gauge("diptych_decode_pressure", "How full this worker is, 1 at its limit", full)
+
+
+def _decode_work(status: EngineStatus, usage: float) -> DecodeLoad:
+    return DecodeLoad(
+        usage,
+        status.num_running + status.num_transferring,
+        status.num_waiting,
+        status.num_running,
+        status.num_context_tokens,
+        status.step_model,
+    )
+
+
+class WorkerMetrics:
+    """Counters and histograms that an engine writes; `/metrics` shows `registry`."""
+
+    def __init__(
+        self,
+        model_name: str,
+        worker_id: str,
+        status: Callable[[], EngineStatus],
+        *,
+        role: str = "",
+        slo_tpot_s: float = 0.0,
+    ) -> None:
+        """`slo_tpot_s` is the goal for a token after the first; 0: no goal. `role` is the first one."""
+        self._role = role
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": worker_id}
+        self.registry.register(_StatusCollector(status, self._labels, lambda: self._role, slo_tpot_s))
+        self.registry.register(TierCollector(status, self._labels))
+        register_process(self.registry, self._labels)
+        histogram, counter = self._histogram, self._counter
+        self.queue_seconds = histogram("vllm:request_queue_time_seconds", "From acceptance to the first computed token")
+        self.prefill_seconds = histogram("vllm:request_prefill_time_seconds", "From admission to the first token")
+        self.decode_seconds = histogram("vllm:request_decode_time_seconds", "From the first token to the last")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed or received")
+        self.computed_tokens = counter("diptych_prompt_tokens_computed", "Prompt tokens whose KV this worker computed")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated")
+        self.drafts = DraftMetrics(self.registry, self._labels, DRAFT_KINDS)
+        self.preemptions = counter("vllm:num_preemptions", "Sequences that lost their blocks and were recomputed")
+        self._finished = self._labelled(
+            "vllm:request_success", "Requests finished on this worker, by reason", "finished_reason"
+        )
+        self._failed = self._labelled("diptych_requests_failed", "Requests this worker gave up, by phase", "phase")
+        self.steps = counter("diptych_engine_steps", "Computed engine steps")
+        self.step_seconds = histogram("diptych_engine_step_seconds", "Duration of an engine step", SHORT_SECONDS)
+        self.grant_wait_seconds = histogram("diptych_kv_grant_wait_seconds", "From KVOpen to KVGrant", SHORT_SECONDS)
+        self.transfer_seconds = histogram(
+            "diptych_kv_transfer_seconds", "From KVGrant to the last block", SHORT_SECONDS
+        )
+        self.exposed_seconds = histogram(
+            "diptych_kv_exposed_transfer_seconds", "From the end of prefill to the last block arrived", SHORT_SECONDS
+        )
+        self.transfer_bytes = counter("diptych_kv_transfer_bytes", "Bytes of KV blocks received or shipped")
+        self.transfer_rate = histogram(
+            "diptych_kv_transfer_bytes_per_second", "Bytes of a transfer over its busy time, by the receiver", RATES
+        )
+        self._transfers = self._labelled(
+            "diptych_kv_transfers",
+            "Prompts whose KV was handed over, by transport: shm, tcp, nixl or cuda-ipc",
+            "transport",
+        )
+        self.handover_pause_seconds = histogram(
+            "diptych_handover_pause_seconds",
+            "From a stream's last token here to its safe arrival on another worker",
+            SHORT_SECONDS,
+        )
+        self._tier_hits, self._tier_reads, self._pulls = self._tiers()
+        self._knob, self._knob_changes = self._knobs()
+        self.skipped_blocks = counter("diptych_kv_blocks_skipped", "Blocks not shipped: the receiver had them")
+
+    def register(self, collector: Callable[[dict[str, str]], Collector]) -> None:
+        """Show what a collector, made with the labels of this worker, collects."""
+        self.registry.register(collector(self._labels))
+
+    def change_role(self, role: str) -> None:
+        """Signals for autoscalers are those of this role from now on."""
+        self._role = role
+        self._knob.clear()  # those of the former role
+
+    def describe_cache(self, block_size: int, num_blocks: int, dtype: str) -> None:
+        """Export the cache's shape as labels, the way vLLM does."""
+        info = Gauge(
+            "vllm:cache_config_info",
+            "Layout of the KV cache",
+            [*self._labels, "block_size", "cache_dtype", "num_gpu_blocks"],
+            registry=self.registry,
+        )
+        info.labels(*self._labels.values(), str(block_size), dtype, str(num_blocks)).set(1)
+
+    def show_pinned(self, num_bytes: Callable[[], int]) -> None:
+        """Of a loaded model."""
+        text = "Host memory that the worker has pinned, for copies to and from its GPU"
+        gauge = Gauge("diptych_pinned_bytes", text, list(self._labels), registry=self.registry)
+        gauge.labels(*self._labels.values()).set_function(num_bytes)
+
+    def set_knob(self, name: str, value: int, reason: str, *, is_new_reason: bool) -> None:
+        self._knob.labels(*self._labels.values(), name).set(value)
+        if is_new_reason:
+            self._knob_changes.labels(*self._labels.values(), name, reason).inc()
+
+    def count_finished(self, reason: str) -> None:
+        self._finished.labels(*self._labels.values(), reason).inc()
+
+    def count_hits(self, num_tokens: int, tier: str = "memory") -> None:
+        """So many tokens of a prompt were found there."""
+        self._tier_hits.labels(*self._labels.values(), tier).inc(num_tokens)
+
+    def count_tier_read(self, outcome: str) -> None:
+        self._tier_reads.labels(*self._labels.values(), outcome).inc()
+
+    def count_pull(self, outcome: str) -> None:
+        self._pulls.labels(*self._labels.values(), outcome).inc()
+
+    def count_failed(self, phase: str) -> None:
+        self._failed.labels(*self._labels.values(), phase).inc()
+
+    def count_transfer(self, transport: str) -> None:
+        """A prompt's KV crossed: `transport` is tcp, shm or nixl."""
+        self._transfers.labels(*self._labels.values(), transport).inc()
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, list(self._labels), registry=self.registry).labels(*self._labels.values())
+
+    def _knobs(self) -> tuple[Gauge, Counter]:
+        text = "Numbers that the worker chooses by itself: step_tokens, batch_cap, draft_tokens"
+        changes = "Times that the reason for such a number changed, by the new reason"
+        knob = Gauge("diptych_knob", text, [*self._labels, "knob"], registry=self.registry)
+        return knob, self._labelled("diptych_knob_changes", changes, "knob", "reason")
+
+    def _tiers(self) -> tuple[Counter, Counter, Counter]:
+        hits = "Prompt tokens found in a prefix cache, by tier: memory, host, disk, or a peer's"
+        reads = "Prompts with blocks in a tier, by outcome: read, late, missing, or slower than computing"
+        pulls = "Prompts with blocks at a peer, by outcome: pulled, late, missing, refused, or slower than computing"
+        return (
+            self._labelled("diptych_prefix_hit_tokens", hits, "tier"),
+            self._labelled("diptych_kv_tier_reads", reads, "outcome"),
+            self._labelled("diptych_kv_pulls", pulls, "outcome"),
+        )
+
+    def _labelled(self, name: str, text: str, *labels: str) -> Counter:
+        """A counter with more labels than the others."""
+        return Counter(name, text, [*self._labels, *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, text, list(self._labels), buckets=buckets, registry=self.registry).labels(
+            *self._labels.values()
+        )

@@ -1,0 +1,380 @@
+"""The life of a worker process, of either kind:
+
+bind sockets ─> write --address-file ─> load the model (not ready) ─> run the engine (ready) ─> SIGTERM: drain ─> exit 0
+
+While it is ready, a router may change its role (`duties.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import zmq
+import zmq.asyncio
+
+from common.engine.worker.adapter_metrics import AdapterCollector
+from common.engine.worker.adapters import WorkerAdapters
+from common.engine.worker.control import ControlServer, bind_control
+from common.engine.worker.duties import DRAIN_POLL_S, Duties
+from common.engine.worker.duty import DutyOffer
+from common.engine.worker.engine import EngineStatus, RequestReceived, RouterLost
+from common.engine.worker.metrics import WorkerMetrics
+from common.engine.worker.probes import WorkerHTTP
+from common.engine.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, StepTimes
+from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of
+from common.errors import DiptychError, ModelError
+from common.machine import NO_ROOM, keep_large_buffers, raise_file_limit
+from common.model_files import ModelFiles, resolve_model
+from common.wire import Curve, Gatekeeper, in_url, warn_of_readers
+from common.wire.messages import (
+    AnyMessage,
+    ChangeRole,
+    DecodeRequest,
+    PrefillRequest,
+    RequestFailed,
+    SetAdapter,
+    WorkerHeartbeat,
+    WorkerHello,
+)
+
+if TYPE_CHECKING:
+    from common.engine.run import LoadedModel
+    from common.grammar import Grammars
+
+log = logging.getLogger(__name__)
+ADDRESS_RETRY_S = 2.0
+"""Seconds between attempts to write the address file while the disk is full."""
+LAST_WORDS_MS = 500
+"""Time at the end for the last messages to routers to leave."""
+
+
+class WorkerProcess:
+    """Runs one engine behind one control socket. `home` is its first role; to `other` a router may change it."""
+
+    def __init__(self, home: DutyOffer, other: DutyOffer | None = None) -> None:
+        self.config = config = home.config
+        identity = WorkerIdentity.create(home.role, config.worker_id)
+        self.context = zmq.asyncio.Context(io_threads=config.io_threads)
+        self.blocking_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self.context)
+        goals_ms = (getattr(offer.config, "slo_tpot_ms", 0.0) for offer in (home, other) if offer is not None)
+        self.metrics = WorkerMetrics(
+            config.model, identity.worker_id, self._status, role=home.role, slo_tpot_s=max(goals_ms) / 1e3
+        )
+        self.curve = Curve.load(config.curve_key, config.curve_authorized)
+        self.gatekeeper: Gatekeeper | None = None
+        self.control: ControlServer | None = None
+        self.adapters = WorkerAdapters(self._tell_routers)
+        self.metrics.register(lambda labels: AdapterCollector(self.adapters, self._status, labels, config.lora_places))
+        self.duties = Duties(home, other, self.blocking_context, self.curve, self.metrics, identity)
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; raises the error that ended the engine."""
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, stop)
+        control, http = await self._listen()
+        serving = asyncio.create_task(control.run(), name="control")
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        tending = self._tend_pod()
+        try:
+            loading = asyncio.create_task(self._start_engine(control), name="loading")
+            await asyncio.wait({loading, serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                self._abandon_loading(serving)
+            loading.result()
+            watch = asyncio.create_task(self._watch_engine(), name="watch")
+            await asyncio.wait({serving, stopped, watch}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (serving, watch):
+                if task.done():
+                    task.result()
+            await self.duties.settle()
+            await self._drain(control, serving)
+            watch.cancel()
+        finally:
+            serving.cancel()
+            stopped.cancel()
+            if tending is not None:
+                tending.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await self._close(http)
+
+    async def _listen(self) -> tuple[ControlServer, WorkerHTTP]:
+        """Bind all sockets and tell their addresses. The control server does not run yet."""
+        config = self.config
+        if self.curve is not None:
+            warn_of_readers(config.curve_key)
+            self.gatekeeper = Gatekeeper(self.blocking_context, self.curve)
+            self.gatekeeper.start()
+        control_socket, address = bind_control(self.context, config.host, config.port, self.curve)
+        self.duties.bind()
+        http = WorkerHTTP(
+            config.host,
+            config.http_port,
+            lambda: probe_of(self.duties.identity, self.duties.engine, draining=self.duties.is_draining),
+            self.metrics.registry,
+        )
+        http_port = await http.start()
+        self._tell_addresses(self._advertised(address), http_port)
+        self.control = ControlServer(
+            control_socket,
+            self._hello,
+            self._heartbeat,
+            self._on_message,
+            self._on_router_lost,
+            heartbeat_s=config.heartbeat_s,
+            router_timeout_s=config.router_timeout_s,
+            blocks=lambda: self.duties.block_log,
+        )
+        where = {"kv": self.duties.kv_address, "http": http_port}
+        log.info("%s listens on %s", self.duties.identity.worker_id, address, extra=where)
+        return self.control, http
+
+    async def _close(self, http: WorkerHTTP) -> None:
+        """End the engine and all threads, and close the sockets."""
+        await self.adapters.close()
+        has_ended = await asyncio.to_thread(self.duties.stop)
+        await http.stop()
+        if self.gatekeeper is not None:
+            await asyncio.to_thread(self.gatekeeper.stop)
+        if has_ended:  # else the engine's thread holds sockets, and `destroy` would wait for them
+            self.context.destroy(linger=LAST_WORDS_MS)
+
+    def _abandon_loading(self, serving: asyncio.Task[None]) -> NoReturn:
+        """End at once: nothing can interrupt the thread that loads weights, and nothing else has begun."""
+        log.info("stopping while the model is loaded")
+        end_process(1 if serving.done() else 0)
+
+    def _tend_pod(self) -> asyncio.Task[None] | None:
+        if not self.config.pod_deletion_cost:
+            return None
+        # Imported here: other workers need no HTTP client.
+        from common.engine.worker.pod_deletion_cost import keep_pod_deletion_cost
+
+        return keep_pod_deletion_cost(self.config, self._status)
+
+    async def _start_engine(self, control: ControlServer) -> None:
+        began = time.monotonic()
+        files, loaded = await asyncio.to_thread(self._load)
+        if loaded.adapters is not None:
+            await self.adapters.load_flags(loaded.adapters, self.config.lora)
+        # Before the engine: a large vocabulary stops every thread for a second, while no router waits for this worker.
+        grammars = await asyncio.to_thread(_grammars, files, loaded)
+        self.metrics.describe_cache(self.config.block_tokens, loaded.kv.num_blocks, loaded.kv_dtype)
+        floor_s = DEVICE_FLOOR_S if self.config.on_gpu else FLOOR_S
+        times = StepTimes(fixed_s=self.config.stall_timeout_s, floor_s=floor_s, token_s=loaded.token_s)
+        self.duties.start(files, loaded, grammars, control, times)
+        self.metrics.show_pinned(loaded.pinned_bytes)
+        control.broadcast_hello()
+        log.info(
+            "ready: %s in %s, %d KV blocks of %d tokens (%.2f GiB), %d threads, loaded in %.1f s",
+            files.model_id,
+            loaded.precision,
+            loaded.kv.num_blocks,
+            self.config.block_tokens,
+            loaded.kv.num_blocks * loaded.kv.wire_bytes / 2**30,
+            loaded.num_threads,
+            time.monotonic() - began,
+        )
+        if of_windows := loaded.windows_in_words:
+            log.info("%s", of_windows)
+        if num_bytes := loaded.pinned_bytes():
+            log.info("pinned %.1f MiB of host memory, for copies of steps and of KV", num_bytes / 2**20)
+
+    def _load(self) -> tuple[ModelFiles, LoadedModel]:
+        # Imported here: torch takes a second, and the sockets should answer before that.
+        from common.engine.run import LoadedModel
+
+        files = resolve_model(self.config.model, progress=False)
+        if self.config.tensor_parallel_size > 1:
+            from common.engine.ranks import load_ranked
+
+            return files, load_ranked(files, self.config)
+        return files, LoadedModel.load(files, self.config)
+
+    async def _watch_engine(self) -> None:
+        """Raise the reason when the engine's thread ends, the gatekeeper's, or a change of role without any engine.
+
+        Returns when a host with other ranks wants to end.
+        """
+        while (engine := self.duties.engine) is None or engine.alive:
+            self.duties.check()
+            if self.gatekeeper is not None and self.gatekeeper.failure is not None:
+                raise RuntimeError("the gatekeeper died") from self.gatekeeper.failure
+            if self.duties.must_drain:
+                log.info("drains: a host with ranks of this worker is asked to end")
+                return
+            await asyncio.sleep(0.1)
+        raise RuntimeError("the engine died") from engine.failure
+
+    async def _drain(self, control: ControlServer, serving: asyncio.Task[None]) -> None:
+        """Take nothing new, let what runs finish or be handed over, up to the deadline."""
+        self.duties.is_draining = True
+        control.broadcast_heartbeat()
+        deadline, engine = time.monotonic() + self.config.drain_timeout_s, self.duties.engine
+        while time.monotonic() < deadline and engine is not None and engine.alive and not serving.done():
+            if engine.is_empty:
+                break
+            await asyncio.sleep(DRAIN_POLL_S)
+        log.info("stopping: %s", "all requests finished" if engine and engine.is_empty else "drain time over")
+
+    def _on_signal(self, stop: asyncio.Event) -> None:
+        if stop.is_set():
+            log.warning("second signal: exiting at once")
+            os._exit(1)
+        stop.set()
+
+    def _on_message(self, router: bytes, message: AnyMessage) -> None:
+        duties, control = self.duties, self.control
+        if isinstance(message, ChangeRole):
+            if control is not None:
+                duties.order(message, control)
+        elif isinstance(message, SetAdapter):
+            self.adapters.order(message)
+        elif duties.is_draining and control is not None and isinstance(message, PrefillRequest | DecodeRequest):
+            control.send(router, self._refusal(message))  # its router sent it before it heard of the drain
+        elif duties.engine is not None and not duties.engine.submit(RequestReceived(router, message)):
+            log.error("the engine's inbox is full: dropped %s", type(message).__name__)
+
+    def _refusal(self, message: PrefillRequest | DecodeRequest) -> RequestFailed:
+        return RequestFailed(
+            worker_id=self.duties.identity.worker_id,
+            request_id=message.request_id,
+            attempt=message.attempt,
+            phase="queue",
+            message="the worker drains",
+            retryable=True,
+        )
+
+    def _on_router_lost(self, router: bytes) -> None:
+        if self.duties.engine is not None:
+            self.duties.engine.notify(RouterLost(router))
+
+    def _hello(self) -> WorkerHello:
+        duties = self.duties
+        where = self._advertised(duties.kv_address), self._advertised(duties.lend_address)
+        return hello_of(duties.identity, duties.config, duties.loaded, *where, changes_role=duties.may_change)
+
+    def _heartbeat(self, router: bytes) -> WorkerHeartbeat:
+        duties, status = self.duties, self._status()
+        planner = self.control.planner if self.control is not None else ""
+        return heartbeat_of(
+            duties.identity,
+            duties.engine,
+            status,
+            router,
+            duties.block_log.sequence,
+            draining=duties.is_draining,
+            planner=planner,
+            adapters=self.adapters.states,
+        )
+
+    def _tell_routers(self) -> None:
+        if self.control is not None:
+            self.control.broadcast_heartbeat()
+
+    def _status(self) -> EngineStatus:
+        engine = self.duties.engine
+        status = engine.status if engine is not None else EngineStatus()
+        return replace(
+            status,
+            num_dropped_frames=status.num_dropped_frames + (self.control.num_dropped_frames if self.control else 0),
+            num_refused_connections=self.gatekeeper.num_refused if self.gatekeeper else 0,
+        )
+
+    def _advertised(self, address: str) -> str:
+        """The address that others reach this worker by."""
+        host = self.config.advertise_host
+        if not address or not host:
+            return address
+        return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
+
+    def _tell_addresses(self, address: str, http_port: int, *, again: bool = False) -> None:
+        """Write the address file. On a full disk, retry later."""
+        if not self.config.address_file:
+            return
+        host = self.config.advertise_host or self.config.host
+        body = {
+            "worker_id": self.duties.identity.worker_id,
+            "role": self.duties.identity.home,
+            "address": address,
+            "kv_address": self._advertised(self.duties.kv_address),
+            "lend_address": self._advertised(self.duties.lend_address),
+            "http": f"http://{in_url(host)}:{http_port}",
+        }
+        try:
+            _write_whole(Path(self.config.address_file), json.dumps(body))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            if not again:
+                log.error("cannot write --address-file, retrying every %g s: %s", ADDRESS_RETRY_S, error)
+            retry = partial(self._tell_addresses, address, http_port, again=True)
+            asyncio.get_running_loop().call_later(ADDRESS_RETRY_S, retry)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file atomically, because other processes may be reading it. Raises OSError."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _grammars(files: ModelFiles, loaded: LoadedModel) -> Grammars:
+    from common.grammar import Grammars
+
+    grammars = Grammars(files, loaded.vocab_size)
+    grammars.start()
+    return grammars
+
+
+def run_worker(process: Callable[[], WorkerProcess]) -> int:
+    """Run a worker to its end and return the exit status; a refusal to start is one line on stderr."""
+    import uvloop
+
+    # The KV thread must get the interpreter quickly when a frame arrives while the engine computes.
+    sys.setswitchinterval(0.0005)
+    keep_large_buffers()
+    raise_file_limit()
+
+    async def main() -> None:
+        await process().run()
+
+    try:
+        uvloop.run(main())
+    except ModelError as error:
+        log.error("cannot start: %s", error)
+        return 2
+    except (DiptychError, zmq.ZMQError, OSError) as error:
+        log.error("cannot start or go on: %s", error)
+        return 1
+    except RuntimeError as error:
+        log.error("%s: %s", error, error.__cause__)
+        return 1
+    except Exception as error:
+        from kernels import too_large
+
+        if not (problem := too_large(error)):
+            raise
+        log.error("cannot start: %s; --device cpu runs without a GPU", problem)
+        return 2
+    return 0
+
+
+def end_process(status: int) -> NoReturn:
+    """End at once: to take the interpreter and torch apart needs a second or two, which a replacement would wait."""
+    for flush in (logging.shutdown, sys.stdout.flush, sys.stderr.flush):
+        with suppress(OSError):  # log or output file on a full disk
+            flush()
+    os._exit(status)

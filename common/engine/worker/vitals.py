@@ -1,0 +1,131 @@
+"""What a worker says about itself: hellos and heartbeats to routers, answers to probes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from common import __version__
+from common.config import WorkerConfig
+from common.engine.worker.engine import Engine, EngineStatus
+from common.engine.worker.probes import ProbeStatus
+from common.engine.worker.step_times import LONGEST_S
+from common.wire.messages import AdapterState, WorkerHeartbeat, WorkerHello
+
+if TYPE_CHECKING:
+    from common.engine.run import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Which process this is, and its duty. `home`: the role it was started with; `epoch` is new with every duty."""
+
+    worker_id: str
+    role: str
+    home: str
+    epoch: int
+
+    @classmethod
+    def create(cls, role: str, configured: str) -> WorkerIdentity:
+        name = configured or f"{role}-{socket.gethostname()}-{os.getpid()}"
+        return cls(name, role, role, _new_epoch())
+
+    def renewed(self, role: str) -> WorkerIdentity:
+        """The same process with another duty."""
+        return replace(self, role=role, epoch=max(_new_epoch(), self.epoch + 1))
+
+
+def _new_epoch() -> int:
+    return time.time_ns() // 1000 * 1000 + secrets.randbelow(1000)
+
+
+def hello_of(
+    identity: WorkerIdentity,
+    config: WorkerConfig,
+    loaded: LoadedModel | None,
+    kv_address: str,
+    lend_address: str,
+    *,
+    changes_role: bool = False,
+) -> WorkerHello:
+    """`config` is that of the present role. `loaded` is None while the model loads."""
+    return WorkerHello(
+        worker_id=identity.worker_id,
+        role=identity.role,
+        epoch=identity.epoch,
+        fingerprint=loaded.fingerprint if loaded else "loading",
+        model=loaded.model_id if loaded else config.model,
+        block_size=config.block_tokens,
+        num_blocks=loaded.kv.num_blocks if loaded else 0,
+        max_model_len=loaded.max_model_len if loaded else 0,
+        max_num_seqs=config.places_within(loaded.kv.num_blocks * loaded.kv.block_size) if loaded else config.places,
+        kv_address=kv_address,
+        version=__version__,
+        weights=loaded.weights if loaded else "",
+        max_step_tokens=config.step_tokens,
+        home=identity.home,
+        changes_role=changes_role,
+        max_loras=config.lora_places,
+        lend_address=lend_address,
+        window=loaded.window if loaded else 0,
+    )
+
+
+def heartbeat_of(
+    identity: WorkerIdentity,
+    engine: Engine | None,
+    status: EngineStatus,
+    router: bytes,
+    block_sequence: int,
+    *,
+    draining: bool,
+    planner: str = "",
+    adapters: tuple[AdapterState, ...] = (),
+) -> WorkerHeartbeat:
+    """The heartbeat for a router. `engine` is None while the model loads, and between two duties."""
+    return WorkerHeartbeat(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        step=engine.num_steps if engine else 0,
+        ready=engine is not None and engine.alive,
+        draining=draining,
+        num_running=status.num_running,
+        num_waiting=status.num_waiting,
+        num_transferring=status.num_transferring,
+        num_waiting_tokens=status.num_waiting_tokens,
+        num_free_blocks=status.blocks.free,
+        num_cached_blocks=status.blocks.cached,
+        num_owned_blocks=status.blocks.owned,
+        tokens_per_s=status.tokens_per_s,
+        step_time_s=status.step_time_s,
+        full_tokens_per_s=status.full_tokens_per_s,
+        turn_limit_s=engine.turn_limit_s if engine else LONGEST_S,
+        waiting_s=status.waiting_left_s(time.monotonic()),
+        num_context_tokens=status.num_context_tokens,
+        step_model=status.step_model,
+        serial=status.serials.get(router, 0),
+        block_sequence=block_sequence,
+        batch_cap=status.batch_cap,
+        step_tokens=status.step_tokens,
+        planner=planner,
+        links=status.links,
+        adapters=adapters,
+    )
+
+
+def probe_of(identity: WorkerIdentity, engine: Engine | None, *, draining: bool) -> ProbeStatus:
+    """Healthy while the engine's loop turns; ready when a router may send requests."""
+    if engine is None:
+        return ProbeStatus(ready=False, healthy=True, detail={"state": "changing role" if draining else "loading"})
+    healthy = engine.alive and not engine.is_stuck(time.monotonic())
+    blocks = engine.status.blocks
+    detail: dict[str, object] = {
+        "state": "draining" if draining else "ready" if healthy else "stuck",
+        "worker_id": identity.worker_id,
+        "blocks": {"free": blocks.free, "cached": blocks.cached, "owned": blocks.owned},
+    }
+    return ProbeStatus(ready=healthy and not draining, healthy=healthy, detail=detail)

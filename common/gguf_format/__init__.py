@@ -1,1 +1,0 @@
-"""GGUF files: metadata, tensors, the tokenizer inside. No torch."""

@@ -1,0 +1,32 @@
+"""Which tokens may come next: grammars, compiled within bounds, limits on tokens, and what ends a sequence."""
+
+from common.grammar.checks import GrammarChecks
+from common.grammar.compiler import main
+from common.grammar.finish import finish_reason
+from common.grammar.forbidden_tokens import FREE, TokenLimits, num_output_needed, token_limits, token_mask
+from common.grammar.gbnf import gbnf_to_lark, is_gbnf
+from common.grammar.grammar import Constraint, unsampled
+from common.grammar.grammars import GRAMMAR_TIMEOUT_S, CompiledGrammar, GrammarReady, Grammars
+from common.grammar.vocabulary import MASK_BITS, brief, limits
+
+__all__ = [
+    "CompiledGrammar",
+    "Constraint",
+    "FREE",
+    "GRAMMAR_TIMEOUT_S",
+    "GrammarChecks",
+    "GrammarReady",
+    "Grammars",
+    "MASK_BITS",
+    "TokenLimits",
+    "brief",
+    "finish_reason",
+    "gbnf_to_lark",
+    "is_gbnf",
+    "limits",
+    "main",
+    "num_output_needed",
+    "token_limits",
+    "token_mask",
+    "unsampled",
+]

@@ -1,1 +1,0 @@
-"""Decoders in torch: families, weights, and the tensors of a step."""

@@ -1,1 +1,0 @@
-"""Parts of a model's architecture, as config.json describes them. No torch."""

@@ -1,0 +1,38 @@
+"""A model on disk: found, fetched, described and tokenised, without torch."""
+
+from common.model_files.config import HFReader, ModelConfig, from_hf
+from common.model_files.files import ModelFiles
+from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint
+from common.model_files.gguf_config import TensorFacts, from_gguf
+from common.model_files.json_file import read_json
+from common.model_files.quantization import Quantization
+from common.model_files.resolve import resolve_model
+from common.model_files.stamp import hash_weights
+from common.model_files.task import GENERATES, ServedTask, Task, served_task
+from common.model_files.template import ChatTemplate, ContentForm
+from common.model_files.tokenizer import BYTE_TOKEN, Tokenizer
+from common.model_files.weight_paths import weight_files
+
+__all__ = [
+    "BYTE_TOKEN",
+    "ChatTemplate",
+    "ContentForm",
+    "GENERATES",
+    "HFReader",
+    "ModelConfig",
+    "ModelFiles",
+    "Quantization",
+    "ServedTask",
+    "Task",
+    "TensorFacts",
+    "Tokenizer",
+    "from_gguf",
+    "from_hf",
+    "hash_weights",
+    "layout_fingerprint",
+    "read_json",
+    "resolve_model",
+    "served_task",
+    "weight_files",
+    "weights_fingerprint",
+]

@@ -1,0 +1,7 @@
+"""What a configuration says of a model's architecture: layers, rotary embedding, experts, latents, shards."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

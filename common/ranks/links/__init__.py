@@ -1,1 +1,0 @@
-"""How the ranks of a worker reach each other: messages, connections between hosts, and who may open one."""

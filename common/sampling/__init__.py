@@ -1,1 +1,0 @@
-"""From logits to tokens: penalties, log-probabilities, and when a sequence ends."""

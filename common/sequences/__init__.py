@@ -1,1 +1,0 @@
-"""Requests on a worker: the parts of sequence, scheduler and engine that prefill and decode workers share."""

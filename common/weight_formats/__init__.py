@@ -1,1 +1,0 @@
-"""How checkpoints of safetensors hold quantised matrices: one layout a file."""

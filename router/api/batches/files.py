@@ -1,0 +1,133 @@
+"""The endpoints under `/v1/files`: they take, show, list and delete files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from enum import Enum
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from router.api.batches.kept import KeptBatches, new_file_id
+from router.api.batches.shape import file_object, page_object
+from router.api.batches.upload import PURPOSES, Upload
+from router.api.openai import DeletedFile, FileBody, FileListBody
+from router.api.openapi import documented
+from router.api.query import json_answer, number, order_of, owner_of, parameters
+from router.generation import service_of
+from router.stored import BATCH_INPUT, FileStore, StoredFile
+from router.stored import asked as asked_of_store
+
+file_routes = APIRouter()
+"""`/v1/files` and the files below it."""
+
+TAGS: list[str | Enum] = ["files"]
+ONE: Final = "/v1/files/{file_id}"
+MAX_LISTED = 10_000
+"""Files in one answer, as OpenAI has it."""
+DOWNLOAD_BYTES = 1024 * 1024
+"""What a download holds in memory."""
+
+UPLOADED: dict[str, Any] = documented(None, FileBody) | {
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "content": {
+                "multipart/form-data": {
+                    "schema": {
+                        "type": "object",
+                        "required": ["file", "purpose"],
+                        "properties": {
+                            "file": {"type": "string", "format": "binary"},
+                            "purpose": {"enum": list(PURPOSES)},
+                            "expires_after[anchor]": {"enum": ["created_at"]},
+                            "expires_after[seconds]": {"type": "integer"},
+                        },
+                    }
+                }
+            },
+        }
+    }
+}
+LISTED: dict[str, Any] = documented(None, FileListBody) | {
+    "openapi_extra": parameters(
+        purpose={"type": "string"},
+        limit={"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": MAX_LISTED},
+        order={"enum": ["asc", "desc"], "default": "desc"},
+        after={"type": "string"},
+    )
+}
+
+DOWNLOADED: dict[str, Any] = {
+    "response_class": StreamingResponse,
+    "responses": documented(None, FileBody)["responses"]
+    | {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+}
+
+
+def batches_of(request: Request) -> KeptBatches:
+    """The files and batches of the application that got the request."""
+    kept: KeptBatches = request.app.state.batches
+    return kept
+
+
+@file_routes.post("/v1/files", tags=TAGS, **UPLOADED)
+async def upload(request: Request) -> Response:
+    """Keep a file: `file` and its `purpose`, in a form."""
+    kept, service, owner = batches_of(request), service_of(request), owner_of(request)
+    store, now = kept.store, time.time()
+    service.check_open()
+    with kept.uploads.place(owner):
+        file = StoredFile(new_file_id(), owner, BATCH_INPUT, "", now, now + store.max_age_s)
+        stored = await Upload(store, file, service.config.max_file_mib * 2**20).read(request)
+    return json_answer(file_object(stored))
+
+
+@file_routes.get("/v1/files", tags=TAGS, **LISTED)
+async def list_files(request: Request) -> Response:
+    """The key's files, the latest first."""
+    asked = request.query_params
+    limit = number(asked, "limit", default=MAX_LISTED, least=1, most=MAX_LISTED)
+    found = await batches_of(request).files(
+        owner_of(request),
+        purpose=asked.get("purpose"),
+        descending=order_of(asked) == "desc",
+        limit=limit + 1,
+        after=asked.get("after"),
+    )
+    return json_answer(page_object([file_object(file) for file in found], limit))
+
+
+@file_routes.get(ONE, tags=TAGS, **documented(None, FileBody))
+async def show_file(file_id: str, request: Request) -> Response:
+    """A file's record, without its content."""
+    return json_answer(file_object(await batches_of(request).file(file_id, owner_of(request))))
+
+
+@file_routes.get("/v1/files/{file_id}/content", tags=TAGS, **DOWNLOADED)
+async def download(file_id: str, request: Request) -> Response:
+    """What a file holds."""
+    kept = batches_of(request)
+    file = await kept.file(file_id, owner_of(request))
+    return StreamingResponse(
+        _content(kept.store, file),
+        media_type="application/octet-stream",
+        headers={"content-length": str(file.num_bytes), "x-content-type-options": "nosniff"},
+    )
+
+
+@file_routes.delete(ONE, tags=TAGS, **documented(None, DeletedFile))
+async def delete_file(file_id: str, request: Request) -> Response:
+    """Forget a file."""
+    await batches_of(request).delete_file(file_id, owner_of(request))
+    return json_answer({"id": file_id, "object": "file", "deleted": True})
+
+
+async def _content(store: FileStore, file: StoredFile) -> AsyncIterator[bytes]:
+    last = -1
+    while pieces := await asked_of_store(store.read(file.id, last, DOWNLOAD_BYTES)):
+        last = pieces[-1][0]
+        yield b"".join(content for _, content in pieces)

@@ -1,0 +1,175 @@
+"""The endpoints under `/v1/responses`: they make responses, and show, list, cancel and delete stored ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
+from router.api.generate import serve
+from router.api.inner import CANCEL, DELETE, EVENTS
+from router.api.openai import DeletedResponse, InputItems, ResponseBody, plan_translated
+from router.api.openapi import documented
+from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, flag, json_answer, number, order_of, owner_of, parameters
+from router.api.responses.answers import ResponsesFrames
+from router.api.responses.background import BackgroundAnswer
+from router.api.responses.fields import ResponsesRequest
+from router.api.responses.items import page_of
+from router.api.responses.kept import KeptResponses
+from router.generation import STREAM_HEADERS, AnswerPlan, Exchange, Object, Origin, RequestLog, Service, service_of
+from router.request import RESPONSES_PATH
+from router.stored import StoreFailed
+
+response_routes = APIRouter()
+"""`/v1/responses` and the responses below it."""
+
+TAGS: list[str | Enum] = ["responses"]
+ONE = f"{RESPONSES_PATH}/{{response_id}}"
+
+
+SHOWN: dict[str, Any] = documented(None, ResponseBody, streams=True) | {
+    "openapi_extra": parameters(stream={"type": "boolean"}, starting_after={"type": "integer", "minimum": 0})
+}
+LISTED: dict[str, Any] = documented(None, InputItems) | {
+    "openapi_extra": parameters(
+        limit={"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+        order={"enum": ["asc", "desc"], "default": "desc"},
+        after={"type": "string"},
+    )
+}
+
+
+def kept_of(request: Request) -> KeptResponses:
+    """What the application that got the request remembers."""
+    kept: KeptResponses = request.app.state.responses
+    return kept
+
+
+@response_routes.post(RESPONSES_PATH, tags=["generate"], **documented(ResponsesRequest, ResponseBody, streams=True))
+async def respond(request: Request) -> Response:
+    """Answer a conversation, in the shape of OpenAI's Responses API."""
+    kept = kept_of(request)
+
+    async def plan(service: Service, fields: ResponsesRequest, origin: Origin) -> AnswerPlan:
+        kept.check(fields, origin.key.name)
+        with service.bodies.lease() as lease:
+            past = await kept.past(fields, origin.key.name, lease)
+            if fields.background:  # its events are what is made of it, read or not
+                fields = fields.model_copy(update={"stream": True})
+            translate = partial(fields.as_chat, past)
+            return await plan_translated(service, fields, origin, translate, is_long=fields.is_long(past))
+
+    async def answer(service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog) -> Response:
+        log.visit.left_out = fields.left_out
+        given, fields = await kept.given(fields, plan.id), fields.without_prompt()
+        plan = replace(plan, body_bytes=plan.body_bytes + len(given))
+        if fields.background:
+            return await _in_background(kept, service, fields, given, plan, log)
+        stores, owner = kept.stores(fields), log.visit.key.name
+
+        def keep(response: Object) -> None:
+            if stores:
+                kept.keep(fields, given, owner, response)
+
+        frames = ResponsesFrames(service, fields, plan, log, keep, stored=stores)
+        return Exchange(service, plan, frames, log, kept.written if stores else None)
+
+    return await serve(request, ResponsesRequest, plan, answer)
+
+
+@response_routes.get(ONE, tags=TAGS, **SHOWN)
+async def show(response_id: str, request: Request) -> Response:
+    """A stored response, or one that is made in the background; with `stream` the events of the latter."""
+    kept, owner = kept_of(request), owner_of(request)
+    asked = request.query_params
+    if not flag(asked, "stream"):
+        return json_answer(await kept.find(response_id, owner))
+    start = number(asked, "starting_after", default=-1, least=0, most=2**31) + 1
+    answer = kept.background.find(response_id, owner)
+    if answer is None and (theirs := await _by_maker(request, response_id, EVENTS, start=str(start))):
+        return theirs
+    if answer is None:
+        await kept.find(response_id, owner)  # raises for an unknown one
+    if answer is None or answer.events is None:
+        raise InvalidRequest(
+            "stream: only a response that was made with background: true and stream: true has events to read again, on "
+            "the router that made it, until minutes after its end; ask without stream",
+            param="stream",
+        )
+    return _stream(request.app.state.service, answer, start)
+
+
+@response_routes.delete(ONE, tags=TAGS, **documented(None, DeletedResponse))
+async def delete(response_id: str, request: Request) -> Response:
+    """Forget a response."""
+    if theirs := await _by_maker(request, response_id, DELETE):
+        return theirs
+    await kept_of(request).delete(response_id, owner_of(request))
+    return json_answer({"id": response_id, "object": "response", "deleted": True})
+
+
+@response_routes.post(f"{ONE}/cancel", tags=TAGS, **documented(None, ResponseBody))
+async def cancel(response_id: str, request: Request) -> Response:
+    """End a response that is made in the background."""
+    if theirs := await _by_maker(request, response_id, CANCEL):
+        return theirs
+    return json_answer(await kept_of(request).cancel(response_id, owner_of(request)))
+
+
+@response_routes.get(f"{ONE}/input_items", tags=TAGS, **LISTED)
+async def list_input_items(response_id: str, request: Request) -> Response:
+    """The items that a response was made from, those of the conversation before it included."""
+    asked = request.query_params
+    limit = number(asked, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
+    order = order_of(asked)
+    items = await kept_of(request).input_items(response_id, owner_of(request))
+    return json_answer(page_of(items, order=order, limit=limit, after=asked.get("after")))
+
+
+async def _in_background(
+    kept: KeptResponses, service: Service, fields: ResponsesRequest, given: bytes, plan: AnswerPlan, log: RequestLog
+) -> Response:
+    """Begin to make a response in the background, and answer with its state."""
+    answer = BackgroundAnswer(fields, given, log.visit, log)
+
+    def keep(response: Object) -> None:
+        kept.background.keep(answer, response)
+
+    frames = ResponsesFrames(service, fields, plan, log, keep, stored=True)
+    try:
+        await kept.background.start(answer, Exchange(service, plan, frames, log), frames)
+    except StoreFailed as failed:
+        raise Unavailable(f"background: {failed}", param="background", retry_after_s=RETRY_AFTER_S) from failed
+    return _stream(service, answer, 0) if fields.stream else json_answer(answer.response)
+
+
+async def _by_maker(request: Request, response_id: str, path: str, **params: str) -> Response | None:
+    """The answer of that process of this router which makes a response in the background, if that is another one."""
+    service, owner = service_of(request), owner_of(request)
+    if service.siblings is None or kept_of(request).background.find(response_id, owner) is not None:
+        return None
+    method = "GET" if path == EVENTS else "POST"
+    theirs = await service.siblings.ask(method, path, owner, {"id": response_id, **params})
+    if theirs is None:
+        return None
+    if path == EVENTS and theirs.status_code == HTTPStatus.OK:
+        headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+        return StreamingResponse(theirs.aiter_raw(), headers=headers, background=BackgroundTask(theirs.aclose))
+    try:
+        body = await theirs.aread()
+    finally:
+        await theirs.aclose()
+    return Response(body, theirs.status_code, media_type=theirs.headers.get("content-type"))
+
+
+def _stream(service: Service, answer: BackgroundAnswer, start: int) -> Response:
+    events = answer.follow(start, service.config.keepalive_s)
+    return StreamingResponse(events, headers={name.decode(): value.decode() for name, value in STREAM_HEADERS})

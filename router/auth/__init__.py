@@ -1,1 +1,0 @@
-"""Access to the service: keys, limits, TLS, the audit log."""

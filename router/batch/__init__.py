@@ -1,1 +1,0 @@
-"""`diptych batch`: many requests from a file, their answers into another."""

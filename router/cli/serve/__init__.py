@@ -1,0 +1,1 @@
+"""`diptych serve`: a router and its workers on one machine, supervised; `diptych size`."""

@@ -1,0 +1,162 @@
+"""Several processes that are one router: one port, one set of settings, one page of metrics.
+
+    parent ── a listener of the port (SO_REUSEPORT) for each ──> processes, each a whole router
+       ^──────────────── /health at its Unix socket ───────────────┘
+
+The kernel deals connections out by their addresses. The parent serves nothing; it keeps a copy of each listener, so
+that connections which come while a process is started again wait for it instead of being refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from common.config import RouterConfig, to_argv
+from common.wire import CLIENTS_BACKLOG, listening
+from router.cli.serve.child import Child, HttpServerChild
+from router.cli.serve.keeper import POLL_S, Keeper, StartFailed
+from router.cli.serve.liveness import ROUTER_ROUNDS
+from router.cli.serve.probe import Address, ask_health
+from router.siblings import LOCK, RouterPart
+
+log = logging.getLogger(__name__)
+
+MODULE = "router.process"
+PERIOD_S, START_S = 2.5, 600.0
+"""Between two probes; six bad ones in a row end a process. How long one may take to start, from a slow disk."""
+ROUTER_STOP_GRACE_S = 10.0
+"""Beyond the drain, which each process bounds itself."""
+PREFIX = "diptych-router-"
+MAX_FOLDER_CHARS = 60
+"""The path of a Unix socket may have about a hundred."""
+
+
+class RouterProcess(HttpServerChild):
+    """One process of the router. While it has no listener, the other processes accept new connections."""
+
+    shares_port = True
+
+    def __init__(self, config: RouterConfig, part: RouterPart) -> None:
+        super().__init__(f"router-{part.index}", MODULE, config)
+        self.part = part
+
+    def command(self) -> list[str]:
+        place = (str(self.part.index), str(self.part.folder))
+        return [sys.executable, "-P", "-m", self.module, *place, *to_argv(self.config)]
+
+    def start(self) -> None:
+        self.part.own_socket.unlink(missing_ok=True)  # of the process before
+        super().start()
+
+    def http_address(self) -> Address | None:
+        return self.part.own_socket if self.part.own_socket.exists() else None
+
+    @property
+    def listens(self) -> bool:
+        """Whether new connections may come to it."""
+        return self._listener is not None
+
+
+class RouterProcesses(Keeper):
+    """The parent."""
+
+    def __init__(self, config: RouterConfig, folder: Path) -> None:
+        super().__init__(period_s=PERIOD_S, start_s=START_S, grace_s=config.drain_timeout_s + ROUTER_STOP_GRACE_S)
+        count = config.router_processes
+        self.processes = [RouterProcess(config, RouterPart(index, count, folder)) for index in range(count)]
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        return tuple(self.processes)
+
+    def rounds_of(self, child: Child) -> int:
+        return ROUTER_ROUNDS
+
+    async def start(self) -> None:
+        """Start the first; once it answers, the rest, which it has tried the settings for. Raises StartFailed."""
+        first, *others = self.processes
+        first.start()
+        try:
+            async with asyncio.timeout(START_S):
+                await self.unless_stopped(_answers(first), (first,))
+        except TimeoutError:
+            raise StartFailed(f"{first.name} does not answer within {START_S:g} s") from None
+        if not self.stopping.is_set():
+            for process in others:
+                process.start()
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.close()
+        super().stop()
+
+    def reload(self) -> None:
+        """Have all read their files again."""
+        for process in self.processes:
+            process.send_signal(signal.SIGHUP)
+
+
+async def _answers(process: RouterProcess) -> None:
+    while True:
+        address = process.http_address()
+        if address is not None and (await ask_health(address, PERIOD_S)).has_started:
+            return
+        await asyncio.sleep(POLL_S)
+
+
+async def supervise(config: RouterConfig, folder: Path) -> int:
+    """Run them until a signal. Returns the exit status."""
+    parent = RouterProcesses(config, folder)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, parent.stop)
+    if config.api_key_file or config.models_file or config.tls_cert or config.audit_log:
+        loop.add_signal_handler(signal.SIGHUP, parent.reload)
+    try:
+        await parent.start()
+        if not parent.stopping.is_set():
+            log.info("serving", extra={"processes": config.router_processes, "port": config.port})
+            await parent.run()
+    except StartFailed as error:  # the process has said why
+        log.error("the router did not start: %s", error)
+        return max(1, parent.processes[0].returncode or 1)
+    finally:
+        parent.stop()
+        await parent.shutdown()
+    return 0
+
+
+def run_together(config: RouterConfig, prog: str) -> int:
+    """Serve until SIGTERM; the exit status is that of a router of one process."""
+    try:
+        with listening.listen(
+            config.host, config.port, CLIENTS_BACKLOG
+        ) as probe:  # not shared: refused if the port is taken
+            port = probe.getsockname()[1]
+    except OSError as error:
+        print(f"{prog}: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > MAX_FOLDER_CHARS:
+        parent = Path("/tmp")
+    remove_left(parent)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as folder, (Path(folder) / LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return asyncio.run(supervise(dataclasses.replace(config, port=port), Path(folder)))
+
+
+def remove_left(parent: Path) -> None:
+    """Remove the folders of routers that were killed: they may hold responses. Those that run have a lock on theirs."""
+    for left in parent.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError), left.open("rb") as lock:  # it is another user's, or in use
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent)

@@ -1,0 +1,125 @@
+"""`diptych serve`: a whole service on one machine, over the same processes and the same wire as a cluster.
+
+    serve ──> fetch the model ──> prefill-0.. and decode-0.. ──addresses──> router ──/ready──> "serving at http://..."
+
+Workers take free ports and write them to files in a private temporary folder, so that several services run side by
+side. Ctrl-C or SIGTERM ends every process within five seconds; when this process is killed, its children die too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common.config import exit_refused
+from common.errors import ConfigError, ModelError
+from common.model_files import GENERATES, ServedTask, Task, resolve_model, served_task
+from common.observe import setup_logging
+from router.cli.serve.keeper import StartFailed
+from router.cli.serve.probe import claim_port, reachable_host
+from router.cli.serve.processes import ServePlan, read_plan
+from router.cli.serve.supervisor import Supervisor
+from router.models import Catalog, table_of
+from router.request import CHAT_PATH, EMBEDDINGS_PATH, SCORE_PATH
+
+log = logging.getLogger(__name__)
+QUESTION = "What is a diptych?"
+EXAMPLES: Mapping[Task, tuple[str, dict[str, object]]] = {
+    "generate": (CHAT_PATH, {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64}),
+    "embed": (EMBEDDINGS_PATH, {"input": QUESTION}),
+    "score": (SCORE_PATH, {"text_1": QUESTION, "text_2": "A painting on two hinged panels."}),
+}
+"""What to try with a model, by its task."""
+
+
+def pools_for(plan: ServePlan, tasks: Sequence[ServedTask]) -> ServePlan:
+    """The plan without decode workers for models that generate no text; `tasks` are those of its models.
+
+    Raises ConfigError for what needs some.
+    """
+    pooled = {model for model, task in zip(plan.models, tasks, strict=True) if not task.generates}
+    for task in (task for task in tasks if not task.generates):
+        if not plan.prefill:
+            raise ConfigError("prefill", 0, f"at least 1: prefill workers alone {task.name}")
+        if plan.autoscale:
+            raise ConfigError("autoscale", True, f"off: a model that is served to {task.name} has no pools to balance")
+    return dataclasses.replace(plan, decode=tuple(one for one in plan.decode if one.model not in pooled))
+
+
+def summary(plan: ServePlan, names: Sequence[str], took_s: float, task: ServedTask = GENERATES) -> str:
+    """What `diptych serve` prints once the service answers."""
+    host = reachable_host(plan.router.host)
+    scheme = "https" if plan.router.tls_cert else "http"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{plan.router.port}"
+    path, fields = EXAMPLES[task.name]
+    request = {"model": names[0], **fields}
+    wants_key = plan.router.api_key or plan.router.api_key_file
+    key = '-H "Authorization: Bearer $DIPTYCH_API_KEY" ' if wants_key else ""
+    pools = f"{len(plan.prefill)} prefill + {len(plan.decode)} decode"
+    chat = f"    chat in the browser   {url}/\n" if task.generates else ""
+    return f"""
+  Diptych serves {", ".join(names)}, ready after {took_s:.1f} s: {pools} + router
+
+{chat}    see it work           {url}/dashboard
+    OpenAI base URL       {url}/v1
+    try it                curl {url}{path} {key}-H 'Content-Type: application/json' \\
+                            -d '{json.dumps(request)}'
+    stop                  Ctrl-C
+"""
+
+
+async def supervise(plan: ServePlan, names: Sequence[str], runtime: Path, task: ServedTask = GENERATES) -> int:
+    """Run the service until a signal stops it. Returns the exit status."""
+    supervisor = Supervisor(plan, names, runtime)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(signum, supervisor.stop)
+    try:
+        took_s = await supervisor.start()
+        if not supervisor.stopping.is_set():
+            try:
+                print(summary(plan, names, took_s, task), flush=True)
+            except OSError as error:  # a file on a full disk, or a pipe without a reader
+                log.warning("ready, but cannot write to standard output: %s", error)
+            await supervisor.run()
+    except StartFailed as error:
+        log.error("the service did not start: %s; its own message is above", error)
+        return 1
+    finally:
+        await supervisor.shutdown()
+    log.info("stopped")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `diptych serve`."""
+    try:
+        plan = read_plan(sys.argv[1:] if argv is None else argv)
+        port = claim_port(plan.router.host, plan.router.port)
+        plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, port=port))
+        setup_logging("serve", plan.router.log_level, plan.router.log_json)
+        files = [resolve_model(model, progress=sys.stderr.isatty()) for model in plan.models]
+        names = Catalog(table_of(plan.router), [one.model_id for one in files]).models
+        tasks = [served_task(one, plan.router.task) for one in files]
+        plan = pools_for(plan, tasks)
+    except (ConfigError, ModelError) as error:
+        exit_refused(error, "diptych serve")
+    except KeyboardInterrupt:
+        return 130
+    if plan.placement:
+        log.info(plan.placement)
+    models = ", ".join(one.model_id for one in files)
+    log.info("starting", extra={"model": models, "prefill": len(plan.prefill), "decode": len(plan.decode)})
+    with tempfile.TemporaryDirectory(prefix="diptych-") as runtime:
+        return asyncio.run(supervise(plan, names, Path(runtime), tasks[0]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""`diptych size`: how many workers of each kind a load needs, from first principles. A start for tuning, not its end.
+
+Prefill: a prompt takes 2 x parameters x uncached tokens FLOPs; workers are queues with one server and constant service
+(M/D/1), whose mean wait is u t / (2 (1 - u)) at utilisation u (DistServe, section 3.1).
+Decode: a step reads the weights and the KV of its batch, or computes 2 x parameters x batch FLOPs, whichever takes
+longer. The batch is the largest that meets the TPOT goal and fits into memory; its rate gives the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ModelError
+from common.model_files import from_hf
+
+QUEUE_SHARE = 0.65
+"""The mean wait may use this share of the time that the TTFT goal leaves; the rest is for longer waits."""
+TPOT_SHARE, MAX_UTILISATION, MEMORY_SHARE = 0.9, 0.9, 0.9
+"""Shares that may be used: of the TPOT goal by a step, of a worker's time, and of the memory."""
+
+
+class Infeasible(Exception):
+    """No number of workers meets the goals; the message names the goal and what is possible."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """`kv_bytes` are the bytes of one token's KV, over all layers. No layer looks back further than `window` tokens, so
+    no more are kept, read or sent of a sequence; infinity: some layer sees all."""
+
+    parameters: float
+    weight_bytes: float
+    kv_bytes: float
+    window: float = math.inf
+
+    @property
+    def num_bytes(self) -> float:
+        return self.parameters * self.weight_bytes
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Its data sheet: FLOP/s at the weights' precision without sparsity, bytes, bytes a second.
+
+    `compute_share` and `bandwidth_share` are the parts of the two rates that are reached in practice.
+    """
+
+    flops: float
+    memory_bytes: float
+    bandwidth: float
+    compute_share: float
+    bandwidth_share: float
+
+
+@dataclass(frozen=True)
+class RequestLoad:
+    """Requests a second, mean tokens, the share of prompt tokens that caches hold, and the goals in seconds."""
+
+    rate: float
+    prompt: float
+    output: float
+    cached: float
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def uncached(self) -> float:
+        return self.prompt * (1 - self.cached)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`link_bits` a second hide a prefill worker's KV transfer behind its computing; `traffic_bits` is the mean."""
+
+    prefill_workers: int
+    decode_workers: int
+    prompt_s: float
+    wait_s: float
+    batch: int
+    step_s: float
+    link_bits: float
+    traffic_bits: float
+
+
+def size(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> Estimate:
+    """The smallest pools that meet both goals on average. Raises Infeasible."""
+    tokens_per_s = accelerator.flops * accelerator.compute_share / (2 * model.parameters)
+    sent = min(load.uncached, model.window)
+    prompt_s = load.uncached / tokens_per_s
+    num_prefill, wait_s = _prefill(load, prompt_s)
+    batch, step_s = _batch(model, accelerator, load)
+    return Estimate(
+        prefill_workers=num_prefill,
+        decode_workers=max(1, math.ceil(load.rate * load.output * step_s / batch / MAX_UTILISATION)),
+        prompt_s=prompt_s,
+        wait_s=wait_s,
+        batch=batch,
+        step_s=step_s,
+        link_bits=8 * model.kv_bytes * tokens_per_s * (sent / load.uncached if sent else 1.0),
+        traffic_bits=8 * model.kv_bytes * sent * load.rate,
+    )
+
+
+def _prefill(load: RequestLoad, prompt_s: float) -> tuple[int, float]:
+    """(workers, mean wait): the fewest whose mean wait is within QUEUE_SHARE of the time that the goal leaves."""
+    room_s = (load.ttft_s - prompt_s) * QUEUE_SHARE
+    if room_s <= 0:
+        raise Infeasible(
+            f"TTFT of {load.ttft_s * 1e3:.0f} ms: computing a prompt alone takes {prompt_s * 1e3:.0f} ms on one worker"
+        )
+    # u t / (2 (1 - u)) <= room  <=>  u <= 2 room / (t + 2 room)
+    utilisation = min(MAX_UTILISATION, 2 * room_s / (prompt_s + 2 * room_s))
+    num = max(1, math.ceil(load.rate * prompt_s / utilisation - 1e-9))
+    used = load.rate * prompt_s / num
+    return num, used * prompt_s / (2 * (1 - used))
+
+
+def _batch(model: ModelSize, accelerator: Accelerator, load: RequestLoad) -> tuple[int, float]:
+    """(sequences, seconds of a step): as many as the goal and the memory allow."""
+    bandwidth = accelerator.bandwidth * accelerator.bandwidth_share
+    flops = accelerator.flops * accelerator.compute_share
+    weights_s = model.num_bytes / bandwidth
+    goal_s = load.tpot_s * TPOT_SHARE
+    room = accelerator.memory_bytes * MEMORY_SHARE - model.num_bytes
+    longest = min(load.prompt + load.output, model.window) * model.kv_bytes
+    if room < longest:
+        raise Infeasible(
+            f"memory of {accelerator.memory_bytes / 1e9:.0f} GB: weights take {model.num_bytes / 1e9:.1f} GB, "
+            f"one sequence {longest / 1e9:.2f} GB"
+        )
+    if weights_s > goal_s:
+        raise Infeasible(f"TPOT of {load.tpot_s * 1e3:.0f} ms: reading the weights takes {weights_s * 1e3:.1f} ms")
+    each_s = min(load.prompt + load.output / 2, model.window) * model.kv_bytes / bandwidth
+    compute_s = 2 * model.parameters / flops
+    batch = max(1, int(min(room / longest, (goal_s - weights_s) / each_s, goal_s / compute_s)))
+    return batch, max(weights_s + batch * each_s, batch * compute_s)
+
+
+def report(sizing: Estimate) -> str:
+    """What `diptych size` prints."""
+    rows = (
+        ("prefill workers", f"{sizing.prefill_workers}"),
+        ("decode workers", f"{sizing.decode_workers}"),
+        ("a prompt takes", f"{sizing.prompt_s * 1e3:.0f} ms, after a mean wait of {sizing.wait_s * 1e3:.0f} ms"),
+        ("a decode step takes", f"{sizing.step_s * 1e3:.1f} ms at {sizing.batch} sequences"),
+        ("link of a prefill worker", f"{sizing.link_bits / 1e9:.1f} Gb/s hides the KV transfer behind computing"),
+        ("KV traffic", f"{sizing.traffic_bits / 1e9:.2f} Gb/s on average, over all workers"),
+    )
+    return "\n".join(f"  {name:<26}{text}" for name, text in rows)
+
+
+def parse(argv: Sequence[str]) -> tuple[ModelSize, Accelerator, RequestLoad]:
+    """The model, the accelerator and the load of a command line."""
+    parser = argparse.ArgumentParser(
+        prog="diptych size", description="How many workers of each kind a load needs: a first estimate, by formula."
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--parameters", type=positive, required=True, help="number of weights, such as 8e9")
+    model.add_argument("--weight-bytes", type=positive, default=2, help="bytes of a weight (default 2: bfloat16)")
+    cached = model.add_mutually_exclusive_group(required=True)
+    cached.add_argument(
+        "--kv-bytes",
+        type=positive,
+        help="bytes of KV of one token: 2 x layers x KV heads x head size x 2, of latents layers x their numbers x 2",
+    )
+    cached.add_argument(
+        "--config", type=kv_bytes_of, metavar="FILE", help="the model's config.json, which tells them for bfloat16"
+    )
+    model.add_argument(
+        "--window",
+        type=positive,
+        default=math.inf,
+        help="tokens that every layer looks back to at most, as 4096 of Mistral 7B v0.1 (default: some layer sees all)",
+    )
+    device = parser.add_argument_group("accelerator, from its data sheet")
+    device.add_argument("--tflops", type=positive, required=True, help="dense TFLOP/s at the weights' precision")
+    device.add_argument("--memory-gb", type=positive, required=True)
+    device.add_argument("--bandwidth-gbs", type=positive, required=True, help="memory bandwidth in GB/s")
+    device.add_argument("--compute-share", type=part, default=0.6, help="of the TFLOP/s reached (default 0.6)")
+    device.add_argument("--bandwidth-share", type=part, default=0.7, help="of the bandwidth reached (default 0.7)")
+    load = parser.add_argument_group("load and goals")
+    load.add_argument("--rate", type=positive, required=True, help="requests a second")
+    load.add_argument("--prompt", type=positive, required=True, help="mean prompt tokens")
+    load.add_argument("--output", type=positive, required=True, help="mean output tokens")
+    load.add_argument("--cached", type=share, default=0.0, help="share of prompt tokens that caches hold (default 0)")
+    load.add_argument("--ttft-ms", type=positive, required=True)
+    load.add_argument("--tpot-ms", type=positive, required=True)
+    given = parser.parse_args(argv)
+    return (
+        ModelSize(given.parameters, given.weight_bytes, given.kv_bytes or given.config, given.window),
+        Accelerator(
+            given.tflops * 1e12,
+            given.memory_gb * 1e9,
+            given.bandwidth_gbs * 1e9,
+            given.compute_share,
+            given.bandwidth_share,
+        ),
+        RequestLoad(given.rate, given.prompt, given.output, given.cached, given.ttft_ms / 1e3, given.tpot_ms / 1e3),
+    )
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def kv_bytes_of(path: str) -> float:
+    """Bytes of a token's KV in bfloat16, by a config.json."""
+    try:
+        return 2.0 * from_hf(Path(path)).kv_numbers
+    except ModelError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def part(text: str) -> float:
+    return min(positive(text), share(text))
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns 0, or 1 when no number of workers meets the goals."""
+    try:
+        print(report(size(*parse(sys.argv[1:] if argv is None else argv))))
+    except Infeasible as error:
+        print(f"diptych size: cannot be met: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

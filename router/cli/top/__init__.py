@@ -1,0 +1,1 @@
+"""`diptych top`: the load of a router in the terminal."""

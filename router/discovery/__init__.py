@@ -1,1 +1,0 @@
-"""Finds workers, which come and go."""

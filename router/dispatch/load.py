@@ -1,0 +1,219 @@
+"""Where requests are and how the workers are, in numbers: for metrics and for /load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.config import DEFAULT, RequestClass
+from common.wire import Role
+from router.dispatch.request_state import RequestState, Stage
+from router.fleet import FleetEvent, Worker, WorkerConnection, WorkerFleet
+from router.policy import step_tokens, wait_s
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """One worker: what it reports and what is booked on it. `reason` says why it is not ready. `role` is its present
+    role, `home` the one that it was started with.
+
+    A new prompt waits `wait_s` there, and its first token comes `lag_s` later than models of steps say. `step_model` is
+    what the worker says of its steps, `link_model` of the transfers that come to it. This router knows of
+    `num_known_blocks` in its prefix cache. `batch_cap` requests run side by side at most, and a step computes at most
+    `step_tokens` prompt tokens, by its flags or as the worker has set them itself; 0: not known. `block_size`,
+    `max_num_seqs`, `max_step_tokens`, `window` and `model` are those of its hello.
+    """
+
+    address: str
+    role: str
+    worker_id: str
+    state: str
+    num_requests: int
+    num_queued_tokens: int
+    num_available_blocks: int
+    num_blocks: int
+    num_booked_requests: int
+    tokens_per_s: float
+    step_time_s: float
+    num_dropped_frames: int
+    num_unsent: int
+    num_cuts: int
+    reason: str = ""
+    wait_s: float = 0.0
+    lag_s: float = 0.0
+    step_model: Mapping[str, float] = field(default_factory=dict)
+    link_model: Mapping[str, float] = field(default_factory=dict)
+    num_known_blocks: int = 0
+    home: str = ""
+    batch_cap: int = 0
+    step_tokens: int = 0
+    block_size: int = 0
+    max_num_seqs: int = 0
+    max_step_tokens: int = 0
+    window: int = 0
+    model: str = ""
+
+    @classmethod
+    def of(cls, worker: Worker, connection: WorkerConnection, now: float, num_known_blocks: int = 0) -> WorkerLoad:
+        return cls(
+            address=worker.address,
+            role=worker.role,
+            worker_id=worker.worker_id,
+            state=worker.shown_state,
+            num_requests=worker.num_requests,
+            num_queued_tokens=worker.num_queued_tokens,
+            num_available_blocks=worker.num_available_blocks,
+            num_blocks=worker.hello.num_blocks if worker.hello else 0,
+            num_booked_requests=worker.booked.num_requests,
+            tokens_per_s=worker.beat.tokens_per_s if worker.beat else 0.0,
+            step_time_s=worker.beat.step_time_s if worker.beat else 0.0,
+            num_dropped_frames=connection.drops.num_dropped,
+            num_unsent=connection.counters.num_unsent,
+            num_cuts=connection.counters.num_cuts,
+            reason=worker.withheld or worker.reason,
+            wait_s=wait_s(worker, now) if worker.ready else 0.0,
+            lag_s=worker.lag_s,
+            step_model=msgspec.structs.asdict(worker.step_model),
+            link_model=msgspec.structs.asdict(worker.likely_link),
+            num_known_blocks=num_known_blocks,
+            home=worker.home,
+            batch_cap=_batch_cap(worker),
+            step_tokens=step_tokens(worker) if worker.hello else 0,
+            block_size=worker.hello.block_size if worker.hello else 0,
+            max_num_seqs=worker.hello.max_num_seqs if worker.hello else 0,
+            max_step_tokens=worker.hello.max_step_tokens if worker.hello else 0,
+            window=worker.hello.window if worker.hello else 0,
+            model=worker.hello.model if worker.hello else "",
+        )
+
+
+def _batch_cap(worker: Worker) -> int:
+    if worker.hello is None:
+        return 0
+    return (worker.beat.batch_cap if worker.beat else 0) or worker.hello.max_num_seqs
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLoad:
+    """One class of requests: its goals, in milliseconds, its share (0: none of its own), and how it fares.
+
+    `num_waiting` requests are on no worker, `num_held` of them behind prompts that are computed before, and the oldest
+    has waited `oldest_wait_s`. A new one may have to wait `wait_limit_s`. `num_refused` counts since the start, and
+    `attainment` is the share of the last minute that met a goal, by its name.
+    """
+
+    name: str
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    priority: int = 0
+    num_in_flight: int = 0
+    num_waiting: int = 0
+    num_held: int = 0
+    oldest_wait_s: float = 0.0
+    wait_limit_s: float = 0.0
+    num_refused: int = 0
+    attainment: Mapping[str, float] = field(default_factory=dict)
+    share: float = 0.0
+
+    @classmethod
+    def of(
+        cls, one: RequestClass, states: Iterable[RequestState], wait_limit_s: float, num_refused: int, now: float
+    ) -> ClassLoad:
+        """`states`: the requests of the class."""
+        active = [state for state in states if not state.done]
+        waiting = [state for state in active if state.stage is Stage.QUEUE]
+        return cls(
+            one.name,
+            one.ttft_s * 1e3,
+            one.tpot_s * 1e3,
+            one.priority,
+            len(active),
+            len(waiting),
+            sum(state.held_s is not None for state in waiting),
+            max((now - state.queued_at for state in waiting), default=0.0),
+            wait_limit_s,
+            num_refused,
+            share=one.share,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLoad:
+    """A snapshot. `stages` counts requests by stage, `wait_limit_s` is how long a new one of the class `default` may
+    have to wait; `events` are the latest of workers; the rest counts since the start, `role_changes` by (from, to)."""
+
+    stages: Mapping[str, int]
+    workers: tuple[WorkerLoad, ...]
+    num_retries: Mapping[str, int]
+    num_failures: Mapping[str, int]
+    num_choices: Mapping[str, int]
+    num_stale_deltas: int
+    num_handovers: Mapping[str, int] = field(default_factory=dict)
+    num_balanced: Mapping[str, int] = field(default_factory=dict)
+    wait_limit_s: float = 0.0
+    classes: tuple[ClassLoad, ...] = ()
+    num_taken_back: int = 0
+    role_changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    events: tuple[FleetEvent, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        states: Collection[RequestState],
+        fleet: WorkerFleet,
+        counters: DispatchCounters,
+        classes: Mapping[str, RequestClass],
+        wait_limits_s: Mapping[str, float],
+        now: float,
+    ) -> DispatchLoad:
+        stages = dict.fromkeys((str(stage) for stage in Stage if stage is not Stage.DONE), 0)
+        stages |= Counter(str(state.stage) for state in states if not state.done)
+        workers = fleet.registry.workers
+        by_class: dict[str, list[RequestState]] = {name: [] for name in classes}
+        for state in states:
+            by_class.get(state.request.request_class, by_class[DEFAULT]).append(state)
+        return cls(
+            stages,
+            tuple(
+                WorkerLoad.of(workers[address], link, now, fleet.index.size(address))
+                for address, link in fleet.connections.items()
+            ),
+            dict(counters.num_retries),
+            dict(counters.num_failures),
+            dict(counters.num_choices),
+            counters.num_stale_deltas,
+            dict(counters.num_handovers),
+            dict(counters.num_balanced),
+            wait_limits_s[DEFAULT],
+            tuple(
+                ClassLoad.of(one, by_class[name], wait_limits_s[name], counters.num_refused[name], now)
+                for name, one in classes.items()
+            ),
+            counters.num_taken_back,
+            dict(fleet.registry.role_changes),
+            fleet.recent_events(now),
+        )
+
+
+@dataclass(slots=True)
+class DispatchCounters:
+    """Retries by the failed worker's role, failures by error class, choices by kind (remote, local, prefill).
+
+    Requests refused for a goal that they would miss, by class, and by the role of which there are too few workers for
+    them; prompts taken back from slow workers. Hand-overs by outcome: done; failed (the old worker went on); ended (the
+    answer ended, or its old worker). Those begun between ready workers, by what the first had not enough of: blocks, or
+    time for tokens.
+    """
+
+    num_retries: Counter[str] = field(default_factory=Counter)
+    num_failures: Counter[str] = field(default_factory=Counter)
+    num_choices: Counter[str] = field(default_factory=Counter)
+    num_stale_deltas: int = 0
+    num_handovers: Counter[str] = field(default_factory=Counter)
+    num_balanced: Counter[str] = field(default_factory=Counter)
+    num_refused: Counter[str] = field(default_factory=Counter)
+    num_refused_for: Counter[Role] = field(default_factory=Counter)
+    num_taken_back: int = 0

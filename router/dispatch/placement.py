@@ -1,0 +1,304 @@
+"""Puts a request onto workers and takes it off again: choose, book, send; release, abort.
+
+Nothing here waits. A worker that cannot take a message now is passed over, and a request that finds no worker stays in
+the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from common.latency import StepShape
+from common.wire import Role
+from common.wire.messages import HandOver, Message
+from router.dispatch.candidates import Candidates, Hits
+from router.dispatch.fetches import Fetches
+from router.dispatch.growth import num_more_blocks
+from router.dispatch.orders import decode_request, kv_target, prefill_request
+from router.dispatch.request_state import Assignment, RequestState
+from router.fleet import Booking, PrefixIndex, Worker, WorkerRegistry, WorkerState
+from router.policy import NO_HITS, Choice, OutputLengths, RequestShape, RoutingPolicy, Shortlist
+
+Send = Callable[[str, Message], bool]
+Abort = Callable[[str, str, int], None]
+
+
+class Placement:
+    """Chooses, books and tells the workers of a request, as the policy says."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        policy: RoutingPolicy,
+        index: PrefixIndex,
+        send: Send,
+        abort: Abort,
+    ) -> None:
+        self._registry, self._policy, self._index = registry, policy, index
+        self._send, self._abort = send, abort
+        self.shortlist = Shortlist(registry, policy, index)
+        self.candidates = Candidates(registry, index, self.shortlist)
+        self.lengths = OutputLengths()
+        self._fetches = Fetches(registry, index)
+
+    def choose(
+        self, state: RequestState, now: float, deaf: Collection[str] = (), held_s: float = 0.0
+    ) -> tuple[Choice, RequestShape] | None:
+        """Where a request would be placed now if it were on no worker, without the workers `deaf`; None: nowhere.
+
+        Prompts that the router holds take `held_s` seconds of each prefill worker before it.
+        """
+        if state.num_remaining > 1 and not self.candidates.may_decode(state, deaf):
+            return None  # before the prompt is hashed: many may wait for a decode worker
+        hits = self.candidates.hits(state)
+        prefill, decode = self.candidates.of(state, deaf, hits)
+        shape = self._shape(state, [*prefill, *decode], hits, now, held_s)
+        choice = self._policy.choose(prefill, decode, shape, now)
+        return None if choice is None else (choice, shape)
+
+    def place(
+        self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None
+    ) -> Choice | None:
+        """Choose workers and send them a request that is on none; None when no worker can take it now.
+
+        `chosen` is what `choose` has just said.
+        """
+        state.num_base_tokens = len(state.stream.token_ids)
+        if state.wants_prompt_logprobs:  # one worker computes all of them: another may have other weights
+            state.stream.drop_prompt_logprobs()
+        deaf: set[str] = set()
+        while (chosen := chosen or self.choose(state, now, deaf)) is not None:
+            (choice, shape), chosen = chosen, None
+            unheard = self._dispatch(state, choice, shape, now)
+            if unheard is None:
+                state.forecast = choice.forecast
+                return choice
+            deaf.add(unheard)
+            self.start_over(state)
+        return None
+
+    def replace_prefill(self, state: RequestState, now: float) -> bool:
+        """Begin a new attempt with another prefill worker, or none, on the decode worker that stays.
+
+        The decode worker keeps the blocks that have arrived. False when it cannot take the message.
+        """
+        assignment = state.decode
+        decode = self._registry.workers[assignment.address] if assignment else None
+        if assignment is None or decode is None or decode.state is not WorkerState.READY:
+            return False  # a draining worker refuses new attempts
+        deaf: set[str] = set()
+        while True:
+            state.begin_attempt()
+            hits = self.candidates.hits(state)
+            partners, _ = self.candidates.of(state, deaf, hits)
+            shape = self._shape(state, [*partners, decode], hits, now)
+            prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
+            request = decode_request(state, prefill, now, serial=assignment.booking.serial)
+            if not self._send(decode.address, request):
+                return False
+            assignment.attempt = state.attempt
+            if prefill is None or self._send_prefill(state, prefill, decode, shape, now):
+                return True
+            deaf.add(prefill.address)
+
+    def hand_over(self, state: RequestState, target: Worker, num_reserved_tokens: int, now: float) -> bool:
+        """Begin a new attempt on `target`, to which the present decode worker copies its KV.
+
+        `target` sets blocks aside for `num_reserved_tokens` more. False when one of the two cannot take its message.
+        """
+        source = state.decode
+        if source is None:
+            return False
+        state.begin_attempt()
+        num_output = len(state.stream.token_ids)
+        worker = self._registry.workers[source.address]
+        serial, num_reserved = self._registry.next_serial, num_reserved_tokens
+        request = decode_request(state, worker, now, serial=serial, num_output=num_output, num_reserved=num_reserved)
+        if not self._send(target.address, request):
+            return False
+        num_tokens = state.num_tokens + num_reserved_tokens
+        num_expected = max(0, self.expected_more(state) - num_reserved_tokens)
+        booking = self._registry.book(
+            target.address,
+            now,
+            prompt=StepShape(),
+            num_blocks=target.num_blocks_of(num_tokens),
+            priority=state.request.priority,
+            num_tokens=num_tokens,
+            num_more=num_more_blocks(target, num_tokens, num_expected),
+        )
+        state.successor = _assignment(state, target, booking, num_output)
+        order = HandOver(
+            request_id=request.request_id,
+            attempt=source.attempt,
+            new_attempt=state.attempt,
+            target=kv_target(target),
+            num_output_tokens=num_output,
+            num_reserved_tokens=num_reserved_tokens,
+        )
+        return self._send(source.address, order)
+
+    def leave(self, state: RequestState, assignment: Assignment, *, abort: bool) -> None:
+        """End one worker's part in a request that goes on elsewhere."""
+        self._registry.release(assignment.booking)
+        if abort:
+            self._abort(assignment.address, state.request.request_id, assignment.attempt)
+
+    def computed(self, assignment: Assignment, now: float) -> None:
+        """The worker's first token came: take the prompt off its load."""
+        assignment.booking = self._registry.computed(assignment.booking, now)
+        if assignment.role == "prefill":
+            self._registry.release(assignment.booking)
+
+    def spare_prefill(self, state: RequestState) -> None:
+        """The decode worker has the KV: abort a replacement prefill worker that is still computing it."""
+        helper, decode = state.prefill, state.decode
+        if helper and decode and not helper.delivered and state.attempt > decode.first_attempt:
+            self._abort(helper.address, state.request.request_id, state.attempt)
+
+    def settle(self, state: RequestState) -> None:
+        """The request ended well: release its bookings, and stop a hand-over."""
+        if not state.pools:
+            self.lengths.observe(state.request.request_class, len(state.stream.token_ids))
+        for assignment in (state.prefill, state.decode):
+            if assignment is not None:
+                self._registry.release(assignment.booking)
+        self._drop_successor(state)
+
+    def remove(self, state: RequestState, assignment: Assignment) -> None:
+        """Take the request off one worker."""
+        self._registry.release(assignment.booking)
+        self._abort(assignment.address, state.request.request_id, state.attempt)
+        state.unassign(assignment)
+
+    def withdraw(self, state: RequestState) -> None:
+        """Take the request off every worker."""
+        for assignment in (state.prefill, state.decode):
+            if assignment is not None:
+                self.remove(state, assignment)
+        self._drop_successor(state)
+
+    def start_over(self, state: RequestState) -> None:
+        """Take the request off every worker and begin a new attempt."""
+        self.withdraw(state)
+        state.begin_attempt()
+
+    def remember(self, state: RequestState, assignment: Assignment, now: float) -> None:
+        """The worker holds the KV of all tokens so far but the last: expect later prompts to hit it."""
+        worker = self._registry.workers[assignment.address]
+        if worker.hello is not None and worker.epoch == assignment.epoch:
+            size = worker.identity.block_size
+            hashes = state.hashes(size)[: (state.num_tokens - 1) // size]
+            self._expect(worker, hashes, now)
+
+    def expected_more(self, state: RequestState) -> int:
+        """Tokens that the answer will probably have beyond those of now."""
+        num_output = len(state.stream.token_ids)
+        return self.lengths.expected_more(state.request.request_class, num_output, state.num_remaining)
+
+    def obstacle(self, state: RequestState, now: float) -> str:
+        """Why the request has no place yet."""
+        role: Role = "prefill" if state.pools else "decode"
+        ready = self._registry.ready(role)
+        if not ready or self.candidates.usable(role, state):
+            missing = self._registry.missing(role, now)
+            return state.last_failure or missing or "workers take no messages"
+        if (adapter := state.request.adapter) and not any(adapter in worker.digests for worker in ready):
+            return f"no ready {role} worker has its adapter"
+        same = [worker for worker in ready if state.weights in (None, worker.identity.weights)]
+        if not same:
+            return f"its answer began with weights that no ready {role} worker has"
+        most = max(worker.max_tokens for worker in same)
+        included = "" if state.pools else ", the next one included"
+        return f"it has {state.num_tokens} tokens, and ready {role} workers take {most}{included}"
+
+    # ------------------------------------------------------------ inside
+
+    def _drop_successor(self, state: RequestState) -> None:
+        successor, state.successor = state.successor, None
+        if successor is not None:
+            self.leave(state, successor, abort=True)
+
+    def _shape(
+        self, state: RequestState, workers: Sequence[Worker], hits: Hits, now: float, held_s: float = 0.0
+    ) -> RequestShape:
+        num_remaining = state.request.params.max_tokens - state.num_base_tokens
+        known = {size: held for size, held in hits.items() if held}  # nothing is known of most new prompts
+        tokens = {}
+        for worker in workers if known else ():
+            size, address = worker.identity.block_size, worker.address
+            if size in known and (num_blocks := known[size].num_blocks(address)):
+                tokens[address] = size * num_blocks
+        return RequestShape(
+            len(state.request.prompt_token_ids) + state.num_base_tokens,
+            num_remaining,
+            tokens or NO_HITS,
+            alone=state.wants_prompt_logprobs,
+            num_expected=self.lengths.expected_more(state.request.request_class, state.num_base_tokens, num_remaining),
+            priority=state.request.priority,
+            held_s=held_s,
+            ttft_s=state.first_token_s(now),
+            tpot_s=state.request.tpot_s,
+            fetches=self._fetches.of(state, workers, known, now) if known else None,
+        )
+
+    def _dispatch(self, state: RequestState, choice: Choice, shape: RequestShape, now: float) -> str | None:
+        """Send the messages of a choice. Returns the address of a worker that could not take its own, or None."""
+        if choice.decode is not None:
+            fetch = shape.fetch(choice.decode) if choice.local else None
+            request = decode_request(state, choice.prefill, now, serial=self._registry.next_serial, fetch=fetch)
+            if not self._send(choice.decode.address, request):
+                return choice.decode.address
+            self._fetches.begin(fetch, now)
+            self._assign(state, choice.decode, shape, local=choice.local, now=now)
+        if choice.prefill is not None and not self._send_prefill(state, choice.prefill, choice.decode, shape, now):
+            return choice.prefill.address
+        return None
+
+    def _send_prefill(
+        self, state: RequestState, prefill: Worker, decode: Worker | None, shape: RequestShape, now: float
+    ) -> bool:
+        fetch = shape.fetch(prefill)
+        request = prefill_request(state, decode, now, serial=self._registry.next_serial, fetch=fetch)
+        if not self._send(prefill.address, request):
+            return False
+        self._fetches.begin(fetch, now)
+        self._assign(state, prefill, shape, local=True, now=now)
+        self._expect(prefill, state.hashes(prefill.identity.block_size), now)
+        return True
+
+    def _expect(self, worker: Worker, hashes: Sequence[bytes], now: float) -> None:
+        """The worker will report these blocks soon: with a window the last of more than it has room for."""
+        num_blocks = worker.identity.num_blocks
+        kept = hashes[-num_blocks:] if worker.identity.window else hashes
+        self._index.expect(worker.address, kept, now, capacity=num_blocks)
+
+    def _assign(self, state: RequestState, worker: Worker, shape: RequestShape, *, local: bool, now: float) -> None:
+        """Book the worker; with `local` it computes the prompt itself."""
+        num_blocks = worker.num_blocks_of(shape.uncached(worker))
+        prompt = shape.prompt(worker) if local else StepShape()
+        booking = self._registry.book(
+            worker.address,
+            now,
+            prompt=prompt,
+            num_blocks=num_blocks,
+            priority=state.request.priority,
+            num_tokens=shape.num_tokens,
+            num_more=num_more_blocks(worker, shape.num_tokens, shape.num_expected) if worker.role == "decode" else 0,
+        )
+        state.assign(_assignment(state, worker, booking, state.num_base_tokens), now)
+
+
+def _assignment(state: RequestState, worker: Worker, booking: Booking, num_base_tokens: int) -> Assignment:
+    """The worker's part from the present attempt on."""
+    return Assignment(
+        role=worker.role,
+        address=worker.address,
+        worker_id=worker.worker_id,
+        epoch=worker.epoch,
+        first_attempt=state.attempt,
+        booking=booking,
+        attempt=state.attempt,
+        num_base_tokens=num_base_tokens,
+        weights=worker.identity.weights,
+    )

@@ -1,0 +1,32 @@
+"""The router's workers: connections, signs of life, and the load of each."""
+
+from router.fleet.adapters import FleetAdapters, KnownAdapter, Outcome
+from router.fleet.booking import Booking
+from router.fleet.census import ModelCensus
+from router.fleet.discovery_status import DiscoveryStatus
+from router.fleet.events import FleetEvent
+from router.fleet.fleet import CONTROL_HWM, MAX_DISCOVERED, WorkerFleet
+from router.fleet.prefix_index import PrefixHits, PrefixIndex
+from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import Worker, WorkerState, by_fingerprint
+from router.fleet.worker_connection import WorkerConnection
+
+__all__ = [
+    "Booking",
+    "CONTROL_HWM",
+    "DiscoveryStatus",
+    "FleetAdapters",
+    "FleetEvent",
+    "KnownAdapter",
+    "MAX_DISCOVERED",
+    "ModelCensus",
+    "Outcome",
+    "PrefixHits",
+    "PrefixIndex",
+    "Worker",
+    "WorkerConnection",
+    "WorkerFleet",
+    "WorkerRegistry",
+    "WorkerState",
+    "by_fingerprint",
+]

@@ -1,0 +1,94 @@
+"""Log-probabilities in the shapes of OpenAI's two older endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.wire import LOGPROB_FLOOR, TokenLogprobs
+from router.generation.choice import AnswerChoice, TokenWithLogprobs
+from router.text import Detokenizer, TextPipeline
+
+
+def floored(logprob: float) -> float:
+    """`logprob`, at least LOGPROB_FLOOR; never NaN or infinite."""
+    return logprob if LOGPROB_FLOOR <= logprob <= 0.0 else 0.0 if logprob > 0.0 else LOGPROB_FLOOR
+
+
+class LogprobShapes:
+    """Writes tokens with log-probabilities. `as_ids` names them `token_id:ID`, unambiguous where text is not."""
+
+    def __init__(self, text: TextPipeline, num_alternatives: int, *, as_ids: bool = False) -> None:
+        self._text, self._num_alternatives, self._as_ids = text, num_alternatives, as_ids
+
+    def chat(self, with_logprobs: Sequence[TokenWithLogprobs]) -> dict[str, object]:
+        """`logprobs` of a chat choice or chunk."""
+        return {"content": self.tokens(with_logprobs), "refusal": None}
+
+    def tokens(self, with_logprobs: Sequence[TokenWithLogprobs]) -> list[dict[str, object]]:
+        """Each token with its bytes and alternatives."""
+        content: list[dict[str, object]] = []
+        for token in with_logprobs:
+            logprobs = token.logprobs
+            own, *top = self._entries([(token.token_id, logprobs.logprob), *logprobs.top[: self._num_alternatives]])
+            content.append({**own, "top_logprobs": top})
+        return content
+
+    def completion(self, with_logprobs: Sequence[TokenWithLogprobs], offset: int) -> dict[str, list[object]]:
+        """`logprobs` of a completion choice or chunk; `offset` is where generated text begins (after an echo)."""
+        return {
+            "tokens": [self._name(token.token_id) for token in with_logprobs],
+            "token_logprobs": [floored(token.logprobs.logprob) for token in with_logprobs],
+            "top_logprobs": [self._alternatives(token.token_id, token.logprobs) for token in with_logprobs],
+            "text_offset": [offset + token.start for token in with_logprobs],
+        }
+
+    def echo(self, choice: AnswerChoice, *, skip_special_tokens: bool) -> dict[str, list[object]]:
+        """`logprobs` of a completion's echo. The first token has none."""
+        token_ids, logprobs = choice.request.prompt_token_ids, choice.prompt_logprobs
+        detokenizer = Detokenizer(self._text.tokenizer, skip_special_tokens=skip_special_tokens)
+        offsets: list[object] = []
+        for token_id in token_ids:
+            offsets.append(min(detokenizer.position, len(choice.echo)))
+            detokenizer.push((token_id,))
+        return {
+            "tokens": [self._name(token_id) for token_id in token_ids],
+            "token_logprobs": [None, *(floored(token.logprob) for token in logprobs)],
+            "top_logprobs": [None, *map(self._alternatives, token_ids[1:], logprobs)],
+            "text_offset": offsets,
+        }
+
+    def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict[str, object] | None]:
+        """`prompt_logprobs` of either endpoint, by token id, each with its rank."""
+        shown: list[dict[str, object] | None] = [None]
+        for token_id, found in zip(token_ids[1:], logprobs, strict=True):
+            top = found.top[: self._num_alternatives]
+            ranks: dict[int, tuple[float, int | None]] = {i: (p, rank) for rank, (i, p) in enumerate(top, start=1)}
+            ranks.setdefault(token_id, (found.logprob, found.rank or None))
+            shown.append(
+                {
+                    str(i): {"logprob": floored(p), "rank": rank, "decoded_token": self._text.token_text(i).token}
+                    for i, (p, rank) in ranks.items()
+                }
+            )
+        return shown
+
+    def _alternatives(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        """The alternatives of a token, and itself."""
+        top = {self._name(i): floored(p) for i, p in logprobs.top[: self._num_alternatives]}
+        top.setdefault(self._name(token_id), floored(logprobs.logprob))
+        return top
+
+    def _entries(self, logprobs: Sequence[tuple[int, float]]) -> list[dict[str, object]]:
+        """An entry for each token id and its log-probability. An answer may have 21 with each of its tokens."""
+        text, entries = self._text.token_text, []
+        for token_id, logprob in logprobs:
+            name, byte_values = text(token_id)
+            if self._as_ids:
+                name = f"token_id:{token_id}"
+            if not LOGPROB_FLOOR <= logprob <= 0.0:
+                logprob = floored(logprob)
+            entries.append({"token": name, "logprob": logprob, "bytes": byte_values})
+        return entries
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self._text.token_name(token_id)

@@ -1,1 +1,0 @@
-"""One machine: `diptych serve`, its processes and their supervisor; `diptych size`."""

@@ -1,1 +1,0 @@
-"""Where a request runs: candidates, bookings, moves after a death, hand-overs between decode workers."""

@@ -1,1 +1,0 @@
-"""The load of the pools: arrivals, lengths, cached tokens, answers."""

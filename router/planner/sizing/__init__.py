@@ -1,1 +1,0 @@
-"""How many workers a load needs: waiting times of queues, times of steps, splits between roles. Pure."""

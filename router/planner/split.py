@@ -1,0 +1,132 @@
+"""What a division of the present workers between prefill and decode would miss in the next seconds. Pure.
+
+How much of the load so many workers keep up with within the goals is the planner's own criterion (`sizing.py`). To that
+comes what is there now: prompts that wait, and answers that run, which other decode workers would take over.
+
+    prompts begun in time   what the pool keeps up with, and the queue that still meets the goal, less the present queue
+    answers admitted        what the pool keeps up with, but none while more run than it has room for
+    running answers missed  those whose tokens would be too slow on average, over what they had and what is to come
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from common.wire import Role
+from router.planner.forecast import careful, of_prompts
+from router.planner.offered_load import OfferedLoad
+from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
+from router.planner.sizing import decode_share, parts, prefill_share
+from router.policy import STRANGE
+
+LEAST_ROOM_S = 1.0
+"""How long prompts may wait where there is no goal for first tokens, or one that prompts alone miss."""
+ALONE_RISK = 0.15
+"""The share of the requests that an empty prefill pool counts as missing: when long prompts come again, they stop the
+answers of decode workers until a worker has changed."""
+NUM_PARTS = 10
+"""Answers under way are looked at by what they have left of their tokens: a twentieth, three twentieths, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """Work under way: prompts that take one prefill worker `waiting_s`, and answers that `num_decode` workers make.
+
+    An answer sees `context` tokens and has `tokens_left` to come. Answers have had half of theirs on average.
+    """
+
+    waiting_s: float = 0.0
+    num_answers: float = 0.0
+    context: float = 0.0
+    tokens_left: float = 0.0
+    num_decode: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Judges splits of `fleet` over the next `seconds` of `load`."""
+
+    load: OfferedLoad
+    fleet: Fleet
+    goals: Goals
+    running: UnderWay
+    seconds: float
+
+    def num_missed(self, num_prefill: int, num_decode: int) -> float:
+        """Requests that would miss a goal with so many workers, answers that run now included."""
+        alone: Mapping[Role, PoolState] = {"decode": self.fleet.pools["decode"]}
+        remote, local = parts(self.load, self.fleet if num_prefill else replace(self.fleet, pools=alone))
+        decode = self._decode_share(local, num_decode)
+        met = local.rate * decode
+        if remote.rate > 0.0:
+            met += remote.rate * min(decode, self._prefill_share(remote, num_prefill))
+        risk = 0.0 if num_prefill else ALONE_RISK * self.load.rate
+        return (max(0.0, self.load.rate - met) + risk) * self.seconds + self._late_answers(num_decode)
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _kind(self) -> WorkerKind:
+        """A decode worker. One that has computed no prompt yet is taken to be slower at it than a prefill worker."""
+        kind, like = self.fleet.pools["decode"].kind, self.fleet.pools["prefill"].kind.model
+        if kind.model.knows_prompts:
+            return kind
+        token_s, pair_s = STRANGE * like.token_s, STRANGE * like.pair_s
+        return replace(kind, model=msgspec.structs.replace(kind.model, token_s=token_s, pair_s=pair_s))
+
+    def _prefill_share(self, remote: OfferedLoad, num_prefill: int) -> float:
+        """The share of the prompts that come which `num_prefill` workers begin in time."""
+        kind = self.fleet.pools["prefill"].kind
+        kept = prefill_share(remote, kind, self.goals, num_prefill)
+        own_s = of_prompts(remote, kind, 1).own_s
+        mean_s = sum(own_s) / len(own_s)
+        room_s = max(LEAST_ROOM_S, self.goals.ttft_s - mean_s)
+        num_more = (num_prefill * room_s - self.running.waiting_s) / mean_s
+        return min(1.0, max(0.0, kept + num_more / (remote.rate * self.seconds)))
+
+    def _decode_share(self, local: OfferedLoad, num_decode: int) -> float:
+        """The share of the answers that come for which `num_decode` workers have room in time."""
+        kind, running = self._kind, self.running
+        kept = decode_share(self.load, local, kind, self.goals, num_decode)
+        room = num_decode * self._most_rows(kind)
+        if running.num_answers <= room or not kept:
+            return kept
+        rows = running.num_answers / num_decode
+        last_s = 2.0 * running.tokens_left * self._step_s(kind, rows / 2)  # the longest has twice the mean to come
+        full_s = last_s * (1.0 - room / running.num_answers)
+        return kept * max(0.0, 1.0 - full_s / self.seconds)
+
+    def _most_rows(self, kind: WorkerKind) -> float:
+        """Answers that run side by side on a worker within the goal for tokens."""
+        most, context = float(kind.max_num_seqs), self.running.context
+        if context > 0.0:
+            most = min(most, kind.num_blocks * kind.block_size / kind.num_kept(context))
+        if self.goals.tpot_s > 0.0:
+            most = min(most, kind.model.most_rows(context, self.goals.tpot_s / careful(kind)))
+        return max(1.0, most)
+
+    def _step_s(self, kind: WorkerKind, num_rows: float) -> float:
+        """The time of a token beside so many rows of a worker, on average."""
+        model = kind.model
+        row_s = model.row_s + model.context_s * self.running.context
+        return careful(kind) * (model.fixed_s + model.floor_s + row_s * max(1.0, num_rows))
+
+    def _late_answers(self, num_decode: int) -> float:
+        """Answers under way that miss the goal for tokens if so many workers make the rest of them.
+
+        One that has the share u of an answer left has had the others beside it until now, and from now on fewer and
+        fewer: when the share v of an answer has passed, 1 - v of them are left.
+        """
+        running, goal_s, kind = self.running, self.goals.tpot_s, self._kind
+        if goal_s <= 0.0 or not running.num_answers:
+            return 0.0
+        before_s = self._step_s(kind, running.num_answers / max(1, running.num_decode))
+        num_late = 0
+        for part in range(NUM_PARTS):
+            left = (part + 0.5) / NUM_PARTS
+            then_s = self._step_s(kind, running.num_answers / num_decode * (1.0 - left / 2))
+            num_late += (1.0 - left) * before_s + left * then_s > goal_s
+        return running.num_answers * num_late / NUM_PARTS

@@ -1,0 +1,7 @@
+"""What outlives its request, in SQLite: responses, files and batches. Loaded only where one is kept."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,249 @@
+"""Stores files in pieces within bounds of bytes, number and age; each is visible to the API key that made it alone.
+
+    begin ─> append, append ... ─> complete ─> find, read ─> delete, or too old ─> its pieces go, some at a time
+
+A piece is a row, so that an upload is never whole in memory, and a line of a batch's results is stored in the
+transaction that counts it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+
+from common.machine import AGES_S, WALL_CLOCK, WallClock
+from router.stored.batches import BatchStore
+from router.stored.database import Database
+from router.stored.errors import FileInUse, StoreFull
+from router.stored.file_record import DELETED, READY, UNFINISHED, WRITING, StoredFile
+from router.stored.file_schema import FILES
+from router.stored.record import StoreSize
+from router.stored.upkeep import ABANDONED_S, CHORE_S, PURGED_BYTES, PURGED_ROWS, VACUUM_PAGES
+
+RESULTS_SHARE = 4
+"""Results of batches may exceed the bounds by a fourth: what was paid for with work must not be lost to an upload."""
+COLUMNS = "id, owner, purpose, filename, created_at, expires_at, num_bytes"
+
+
+class FileStore:
+    """Opens the SQLite file `path` (":memory:": none). `on_failure` gets the reason of each failure, on any thread.
+
+    `batches` are the batches over these files. Raises sqlite3.Error or OSError for a file that cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        on_failure: Callable[[str], None] = lambda reason: None,
+        *,
+        max_bytes: int,
+        max_entries: int,
+        max_age_s: float,
+        clock: WallClock = WALL_CLOCK,
+        chore_s: float = CHORE_S,
+    ) -> None:
+        self.path, self.max_age_s = path, max_age_s
+        self._max_bytes, self._max_entries, self._clock = max_bytes, max_entries, clock
+        self.size = StoreSize()
+        self._database = Database(path, FILES, on_failure, self._look_around, chore_s)
+        self.batches = BatchStore(
+            self._database, self.check_room, max_entries=max_entries, max_age_s=max_age_s, clock=clock
+        )
+        self._has_begun = False
+        self._database.submit(self._begin)
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self._database.close()
+
+    # ------------------------------------------------------------ writing
+
+    async def begin(self, file: StoredFile, num_bytes: int = 0) -> None:
+        """Begin a file of about `num_bytes`, which no client sees before `complete`. Raises StoreFull, StoreFailed."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            self.check_room(connection, file.owner, num_bytes, num_files=1)
+            connection.execute(
+                f"INSERT INTO files ({COLUMNS}, state) VALUES (?, ?, ?, ?, ?, ?, 0, ?)",
+                (
+                    *(file.id, file.owner, file.purpose, file.filename, file.created_at),
+                    *(self._clock.now() + ABANDONED_S, WRITING),
+                ),
+            )
+            self._measure(connection)
+
+        await self._database.run(work)
+
+    async def append(self, file: StoredFile, number: int, content: bytes) -> None:
+        """Add piece `number` to a file that is being written. Raises StoreFull, StoreFailed."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            self.check_room(connection, file.owner, len(content))
+            connection.execute("INSERT INTO pieces VALUES (?, ?, ?)", (file.id, number, content))
+            connection.execute("UPDATE files SET num_bytes = num_bytes + ? WHERE id = ?", (len(content), file.id))
+            self._measure(connection)
+
+        await self._database.run(work, len(content))
+
+    async def complete(self, file: StoredFile) -> StoredFile:
+        """The file as it is kept from now on; its name and expiry are those of `file`. Raises StoreFailed."""
+
+        def work(connection: sqlite3.Connection) -> StoredFile:
+            connection.execute(
+                "UPDATE files SET state = ?, filename = ?, expires_at = ? WHERE id = ? AND state = ?",
+                (READY, file.filename, file.expires_at, file.id, WRITING),
+            )
+            row = connection.execute(f"SELECT {COLUMNS} FROM files WHERE id = ?", (file.id,)).fetchone()
+            return StoredFile(*row)
+
+        return await self._database.run(work)
+
+    async def abandon(self, file: StoredFile) -> None:
+        """Delete a file that will not be complete. Raises StoreFailed."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("UPDATE files SET state = ? WHERE id = ? AND state = ?", (DELETED, file.id, WRITING))
+            self._purge(connection)
+
+        await self._database.run(work)
+
+    async def delete(self, file_id: str, owner: str) -> bool:
+        """Whether there was such a file. Raises FileInUse, StoreFailed."""
+
+        def work(connection: sqlite3.Connection) -> bool:
+            if self._find(connection, file_id, owner) is None:
+                return False
+            if (batch := self._reader(connection, file_id)) is not None:
+                raise FileInUse(file_id, batch)
+            connection.execute("UPDATE files SET state = ? WHERE id = ?", (DELETED, file_id))
+            self._purge(connection)
+            return True
+
+        return await self._database.run(work)
+
+    # ------------------------------------------------------------ reading
+
+    async def find(self, file_id: str, owner: str) -> StoredFile | None:
+        """A file that is complete. Raises StoreFailed."""
+        return await self._database.run(lambda connection: self._find(connection, file_id, owner))
+
+    async def page(
+        self, owner: str, *, purpose: str | None, descending: bool, limit: int, after: str | None
+    ) -> list[StoredFile] | None:
+        """At most `limit` files by their age, those after the file `after`; None without such a file.
+
+        Raises StoreFailed.
+        """
+
+        def work(connection: sqlite3.Connection) -> list[StoredFile] | None:
+            place: tuple[object, ...] = ()
+            if after is not None:
+                if (last := self._find(connection, after, owner)) is None:
+                    return None
+                place = (last.created_at, last.id)
+            order, beyond = ("DESC", "<") if descending else ("ASC", ">")
+            rows = connection.execute(
+                f"SELECT {COLUMNS} FROM files WHERE owner = ? AND state = ? AND expires_at > ?"
+                + (" AND purpose = ?" if purpose is not None else "")
+                + (f" AND (created_at, id) {beyond} (?, ?)" if place else "")
+                + f" ORDER BY created_at {order}, id {order} LIMIT ?",
+                (owner, READY, self._clock.earliest(AGES_S), *([] if purpose is None else [purpose]), *place, limit),
+            )
+            return [StoredFile(*row) for row in rows]
+
+        return await self._database.run(work)
+
+    async def read(self, file_id: str, after: int, num_bytes: int) -> Sequence[tuple[int, bytes]]:
+        """The pieces behind piece `after`, at least one and until they have `num_bytes`. Raises StoreFailed."""
+
+        def work(connection: sqlite3.Connection) -> list[tuple[int, bytes]]:
+            found, size = [], 0
+            rows = connection.execute(
+                "SELECT number, content FROM pieces WHERE file = ? AND number > ? ORDER BY number", (file_id, after)
+            )
+            for number, content in rows:
+                found.append((number, content))
+                size += len(content)
+                if size >= num_bytes:
+                    break
+            return found
+
+        return await self._database.run(work)
+
+    # ------------------------------------------------------------ inside a transaction
+
+    def check_room(
+        self, connection: sqlite3.Connection, owner: str, num_bytes: int, *, num_files: int = 0, results: bool = False
+    ) -> None:
+        """Raises StoreFull when so much more of this key exceeds a bound."""
+        held = connection.execute("SELECT total(num_files), total(num_bytes) FROM file_owners").fetchone()
+        held_files, total = (int(number) for number in held)
+        row = connection.execute("SELECT num_bytes FROM file_owners WHERE owner = ?", (owner,)).fetchone()
+        own = 0 if row is None else int(row[0])
+        most = self._max_bytes + (self._max_bytes // RESULTS_SHARE if results else 0)
+        share = most if not owner else most // 2
+        if total + num_bytes > most or own + num_bytes > share:
+            raise StoreFull(
+                f"the files here have {total:,} bytes of {most:,}, those of this key {own:,} of {share:,}, and "
+                f"{num_bytes:,} more do not fit: delete files"
+            )
+        if num_files and held_files + num_files > self._max_entries:
+            raise StoreFull(f"{held_files:,} files are kept here, of {self._max_entries:,}: delete some")
+
+    def _find(self, connection: sqlite3.Connection, file_id: str, owner: str) -> StoredFile | None:
+        statement = f"SELECT {COLUMNS} FROM files WHERE id = ? AND owner = ? AND state = ? AND expires_at > ?"
+        row = connection.execute(statement, (file_id, owner, READY, self._clock.earliest(AGES_S))).fetchone()
+        return None if row is None else StoredFile(*row)
+
+    def _reader(self, connection: sqlite3.Connection, file_id: str) -> str | None:
+        marks = ", ".join("?" * len(UNFINISHED))
+        statement = f"SELECT id FROM batches WHERE status IN ({marks}) AND input_file = ?"
+        row = connection.execute(statement, (*UNFINISHED, file_id)).fetchone()
+        return None if row is None else str(row[0])
+
+    def _measure(self, connection: sqlite3.Connection) -> None:
+        row = connection.execute("SELECT total(num_files), total(num_bytes) FROM file_owners").fetchone()
+        self.size = StoreSize(int(row[0]), int(row[1]))
+
+    def _purge(self, connection: sqlite3.Connection) -> None:
+        """Delete pieces of deleted files. The rest of them counts as stored."""
+        num_rows = num_bytes = 0
+        for (file_id,) in connection.execute("SELECT id FROM files WHERE state = ?", (DELETED,)).fetchall():
+            doomed, freed = [], 0
+            rows = connection.execute("SELECT rowid, length(content) FROM pieces WHERE file = ?", (file_id,))
+            while num_rows < PURGED_ROWS and num_bytes < PURGED_BYTES and (row := rows.fetchone()) is not None:
+                doomed.append((row[0],))
+                freed, num_rows, num_bytes = freed + row[1], num_rows + 1, num_bytes + row[1]
+            rows.close()
+            connection.executemany("DELETE FROM pieces WHERE rowid = ?", doomed)
+            if num_rows < PURGED_ROWS and num_bytes < PURGED_BYTES:
+                connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+            else:
+                connection.execute("UPDATE files SET num_bytes = num_bytes - ? WHERE id = ?", (freed, file_id))
+                break
+        self._measure(connection)
+
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        """Measure the store, and read its last time stamp: the clock may have jumped while no router ran."""
+        if not self._has_begun:
+            self._measure(connection)
+            (latest,) = connection.execute("SELECT max(created_at) FROM files").fetchone()
+            if latest is not None:
+                self._clock.observe(latest)
+            self._has_begun = True
+
+    def _look_around(self, connection: sqlite3.Connection) -> None:
+        """Look after batches, delete what is too old, and give room back."""
+        self._begin(connection)
+        self.batches.look_around(connection)
+        marks = ", ".join("?" * len(UNFINISHED))
+        used = " UNION ".join(
+            f"SELECT {column} FROM batches WHERE status IN ({marks})"
+            for column in ("input_file", "output_file", "error_file")
+        )
+        connection.execute(
+            f"UPDATE files SET state = ? WHERE state IN (?, ?) AND expires_at <= ? AND id NOT IN ({used})",
+            (DELETED, READY, WRITING, self._clock.earliest(AGES_S), *(3 * UNFINISHED)),
+        )
+        self._purge(connection)
+        connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()

@@ -1,1 +1,0 @@
-"""What an answer is made of: its parts, its marks, and grammars of its form."""

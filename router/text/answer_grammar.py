@@ -1,0 +1,116 @@
+"""Writes the form of an answer as one grammar, to which workers hold the answer token by token.
+
+Grammars are texts for the library llguidance: rules in Lark's form, of which `start` is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import llguidance
+
+from common.grammar import gbnf_to_lark, is_gbnf
+from common.wire import MAX_GRAMMAR_CHARS
+from router.text.closed_schema import closed
+from router.text.schema.canonical_form import Document, canonical
+from router.text.schema.control_characters import has_controls, with_exact_sets, without_open_objects
+from router.text.schema.loops import without_loops
+from router.text.schema.patterns import portable
+from router.text.schema.rewrite import rewritten
+
+WHITESPACE = r"\n[ \t]{0,32}| "
+"""White space allowed between the parts of a JSON text; with more, small models fill their answers with blanks."""
+ESCAPES = 'nrbtf\\"'
+"""Letters after a backslash in JSON strings. Without `u`, so that a model cannot spell the same member name twice."""
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+LARK_PRIORITY = re.compile(r"^([ \t]*[?!]{0,2}[_a-zA-Z][\w-]*)\.-?[0-9]{1,9}(?=[ \t]*[:\[])", re.MULTILINE)
+"""A rule's priority. It selects between parses of a text and does not change the language."""
+LARK_MARKS = re.compile(r"^([ \t]*)\?!(?=[_a-z])", re.MULTILINE)
+"""Modifiers of a rule in the order that the library does not accept."""
+PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")
+"""The place of an error in our rules, which means nothing to the client."""
+
+
+def json_grammar(schema: Mapping[str, Any] | bool) -> str:
+    """A grammar of JSON text that matches a schema."""
+    return rule("start", json_expression(schema))
+
+
+def json_expression(schema: Mapping[str, Any] | bool) -> str:
+    """Return the right side of a rule for JSON that matches a schema with closed objects. Raises Unenforceable."""
+    if not isinstance(schema, Mapping):
+        return f"%json {json.dumps(schema)}"
+    document = enforceable(canonical(schema))
+    return document_expression(without_open_objects(document) if has_controls(document) else document)
+
+
+def document_expression(document: Document, *, lenient: bool = False) -> str:
+    """Return the right side of a rule for JSON that matches an `enforceable` document.
+
+    With `lenient` the library ignores keywords that it cannot enforce.
+    """
+    options = {
+        "whitespace_pattern": WHITESPACE,
+        "json_allowed_escapes": ESCAPES + ("u" if has_controls(document) else ""),
+        **({"lenient": True} if lenient else {}),
+    }
+    whole = with_exact_sets(document).whole()
+    known = {**whole, "x-guidance": options} if isinstance(whole, Mapping) else whole
+    return f"%json {json.dumps(known, ensure_ascii=False, separators=(',', ':'))}"
+
+
+def enforceable(document: Document, *, lenient: bool = False) -> Document:
+    """Rewrite a canonical document in keywords that the library enforces, with closed objects.
+
+    Objects are closed before `oneOf` and `not` are resolved, by a mark that says nothing of what the schema rejects.
+    With `lenient`, keywords that cannot be enforced are ignored. Otherwise they raise Unenforceable, a ValueError.
+    """
+    marked = dict(closed(document.whole()))
+    definitions = marked.pop("$defs", {})
+    document = rewritten(replace(document, root=marked, definitions=definitions), lenient=lenient)
+    return without_loops(document)
+
+
+def regex_grammar(pattern: str) -> str:
+    r"""Return a grammar of the full matches of a Python regular expression; `\d`, `\w` and `\s` are ASCII's.
+
+    Raises ValueError for possessive quantifiers.
+    """
+    return str(llguidance.LLMatcher.grammar_from_regex(portable(pattern, python=True)))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """A grammar of one of some texts."""
+    return rule("start", " | ".join(map(literal, choices)))
+
+
+def free_grammar(text: str) -> str:
+    """Convert a client's grammar, in Lark's form or GBNF. Raises GbnfError, a ValueError, for invalid GBNF."""
+    if is_gbnf(text):
+        return gbnf_to_lark(text)
+    return LARK_MARKS.sub(r"\1!?", LARK_PRIORITY.sub(r"\1", text))
+
+
+def rule(name: str, expression: str) -> str:
+    return f"{name}: {expression}\n"
+
+
+def literal(text: str) -> str:
+    """The right side of a rule for exactly this text."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def bounded(grammar: str) -> str:
+    """The grammar, unchanged. Raises ValueError if it is too long for a message to a worker."""
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"a grammar of {len(grammar):,} characters, at most {MAX_GRAMMAR_CHARS:,} are taken")
+    return grammar
+
+
+def without_place(problem: str) -> str:
+    """The message of a compile error without the place in our rules, for the client."""
+    return PLACE.sub("", problem)

@@ -1,0 +1,245 @@
+"""Grammar rules for arguments in Python's syntax, from the schema of a function."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from router.text.answer_grammar import document_expression, literal
+from router.text.schema import ArrayShape, Case, Document, ObjectShape, Schemas, Shapes, UnlistedMembers, names_lexeme
+
+COMMA = "/, ?/"
+COLON = "/: ?/"
+KEYWORD = re.compile(r"[^\W\d][\w.$-]*")
+UNKNOWN_KEYWORD = r"/[a-zA-Z_][a-zA-Z0-9_.$-]*/"
+"""Names of keywords that the schema does not name."""
+ESCAPES = (
+    r"\\[\"'\\nrtbf]|\\x[0-9a-fA-F]{2}|\\u([0-9a-cA-CeEfF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"  # no surrogates
+)
+LEXEMES = {
+    "py_string": " | ".join([rf"/{quote}([^{quote}\\\x00-\x1f]|{ESCAPES})*{quote}/" for quote in ('"', "'")]),
+    "py_integer": r"/-?(0|[1-9][0-9]{0,18})/",
+    "py_number": r"/-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
+    "py_boolean": '"True" | "False" | "true" | "false"',
+    "py_null": '"None" | "null"',
+    "py_array": f'"[" (py_any ({COMMA} py_any)*)? "]"',
+    "py_object": f'"{{" (py_member ({COMMA} py_member)*)? "}}"',
+    "py_member": f"py_string {COLON} py_any",
+    "py_any": "py_string | py_number | py_boolean | py_null | py_array | py_object",
+}
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+BOUNDS = {"number": NUMBERS, "string": ("minLength", "maxLength", "pattern", "format")}
+"""Schema keywords of scalars, enforced as in JSON, because JSON's numbers and strings are also Python's."""
+QUOTED = r'/"([^"\\\x00-\x1f]|\\["\\nrtbf]|\\x[01][0-9a-fA-F])*"/'
+"""Keys of a dictionary. Each has only one spelling."""
+UNESCAPED = r'/[^"\\\x00-\x1f]*/'
+MAX_ITEMS = 1024
+"""Above it the number of items of a list is not enforced."""
+NEEDED = {"py_array": ("py_any",), "py_object": ("py_member",), "py_member": ("py_string", "py_any")}
+NEEDED["py_any"] = ("py_string", "py_number", "py_boolean", "py_null", "py_array", "py_object")
+
+Part = tuple[str, bool]
+"""The right side of a rule for an item of a list, and whether the item is required."""
+
+
+class PythonRules:
+    """Adds rules for values of `shapes` to `rules`. The rules' names begin with `prefix`."""
+
+    def __init__(self, shapes: Shapes, rules: dict[str, str], prefix: str) -> None:
+        self._shapes, self._rules, self._prefix = shapes, rules, prefix
+        self._names: dict[tuple[int, ...], str] = {}
+        self._open: set[str] = set()  # values that are being written and have not been referred to
+        self._same: dict[str, str] = {}
+        self._num_names = 0
+
+    def arguments(self) -> str:
+        """Return the right side of a rule for the keyword arguments of a call, in the schema's order.
+
+        Names that are not identifiers follow as `**{"name": value}`. Raises Unenforceable.
+        """
+        return self._either([self._call(shape) for shape in self._shapes.root_objects])
+
+    def of_cases(self, cases: Sequence[Case], *, without: Collection[str] = ()) -> str:
+        """Return the right side of a rule for values of the cases, except those of the types in `without`."""
+        found: list[str] = []
+        for case in cases:
+            if case.values is not None:
+                found += [literal(text) for value in case.values for text in _spellings(value)]
+            else:
+                found += [
+                    expression for kind in sorted(case.types - {*without}) if (expression := self._typed(kind, case))
+                ]
+        return self._either(found)
+
+    def _call(self, shape: ObjectShape) -> str:
+        keywords = {name: each for name, each in shape.named.items() if KEYWORD.fullmatch(name)}
+        rest = {name: each for name, each in shape.named.items() if name not in keywords}
+        parts = [(f"{literal(f'{n}=')} {self._value(each)}", n in shape.required) for n, each in keywords.items()]
+        unnamed = []
+        for kind in shape.unnamed:
+            name = self._terminal(names_lexeme(UNKNOWN_KEYWORD, kind.patterns, kind.without, shape.taken))
+            unnamed.append(f"{name} {literal('=')} {self._value(kind.schemas)}")
+        is_open = bool(shape.unnamed) and not shape.least and shape.most is None
+        last: list[Part] = []
+        if rest or is_open:
+            required = shape.required & rest.keys()
+            others = ObjectShape(rest, required, shape.taken, shape.unnamed if is_open else (), 0, None)
+            last = [(f"{literal('**')} {self._object(others)}", bool(required))]
+        return self._members(parts, unnamed, shape.least, shape.most, last)
+
+    def _value(self, schemas: Schemas) -> str:
+        """Return the name of the rule for a value of these schemas."""
+        key = tuple(map(id, schemas))
+        if key not in self._names:
+            cases = self._shapes.cases(*schemas)
+            if any(case.is_any for case in cases):
+                return self._known("py_any")
+            self._names[key] = name = self._new_name()
+            self._open.add(name)
+            expression = self.of_cases(cases)
+            if name in self._open:
+                self._names[key] = self._rule(expression)
+            else:  # recursive: a part of the value has the same schemas
+                self._rules[name] = expression
+        self._open.discard(self._names[key])
+        return self._names[key]
+
+    def _typed(self, kind: str, case: Case) -> str:
+        """Return the right side of a rule for the values of one type, or "" if there are none."""
+        if kind in BOUNDS:
+            type_name = "integer" if kind == "number" and case.is_whole else kind
+            bounds = case.keywords(*BOUNDS[kind])
+            if not bounds:
+                return self._known(f"py_{type_name}")
+            schema = {"type": type_name, **(bounds[0] if len(bounds) == 1 else {"allOf": bounds})}
+            return self._rule(document_expression(Document(schema), lenient=True))
+        if kind == "array":
+            items = self._shapes.array_shape(case)
+            return "" if items is None else self._array(items)
+        if kind == "object":
+            shapes = self._shapes.object_shapes(case)
+            return self._either(list(map(self._object, shapes))) if shapes else ""
+        return self._known(f"py_{kind}")
+
+    def _array(self, shape: ArrayShape) -> str:
+        if shape == ArrayShape((), (), 0, None):
+            return self._known("py_array")
+        num_first, least = len(shape.first), min(shape.least, MAX_ITEMS)
+        most = None if shape.most is None or shape.most > MAX_ITEMS else shape.most
+        following = '""'
+        if most is None or most > num_first:
+            rest = None if most is None else most - num_first
+            others = self._value(shape.others)
+            if not num_first:
+                return self._rule(f'"[" {self._members([], [others], least, rest)} "]"')
+            following = _repeated(others, least - num_first, rest)
+        for i in reversed(range(num_first)):
+            item = f"{COMMA if i else ''} {self._value(shape.first[i])} {following}"
+            following = self._rule(item if i < least else f"({item})?")
+        return self._rule(f'"[" {following} "]"')
+
+    def _object(self, shape: ObjectShape) -> str:
+        if shape == ObjectShape({}, frozenset(), (), (UnlistedMembers((), (), ()),), 0, None):
+            return self._known("py_object")
+        parts = [
+            (f"{self._either(list(map(literal, _spellings(n))))} {COLON} {self._value(each)}", n in shape.required)
+            for n, each in shape.named.items()
+        ]
+        unnamed = [f"{self._key(kind, shape.taken)} {COLON} {self._value(kind.schemas)}" for kind in shape.unnamed]
+        return self._rule(f'"{{" {self._members(parts, unnamed, shape.least, shape.most)} "}}"')
+
+    def _key(self, kind: UnlistedMembers, taken: Sequence[str]) -> str:
+        """Return the name of a terminal for quoted names that the schema does not list."""
+        if not (kind.patterns or kind.without):
+            return self._terminal(names_lexeme(QUOTED, (), (), [python_text(name) for name in taken]))
+        plain = names_lexeme(UNESCAPED, kind.patterns, kind.without, taken)
+        return self._terminal(f"{literal(chr(34))} ({plain}) {literal(chr(34))}")
+
+    def _members(
+        self, parts: Sequence[Part], unnamed: Sequence[str], least: int, most: int | None, last: Sequence[Part] = ()
+    ) -> str:
+        """Return the right side of a rule for `parts`, then `least` to `most` unnamed members, then `last` parts.
+
+        Built from the end, with two rules for each rest: one after a comma, one at the beginning of the list.
+        """
+        following, first = '""', '""'
+        for part in reversed(last):
+            following, first = self._before(part, following, first)
+        if unnamed and most != 0:
+            one = self._either(unnamed)
+            none = [] if least else [first]
+            more = _repeated(one, least - 1, None if most is None else most - 1)
+            first = self._rule(" | ".join((f"{one} {more} {following}", *none)))
+            following = self._rule(f"{_repeated(one, least, most)} {following}")
+        for part in reversed(parts):
+            following, first = self._before(part, following, first)
+        return first
+
+    def _before(self, part: Part, following: str, first: str) -> tuple[str, str]:
+        text, is_required = part
+        after = f"{COMMA} {text} {following}" + ("" if is_required else f" | {following}")
+        begin = f"{text} {following}" + ("" if is_required else f" | {first}")
+        return self._rule(after), self._rule(begin)
+
+    def _rule(self, expression: str) -> str:
+        """Return the name of the rule for an expression."""
+        if expression not in self._same:
+            self._same[expression] = name = self._new_name()
+            self._rules[name] = expression
+        return self._same[expression]
+
+    def _terminal(self, expression: str) -> str:
+        name = self._new_name().upper()
+        self._rules[name] = expression
+        return name
+
+    def _new_name(self) -> str:
+        self._num_names += 1
+        return f"{self._prefix}_p{self._num_names}"
+
+    def _known(self, name: str) -> str:
+        if name not in self._rules:
+            self._rules[name] = LEXEMES[name]
+            for needed in NEEDED.get(name, ()):
+                self._known(needed)
+        return name
+
+    @staticmethod
+    def _either(expressions: Sequence[str]) -> str:
+        return f"({' | '.join(dict.fromkeys(expressions))})"
+
+
+def python_text(value: Any) -> str:
+    """A value of JSON as Python writes it, with strings in double quotes."""
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + re.sub(r"[\x00-\x1f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(python_text, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join([f"{python_text(key)}: {python_text(inner)}" for key, inner in value.items()]) + "}"
+    return repr(value)
+
+
+def python_keywords(arguments: Mapping[str, Any]) -> str:
+    """Write arguments as keywords of a call. Names that are not identifiers follow as `**{"name": value}`."""
+    texts = [f"{name}={python_text(value)}" for name, value in arguments.items() if KEYWORD.fullmatch(name)]
+    rest = {name: value for name, value in arguments.items() if not KEYWORD.fullmatch(name)}
+    return ", ".join([*texts, f"**{python_text(rest)}"] if rest else texts)
+
+
+def _repeated(item: str, least: int, most: int | None) -> str:
+    """Return the right side of a rule for `least` to `most` further items of a list."""
+    return "" if most == 0 else f"({COMMA} {item}){{{max(0, least)},{'' if most is None else most}}}"
+
+
+def _spellings(value: Any) -> list[str]:
+    """Return the spellings of an enumerated value. Some templates print JSON's words."""
+    text = python_text(value)
+    if value is None or isinstance(value, bool):
+        return [text, json.dumps(value)]
+    if isinstance(value, str) and "'" not in value and "\\" not in text:
+        return [text, f"'{value}'"]
+    return [text]

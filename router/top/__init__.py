@@ -1,1 +1,0 @@
-"""`diptych top`: what a router says of its load, in a terminal."""

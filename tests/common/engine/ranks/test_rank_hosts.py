@@ -1,0 +1,254 @@
+"""Who joins a worker's ranks, and who does not: real connections, in one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.engine.ranks import admission, rank_hosts
+from common.engine.ranks.admission import (
+    LINKS,
+    Handshake,
+    NotAdmitted,
+    Purpose,
+    RankAnswer,
+    Versions,
+    Wish,
+    key_of,
+)
+from common.engine.ranks.channel import Channel
+from common.engine.ranks.connection import dial
+from common.engine.ranks.rank_hosts import JoinedHost, RankHosts, links_of
+from common.errors import ConfigError, RankLost
+from common.wire.curve_keys import KeyPair, write_key_pair
+from common.wire.listening import listen
+
+KEY = b"k" * 32
+WAIT_S = 30.0
+
+
+class Meeting:
+    """Rank 0 that waits for its hosts on a thread, and what hosts do."""
+
+    def __init__(self, num_others: int, ranks_per_host: int, timeout_s: float) -> None:
+        listener = listen("127.0.0.1", 0, 16)
+        self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.hosts = RankHosts(listener, KEY, num_others=num_others, ranks_per_host=ranks_per_host)
+        self.joined: Sequence[JoinedHost] = ()
+        self.problem = ""
+        self.channels: list[Channel] = []
+        self.thread = threading.Thread(target=self._wait, args=(timeout_s,))
+        self.thread.start()
+
+    def _wait(self, timeout_s: float) -> None:
+        try:
+            self.joined = self.hosts.wait(timeout_s)
+        except RankLost as error:
+            self.problem = str(error)
+
+    def ask(self, purpose: Purpose, key: bytes = KEY, **wish: Any) -> RankAnswer:
+        channel = dial(self.address)
+        self.channels.append(channel)
+        handshake = Handshake(channel, key, leads=False)
+        handshake.send(Wish(purpose=purpose, **{"versions": Versions.of_this_host(), **wish}))
+        return handshake.receive(RankAnswer)
+
+    def join(self) -> RankAnswer:
+        """A host and the connections of all its ranks."""
+        host = self.ask("host")
+        for rank in host.ranks:
+            for purpose in LINKS:
+                assert not self.ask(purpose, session=host.session, rank=rank).problem
+        return host
+
+    def end(self) -> None:
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        for host in self.joined:
+            host.close()
+        for channel in self.channels:
+            channel.close()
+
+
+@contextmanager
+def meeting(num_others: int = 1, ranks_per_host: int = 2, timeout_s: float = WAIT_S) -> Iterator[Meeting]:
+    found = Meeting(num_others, ranks_per_host, timeout_s)
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+def test_hosts_join_and_bring_their_ranks() -> None:
+    with meeting(num_others=2) as both:
+        assert both.join().ranks == (2, 3)
+        assert both.join().ranks == (4, 5)
+        both.thread.join(WAIT_S)
+        assert [host.ranks for host in both.joined] == [range(2, 4), range(4, 6)]
+        assert set(links_of(both.joined)) == {(rank, purpose) for rank in range(2, 6) for purpose in LINKS}
+        links_of(both.joined)[3, "blocks"].send(b"to rank 3", 1.0)
+        assert both.channels[6].receive(1.0) == b"to rank 3"  # a host's own, and three of each rank before it
+        with pytest.raises(ConnectionRefusedError):
+            dial(both.address)  # nothing is let in any more
+
+
+def test_another_key_is_refused_at_both_ends(caplog: pytest.LogCaptureFixture) -> None:
+    with meeting() as one:
+        with pytest.raises(NotAdmitted, match=r"rank 0 at 127\.0\.0\.1:\d+ is refused: its --curve-key is another one"):
+            one.ask("host", key=b"x" * 32)
+        with pytest.raises(NotAdmitted, match="or one side has none"):
+            one.ask("host", key=b"")
+        assert one.join().ranks == (2, 3)
+    assert "dropped a connection to the ranks' port: the connection from 127.0.0.1 is refused: its" in caplog.text
+
+
+def test_an_overheard_proof_serves_only_once() -> None:
+    """The same message with the proof of another connection."""
+    with meeting() as one:
+        first, second = dial(one.address), dial(one.address)
+        one.channels += [first, second]
+        sent: list[bytes] = []
+        handshake = Handshake(first, KEY, leads=False)
+        first.send = lambda message, timeout_s: sent.append(bytes(message))  # type: ignore[method-assign]
+        handshake.send(Wish(purpose="host", versions=Versions.of_this_host()))
+        again = Handshake(second, KEY, leads=False)
+        second.send(sent[0], 1.0)
+        answer = again.receive(RankAnswer)
+        assert "its --curve-key is another one" in answer.problem
+        first.close()
+        one.join()
+
+
+def test_other_versions_are_refused_with_both() -> None:
+    with meeting() as one:
+        ours = Versions.of_this_host()
+        answer = one.ask("host", versions=Versions("0.0.9", "2.9.0"))
+        assert answer.problem == (
+            f"it has Diptych 0.0.9 with torch 2.9.0, rank 0 has Diptych {ours.diptych} with torch {ours.torch}: "
+            "install the same on every host of a worker"
+        )
+        assert not answer.again
+        one.join()
+
+
+def test_one_host_too_many_may_come_again() -> None:
+    with meeting() as one:
+        first = one.ask("host")
+        second = one.ask("host")
+        assert (second.problem, second.again) == ("all 2 hosts of this worker's --rank-hosts are there", True)
+        stranger = one.ask("steps", session=b"another", rank=2)
+        assert stranger.problem == "rank 2 is not its own"
+        for rank in first.ranks:
+            for purpose in LINKS:
+                one.ask(purpose, session=first.session, rank=rank)
+
+
+def test_a_host_that_dies_before_all_are_there_makes_room() -> None:
+    with meeting(num_others=2) as both:
+        both.join()
+        gone = both.ask("host")
+        both.channels[-1].close()
+        deadline = time.monotonic() + WAIT_S
+        while (other := both.ask("host")).problem:
+            assert other.again and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert other.ranks == gone.ranks and other.session != gone.session
+        assert both.ask("steps", session=gone.session, rank=4).problem == "rank 4 is not its own"
+        for rank in other.ranks:
+            for purpose in LINKS:
+                assert not both.ask(purpose, session=other.session, rank=rank).problem
+        both.thread.join(WAIT_S)
+        assert len(both.joined) == 2
+
+
+def test_connections_that_say_nothing_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "ADMISSION_S", 3.0)
+    with meeting() as one:
+        silent = [dial(one.address) for _ in range(8)]
+        one.channels += silent
+        assert one.join().ranks == (2, 3)
+        for channel in silent:
+            channel.receive(1.0)  # its nonce
+            with pytest.raises(RankLost, match="is gone"):
+                channel.receive(WAIT_S)
+
+
+def test_connections_that_prove_nothing_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_hosts, "MOST_HANDSHAKES", 2)
+    with meeting() as one:
+        silent = [dial(one.address) for _ in range(2)]
+        one.channels += silent
+        for channel in silent:
+            channel.receive(5.0)
+        with pytest.raises(RankLost):
+            one.ask("host")
+        silent[0].close()
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            with suppress(RankLost):
+                one.join()
+                break
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", (2**40).to_bytes(8, "little"), b"\x05" + bytes(7) + b"hello"]
+)
+def test_garbage_is_closed(said: bytes) -> None:
+    with meeting() as one:
+        host, _, port = one.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(said)
+            stranger.settimeout(5.0)
+            with suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
+        one.join()
+
+
+def test_who_is_missing_is_said() -> None:
+    with meeting(num_others=2, timeout_s=4.0) as both:
+        both.join()
+        both.thread.join(WAIT_S)
+        host, _, port = both.address.rpartition(":")
+        assert both.problem == (
+            f"1 of 2 other hosts have joined at {host}:{port} within 4 s: start `diptych rank-host --leader` with "
+            "this address on each of them"
+        )
+        assert all(channel.is_cut(5.0) for channel in both.channels)
+
+
+def test_keys_come_from_the_file_of_a_pair(tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("a.key", "b.key")]
+    for file in files:
+        write_key_pair(file, KeyPair.generate())
+    assert key_of(files[0]) == key_of(files[0]) != key_of(files[1])
+    assert key_of("") == b""
+    with pytest.raises(ConfigError, match="a file that `diptych keygen` wrote"):
+        key_of(str(tmp_path / "missing"))
+
+
+def test_what_is_no_rank_of_diptych_is_said() -> None:
+    """An HTTP server at the address of rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.recv(100)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        channel = dial(f"127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(RankLost, match="sent [0-9]+ bytes, at most 4096 are taken"):
+            Handshake(channel, KEY, leads=False)
+        channel.close()
+        thread.join()

@@ -1,0 +1,322 @@
+"""A worker's change of role, with engines that compute nothing: what is drained, what goes on, and what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from common.config import DecodeWorkerConfig, PrefillWorkerConfig
+from common.engine.kv.block_pool import BlockCounts
+from common.engine.worker import duties
+from common.engine.worker.duties import Duties
+from common.engine.worker.duty import Duty, DutyOffer
+from common.engine.worker.engine import Engine, EngineStatus
+from common.engine.worker.metrics import WorkerMetrics
+from common.engine.worker.step_times import StepTimes
+from common.engine.worker.vitals import WorkerIdentity
+from common.errors import RankLost
+from common.model_files.task import ServedTask
+from common.wire.messages import ChangeRole
+
+WAIT_S = 60.0
+
+
+class IdleEngine(Engine):
+    """Has `requests` until the test takes them."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda messages: None)
+        self.requests: list[str] = []
+
+    has_work = property(lambda self: False)  # type: ignore[assignment]
+    is_empty = property(lambda self: not self.requests)  # type: ignore[assignment]
+
+    def apply(self, command: object) -> None: ...
+    def step(self, now: float) -> None: ...
+    def expire(self, now: float) -> None: ...
+    def tell_progress(self, *, has_stepped: bool) -> None: ...
+    def fail_step(self, error: Exception) -> None: ...
+    def close(self) -> None: ...
+
+    def snapshot(self) -> EngineStatus:
+        return EngineStatus(num_running=len(self.requests))
+
+    def check_integrity(self) -> BlockCounts:
+        return BlockCounts(1, 0, 0)
+
+
+class Control:
+    """Notes what routers hear: (role, epoch, whether the worker drains)."""
+
+    def __init__(self) -> None:
+        self.duties: Duties
+        self.hellos: list[tuple[str, int]] = []
+        self.draining: list[bool] = []
+
+    def send_threadsafe(self, messages: object) -> None: ...
+
+    def broadcast_hello(self) -> None:
+        assert self.duties.engine is not None and not self.duties.is_draining
+        self.hellos.append((self.duties.role, self.duties.identity.epoch))
+
+    def broadcast_heartbeat(self) -> None:
+        self.draining.append(self.duties.is_draining)
+
+
+class Grammars:
+    num_users = 1
+
+    def shared(self) -> Grammars:
+        self.num_users += 1
+        return self
+
+    def close(self) -> None:
+        self.num_users -= 1
+
+
+class Rig:
+    """A decode worker. `fails`: whether the duty of a role cannot be begun, and with what."""
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self.fails: dict[str, Exception] = {}
+        self.bound: list[str] = []
+        self.grammars, self.control = Grammars(), Control()
+        alone = {"pull_prefixes": False}
+        configs: dict[str, Any] = {"decode": DecodeWorkerConfig(**alone), "prefill": PrefillWorkerConfig(**alone)}
+        offers = [self.offer(role, config) for role, config in configs.items()]
+        identity = WorkerIdentity.create("decode", "w")
+        self.metrics = WorkerMetrics("m", "w", EngineStatus, role="decode")
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.duties = Duties(offers[0], None if pinned else offers[1], context, None, self.metrics, identity)
+        self.control.duties = self.duties
+        self.duties.bind()
+        self.duties.start(None, None, self.grammars, self.control, StepTimes())  # type: ignore[arg-type]
+
+    def offer(self, role: Any, config: Any) -> DutyOffer:
+        rig = self
+
+        class FakeDuty(Duty):
+            def bind_kv(self) -> str:
+                rig.bound.append(role)
+                return f"tcp://{role}"
+
+            def close_kv(self) -> None:
+                rig.bound.remove(role)
+
+            def build_engine(self, *arguments: Any) -> Engine:
+                if role in rig.fails:
+                    raise rig.fails[role]
+                return IdleEngine()
+
+        FakeDuty.role = role
+        return DutyOffer(role, config, lambda parts: FakeDuty(config, parts))
+
+    @property
+    def engine(self) -> IdleEngine:
+        assert isinstance(self.duties.engine, IdleEngine)
+        return self.duties.engine
+
+    def order(self, role: Any) -> None:
+        self.duties.order(ChangeRole(role=role, reason="for a test"), self.control)  # type: ignore[arg-type]
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < end
+            self.duties.check()
+            await asyncio.sleep(0.002)
+
+    async def ends(self) -> None:
+        await self.until(lambda: self.duties._change is None)
+
+
+@pytest.fixture
+async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Rig]]:
+    monkeypatch.setattr(duties, "BIND_S", 0.0)
+    rigs: list[Rig] = []
+
+    def made(**options: Any) -> Rig:
+        rigs.append(Rig(**options))
+        return rigs[-1]
+
+    # The engine needs none of these here, and asserts that they are set.
+    monkeypatch.setattr(Duties, "_start_engine", started)
+    yield made
+    for rig in rigs:
+        await rig.duties.settle()
+        rig.duties.stop()
+
+
+def started(self: Duties, duty: Duty, control: Any, times: StepTimes) -> Engine:
+    """As `_start_engine`, without a model."""
+    engine = duty.build_engine(None, None, None, None)  # type: ignore[arg-type]
+    engine.step_times, engine.step_fit = times, self._fits[duty.role]
+    engine.start()
+    return engine
+
+
+async def test_a_change_waits_for_requests_and_ends_with_a_hello_of_a_new_epoch(make: Callable[..., Rig]) -> None:
+    rig = make()
+    before, epoch = rig.engine, rig.duties.identity.epoch
+    rig.duties.block_log.stored(b"12345678")
+    rig.duties.block_log.take()
+    before.requests.append("a")
+    rig.order("prefill")
+    await rig.until(lambda: rig.control.draining)
+    assert rig.duties.role == "decode" and rig.control.hellos == []
+    before.requests.clear()
+    await rig.ends()
+    assert rig.duties.role == rig.duties.identity.role == "prefill" and rig.duties.identity.home == "decode"
+    assert [role for role, _ in rig.control.hellos] == ["prefill"] and rig.control.hellos[0][1] > epoch
+    assert not before.alive and rig.engine.alive
+    assert rig.engine.step_times is before.step_times
+    blocks = rig.duties.block_log
+    assert (blocks.epoch, blocks.sequence) == (rig.duties.identity.epoch, 0) and not blocks.snapshot()[0].hashes
+
+
+async def test_metrics_are_those_of_the_present_role(make: Callable[..., Rig]) -> None:
+    rig = make()
+    registry = rig.metrics.registry
+    labels = {"model_name": "m", "engine": "w"}
+    rig.metrics.set_knob("batch_cap", 8, "full", is_new_reason=True)
+    assert registry.get_sample_value("diptych_knob", labels | {"knob": "batch_cap"}) == 8
+    assert registry.get_sample_value("diptych_decode_pressure", labels) is not None
+    rig.order("prefill")
+    await rig.ends()
+    assert registry.get_sample_value("diptych_knob", labels | {"knob": "batch_cap"}) is None
+    assert registry.get_sample_value("diptych_decode_pressure", labels) is None
+    assert registry.get_sample_value("diptych_prefill_backlog_seconds", labels) is not None
+
+
+async def test_each_role_keeps_what_it_knows_of_its_steps(make: Callable[..., Rig]) -> None:
+    rig = make()
+    decode = rig.engine.step_fit
+    rig.order("prefill")
+    await rig.ends()
+    assert rig.engine.step_fit is not decode
+    rig.order("decode")
+    await rig.ends()
+    assert rig.engine.step_fit is decode
+
+
+async def test_a_second_order_meanwhile_is_ignored(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
+    rig = make()
+    for _ in range(3):
+        rig.order("prefill")
+    await rig.ends()
+    rig.order("prefill")
+    assert caplog.text.count("it changes its role already") == 2 and "it is one" in caplog.text
+    assert len(rig.control.hellos) == 1
+
+
+async def test_a_pinned_worker_refuses(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
+    rig = make(pinned=True)
+    rig.order("prefill")
+    assert "its role is pinned" in caplog.text and not rig.duties.may_change and rig.control.draining == []
+
+
+async def test_a_worker_whose_requests_stay_stays_too(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(duties, "ROLE_DRAIN_S", 0.05)
+    rig = make()
+    engine = rig.engine
+    engine.requests.append("a")
+    await rig.until(lambda: engine.status.num_running)
+    rig.order("prefill")
+    await rig.ends()
+    assert rig.engine is engine and engine.alive and rig.duties.role == "decode"
+    assert rig.control.draining == [True, False] and rig.control.hellos == []
+    assert "stays a decode worker: 1 requests are left" in caplog.text
+
+
+async def test_a_worker_that_cannot_become_another_goes_back(
+    make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make()
+    rig.fails["prefill"] = OSError("no room")
+    epoch = rig.duties.identity.epoch
+    rig.order("prefill")
+    await rig.ends()
+    assert rig.duties.role == "decode" and rig.engine.alive and rig.duties.identity.epoch > epoch
+    assert [role for role, _ in rig.control.hellos] == ["decode"]
+    assert "cannot become a prefill worker" in caplog.text and "prefill" not in rig.bound
+
+
+async def test_a_worker_that_cannot_become_anything_ends(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.fails = {"prefill": OSError("no room"), "decode": OSError("none here either")}
+    rig.order("prefill")
+    with pytest.raises(OSError, match="none here either"):
+        await rig.ends()
+
+
+async def test_the_end_of_the_process_gives_up_a_drain(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.engine.requests.append("a")
+    rig.order("prefill")
+    await rig.until(lambda: rig.duties.is_draining)
+    await rig.duties.settle()
+    assert rig.duties.role == "decode" and rig.engine.alive
+
+
+async def test_a_port_that_is_released_late_is_bound_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = iter((zmq.ZMQError(98), zmq.ZMQError(98), None))
+
+    def bind() -> str:
+        if (error := next(tries)) is not None:
+            raise error
+        return "tcp://here"
+
+    assert await duties._bind_again(bind) == "tcp://here"
+    monkeypatch.setattr(duties, "BIND_S", 0.0)
+    tries = iter((zmq.ZMQError(98),) * 9)
+    with pytest.raises(zmq.ZMQError):
+        await duties._bind_again(bind)
+
+
+async def test_a_worker_whose_model_generates_no_text_refuses(
+    make: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make()
+    assert rig.duties.may_change
+    rig.duties.loaded = SimpleNamespace(task=ServedTask("embed", "last", 4), others=None)  # type: ignore[assignment]
+    rig.order("prefill")
+    assert "its model generates no text" in caplog.text and not rig.duties.may_change and rig.control.draining == []
+
+
+class OneRank:
+    """Another rank of the worker, as its process sees it."""
+
+    def __init__(self) -> None:
+        self.failure, self.is_leaving, self.is_closed = "", False, False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_lost_rank_is_the_end_of_all_duties(make: Callable[..., Rig]) -> None:
+    rig, rank = make(), OneRank()
+    rig.duties.loaded = SimpleNamespace(others=rank)  # type: ignore[assignment]
+    rig.duties.check()
+    rank.failure = "rank 1 is gone"
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        rig.duties.check()
+    assert rig.duties.stop() and rank.is_closed
+    rig.duties.loaded = None
+
+
+async def test_a_host_that_wants_to_end_has_its_worker_drain(make: Callable[..., Rig]) -> None:
+    rig, rank = make(), OneRank()
+    assert not rig.duties.must_drain
+    rig.duties.loaded = SimpleNamespace(others=rank)  # type: ignore[assignment]
+    assert not rig.duties.must_drain
+    rank.is_leaving = True
+    assert rig.duties.must_drain
+    rig.duties.loaded = None

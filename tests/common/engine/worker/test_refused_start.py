@@ -1,0 +1,75 @@
+"""A worker whose model does not fit refuses to start, as a real process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMITED = """
+import sys
+from common.machine.memory import Available
+from common.engine.run import memory_need
+memory_need.host_memory = lambda: Available(300 * 2**20, "a limit of this test")
+from decode_worker.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A worker on a host that has 300 MiB left."""
+
+
+TOO_LARGE = """
+import sys
+from triton.runtime.errors import OutOfResources
+from common.engine.run.loaded import LoadedModel
+
+def load(*_):
+    raise OutOfResources(102_400, 101_376, "shared memory")
+
+LoadedModel.load = load
+from decode_worker.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A worker on a GPU for which a kernel's tiles are too large: Triton says so at the first launch."""
+
+
+def start(*flags: str, program: str = LIMITED) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, "--model", "tiny-random", "--dtype", "float32", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_it_names_what_it_needs_and_what_there_is(repository: Path) -> None:
+    ended = start("--quantization", "int8")
+    assert ended.returncode == 2, ended.stderr
+    assert "cannot start: tiny-random does not fit, and none of its weights was read: weights take 0.00 GiB, " in (
+        ended.stderr
+    )
+    assert "KV 1.00 GiB, steps and the rest 0.25 GiB, together 1.25 GiB at least; 0.29 GiB are available on cpu (" in (
+        ended.stderr
+    )
+    assert "(a limit of this test). Give it more memory, or --quantization int4, or less --kv-memory-gib than 1" in (
+        ended.stderr
+    )
+    assert "reads the weights" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2])
+def test_ranks_of_a_host_share_its_memory(size: int) -> None:
+    ended = start("--tensor-parallel-size", str(size), "--num-blocks", "64")
+    assert ended.returncode == 2, ended.stderr
+    assert f"in {size} ranks, KV " in ended.stderr
+    assert "steps and the rest 0.50 GiB" in ended.stderr
+
+
+def test_a_kernel_that_does_not_fit_is_a_sentence() -> None:
+    """And a worker that is started by itself says where it runs."""
+    ended = start(program=TOO_LARGE)
+    assert ended.returncode == 2, ended.stderr
+    assert (
+        "Traceback" not in ended.stderr
+        and ("cannot start: a kernel needs 102,400 bytes of shared memory, but this GPU has 101,376; --device cpu runs")
+        in ended.stderr
+    )
+    assert "--device auto: " in ended.stderr
