@@ -43,7 +43,7 @@ class _Scanners:
 
 def is_scanned(service: Service, calling: ToolCalling | None) -> bool:
     """Whether a scanner of the model's form reads the answers: for calls, or for channels, which each answer has."""
-    return service.dialect.parses and (calling is not None or service.dialect.form.has_channels)
+    return service.dialect.parses and (calling is not None or service.dialect.format.has_channels)
 
 
 def reads_thoughts(service: Service, fields: ChatRequest, calling: ToolCalling | None) -> bool:
@@ -51,7 +51,7 @@ def reads_thoughts(service: Service, fields: ChatRequest, calling: ToolCalling |
 
     An answer that must match a form from its first token cannot.
     """
-    return service.thinks and not is_held(fields, calling) and not service.dialect.form.has_channels
+    return service.thinks and not is_held(fields, calling) and not service.dialect.format.has_channels
 
 
 def marks_of(service: Service, fields: ChatRequest, calling: ToolCalling | None) -> frozenset[int]:
@@ -71,7 +71,7 @@ class AnswerParts:
         assert isinstance(fields, ChatRequest)
         calling = tool_calling(fields)
         self._text, self._shows_thought = service.text, fields.include_reasoning is not False
-        self._is_scanned, self._form = is_scanned(service, calling), service.dialect.form
+        self._is_scanned, self._form = is_scanned(service, calling), service.dialect.format
         self._functions = {function.name: function for function in calling.functions} if calling is not None else {}
         self._has_thoughts = service.shows_thoughts
         self._only_calls = is_held(fields, calling)  # or only JSON of a schema

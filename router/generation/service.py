@@ -117,7 +117,7 @@ class Service:
             self.prompt_logprob_budget, self.unread = self.front.prompt_logprob_budget, self.front.unread
             self.logprob_turns = self.front.logprob_turns
         self.dialect = dialect_of(self.text.template, self.config.tool_parser)
-        self.marks = self.text.mark_tokens(self.dialect.form.marks)
+        self.marks = self.text.mark_tokens(self.dialect.format.marks)
         self.thought_marks = self.text.mark_tokens((OPEN, CLOSE))
         self.large = LargeBodies(self.text, lambda: self.max_model_len, lambda: self.max_detokenize_ids)
 

@@ -110,7 +110,7 @@ async def answer_grammar(
         raise InvalidField(f"{param}: cannot be used", f": {error}", param=param) from error
     except RecursionError as error:
         raise InvalidRequest(f"{param}: nested too deeply", param=param) from error
-    if calling is not None and service.dialect.form.reads_schemas:
+    if calling is not None and service.dialect.format.reads_schemas:
         await service.text.apart(calling.read_schemas)  # reading long schemas would block the event loop
     return grammar
 
@@ -122,7 +122,7 @@ def _form_of_calls(service: Service, calling: ToolCalling, form: Form | None) ->
     schema = answer if isinstance(answer, dict) else None
     thought = service.spelled_thought
     wanted = Wanted(calling.functions, calling.required, calling.several, schema, thought)
-    return Form("tools", partial(CallsDemand.of, service.dialect.form, service.text.spell, wanted))
+    return Form("tools", partial(CallsDemand.of, service.dialect.format, service.text.spell, wanted))
 
 
 def _forms(fields: SamplingFields) -> list[Form]:

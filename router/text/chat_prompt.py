@@ -8,8 +8,7 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from common.model_files import ChatTemplate
-from router.text.calls.dialect import Dialect, dialect_of
-from router.text.calls.function import Function
+from router.text.calls import Dialect, Function, dialect_of
 from router.text.conversation import in_content_forms, template_messages
 from router.text.tools import tools_as_text, uses_tools
 
@@ -40,7 +39,7 @@ def chat_prompt(
     if dialect.native:
         plain = dialect.messages(plain)
     elif functions or any(map(uses_tools, plain)):
-        plain, tools = tools_as_text(plain, functions, dialect.form), None
+        plain, tools = tools_as_text(plain, functions, dialect.format), None
     plain = in_content_forms(plain, template.content_forms)
     _check_roles(template, plain, tools, extra)
     if not continue_final_message:

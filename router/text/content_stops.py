@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from router.text.calls.scanner import CallScanner
+from router.text.calls import CallScanner
 from router.text.part import Part, TextPart
 from router.text.stop_strings import StopScanner
 from router.text.thinking import ThinkingScanner

@@ -17,13 +17,9 @@ import msgspec
 
 from common.grammar import main
 from router.text.answer_grammar import bounded, choice_grammar, free_grammar, json_grammar, regex_grammar
-from router.text.calls.dialect import FORMS, RENDERED
-from router.text.calls.form import CallForm, Spell, Wanted
-from router.text.calls.function import Function
+from router.text.calls import FORMATS, CallFormat, Function, Spell, Wanted
 
 PROGRAM = "router.text.grammar_writer"
-ALL_FORMS = (*FORMS.values(), *(form for _, form in RENDERED))
-"""Constructors of all tool-call formats, numbered identically in the router and in this program."""
 
 
 class JsonDemand(msgspec.Struct, frozen=True, tag="json"):
@@ -69,12 +65,12 @@ class RulesDemand(msgspec.Struct, frozen=True, tag="rules"):
 
 
 class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
-    """Tool calls in a format, by its number in `ALL_FORMS`, with the spelling of its marks.
+    """Tool calls in a format, by its number in `FORMATS`, with the spelling of its marks.
 
     `functions` and `answer` are JSON text: a list of names and parameters, and a schema or null.
     """
 
-    form: int
+    format: int
     marks: dict[str, str]
     functions: str
     required: bool
@@ -83,22 +79,22 @@ class CallsDemand(msgspec.Struct, frozen=True, tag="calls"):
     thought: tuple[str, str] | None
 
     @classmethod
-    def of(cls, form: CallForm, spell: Spell, wanted: Wanted) -> Self:
+    def of(cls, call_format: CallFormat, spell: Spell, wanted: Wanted) -> Self:
         """Encode the functions. Raises RecursionError if a schema is nested too deeply."""
         functions = json.dumps([[function.name, function.parameters] for function in wanted.functions])
-        marks = {mark: spell(mark) for mark in form.marks}
+        marks = {mark: spell(mark) for mark in call_format.marks}
         answer = json.dumps(wanted.answer)
-        return cls(_number_of(form), marks, functions, wanted.required, wanted.several, answer, wanted.thought)
+        return cls(_number_of(call_format), marks, functions, wanted.required, wanted.several, answer, wanted.thought)
 
     def grammar(self) -> str:
         functions = [Function(name, None, parameters) for name, parameters in json.loads(self.functions)]
         wanted = Wanted(functions, self.required, self.several, json.loads(self.answer), self.thought)
-        return ALL_FORMS[self.form]().grammar(wanted, self.marks.__getitem__)
+        return FORMATS[self.format].grammar(wanted, self.marks.__getitem__)
 
 
-def _number_of(form: CallForm) -> int:
-    made = (maker() for maker in ALL_FORMS)
-    return next(i for i, each in enumerate(made) if type(each) is type(form) and vars(each) == vars(form))
+def _number_of(call_format: CallFormat) -> int:
+    kind, variant = type(call_format), vars(call_format)
+    return next(i for i, each in enumerate(FORMATS) if type(each) is kind and vars(each) == variant)
 
 
 Demand: TypeAlias = JsonDemand | RegexDemand | ChoiceDemand | RulesDemand | CallsDemand

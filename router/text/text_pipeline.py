@@ -11,8 +11,7 @@ from common.grammar import GrammarChecks
 from common.model_files import ChatTemplate, ModelFiles, Tokenizer
 from common.wire import BadWord
 from router.text.answer_grammar import literal, without_place
-from router.text.calls.dialect import Dialect
-from router.text.calls.function import Function
+from router.text.calls import Dialect, Function
 from router.text.chat_prompt import chat_prompt
 from router.text.grammar_writer import PROGRAM, Demand, grammar_of, text_of
 from router.text.known_prefixes import KnownPrefixes

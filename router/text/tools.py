@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.text.calls.form import CallForm
-from router.text.calls.function import Function
-from router.text.calls.hermes import HermesForm
+from router.text.calls import CallFormat, Function
+from router.text.calls.hermes import HermesFormat
 
 Message = Mapping[str, Any]
-HERMES = HermesForm()
+HERMES = HermesFormat()
 
 INSTRUCTIONS = """\
 You can call these functions, each described by a line of JSON:
@@ -36,7 +35,7 @@ def uses_tools(message: Message) -> bool:
 
 
 def tools_as_text(
-    messages: Sequence[Message], functions: Sequence[Function], form: CallForm = HERMES
+    messages: Sequence[Message], functions: Sequence[Function], call_format: CallFormat = HERMES
 ) -> list[dict[str, Any]]:
     """The conversation with tools, calls and results written as text of the system, the assistant and the user.
 
@@ -46,7 +45,7 @@ def tools_as_text(
     joined: list[tuple[dict[str, Any], list[str]]] = []  # messages, each with its contents
     before = ""
     for message in messages:
-        text = _without_tools(message, form)
+        text = _without_tools(message, call_format)
         if "tool" in (message["role"], before) and joined and text["role"] == joined[-1][0]["role"]:
             joined[-1][1].append(text["content"])
         else:
@@ -56,21 +55,21 @@ def tools_as_text(
     if not functions:
         return plain
     tools = "\n".join(json.dumps(function.as_tool(), ensure_ascii=False) for function in functions)
-    how = WITH_TAGS if form.name == HERMES.name else IN_FORM.format(example=form.written(EXAMPLE))
+    how = WITH_TAGS if call_format.name == HERMES.name else IN_FORM.format(example=call_format.written(EXAMPLE))
     instructions = INSTRUCTIONS.format(tools=tools, how=how)
     if plain and plain[0]["role"] in ("system", "developer"):
         return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
     return [{"role": "system", "content": instructions}, *plain]
 
 
-def _without_tools(message: Message, form: CallForm) -> dict[str, Any]:
+def _without_tools(message: Message, call_format: CallFormat) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = message.get("tool_calls") or ()
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     texts = [message["content"]] if message["content"] else []
     if calls:
-        texts.append(form.written([_name_and_arguments(call["function"]) for call in calls]))
+        texts.append(call_format.written([_name_and_arguments(call["function"]) for call in calls]))
     return rest | {"content": "\n".join(texts)}
 
 

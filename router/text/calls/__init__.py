@@ -1,4 +1,4 @@
-"""The forms in which models write calls of functions: one file each, and what they share."""
+"""Tool-call formats: one file each, a registry, and what they share."""
 
 from __future__ import annotations
 

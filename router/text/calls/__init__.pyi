@@ -1,16 +1,19 @@
-"""The forms in which models write calls of functions: one file each, and what they share."""
+"""Tool-call formats: one file each, a registry, and what they share."""
 
 from router.text.calls.dialect import Dialect, dialect_of
-from router.text.calls.form import Wanted
-from router.text.calls.function import Function
-from router.text.calls.harmony_scanner import ChannelTokens
+from router.text.calls.format import CallFormat, Function, Spell, Wanted
+from router.text.calls.harmony import ChannelTokens
+from router.text.calls.registry import FORMATS
 from router.text.calls.scanner import CallScanner
 
 __all__ = [
+    "CallFormat",
     "CallScanner",
     "ChannelTokens",
     "Dialect",
+    "FORMATS",
     "Function",
+    "Spell",
     "Wanted",
     "dialect_of",
 ]

@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.text.answer_grammar import literal
-from router.text.calls.form import BREAK, SectionForm, Spell
-from router.text.calls.function import Function
-from router.text.calls.pattern import Pattern, function_name, peek, space
-from router.text.calls.scanner import Layout
+from router.text.calls.format import BREAK, PROBE_NAME, Function, SectionFormat, Spell
+from router.text.calls.scanner import Layout, Pattern, function_name, peek, space
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -30,7 +28,7 @@ LAYOUTS = [
 ]
 
 
-class DeepSeekForm(SectionForm):
+class DeepSeekFormat(SectionFormat):
     """Arguments of `fenced` calls are in a block of code, as V3 writes them."""
 
     name = "deepseek"
@@ -40,6 +38,10 @@ class DeepSeekForm(SectionForm):
     def __init__(self, *, fenced: bool = False) -> None:
         self.fenced = fenced
         self.between = BREAK if fenced else ""
+
+    @property
+    def rendered_call(self) -> str:
+        return rf"<｜tool▁sep｜>{PROBE_NAME}\s*```" if self.fenced else rf"{BEGIN}{PROBE_NAME}{SEPARATOR}"
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         if self.fenced:

@@ -13,19 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.text.answer_grammar import literal
-from router.text.calls.form import BREAK, Spell
+from router.text.calls.format import BREAK, PROBE_NAME, Spell
 from router.text.calls.hermes import CLOSE, OPEN
-from router.text.calls.pattern import Pattern, function_name, peek_one_of, space
-from router.text.calls.scanner import Layout
-from router.text.calls.tagged import TaggedForm
-from router.text.calls.tagged_scanner import ArgumentTags
+from router.text.calls.scanner import Layout, Pattern, function_name, peek_one_of, space
+from router.text.calls.tagged import ArgumentTags, TaggedFormat
 
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
-class GLMForm(TaggedForm):
+class GLMFormat(TaggedFormat):
     name = "glm"
     marks = (OPEN, CLOSE, KEY, END_KEY, VALUE, END_VALUE)
+    rendered_call = rf"{OPEN}\s*{PROBE_NAME}\s*{KEY}"
     openings = (OPEN,)
     tags = ArgumentTags(KEY, END_KEY, VALUE, END_VALUE)
     layouts = (

@@ -8,31 +8,180 @@ without the line break, or <|channel|>final<|message|>Hello! in place of the cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from router.text.answer_grammar import json_expression, literal, rule
-from router.text.calls.form import TEXT as ANY_TEXT
-from router.text.calls.form import CallForm, Message, Spell, Wanted, arguments_rules, opening
-from router.text.calls.function import Function
-from router.text.calls.harmony_scanner import (
-    CALL,
-    CHANNEL,
-    CONSTRAIN,
-    END,
-    FUNCTIONS,
-    MESSAGE,
-    RETURN,
-    START,
-    HarmonyScanner,
-)
+from router.text.calls.format import PROBE_NAME, CallFormat, Function, Message, Spell, Wanted, arguments_rules, opening
+from router.text.calls.format import TEXT as ANY_TEXT
+from router.text.calls.scanner import CallScanner, Extent
+from router.text.marks import first_mark
+from router.text.part import CallPart, Part, ThoughtPart
+
+CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
+CALL, CONSTRAIN, RETURN = "<|call|>", "<|constrain|>", "<|return|>"
+FUNCTIONS = "functions."
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+BEGINNINGS = (CHANNEL, START, " to=")
+"""Each begins the head of a message; the last one where the prompt ends behind the author's name."""
+ENDS = (END, CALL, RETURN, START, CHANNEL)
+"""Each ends a message, the last two where the model forgot the end."""
+MAX_HEAD_CHARS = 512
+"""Of what stands between a message's marks: a longer one is text."""
 
 
-class HarmonyForm(CallForm):
+class HarmonyScanner(CallScanner):
+    """Splits an answer into its channels: thoughts, text, and calls of functions.
+
+    An answer that begins without a head is text up to the next one. What begins like a call of none of `names`, or
+    with arguments that are no JSON object, is text. Without `thoughts` these are text too.
+    """
+
+    def __init__(self, *, start: int = 0, names: Collection[str] = (), thoughts: bool = True) -> None:
+        self._names, self._thoughts = names, thoughts
+        self._is_whole, self._extent = True, Extent()
+        self._head_length, self._called = 0, ""
+        self._thought_before = self._thought_now = False
+        super().__init__(start=start)
+
+    @property
+    def calls_are_whole(self) -> bool:
+        return self._is_whole
+
+    def flush(self, *, cut: bool) -> list[Part]:
+        parts: list[Part] = []
+        if not cut:
+            if self._step == self._thought:
+                self._think(len(self._held), parts)
+            elif self._step in (self._begin, self._head, self._text, self._call, self._between):
+                self._say(len(self._held), parts)
+        self._held = ""
+        return parts
+
+    def _begin(self, parts: list[Part]) -> bool:
+        if any(self._held.startswith(mark) for mark in BEGINNINGS):
+            return self._move_to(self._head)
+        may_begin = not self._held or any(mark.startswith(self._held) for mark in BEGINNINGS)
+        return not may_begin and self._move_to(self._text)
+
+    def _head(self, parts: list[Part]) -> bool:
+        """From the beginning of a message to that of its content."""
+        place, mark = first_mark(self._held, (MESSAGE, END, CALL, RETURN))
+        if not mark and place <= MAX_HEAD_CHARS:
+            return False
+        if mark != MESSAGE:
+            self._say(1, parts)
+            return self._move_to(self._text)
+        head = self._held[:place]
+        recipient, channel = RECIPIENT.search(head), CHANNEL_NAME.search(head)
+        self._called = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
+        if self._called in self._names:
+            self._head_length = place + len(MESSAGE)
+            return self._move_to(self._call)
+        if self._thoughts and channel is not None and channel[1] == "analysis":
+            self._thought_before, self._thought_now = self._thought_before or self._thought_now, False
+            return self._move_to(self._thought, place + len(MESSAGE))
+        return self._move_to(self._text, place + len(MESSAGE))
+
+    def _text(self, parts: list[Part]) -> bool:
+        place, mark = first_mark(self._held, ENDS)
+        self._say(place, parts)
+        return bool(mark) and self._end_with(mark)
+
+    def _thought(self, parts: list[Part]) -> bool:
+        place, mark = first_mark(self._held, ENDS)
+        self._think(place, parts)
+        return bool(mark) and self._end_with(mark)
+
+    def _think(self, length: int, parts: list[Part]) -> None:
+        """Give out the first characters of the held text as a thought; a line break parts it from one before."""
+        if length:
+            parting = "\n" if self._thought_before and not self._thought_now else ""
+            parts.append(ThoughtPart(parting + self._held[:length]))
+            self._thought_now = True
+            self._held = self._held[length:]
+
+    def _call(self, parts: list[Part]) -> bool:
+        """From the head of a call, which is held, to the arguments."""
+        said = self._held[self._head_length :].lstrip()
+        if not said:
+            return False
+        if not said.startswith("{"):
+            self._say(self._head_length, parts)
+            return self._move_to(self._text)
+        parts.append(CallPart(self.num_calls, self._called))
+        self.num_calls += 1
+        self._extent, self._is_whole = Extent(), False
+        return self._move_to(self._arguments, len(self._held) - len(said))
+
+    def _arguments(self, parts: list[Part]) -> bool:
+        length = self._extent.measure(self._held)
+        if length:
+            parts.append(CallPart(self.num_calls - 1, arguments=self._held[:length]))
+        self._held = self._held[length:]
+        self._is_whole = self._extent.complete
+        return self._is_whole and self._move_to(self._between)
+
+    def _end_with(self, mark: str) -> bool:
+        return self._move_to(self._between, len(mark) if mark in (END, CALL, RETURN) else 0)
+
+    def _between(self, parts: list[Part]) -> bool:
+        """Behind a message: the head of the next one, or text that has none."""
+        mark: str | None = ""
+        while mark is not None:
+            self._held = self._held.removeprefix(mark).lstrip()
+            mark = next((end for end in (END, CALL, RETURN) if self._held.startswith(end)), None)
+        if any(mark.startswith(self._held) for mark in ENDS):
+            return self._held in (START, CHANNEL) and self._move_to(self._head)
+        begins = self._held.startswith((START, CHANNEL))
+        return self._move_to(self._head if begins else self._text)
+
+
+class ChannelTokens:
+    """Counts the tokens of messages in the `analysis` channel, including their marks, which are special tokens.
+
+    `raw` returns the bytes of a token.
+    """
+
+    def __init__(self, raw: Callable[[int], bytes]) -> None:
+        self._raw = raw
+        self._head: list[bytes] | None = None  # header of the current message; None within its content
+        self._in_thought = False
+        self.count = 0
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """Count the next tokens of the answer."""
+        for token in map(self._raw, token_ids):
+            if self._head is not None:
+                self._extend_head(self._head, token)
+            elif token == CHANNEL.encode():
+                self._head, self._in_thought = [token], False
+            elif self._in_thought:
+                self.count += token != START.encode()
+                self._in_thought = token not in _ENDS
+
+    def _extend_head(self, head: list[bytes], token: bytes) -> None:
+        head.append(token)
+        if token != MESSAGE.encode():
+            return
+        text = b"".join(head).decode(errors="replace")
+        channel = CHANNEL_NAME.match(text)
+        self._in_thought = channel is not None and channel[1] == "analysis" and not RECIPIENT.search(text)
+        self.count += len(head) if self._in_thought else 0
+        self._head = None
+
+
+_ENDS = frozenset(mark.encode() for mark in (END, CALL, RETURN, START))
+
+
+class HarmonyFormat(CallFormat):
     """Messages with a channel each. The prompt ends behind `<|start|>assistant`."""
 
     name = "harmony"
     marks = (CHANNEL, MESSAGE, START, END, CALL, CONSTRAIN, RETURN)
+    rendered_call = rf"to=functions\.{PROBE_NAME}\b.{{0,40}}<\|message\|>"
     has_channels = True
 
     def scanner(

@@ -10,21 +10,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from router.text.answer_grammar import rule
-from router.text.calls.form import BREAK, CallForm, Spell, Wanted, answer_rules, bodies, free, json_call, opening, row
-from router.text.calls.function import Function
-from router.text.calls.pattern import OBJECT_HEAD, Pattern, rest_of_object, space
-from router.text.calls.scanner import Layout, MarkedScanner
+from router.text.calls.format import (
+    BREAK,
+    PROBE_NAME,
+    CallFormat,
+    Function,
+    Spell,
+    Wanted,
+    answer_rules,
+    bodies,
+    free,
+    json_call,
+    opening,
+    row,
+)
+from router.text.calls.scanner import OBJECT_HEAD, Layout, MarkedScanner, Pattern, rest_of_object, space
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NAME, ARGUMENTS, END = '\n{"name": "', '", "arguments": ', "}\n"
 LAYOUT = Layout(Pattern(OPEN, space, *OBJECT_HEAD), Pattern(rest_of_object, space, CLOSE))
 
 
-class HermesForm(CallForm):
+class HermesFormat(CallFormat):
     """JSON between tags, a pair of tags for each call."""
 
     name = "hermes"
     marks = (OPEN, CLOSE)
+    rendered_call = rf"<tool_call>(?s:.{{0,80}}){PROBE_NAME}"
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.text.answer_grammar import literal
-from router.text.calls.form import Message, SectionForm, Spell
-from router.text.calls.function import Function
-from router.text.calls.pattern import Pattern, function_name, peek, space
-from router.text.calls.scanner import Layout
+from router.text.calls.format import PROBE_CALL_ID, PROBE_NAME, Function, Message, SectionFormat, Spell
+from router.text.calls.scanner import Layout, Pattern, function_name, peek, space
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN, ARGUMENTS, END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -23,10 +21,11 @@ TAIL, AGAIN, LAST = Pattern(space, END), Pattern(space, *CALL), Pattern(space, C
 LAYOUTS = (Layout(Pattern(OPEN, space, *CALL), TAIL, AGAIN, LAST), Layout(Pattern(*CALL), TAIL, AGAIN, LAST))
 
 
-class KimiForm(SectionForm):
+class KimiFormat(SectionFormat):
     name = "kimi"
     marks = (OPEN, CLOSE, BEGIN, ARGUMENTS, END)
     layouts = LAYOUTS
+    rendered_call = rf"<\|tool_call_begin\|>(functions\.{PROBE_NAME}:0|{PROBE_CALL_ID})<\|tool_call_argument_begin\|>"
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         texts = [f"{BEGIN}{PREFIX}{name}:{i}{ARGUMENTS}{given}{END}" for i, (name, given) in enumerate(calls)]

@@ -9,10 +9,20 @@ import re
 from collections.abc import Mapping, Sequence
 
 from router.text.answer_grammar import literal, rule
-from router.text.calls.form import BLANK, CallForm, Spell, Wanted, answer_rules, bodies, free, json_call, row
-from router.text.calls.function import Function
-from router.text.calls.pattern import BLANKS, OBJECT_HEAD, Pattern, rest_of_object, space
-from router.text.calls.scanner import Layout, MarkedScanner
+from router.text.calls.format import (
+    BLANK,
+    PROBE_NAME,
+    CallFormat,
+    Function,
+    Spell,
+    Wanted,
+    answer_rules,
+    bodies,
+    free,
+    json_call,
+    row,
+)
+from router.text.calls.scanner import BLANKS, OBJECT_HEAD, Layout, MarkedScanner, Pattern, rest_of_object, space
 
 TAG = "<|python_tag|>"
 NAME, ARGUMENTS, BETWEEN = '{"name": "', '", "parameters": ', "; "
@@ -24,11 +34,12 @@ LAYOUTS = [
 ]
 
 
-class Llama3Form(CallForm):
+class Llama3Format(CallFormat):
     """A JSON object whose `name` is that of a function; semicolons part several."""
 
     name = "llama3"
     marks = (TAG,)
+    rendered_call = rf'\{{"name":\s*"{PROBE_NAME}",\s*"parameters":'
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True

@@ -13,23 +13,22 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from router.text.answer_grammar import literal
-from router.text.calls.form import BREAK, Spell, Wanted, row
-from router.text.calls.pattern import Part, Pattern, function_name, peek_one_of, space
+from router.text.calls.format import BREAK, PROBE_NAME, Spell, Wanted, row
 from router.text.calls.qwen_coder import END_PARAMETER
-from router.text.calls.scanner import Layout
-from router.text.calls.tagged import TaggedForm
-from router.text.calls.tagged_scanner import ArgumentTags
+from router.text.calls.scanner import Layout, Pattern, PatternPart, function_name, peek_one_of, space
+from router.text.calls.tagged import ArgumentTags, TaggedFormat
 
 OPEN, CLOSE, INVOKE, END_INVOKE = "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', "</invoke>"
 PARAMETER = '<parameter name="'
 
 
-class MiniMaxForm(TaggedForm):
+class MiniMaxFormat(TaggedFormat):
     name = "minimax"
     marks = (OPEN, CLOSE)
+    rendered_call = rf'{INVOKE}{PROBE_NAME}">'
     openings = (OPEN,)
     tags = ArgumentTags(PARAMETER, '">', "", END_PARAMETER)
-    _begun: ClassVar[tuple[str | Part, ...]] = (
+    _begun: ClassVar[tuple[str | PatternPart, ...]] = (
         *(space, INVOKE, function_name, '">', space),
         peek_one_of(PARAMETER, END_INVOKE),
     )

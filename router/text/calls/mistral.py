@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.text.answer_grammar import literal, rule
-from router.text.calls.form import (
+from router.text.calls.format import (
     BLANK,
-    CallForm,
+    PROBE_NAME,
+    CallFormat,
+    Function,
     Message,
     Spell,
     Wanted,
@@ -25,9 +27,16 @@ from router.text.calls.form import (
     opening,
     row,
 )
-from router.text.calls.function import Function
-from router.text.calls.pattern import OBJECT_HEAD, Pattern, function_name, peek, rest_of_object, space
-from router.text.calls.scanner import Layout, MarkedScanner
+from router.text.calls.scanner import (
+    OBJECT_HEAD,
+    Layout,
+    MarkedScanner,
+    Pattern,
+    function_name,
+    peek,
+    rest_of_object,
+    space,
+)
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME, ARGUMENTS = '{"name": "', '", "arguments": '
@@ -49,7 +58,7 @@ LAYOUTS = (
 )
 
 
-class MistralForm(CallForm):
+class MistralFormat(CallFormat):
     """A list in JSON behind a mark, or with `compact` a mark, a name and arguments for each call."""
 
     name = "mistral"
@@ -57,6 +66,10 @@ class MistralForm(CallForm):
 
     def __init__(self, *, compact: bool = False) -> None:
         self.compact = compact
+
+    @property
+    def rendered_call(self) -> str:
+        return rf"\[TOOL_CALLS\]\s*{PROBE_NAME}" if self.compact else rf"\[TOOL_CALLS\]\s*\[(?s:.{{0,80}}){PROBE_NAME}"
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True

@@ -14,12 +14,22 @@ import json
 from collections.abc import Mapping, Sequence
 
 from router.text.answer_grammar import literal, rule
-from router.text.calls.form import BREAK, CallForm, Spell, Wanted, answer_rules, free, opening, row
-from router.text.calls.function import Function
-from router.text.calls.pattern import BLANKS, Found, Pattern, function_name, space
-from router.text.calls.python_grammar import PythonRules, python_keywords
-from router.text.calls.python_literal import NotLiteralError, PythonExtent, read_arguments
-from router.text.calls.scanner import Layout, MarkedScanner
+from router.text.calls.format import (
+    BREAK,
+    PROBE_ARGUMENT,
+    PROBE_NAME,
+    PROBE_VALUE,
+    CallFormat,
+    Function,
+    Spell,
+    Wanted,
+    answer_rules,
+    free,
+    opening,
+    row,
+)
+from router.text.calls.python_syntax import NotLiteralError, PythonExtent, PythonRules, python_keywords, read_arguments
+from router.text.calls.scanner import BLANKS, Found, Layout, MarkedScanner, Pattern, function_name, space
 from router.text.part import CallPart, Part
 
 TAG, END_TAG = "<function_calls>", "</function_calls>"
@@ -91,14 +101,19 @@ class PythonicScanner(MarkedScanner):
         return super()._gap(parts)
 
 
-class PythonicForm(CallForm):
+class PythonicFormat(CallFormat):
     """Calls as Python writes them: a list of them, or `tagged` ones in lines between tags."""
 
     name = "pythonic"
     marks = (START, END, TAG, END_TAG)
+    rendered_argument = rf"{PROBE_ARGUMENT}=[\"']{PROBE_VALUE}[\"']"
 
     def __init__(self, *, tagged: bool = False) -> None:
         self.tagged = tagged
+
+    @property
+    def rendered_call(self) -> str:
+        return rf"{TAG}\s*{PROBE_NAME}\(" if self.tagged else rf"\[{PROBE_NAME}\("
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True

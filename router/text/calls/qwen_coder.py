@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from router.text.answer_grammar import literal
-from router.text.calls.form import BREAK, Spell
+from router.text.calls.format import BREAK, PROBE_NAME, Spell
 from router.text.calls.hermes import CLOSE, OPEN
-from router.text.calls.pattern import Part, Pattern, function_name, peek_one_of, space
-from router.text.calls.scanner import Layout
-from router.text.calls.tagged import TaggedForm
-from router.text.calls.tagged_scanner import ArgumentTags
+from router.text.calls.scanner import Layout, Pattern, PatternPart, function_name, peek_one_of, space
+from router.text.calls.tagged import ArgumentTags, TaggedFormat
 
 FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER = "<function=", "</function>", "<parameter=", "</parameter>"
-BEGUN: tuple[str | Part, ...] = (FUNCTION, function_name, ">", space, peek_one_of(PARAMETER, END_FUNCTION))
+BEGUN: tuple[str | PatternPart, ...] = (FUNCTION, function_name, ">", space, peek_one_of(PARAMETER, END_FUNCTION))
 
 
 def function_layouts(opened: str, closed: str) -> tuple[Layout, Layout]:
@@ -32,9 +30,10 @@ def function_layouts(opened: str, closed: str) -> tuple[Layout, Layout]:
     return Layout(Pattern(opened, space, *BEGUN), tail, again, close), Layout(Pattern(*BEGUN), tail, again, close)
 
 
-class QwenCoderForm(TaggedForm):
+class QwenCoderFormat(TaggedFormat):
     name = "qwen3-coder"
     marks = (OPEN, CLOSE)
+    rendered_call = rf"{FUNCTION}{PROBE_NAME}>"
     openings: ClassVar[tuple[str, ...]] = (OPEN, FUNCTION)
     tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, lined=True)
     layouts = function_layouts(OPEN, CLOSE)

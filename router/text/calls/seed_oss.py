@@ -10,15 +10,17 @@
 
 from __future__ import annotations
 
-from router.text.calls.qwen_coder import END_PARAMETER, FUNCTION, PARAMETER, QwenCoderForm, function_layouts
-from router.text.calls.tagged_scanner import ArgumentTags
+from router.text.calls.format import PROBE_NAME
+from router.text.calls.qwen_coder import END_PARAMETER, FUNCTION, PARAMETER, QwenCoderFormat, function_layouts
+from router.text.calls.tagged import ArgumentTags
 
 OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
 
 
-class SeedOSSForm(QwenCoderForm):
+class SeedOSSFormat(QwenCoderFormat):
     name = "seed-oss"
     marks = (OPEN, CLOSE)
+    rendered_call = rf"{OPEN}\s*{FUNCTION}{PROBE_NAME}>"
     openings = (OPEN, FUNCTION)
     tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, python=True)
     layouts = function_layouts(OPEN, CLOSE)

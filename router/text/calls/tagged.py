@@ -1,28 +1,91 @@
-"""Base of the formats that write each argument as plain text between tags."""
+"""Base of the formats that write each argument as plain text between tags: values, scanner and grammar.
+
+Members are in the schema's order. For strings, enumerations, lengths, patterns and formats with a pattern are enforced.
+All other values are JSON or Python literals, for which all keywords are enforced that the library supports.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from router.text.answer_grammar import rule
-from router.text.calls.form import BREAK, CallForm, Spell, Wanted, answer_rules, free, opening, row
-from router.text.calls.function import Function
-from router.text.calls.scanner import Layout
-from router.text.calls.tagged_grammar import TaggedRules
-from router.text.calls.tagged_scanner import ArgumentTags, TaggedScanner
-from router.text.calls.tagged_value import as_text
+from router.text.answer_grammar import document_expression, literal, rule
+from router.text.calls.format import (
+    BREAK,
+    PROBE_ARGUMENT,
+    PROBE_VALUE,
+    CallFormat,
+    Function,
+    Spell,
+    Wanted,
+    answer_rules,
+    free,
+    opening,
+    row,
+)
+from router.text.calls.python_syntax import NotLiteralError, PythonRules, python_text, read_value
+from router.text.calls.scanner import Found, Layout, MarkedScanner, Missing
+from router.text.marks import overlap
+from router.text.part import CallPart, Part
+from router.text.schema import (
+    ANY,
+    TYPES,
+    Case,
+    ObjectShape,
+    Schemas,
+    Shapes,
+    Unenforceable,
+    UnlistedMembers,
+    names_lexeme,
+    searched,
+)
+
+MAX_KEY_CHARS = 256
+"""Of an argument's name: a longer one is text, not a call."""
+UNKNOWN_KEY = r'/[^<>"\n]{1,256}/'
+"""Names of arguments that the schema does not name."""
+SCALARS = frozenset(("string", "boolean", "null"))
+"""Types whose values are plain text or one of a few words."""
+MOST_ENFORCED_CHARS = 4096
+"""Above it the length of a text is not enforced."""
+TEXT_ONLY = frozenset({"string"})
+AS_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""What models write that have read more Python than JSON."""
+SPELLINGS = {True: ("true", "True"), False: ("false", "False"), None: ("null", "None")}
 
 
-class TaggedForm(CallForm):
+@dataclass(frozen=True, slots=True)
+class ArgumentTags:
+    """The tags of an argument: `open` KEY `key_end`, white space, `value` VALUE `close`.
+
+    `lined`: a line break after the last opening tag and one before the closing one do not belong to the value.
+    `python`: lists and dictionaries are in Python's syntax.
+    """
+
+    open: str
+    key_end: str
+    value: str
+    close: str
+    lined: bool = False
+    python: bool = False
+
+
+class TaggedFormat(CallFormat):
     """A format with tags around each argument. `openings` begin a call, in one of the `layouts`."""
 
     openings: ClassVar[tuple[str, ...]]
     layouts: ClassVar[Sequence[Layout]]
     tags: ClassVar[ArgumentTags]
     reads_schemas = True
+
+    @property
+    def rendered_argument(self) -> str:  # type: ignore[override]
+        value = rf"\s*{re.escape(self.tags.value)}" if self.tags.value else ""
+        return rf"{PROBE_ARGUMENT}{re.escape(self.tags.key_end)}{value}\s*{PROBE_VALUE}"
 
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
@@ -62,3 +125,367 @@ class TaggedForm(CallForm):
         if not isinstance(given, dict):
             return []
         return [(key, as_text(value, python=self.tags.python)) for key, value in given.items()]
+
+
+class _ValueEnd:
+    """Finds the closing tag of a value while its text arrives. With `quoted`, tags in quotes are ignored."""
+
+    def __init__(self, close: str, *, quoted: bool) -> None:
+        self._close, self._quoted = close, quoted
+        self._piece = re.compile(rf"\\[\s\S]?|[\"']|{re.escape(close)}")
+        self._place, self._quote = 0, ""
+
+    def find(self, text: str) -> int:
+        """Return the position of the tag in `text`, the whole value so far, or -1."""
+        if not self._quoted:
+            found = text.find(self._close, self._place)
+            self._place = max(self._place, len(text) - len(self._close) + 1)
+            return found
+        for piece in self._piece.finditer(text, self._place):
+            mark = piece[0]
+            if mark == "\\":  # may escape the next character
+                return -1
+            self._place = piece.end()
+            if not self._quote and mark == self._close:
+                return piece.start()
+            if mark in ("'", '"') and self._quote in ("", mark):
+                self._quote = "" if self._quote else mark
+        self._place = max(self._place, len(text) - len(self._close) + 1)
+        return -1
+
+
+class TaggedScanner(MarkedScanner):
+    """A text arrives in the call as it is made; an argument of another type once it is complete."""
+
+    def __init__(
+        self,
+        openings: Sequence[str],
+        layouts: Sequence[Layout],
+        tags: ArgumentTags,
+        functions: Mapping[str, Function],
+        *,
+        start: int = 0,
+        only_calls: bool = False,
+    ) -> None:
+        self._tags, self._functions = tags, functions
+        self._function: Function | None = None
+        self._known_keys: list[str] = []  # the longest first
+        self._keys: set[str] = set()
+        self._reader: ValueReader | None = None
+        self._end_of_value = _ValueEnd(tags.close, quoted=False)
+        self._is_again = self._is_begun = False
+        """State of the current argument: whether its name occurred before, and whether its text has begun."""
+        super().__init__(openings, layouts, start=start, only_calls=only_calls)
+
+    @property
+    def calls_are_whole(self) -> bool:
+        return self._step not in (self._arguments, self._value)
+
+    def _call(self, found: Found, parts: list[Part]) -> bool:
+        self._function, self._keys = self._functions.get(found.name), set()
+        self._known_keys = self._names_of_arguments()
+        return super()._call(found, parts)
+
+    def _arguments(self, parts: list[Part]) -> bool:
+        """Between arguments: another one, or the end of the call."""
+        tags, held = self._tags, self._held.lstrip()
+        if held.startswith(tags.open):
+            return self._key(held, parts)
+        if tags.open.startswith(held) or self._layout.tail.read(self._held) is Missing.MORE:
+            return False
+        self._give("}" if self._keys else "{}", parts)
+        return self._move_to(self._tail)
+
+    def _key(self, held: str, parts: list[Part]) -> bool:
+        """From the tag that opens an argument to its value."""
+        tags = self._tags
+        named = held[len(tags.open) :]
+        known = next((key for key in self._known_keys if _may_begin(named, key + tags.key_end)), None)
+        if known is not None and len(named) < len(known + tags.key_end):
+            return False
+        if known is None:
+            key, end, rest = named.partition(tags.key_end)
+        else:
+            key, end, rest = known, tags.key_end, named[len(known + tags.key_end) :]
+        rest = rest.lstrip() if tags.value else rest
+        if not end or not rest.startswith(tags.value):
+            may_come = tags.value.startswith(rest) if end else len(key) <= MAX_KEY_CHARS
+            if may_come:
+                return False
+            self._give("}" if self._keys else "{}", parts)
+            return self._move_to(self._gap)
+        self._is_again, self._is_begun = key in self._keys, False
+        self._keys.add(key)
+        self._reader = self._reader_of(key)
+        quoted = self._reader is not None and not self._reader.may_be_text
+        self._end_of_value = _ValueEnd(tags.close, quoted=quoted)
+        if not self._is_again:
+            self._give(f"{'{' if len(self._keys) == 1 else ', '}{json_string(key)}: ", parts)
+        self._held = rest[len(tags.value) :]
+        return self._move_to(self._value)
+
+    def _value(self, parts: list[Part]) -> bool:
+        tags = self._tags
+        is_text = self._reader is not None and self._reader.is_text
+        if is_text and not self._is_begun:
+            if tags.lined and not self._held:
+                return False
+            self._held = self._held.removeprefix("\n") if tags.lined else self._held
+            self._is_begun = True
+            self._give('"', parts)
+        place = self._held.find(tags.close) if is_text else self._end_of_value.find(self._held)
+        if place < 0:
+            return self._more_text(parts)
+        text = self._held[:place].removesuffix("\n") if tags.lined else self._held[:place]
+        if self._is_begun:
+            self._give(json_string(text)[1:], parts)
+        else:
+            self._give(
+                as_json(text.removeprefix("\n") if tags.lined else text, self._reader, python=tags.python), parts
+            )
+        return self._move_to(self._arguments, place + len(tags.close))
+
+    def _more_text(self, parts: list[Part]) -> bool:
+        """Give out what surely belongs to the text. False, as its end has not come."""
+        if self._is_begun:
+            tags = self._tags
+            ends = (tags.close, f"\n{tags.close}") if tags.lined else (tags.close,)
+            length = len(self._held) - max(overlap(self._held, end) for end in ends)
+            self._give(json_string(self._held[:length])[1:-1], parts)
+            self._held = self._held[length:]
+        return False
+
+    def _give(self, arguments: str, parts: list[Part]) -> None:
+        """More of the call's arguments, but of one that is there already."""
+        if arguments and not (self._is_again and self._step == self._value):
+            parts.append(CallPart(self.num_calls - 1, arguments=arguments))
+
+    def _reader_of(self, key: str) -> ValueReader | None:
+        if self._function is None:
+            return None
+        try:
+            return reader_of(self._function.shapes, key)
+        except Unenforceable:  # requests that need a grammar for it are refused
+            return None
+
+    def _names_of_arguments(self) -> list[str]:
+        """Return the names in the function's schema, longest first."""
+        if self._function is None:
+            return []
+        try:
+            names = {name for shape in self._function.shapes.root_objects for name in shape.named}
+        except Unenforceable:
+            return []
+        return sorted(names, key=len, reverse=True)
+
+
+def _may_begin(text: str, begin: str) -> bool:
+    """Whether `text`, which may be incomplete, may begin with `begin`."""
+    return text.startswith(begin) or begin.startswith(text)
+
+
+class TaggedRules:
+    """Collects rules; `text` is all of them. Tags that are special tokens are `marks`, which `spell` names."""
+
+    def __init__(self, tags: ArgumentTags, spell: Spell, marks: Sequence[str]) -> None:
+        self._tags, self._spell, self._marks = tags, spell, marks
+        self._rules: dict[str, str] = {}
+        self._line = literal("\n") if tags.lined else ""
+        self._shapes: Shapes
+        self._python: PythonRules
+        self._name = ""
+
+    @property
+    def text(self) -> str:
+        return "".join([rule(name, expression) for name, expression in self._rules.items()])
+
+    def arguments(self, name: str, shapes: Shapes) -> None:
+        """Add the rule `name` for the arguments of a call. Raises Unenforceable if nothing matches their schema."""
+        self._shapes, self._name = shapes, name
+        self._python = PythonRules(shapes, self._rules, name)
+        found = [self._object(f"{name}_{i}", shape) for i, shape in enumerate(shapes.root_objects)]
+        self._rules[name] = " | ".join(each or '""' for each in found)
+
+    def _object(self, name: str, shape: ObjectShape) -> str:
+        parts = []
+        for i, (key, schemas) in enumerate(shape.named.items()):
+            part = self._argument(literal(key), f"{name}_v{i}", schemas)
+            parts.append(part if key in shape.required else f"({part})?")
+        unnamed = [self._unnamed(f"{name}_u{i}", kind, shape.taken) for i, kind in enumerate(shape.unnamed)]
+        if unnamed:
+            most = "" if shape.most is None else shape.most
+            parts.append(f"({' | '.join(unnamed)}){{{shape.least},{most}}}")
+        return " ".join(parts)
+
+    def _unnamed(self, name: str, kind: UnlistedMembers, taken: Sequence[str]) -> str:
+        key = f"{name.upper()}_KEY"
+        self._rules[key] = names_lexeme(UNKNOWN_KEY, kind.patterns, kind.without, taken)
+        return self._argument(key, name, kind.schemas)
+
+    def _argument(self, key: str, name: str, schemas: Schemas) -> str:
+        tags = self._tags
+        opened = [self._spelled(tags.open), key, self._spelled(tags.key_end)]
+        opened += [BREAK, self._spelled(tags.value)] if tags.value else [self._line]
+        self._rules[name] = self._value(name, schemas)
+        return " ".join(filter(None, (*opened, name, BREAK)))
+
+    def _value(self, name: str, schemas: Schemas) -> str:
+        """The right side of a rule for a value and the tag that closes it; `name` begins names of rules it needs."""
+        cases = self._shapes.cases(*schemas)
+        if any(case.is_any for case in cases):
+            return self._closed_text("any_text", "")
+        others = [case for case in cases if case.values is None]
+        listed = [text for case in cases for value in case.values or () for text in self._spellings(value)]
+        found = [self._closed_literal(text) for text in [*listed, *self._words(others)]]
+        structured = [case for case in others if not case.types <= SCALARS]
+        for i, case in enumerate(case for case in others if "string" in case.types):
+            found.append(self._text(f"{name}_t{i}", case, is_alone=not structured))
+        if structured:
+            schema = self._shapes.narrowed(structured, frozenset(TYPES) - SCALARS)
+            self._rules[f"{name}_json"] = document_expression(self._shapes.document_of(schema), lenient=True)
+            found.append(f"{name}_json {self._close}")
+            if self._tags.python:
+                found.append(f"({self._python.of_cases(structured, without=SCALARS)}) {self._close}")
+        if not found:
+            raise Unenforceable("#", "a value of this schema cannot be written between tags")
+        return " | ".join(dict.fromkeys(found))
+
+    def _words(self, cases: Sequence[Case]) -> list[str]:
+        types = frozenset[str]().union(*(case.types for case in cases))
+        words = [*([True, False] if "boolean" in types else []), *([None] if "null" in types else [])]
+        return [text for word in words for text in self._spellings(word)]
+
+    def _spellings(self, value: Any) -> list[str]:
+        """Return the texts of an enumerated value, without those that contain the closing tag."""
+        texts = spellings(value, python=self._tags.python)
+        return [text for text in texts if not (isinstance(value, str) and self._tags.close in text)]
+
+    def _text(self, name: str, case: Case, *, is_alone: bool) -> str:
+        """Return the right side of a rule for a string and its closing tag.
+
+        Unless it `is_alone`, the value may also be of another type that begins with the same characters. The library's
+        lexer then reads up to the closing tag, so the string and the tag must be one unconstrained lexeme.
+        """
+        least, most = int(case.most("minLength") or 0), case.least("maxLength")
+        wanted = []
+        if not is_alone:
+            least = 0
+        else:
+            wanted = [lexeme for each in case.keywords("pattern") if (lexeme := searched(each["pattern"]))]
+        if least or (most is not None and most <= MOST_ENFORCED_CHARS):
+            least = min(least, MOST_ENFORCED_CHARS)
+            wanted.append(f"/[\\s\\S]{{{least},{'' if most is None or most > MOST_ENFORCED_CHARS else int(most)}}}/")
+        return self._closed_text(name if wanted else "any_text", " & ".join(wanted))
+
+    def _closed_literal(self, text: str) -> str:
+        """Return an enumerated text and its closing tag, as one lexeme if the tag is text, like `_closed_text`."""
+        if self._is_special(self._tags.close):
+            return f"{literal(text)} {self._close}"
+        return literal(f"{text}{self._line and chr(10)}{self._tags.close}")
+
+    def _closed_text(self, name: str, wanted: str) -> str:
+        """Return a text that matches the lexemes `wanted`, and its closing tag. `name` is the name of the rule.
+
+        The text must not contain the tag, because the scanner would end it there.
+        """
+        if self._is_special(self._tags.close):
+            self._rules[name.upper()] = wanted or f"/{ANY}/"
+            return " ".join(filter(None, (name.upper(), self._line, self._spelled(self._tags.close))))
+        close = literal(f"{chr(10) if self._line else ''}{self._tags.close}")
+        other = f"~(/{ANY}/ {literal(self._tags.close)} /{ANY}/)"
+        if not wanted and not self._line:  # a lazy lexeme, which ends at the first tag
+            self._rules[f"{name}[lazy]"] = f"/{ANY}/ {close}"
+        else:
+            self._rules[f"{name}[lazy]"] = f"({' & '.join(filter(None, (wanted, other)))}) {close}"
+        return name
+
+    @property
+    def _close(self) -> str:
+        return " ".join(filter(None, (self._line, self._spelled(self._tags.close))))
+
+    def _is_special(self, mark: str) -> bool:
+        return mark in self._marks and self._spell(mark).startswith("<[")
+
+    def _spelled(self, tag: str) -> str:
+        return self._spell(tag) if self._is_special(tag) else literal(tag)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueReader:
+    """Reads the texts of one argument. Its value must match all schemas of one of the `alternatives`."""
+
+    shapes: Shapes
+    alternatives: Sequence[Schemas]
+    types: frozenset[str]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether every value is a string."""
+        return self.types == TEXT_ONLY
+
+    @property
+    def may_be_text(self) -> bool:
+        return "string" in self.types
+
+    def accepts(self, value: Any) -> bool:
+        return any(self.shapes.accepts(value, *schemas) for schemas in self.alternatives)
+
+
+def reader_of(shapes: Shapes, name: str) -> ValueReader | None:
+    """Return the reader of an argument, or None if the schema does not constrain its value."""
+    alternatives = shapes.members(name)
+    cases = [case for schemas in alternatives for case in shapes.cases(*schemas)]
+    if not cases or any(case.is_any for case in cases):
+        return None
+    return ValueReader(shapes, alternatives, frozenset[str]().union(*(case.types for case in cases)))
+
+
+def as_json(text: str, reader: ValueReader | None, *, python: bool = False) -> str:
+    """Convert a model's text for a value to JSON. It is a string if the schema accepts no other type.
+
+    With `python`, lists and dictionaries may be in Python's syntax.
+    """
+    if reader is not None and reader.is_text:
+        return json_string(text)
+    try:
+        value = _read(text, python)
+        made = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        made.encode()  # half of a surrogate pair can be written in JSON, and not be sent
+    except (ValueError, RecursionError, NotLiteralError):
+        return json_string(text)
+    if isinstance(value, str) or (reader is not None and reader.may_be_text and not reader.accepts(value)):
+        return json_string(text)
+    return made
+
+
+def spellings(value: Any, *, python: bool = False) -> list[str]:
+    """Return the spellings of a JSON value: strings unchanged, `None` and others for null."""
+    if isinstance(value, str):
+        return [value]
+    if value is None or isinstance(value, bool):
+        return list(SPELLINGS[value])
+    texts = [json.dumps(value, ensure_ascii=False)]
+    return [*texts, python_text(value)] if python else texts
+
+
+def as_text(value: Any, *, python: bool = False) -> str:
+    """Return the last spelling in Python's notation, the first otherwise."""
+    return spellings(value, python=python)[-1 if python else 0]
+
+
+def json_string(text: str) -> str:
+    """A string of JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read(text: str, python: bool) -> Any:
+    try:
+        return json.loads(AS_PYTHON.get(text.strip(), text), parse_constant=_no_number)
+    except ValueError:
+        if not python or text.lstrip()[:1] not in ("[", "{"):
+            raise
+        return read_value(text)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")

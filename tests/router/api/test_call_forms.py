@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from common.model_files.files import ModelFiles
 from common.model_files.template import ChatTemplate
 from router.text.calls.dialect import dialect_of
-from router.text.calls.form import CallForm
+from router.text.calls.format import CallFormat
 from router.text.text_pipeline import TextPipeline
 
 from ..templates import HARMONY, LLAMA3, MISTRAL, PLAIN, TEMPLATES
@@ -23,7 +23,7 @@ from .test_streamed_calls import APIS, CHAT_TOOLS, Client
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 WEATHER, NOW = ("get_weather", ARGUMENTS), ("now", "{}")
 THOUGHT = "<|channel|>analysis<|message|>Hm, final.<|end|><|start|>assistant"
-FORMS = {name: dialect_of(ChatTemplate(source)).form for name, source in TEMPLATES.items()}
+FORMS = {name: dialect_of(ChatTemplate(source)).format for name, source in TEMPLATES.items()}
 
 Serve = Callable[..., Awaitable[Any]]
 
@@ -67,7 +67,7 @@ def serve(start: Any, pipelines: Callable[[str], TextPipeline], tools: Any) -> S
     return run
 
 
-def answer_of(form: CallForm) -> str:
+def answer_of(form: CallFormat) -> str:
     if form.has_channels:
         remark = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
         return THOUGHT + remark + form.written([WEATHER]).removesuffix("<|call|>")

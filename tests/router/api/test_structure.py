@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
-from router.text.calls.dialect import FORMS
+from router.text.calls.registry import FORMATS
 
 from ..answers import is_answer
 
@@ -168,8 +168,8 @@ async def test_no_grammar_is_written_in_the_router(
 
     for name in ("free_grammar", "regex_grammar", "choice_grammar", "json_grammar"):
         monkeypatch.setattr(f"router.text.grammar_writer.{name}", fail)
-    for form in FORMS.values():
-        monkeypatch.setattr(form, "grammar", fail)
+    for form in FORMATS:
+        monkeypatch.setattr(type(form), "grammar", fail)
     reply = await running.chat(max_tokens=1, **fields)
     assert reply.status_code == 200, reply.text
     (request,) = running.engine.requests

@@ -11,20 +11,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from router.text.calls.deepseek import DeepSeekForm
-from router.text.calls.form import CallForm
-from router.text.calls.function import Function
-from router.text.calls.glm import GLMForm
-from router.text.calls.harmony import HarmonyForm
-from router.text.calls.hermes import HermesForm
-from router.text.calls.kimi import KimiForm
-from router.text.calls.llama3 import Llama3Form
-from router.text.calls.minimax import MiniMaxForm
-from router.text.calls.mistral import MistralForm
-from router.text.calls.pythonic import PythonicForm
-from router.text.calls.qwen_coder import QwenCoderForm
-from router.text.calls.seed_oss import SeedOSSForm
-from router.text.calls.tagged_value import as_json, reader_of
+from router.text.calls.deepseek import DeepSeekFormat
+from router.text.calls.format import CallFormat, Function
+from router.text.calls.glm import GLMFormat
+from router.text.calls.harmony import HarmonyFormat
+from router.text.calls.hermes import HermesFormat
+from router.text.calls.kimi import KimiFormat
+from router.text.calls.llama3 import Llama3Format
+from router.text.calls.minimax import MiniMaxFormat
+from router.text.calls.mistral import MistralFormat
+from router.text.calls.pythonic import PythonicFormat
+from router.text.calls.qwen_coder import QwenCoderFormat
+from router.text.calls.seed_oss import SeedOSSFormat
+from router.text.calls.tagged import as_json, reader_of
 from router.text.part import CallPart, Part, TextPart, ThoughtPart, joined
 
 from ...examples import examples
@@ -33,20 +32,20 @@ NAMES = ("now", "get_weather")
 CITY = {"city": {"type": "string"}, "days": {"type": "array"}}
 FUNCTIONS = {"now": Function("now"), "get_weather": Function("get_weather", None, {"properties": CITY})}
 WEATHER, NOW = ("get_weather", '{"city": "Paris", "days": [1, 2]}'), ("now", "{}")
-ROWS: dict[str, CallForm] = {
-    "hermes": HermesForm(),
-    "llama3": Llama3Form(),
-    "mistral": MistralForm(),
-    "mistral, compact": MistralForm(compact=True),
-    "pythonic": PythonicForm(),
-    "pythonic, tagged": PythonicForm(tagged=True),
-    "deepseek": DeepSeekForm(),
-    "deepseek, fenced": DeepSeekForm(fenced=True),
-    "qwen3-coder": QwenCoderForm(),
-    "glm": GLMForm(),
-    "minimax": MiniMaxForm(),
-    "seed-oss": SeedOSSForm(),
-    "kimi": KimiForm(),
+ROWS: dict[str, CallFormat] = {
+    "hermes": HermesFormat(),
+    "llama3": Llama3Format(),
+    "mistral": MistralFormat(),
+    "mistral, compact": MistralFormat(compact=True),
+    "pythonic": PythonicFormat(),
+    "pythonic, tagged": PythonicFormat(tagged=True),
+    "deepseek": DeepSeekFormat(),
+    "deepseek, fenced": DeepSeekFormat(fenced=True),
+    "qwen3-coder": QwenCoderFormat(),
+    "glm": GLMFormat(),
+    "minimax": MiniMaxFormat(),
+    "seed-oss": SeedOSSFormat(),
+    "kimi": KimiFormat(),
 }
 """Forms without channels."""
 TAGGED = ("qwen3-coder", "glm", "minimax", "seed-oss")
@@ -54,7 +53,7 @@ TAGGED = ("qwen3-coder", "glm", "minimax", "seed-oss")
 Item = str | tuple[str, str] | ThoughtPart
 
 
-def parts_of(form: CallForm, pieces: Sequence[str], *, cut: bool = False, **options: Any) -> list[Part]:
+def parts_of(form: CallFormat, pieces: Sequence[str], *, cut: bool = False, **options: Any) -> list[Part]:
     scanner = form.scanner(**{"start": 0, "only_calls": False, "functions": FUNCTIONS} | options)
     parts = [part for piece in pieces for part in scanner.push(piece)] + scanner.flush(cut=cut)
     assert scanner.num_calls == sum(isinstance(part, CallPart) and bool(part.name) for part in parts)
@@ -63,7 +62,7 @@ def parts_of(form: CallForm, pieces: Sequence[str], *, cut: bool = False, **opti
     return joined(parts)
 
 
-def taken_apart(form: CallForm, text: str, **options: Any) -> list[Item]:
+def taken_apart(form: CallFormat, text: str, **options: Any) -> list[Item]:
     """The items of an answer, after looking whether it is the same in two pieces and in characters."""
     parts = parts_of(form, [text], **options)
     assert parts_of(form, list(text), **options) == parts
@@ -76,35 +75,35 @@ def taken_apart(form: CallForm, text: str, **options: Any) -> list[Item]:
 
 
 @pytest.fixture(params=ROWS)
-def form(request: pytest.FixtureRequest) -> CallForm:
+def form(request: pytest.FixtureRequest) -> CallFormat:
     return ROWS[request.param]
 
 
-def test_calls(form: CallForm) -> None:
+def test_calls(form: CallFormat) -> None:
     assert taken_apart(form, form.written([WEATHER])) == [WEATHER]
     assert taken_apart(form, form.written([WEATHER, NOW, WEATHER])) == [WEATHER, NOW, WEATHER]
     assert taken_apart(form, form.written([NOW]), only_calls=True) == [NOW]
 
 
-def test_text_around_calls(form: CallForm) -> None:
+def test_text_around_calls(form: CallFormat) -> None:
     one, two = form.written([WEATHER]), form.written([NOW])
     assert taken_apart(form, f"I look. {one}") == ["I look. ", WEATHER]
     assert taken_apart(form, f"a {one}\n b {two} c") == ["a ", WEATHER, "b ", NOW, "c"]
     assert taken_apart(form, f"{one}\n\nDone.\n") == [WEATHER, "Done.\n"]
 
 
-def test_text_without_calls(form: CallForm) -> None:
+def test_text_without_calls(form: CallFormat) -> None:
     for text in ("", "Hi!", "a [b] {c} <d>", '{"name": "Bob"}', "[f(x)] [1, 2]", "<|x|>", "[TOOL", "<tool_", "1 <"):
         assert taken_apart(form, text) == [*filter(None, [text])]
 
 
-def test_json_in_place_of_calls_is_text(form: CallForm) -> None:
+def test_json_in_place_of_calls_is_text(form: CallFormat) -> None:
     quoted = json.dumps({"a": form.written([NOW])})
     assert taken_apart(form, quoted, only_calls=True) == [quoted]
 
 
 @pytest.mark.slow_cases("deepseek", "deepseek, fenced")
-def test_a_call_that_breaks_off_before_its_arguments_is_text_unless_the_answer_was_cut_off(form: CallForm) -> None:
+def test_a_call_that_breaks_off_before_its_arguments_is_text_unless_the_answer_was_cut_off(form: CallFormat) -> None:
     whole = form.written([WEATHER])
     begun = whole.index("city") - (2 if '{"' in whole else 0)
     for end in range(1, begun):
@@ -112,7 +111,7 @@ def test_a_call_that_breaks_off_before_its_arguments_is_text_unless_the_answer_w
         assert taken_apart(form, "Hm " + whole[:end], cut=True) in (["Hm "], ["Hm ", ("get_weather", "")])
 
 
-def test_a_call_that_is_cut_off_has_the_arguments_that_came(form: CallForm) -> None:
+def test_a_call_that_is_cut_off_has_the_arguments_that_came(form: CallFormat) -> None:
     whole = form.written([WEATHER])
     scanner = form.scanner(start=0, only_calls=False, functions=FUNCTIONS)
     (call,) = joined(scanner.push(whole[: whole.index("days")]) + scanner.flush(cut=True))
@@ -121,7 +120,7 @@ def test_a_call_that_is_cut_off_has_the_arguments_that_came(form: CallForm) -> N
 
 
 @pytest.mark.slow_except("pythonic")
-def test_a_complete_call_is_whole_wherever_the_rest_is_cut_off(form: CallForm) -> None:
+def test_a_complete_call_is_whole_wherever_the_rest_is_cut_off(form: CallFormat) -> None:
     both = form.written([NOW, WEATHER])
     for end in range(len(both)):
         items = taken_apart(form, both[:end], cut=True)
@@ -335,7 +334,7 @@ def test_how_an_answer_is_divided_changes_nothing(
 @given(name=st.sampled_from([*ROWS, "harmony"]), text=st.data())
 def test_no_text_is_lost_or_told_twice(name: str, text: st.DataObject) -> None:
     """Of text without a complete call, whatever marks are in it."""
-    form = ROWS.get(name) or HarmonyForm()
+    form = ROWS.get(name) or HarmonyFormat()
     pieces = text.draw(st.lists(st.sampled_from([*form.marks, "now", "{", "(", '"', " ", "x", "["]), max_size=8))
     parts = parts_of(form, pieces)
     assert parts == parts_of(form, ["".join(pieces)]) == parts_of(form, list("".join(pieces)))

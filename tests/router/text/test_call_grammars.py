@@ -13,19 +13,18 @@ from common.grammar.vocabulary import _Words, limits
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import EOS
 from common.model_files.tokenizer import Tokenizer
-from router.text.calls.deepseek import DeepSeekForm
-from router.text.calls.form import CallForm, Wanted
-from router.text.calls.function import Function
-from router.text.calls.glm import GLMForm
-from router.text.calls.harmony import HarmonyForm
-from router.text.calls.hermes import HermesForm
-from router.text.calls.kimi import KimiForm
-from router.text.calls.llama3 import Llama3Form
-from router.text.calls.minimax import MiniMaxForm
-from router.text.calls.mistral import MistralForm
-from router.text.calls.pythonic import PythonicForm
-from router.text.calls.qwen_coder import QwenCoderForm
-from router.text.calls.seed_oss import SeedOSSForm
+from router.text.calls.deepseek import DeepSeekFormat
+from router.text.calls.format import CallFormat, Function, Wanted
+from router.text.calls.glm import GLMFormat
+from router.text.calls.harmony import HarmonyFormat
+from router.text.calls.hermes import HermesFormat
+from router.text.calls.kimi import KimiFormat
+from router.text.calls.llama3 import Llama3Format
+from router.text.calls.minimax import MiniMaxFormat
+from router.text.calls.mistral import MistralFormat
+from router.text.calls.pythonic import PythonicFormat
+from router.text.calls.qwen_coder import QwenCoderFormat
+from router.text.calls.seed_oss import SeedOSSFormat
 from router.text.text_pipeline import TextPipeline
 
 WEATHER = Function(
@@ -42,20 +41,20 @@ WEATHER = Function(
     },
 )
 BOTH = (Function("now"), WEATHER)
-FORMS: dict[str, CallForm] = {
-    "hermes": HermesForm(),
-    "llama3": Llama3Form(),
-    "mistral": MistralForm(),
-    "mistral, compact": MistralForm(compact=True),
-    "pythonic": PythonicForm(),
-    "pythonic, tagged": PythonicForm(tagged=True),
-    "deepseek": DeepSeekForm(),
-    "deepseek, fenced": DeepSeekForm(fenced=True),
-    "qwen3-coder": QwenCoderForm(),
-    "glm": GLMForm(),
-    "minimax": MiniMaxForm(),
-    "seed-oss": SeedOSSForm(),
-    "kimi": KimiForm(),
+FORMS: dict[str, CallFormat] = {
+    "hermes": HermesFormat(),
+    "llama3": Llama3Format(),
+    "mistral": MistralFormat(),
+    "mistral, compact": MistralFormat(compact=True),
+    "pythonic": PythonicFormat(),
+    "pythonic, tagged": PythonicFormat(tagged=True),
+    "deepseek": DeepSeekFormat(),
+    "deepseek, fenced": DeepSeekFormat(fenced=True),
+    "qwen3-coder": QwenCoderFormat(),
+    "glm": GLMFormat(),
+    "minimax": MiniMaxFormat(),
+    "seed-oss": SeedOSSFormat(),
+    "kimi": KimiFormat(),
 }
 TAGGED = ("qwen3-coder", "glm", "minimax", "seed-oss")
 GOOD = [
@@ -78,7 +77,7 @@ class Vocabulary:
 
     def __init__(self, *, special: bool) -> None:
         inner = tokenizers.Tokenizer.from_file(str(resolve_model("tiny-random").tokenizer))
-        marks = {mark for form in (*FORMS.values(), HarmonyForm()) for mark in form.marks}
+        marks = {mark for form in (*FORMS.values(), HarmonyFormat()) for mark in form.marks}
         if special:
             inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in sorted(marks)])
         self.text = TextPipeline(Tokenizer(inner), None, max_model_len=100, threads=1)
@@ -102,14 +101,14 @@ def vocabulary(request: pytest.FixtureRequest) -> Iterator[Vocabulary]:
 
 
 @pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest) -> CallForm:
+def form(request: pytest.FixtureRequest) -> CallFormat:
     return FORMS[request.param]
 
 
 Check = Callable[[str], bool]
 
 
-def check_of(vocabulary: Vocabulary, form: CallForm, **wanted: Any) -> Check:
+def check_of(vocabulary: Vocabulary, form: CallFormat, **wanted: Any) -> Check:
     grammar = form.grammar(Wanted(BOTH, **wanted), vocabulary.spell)
     return lambda text: vocabulary.accepts(grammar, text)
 
@@ -119,7 +118,7 @@ def check_of(vocabulary: Vocabulary, form: CallForm, **wanted: Any) -> Check:
     [{"required": True}, {"required": True, "several": False}, {}, {"several": False}, {"answer": {"type": "object"}}],
     ids=str,
 )
-def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallForm, wanted: dict[str, Any]) -> None:
+def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallFormat, wanted: dict[str, Any]) -> None:
     accepts = check_of(vocabulary, form, **wanted)
     for calls in GOOD:
         assert accepts(form.written(calls)), calls
@@ -136,7 +135,7 @@ def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallForm, wan
     assert accepts(f"I look. {form.written(GOOD[1])}") is is_free
 
 
-def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, form: CallForm) -> None:
+def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, form: CallFormat) -> None:
     accepts = check_of(vocabulary, form)
     whole = form.written(GOOD[1])
     assert not any(accepts(f"Hm {whole[:end]}") for end in range(whole.index("Paris"), len(whole)))
@@ -145,7 +144,7 @@ def test_with_auto_what_begins_as_a_call_becomes_one(vocabulary: Vocabulary, for
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_thought_whose_marks_are_special_tokens_may_come_first(
-    vocabulary: Vocabulary, form: CallForm, several: bool
+    vocabulary: Vocabulary, form: CallFormat, several: bool
 ) -> None:
     """The prompt may have opened it. Text is free of special tokens, of which these stand for the marks."""
     bos, end = (f"<[{vocabulary.text.tokenizer.token_to_id(mark)}]>" for mark in ("<|bos|>", "<|im_start|>"))
@@ -160,16 +159,16 @@ def test_a_thought_whose_marks_are_special_tokens_may_come_first(
     assert not check_of(vocabulary, form, required=True, thought=(bos, end))(f"hm<|im_start|>{call}")
 
 
-def test_an_answer_of_one_call_has_no_text_behind_it(vocabulary: Vocabulary, form: CallForm) -> None:
+def test_an_answer_of_one_call_has_no_text_behind_it(vocabulary: Vocabulary, form: CallFormat) -> None:
     accepts = check_of(vocabulary, form, several=False)
     assert not accepts(f"{form.written(GOOD[0])} Done.")
 
 
 def test_llama_may_begin_with_its_tag() -> None:
     vocabulary = Vocabulary(special=True)
-    tagged = f"<|python_tag|>{Llama3Form().written(GOOD[1])}"
+    tagged = f"<|python_tag|>{Llama3Format().written(GOOD[1])}"
     for wanted in ({}, {"required": True}, {"answer": {"type": "object"}}):
-        assert check_of(vocabulary, Llama3Form(), **wanted)(tagged)
+        assert check_of(vocabulary, Llama3Format(), **wanted)(tagged)
     vocabulary.text.close()
 
 
@@ -187,7 +186,7 @@ def test_python_types() -> None:
         "required": ["b"],
         "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
     }
-    form = PythonicForm()
+    form = PythonicFormat()
     grammar = form.grammar(Wanted([Function("f", None, schema)], required=True), vocabulary.spell)
     for good in ("b={}", "a=None, b={'x': True}", 'a=-3,b={"x": False, "y": 1.5e3}, c=1', 'b={"y": 2}, c="it\'s"',
                  "b={}, d=[[], [[]]]", "b={}, e={'k': [1, None, 'x']}, f"[:-3]):  # fmt: skip
@@ -215,7 +214,7 @@ def test_python_bounds() -> None:
     }
     for name, (schema, good, bad) in members.items():
         parameters = {"properties": {name: schema}, "required": [name]}
-        grammar = PythonicForm().grammar(Wanted([Function("f", None, parameters)], required=True), vocabulary.spell)
+        grammar = PythonicFormat().grammar(Wanted([Function("f", None, parameters)], required=True), vocabulary.spell)
         assert [text for text in good if not vocabulary.accepts(grammar, f"[f({name}={text})]")] == [], name
         assert [text for text in bad if vocabulary.accepts(grammar, f"[f({name}={text})]")] == [], name
     vocabulary.text.close()
@@ -266,7 +265,7 @@ FINAL = "<|channel|>final<|message|>"
 
 @pytest.mark.slow_cases("text")
 def test_channels(vocabulary: Vocabulary) -> None:
-    form = HarmonyForm()
+    form = HarmonyFormat()
     free, required = check_of(vocabulary, form), check_of(vocabulary, form, required=True)
     schema = check_of(vocabulary, form, answer={"type": "object"})
     for accepts in (free, required, schema):
@@ -284,7 +283,7 @@ def test_channels(vocabulary: Vocabulary) -> None:
         assert schema(answer) is (text == '{"a": 1}')
 
 
-def test_what_schemas_have_that_is_not_known_is_left_out(vocabulary: Vocabulary, form: CallForm) -> None:
+def test_what_schemas_have_that_is_not_known_is_left_out(vocabulary: Vocabulary, form: CallFormat) -> None:
     odd = Function("odd", None, {"properties": {"a": {"not": {}}, "b-c": {"minLength": 1}}, "if": {}, "type": "string"})
     empty = Function("empty.one", None, {})
     grammar = form.grammar(Wanted([odd, empty]), vocabulary.spell)

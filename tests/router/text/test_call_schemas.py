@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.template import ChatTemplate
 from router.text.calls.dialect import dialect_of
-from router.text.calls.form import CallForm, Wanted
-from router.text.calls.function import Function
-from router.text.calls.harmony import HarmonyForm
+from router.text.calls.format import CallFormat, Function, Wanted
+from router.text.calls.harmony import HarmonyFormat
 from router.text.calls.scanner import CallScanner
 from router.text.part import CallPart, joined
 from router.text.schema.keywords import Unenforceable
@@ -29,7 +28,7 @@ from .test_schema_differential import SCHEMAS as SCHEMAS_AT_RANDOM
 from .test_schema_differential import VALUES as VALUES_AT_RANDOM
 from .test_schema_differential import extended, members
 
-ALL_FORMS: dict[str, CallForm] = {**FORMS, "harmony": HarmonyForm()}
+ALL_FORMS: dict[str, CallFormat] = {**FORMS, "harmony": HarmonyFormat()}
 CITY = {"type": "object", "properties": {"zip": {"type": "string"}}, "required": ["zip"]}
 ODD = ("a<b", "a>b", 'a"b', "a b", " a", "a'b", "é-1", "a{b", "</parameter>", "</arg_key>", "a=b", "", "$x", "class")
 
@@ -306,7 +305,7 @@ def vocabularies() -> Iterator[dict[str, Vocabulary]]:
         vocabulary.text.close()
 
 
-def read_back(form: CallForm, function: Function, text: str, pieces: list[str]) -> list[Any]:
+def read_back(form: CallFormat, function: Function, text: str, pieces: list[str]) -> list[Any]:
     """The arguments of the calls in a text that arrives in pieces."""
     scanner = form.scanner(start=0, only_calls=True, functions={function.name: function})
     return [arguments for _, arguments in read_calls(scanner, pieces)]
@@ -446,10 +445,10 @@ def test_calls_as_the_template_writes_them(vocabularies: dict[str, Vocabulary], 
         assert text != whole
         functions = {function.name: function for function in TAUGHT}
         for pieces in ([text], list(text)):
-            scanner = dialect.form.scanner(start=0, only_calls=False, functions=functions)
+            scanner = dialect.format.scanner(start=0, only_calls=False, functions=functions)
             assert read_calls(scanner, pieces) == calls, case
         for kind, required in itertools.product(("text", "special"), (False, True)):
-            grammar = dialect.form.grammar(Wanted(TAUGHT, required=required), vocabularies[kind].spell)
+            grammar = dialect.format.grammar(Wanted(TAUGHT, required=required), vocabularies[kind].spell)
             assert vocabularies[kind].accepts(grammar, text), (case, kind, required)
 
 
@@ -478,7 +477,7 @@ def test_all_formats_take_the_same_arguments(
             assert not expected or found == [value] or function.shapes.accepts(found[0], function.shapes.root)
 
 
-def accepted(vocabulary: Vocabulary, form: CallForm, function: Function) -> Callable[[Any], bool]:
+def accepted(vocabulary: Vocabulary, form: CallFormat, function: Function) -> Callable[[Any], bool]:
     """Whether a call with some arguments is an answer."""
     grammar = form.grammar(Wanted([function], required=True), vocabulary.spell)
     return lambda arguments: vocabulary.accepts(grammar, form.written([(function.name, json.dumps(arguments))]))

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from router.text.answer_grammar import json_grammar, literal
-from router.text.calls.form import Wanted
-from router.text.calls.function import Function
-from router.text.calls.hermes import HermesForm
+from router.text.calls.format import Function, Wanted
+from router.text.calls.hermes import HermesFormat
 from router.text.closed_schema import closed
 from router.text.schema.keywords import CLOSED
 
@@ -38,7 +37,7 @@ def test_objects_have_the_members_that_they_name() -> None:
 def test_members_are_not_invented_for_calls_either() -> None:
     function = Function("now", None, {"type": "object", "properties": {"zone": TEXT}})
     wanted = Wanted([function], required=True, several=False)
-    grammar = checked(HermesForm().grammar(wanted, literal))
+    grammar = checked(HermesFormat().grammar(wanted, literal))
     call = '<tool_call>\n{"name": "now", "arguments": %s}\n</tool_call>'
     assert is_answer(grammar, call % '{"zone": "UTC"}') and is_answer(grammar, call % "{}")
     assert not is_answer(grammar, call % '{"time": 1}') and not is_answer(grammar, call % '{"zone": "UTC", "x": 1}')

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.calls.function import Function
-from router.text.calls.harmony import HarmonyForm
+from router.text.calls.format import Function
+from router.text.calls.harmony import HarmonyFormat
 from router.text.content_stops import ContentStops
 from router.text.part import TextPart, joined
 from router.text.stop_strings import StopScanner
@@ -19,7 +19,7 @@ from ...examples import examples
 from .test_call_forms import NOW, ROWS, WEATHER
 from .test_stop import naive_cut
 
-FORMS = {**ROWS, "harmony": HarmonyForm()}
+FORMS = {**ROWS, "harmony": HarmonyFormat()}
 FUNCTIONS = {"now": Function("now"), "get_weather": Function("get_weather", None, {"properties": {}})}
 
 

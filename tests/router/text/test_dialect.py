@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from common.model_files.template import ChatTemplate
-from router.text.calls.dialect import FORMS, dialect_of
-from router.text.calls.function import Function
+from router.text.calls.dialect import dialect_of
+from router.text.calls.format import Function
+from router.text.calls.registry import FORMATS
 from router.text.chat_prompt import chat_prompt
 
 from ..templates import (
@@ -25,6 +26,7 @@ from ..templates import (
     VARIANTS,
 )
 
+NAMES = tuple(dict.fromkeys(each.name for each in FORMATS))
 WEATHER = Function("get_weather", "Weather of a city", {"properties": {"city": {"type": "string"}}})
 USER = {"role": "user", "content": "Weather?"}
 ARGUMENTS = '{"city": "Paris"}'
@@ -46,43 +48,43 @@ def result(call_id: str) -> dict[str, Any]:
 def test_the_form_is_that_of_the_template(name: str) -> None:
     dialect = dialect_of(ChatTemplate(TEMPLATES[name]))
     kind, _, variant = name.partition(", ")
-    assert dialect.native and dialect.parses and dialect.form.name == kind
-    assert getattr(dialect.form, variant or "none", not variant)
-    others = {getattr(dialect.form, other, False) for other in ("compact", "tagged", "fenced") if other != variant}
+    assert dialect.native and dialect.parses and dialect.format.name == kind
+    assert getattr(dialect.format, variant or "none", not variant)
+    others = {getattr(dialect.format, other, False) for other in ("compact", "tagged", "fenced") if other != variant}
     assert others == {False}
     if kind == "harmony":
         return
     shown = chat_prompt(ChatTemplate(TEMPLATES[name]), [USER, turn(call("a")), result("a")], functions=[WEATHER])
-    scanner = dialect.form.scanner(start=0, only_calls=False, functions={"get_weather": WEATHER})
+    scanner = dialect.format.scanner(start=0, only_calls=False, functions={"get_weather": WEATHER})
     assert scanner.push(shown) and scanner.num_calls == 1, "its own calls can be read"
 
 
 @pytest.mark.parametrize("source", [PLAIN, STRICT, None])
 def test_a_template_without_calls_gets_them_in_words(source: str | None) -> None:
     dialect = dialect_of(ChatTemplate(source))
-    assert not dialect.native and dialect.form.name == "hermes"
+    assert not dialect.native and dialect.format.name == "hermes"
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_parser_may_be_named(name: str) -> None:
     dialect = dialect_of(ChatTemplate(PLAIN), name)
-    assert not dialect.native and dialect.form.name == name
+    assert not dialect.native and dialect.format.name == name
     shown = chat_prompt(ChatTemplate(PLAIN), [USER, turn(call("a"))], functions=[WEATHER], dialect=dialect)
-    assert dialect.form.written([("get_weather", ARGUMENTS)]) in shown
+    assert dialect.format.written([("get_weather", ARGUMENTS)]) in shown
     if name != "hermes":
-        assert dialect.form.written([("first_function", '{"argument": "value"}'), ("second_function", "{}")]) in shown
+        assert dialect.format.written([("first_function", '{"argument": "value"}'), ("second_function", "{}")]) in shown
     native = dialect_of(ChatTemplate(LLAMA3), name)
-    assert native.native and native.form.name == name
+    assert native.native and native.format.name == name
 
 
 def test_a_named_parser_keeps_the_templates_variant() -> None:
     named = dialect_of(ChatTemplate(TEMPLATES["mistral, compact"]), "mistral")
-    assert getattr(named.form, "compact", False)
+    assert getattr(named.format, "compact", False)
 
 
 def test_none_reads_nothing_and_tells_the_model_all_the_same() -> None:
     dialect = dialect_of(ChatTemplate(MISTRAL), "none")
-    assert not dialect.parses and dialect.native and dialect.form.name == "mistral"
+    assert not dialect.parses and dialect.native and dialect.format.name == "mistral"
 
 
 def test_mistrals_templates_get_ids_of_nine_characters() -> None:
@@ -121,7 +123,7 @@ def test_harmonys_template_gets_one_call_a_message_and_thoughts_by_its_name() ->
 @pytest.mark.parametrize(("kind", "source"), VARIANTS.items())
 def test_variants_of_a_format_are_recognised(kind: str, source: str) -> None:
     dialect = dialect_of(ChatTemplate(source))
-    assert dialect.native and dialect.form.name == kind
+    assert dialect.native and dialect.format.name == kind
     assert dialect.single_calls is (kind == "llama3")
 
 

@@ -14,10 +14,9 @@ from common.grammar.compiler import READ_BYTES
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import VOCAB_SIZE
 from common.wire.sampling_params import MAX_GRAMMAR_CHARS
-from router.text.calls.form import Wanted
-from router.text.calls.function import Function
+from router.text.calls.format import Function, Wanted
+from router.text.calls.registry import FORMATS
 from router.text.grammar_writer import (
-    ALL_FORMS,
     PROGRAM,
     CallsDemand,
     ChoiceDemand,
@@ -79,9 +78,9 @@ def spell(mark: str) -> str:
     return f"<[{len(mark)}]>" if mark.startswith("<") else json.dumps(mark)
 
 
-@pytest.mark.parametrize("number", range(len(ALL_FORMS)))
+@pytest.mark.parametrize("number", range(len(FORMATS)))
 def test_a_demand_for_calls_means_the_same_in_the_other_process(number: int) -> None:
-    form = ALL_FORMS[number]()
+    form = FORMATS[number]
     for answer in (None, SCHEMA):
         for required in (True, False):
             wanted = Wanted(FUNCTIONS, required, not required, answer)

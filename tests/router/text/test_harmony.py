@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text.calls.dialect import Dialect
-from router.text.calls.function import Function
-from router.text.calls.harmony import HarmonyForm
-from router.text.calls.harmony_scanner import ChannelTokens
+from router.text.calls.format import Function
+from router.text.calls.harmony import ChannelTokens, HarmonyFormat
 from router.text.part import CallPart, Part, TextPart, ThoughtPart, joined
 
 from ...examples import examples
 
-FORM = HarmonyForm()
+FORM = HarmonyFormat()
 NAMES = ("now", "get_weather")
 FUNCTIONS = {name: Function(name) for name in NAMES}
 THOUGHT = "<|channel|>analysis<|message|>Hm, hm.<|end|>"

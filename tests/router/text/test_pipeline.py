@@ -10,7 +10,7 @@ import pytest
 from common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from common.model_files.files import ModelFiles
 from common.model_files.tokenizer import Tokenizer
-from router.text.calls.function import Function
+from router.text.calls.format import Function
 from router.text.text_pipeline import TextPipeline
 from router.text.text_threads import HUGE_TEXT, SHORT_TEXT, TINY_TEXT
 

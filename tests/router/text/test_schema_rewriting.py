@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from router.text.answer_grammar import json_grammar, literal
-from router.text.calls.form import Wanted
-from router.text.calls.function import Function
-from router.text.calls.hermes import HermesForm
+from router.text.calls.format import Function, Wanted
+from router.text.calls.hermes import HermesFormat
 from router.text.schema.keywords import Unenforceable
 
 from ..answers import checked, is_answer
@@ -146,7 +145,7 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(schema: dict[str, Any
 def test_arguments_of_calls_leave_out_what_cannot_be_enforced() -> None:
     members = {"t": {**TEXT, "not": {"pattern": "a+b"}}, "u": {"oneOf": [TEXT, {**TEXT, "pattern": "a+"}]}}
     function = Function("f", None, {"type": "object", "properties": members, "required": ["t"]})
-    grammar = checked(HermesForm().grammar(Wanted([function], required=True, several=False), literal))
+    grammar = checked(HermesFormat().grammar(Wanted([function], required=True, several=False), literal))
     call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
     assert is_answer(grammar, call % '{"t": "aab", "u": "b"}') and not is_answer(grammar, call % '{"t": 1}')
 

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from common.model_files.template import ChatTemplate
 from router.text.answer_grammar import literal
 from router.text.calls.dialect import dialect_of
-from router.text.calls.form import Wanted
-from router.text.calls.function import Function
-from router.text.calls.hermes import HermesForm
-from router.text.calls.pattern import MAX_REST_CHARS
-from router.text.calls.scanner import CallScanner
+from router.text.calls.format import Function, Wanted
+from router.text.calls.hermes import HermesFormat
+from router.text.calls.scanner import MAX_REST_CHARS, CallScanner
 from router.text.chat_prompt import chat_prompt
 from router.text.part import CallPart, Part, TextPart, joined
 from router.text.tools import tools_as_text
@@ -44,11 +42,11 @@ OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 def call_grammar(functions: Sequence[Function], **wanted: Any) -> str:
-    return HermesForm().grammar(Wanted(functions, **wanted), literal)
+    return HermesFormat().grammar(Wanted(functions, **wanted), literal)
 
 
 def hermes_scanner(*, only_calls: bool = False) -> CallScanner:
-    return HermesForm().scanner(start=0, only_calls=only_calls, functions={})
+    return HermesFormat().scanner(start=0, only_calls=only_calls, functions={})
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -292,7 +290,7 @@ def test_two_users_who_speak_one_after_the_other_stay_two() -> None:
 def test_a_template_with_tools_gets_them() -> None:
     found = [dialect_of(ChatTemplate(source)) for source in (NATIVE, PLAIN, None)]
     assert [dialect.native for dialect in found] == [True, False, False]
-    assert {dialect.form.name for dialect in found} == {"hermes"}
+    assert {dialect.format.name for dialect in found} == {"hermes"}
     shown = chat_prompt(ChatTemplate(NATIVE), [USER, CALLS, *RESULTS], functions=BOTH)
     assert json.loads(shown.partition("[user]")[0]) == [function.as_tool() for function in BOTH]
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>' in shown

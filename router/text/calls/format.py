@@ -1,16 +1,55 @@
-"""What a form of calls must tell: its marks, and how to read, to write and to enforce it."""
+"""Interface of a tool-call format, and what formats have in common: functions, delimiters and grammar rules."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
-from router.text.answer_grammar import document_expression, json_expression, literal, rule
-from router.text.calls.function import Function
+from router.text.answer_grammar import ANY_OBJECT, document_expression, enforceable, json_expression, literal, rule
 from router.text.calls.scanner import CallScanner, Layout, MarkedScanner
+from router.text.schema import Document, Shapes, canonical
+
+PROBE_NAME, PROBE_ARGUMENT, PROBE_VALUE, PROBE_CALL_ID = "probe_function", "probe_argument", "probe value", "probe0001"
+"""The call that a chat template renders to show its model's format."""
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that a model may call. `parameters` is the JSON schema of its arguments; None: it takes none."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+
+    def as_tool(self) -> dict[str, Any]:
+        """The form of OpenAI's API and of chat templates."""
+        known = {"name": self.name, "description": self.description, "parameters": self.parameters or ANY_OBJECT}
+        return {"type": "function", "function": {key: value for key, value in known.items() if value is not None}}
+
+    @cached_property
+    def arguments(self) -> Document:
+        """The schema of the arguments, in keywords that grammars enforce. References refer to the function's document.
+
+        Arguments are always an object, whatever type the schema has. Keywords that cannot be enforced are ignored.
+        Raises Unenforceable, a ValueError, for an undefined reference and for schemas beyond the bounds.
+        """
+        document = canonical(NO_ARGUMENTS if self.parameters is None else self.parameters)
+        return enforceable(replace(document, root={**document.root, **ANY_OBJECT}), lenient=True)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """The shapes of the arguments. Raises as `arguments` does."""
+        return Shapes(self.arguments)
+
+    def read(self) -> None:
+        """Compute and cache the shapes. Raises as `arguments` does."""
+        _ = self.shapes
+
 
 Message = Mapping[str, Any]
 Spell = Callable[[str], str]
@@ -37,18 +76,28 @@ class Wanted:
     thought: tuple[str, str] | None = None
 
 
-class CallForm(ABC):
-    """One form in which models write calls.
+class CallFormat(ABC):
+    """A tool-call format: how it is recognised, scanned, enforced and rendered. Instances have no state but variants.
 
-    `marks` may be special tokens, which only the scanner sees in the text of an answer.
-    `has_channels`: every answer is in this form, with or without tools, and the scanner tells thoughts apart too.
+    `rendered_call` and `rendered_argument` recognise the format in what a chat template renders for a call of
+    `PROBE_NAME` with `PROBE_VALUE` for `PROBE_ARGUMENT`.
     """
 
     name: ClassVar[str]
+    """The name for `--tool-parser`."""
     marks: ClassVar[tuple[str, ...]] = ()
+    """Delimiters that may be special tokens. The scanner sees them in the text of an answer."""
+    rendered_argument: str = rf'"{PROBE_ARGUMENT}":\s*"{PROBE_VALUE}"'
+    """A regular expression of a rendered argument. By default arguments are JSON, and not a text inside JSON."""
     has_channels: ClassVar[bool] = False
+    """Whether every answer is in this format, with or without tools. The scanner then separates thoughts too."""
     reads_schemas: ClassVar[bool] = False
     """Whether the scanner needs the schemas of the functions to read a call."""
+
+    @property
+    @abstractmethod
+    def rendered_call(self) -> str:
+        """A regular expression of a rendered call. The first format in the registry that matches is taken."""
 
     @abstractmethod
     def scanner(
@@ -72,7 +121,7 @@ class CallForm(ABC):
         return [dict(message) for message in messages]
 
 
-class SectionForm(CallForm):
+class SectionFormat(CallFormat):
     """Calls with arguments in JSON, in a section of their own: the first `marks` open it, end it, and open a call."""
 
     layouts: ClassVar[Sequence[Layout]]

@@ -1,8 +1,12 @@
-"""Grammar rules for arguments in Python's syntax, from the schema of a function."""
+"""Arguments in Python's syntax: reads literals as they arrive, and writes grammar rules from a schema.
+
+Nothing is evaluated.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,9 +14,22 @@ from typing import Any
 from router.text.answer_grammar import document_expression, literal
 from router.text.schema import ArrayShape, Case, Document, ObjectShape, Schemas, Shapes, UnlistedMembers, names_lexeme
 
+MAX_NESTED_LISTS = 64
+"""Of lists within lists, so that no answer exhausts the stack."""
+ARGUMENT = re.compile(r"\s*([^\s=(),\"'\[\]{}]+)\s*=\s*")
+NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+EXPONENT = re.compile(r"[eE][+-]?")
+WORD = re.compile(r"[A-Za-z]+")
+WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
+ESCAPED = {
+    **{"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v"},
+    **{"\\": "\\", "'": "'", '"': '"', "\n": ""},
+}
+QUOTES = ('"""', "'''", '"', "'")
 COMMA = "/, ?/"
 COLON = "/: ?/"
-KEYWORD = re.compile(r"[^\W\d][\w.$-]*")
+IDENTIFIER = re.compile(r"[^\W\d][\w.$-]*")
 UNKNOWN_KEYWORD = r"/[a-zA-Z_][a-zA-Z0-9_.$-]*/"
 """Names of keywords that the schema does not name."""
 ESCAPES = (
@@ -40,8 +57,215 @@ MAX_ITEMS = 1024
 NEEDED = {"py_array": ("py_any",), "py_object": ("py_member",), "py_member": ("py_string", "py_any")}
 NEEDED["py_any"] = ("py_string", "py_number", "py_boolean", "py_null", "py_array", "py_object")
 
-Part = tuple[str, bool]
+ListPart = tuple[str, bool]
 """The right side of a rule for an item of a list, and whether the item is required."""
+
+
+class NotLiteralError(Exception):
+    """The text is no row of keyword arguments with literals."""
+
+
+class UnfinishedError(Exception):
+    """The text ends inside an argument."""
+
+
+class PythonExtent:
+    """Where the arguments of a call end, as their text arrives: at the parenthesis behind them."""
+
+    def __init__(self, start: int) -> None:
+        """`start` is the place in the text behind the opening parenthesis."""
+        self._depth, self._quote, self._place = 1, "", start
+        self.complete = False
+
+    def measure(self, text: str) -> int:
+        """Up to where `text`, all that came so far, belongs to the call, parenthesis included."""
+        place = self._place
+        while place < len(text):
+            step = self._in_string(text, place) if self._quote else self._outside(text, place)
+            if not step:
+                break
+            place += step
+            if self.complete:
+                break
+        self._place = place
+        return place
+
+    def _in_string(self, text: str, place: int) -> int:
+        if text[place] == "\\":
+            return 2 if place + 1 < len(text) else 0
+        if text.startswith(self._quote, place):
+            length, self._quote = len(self._quote), ""
+            return length
+        return 0 if self._quote.startswith(text[place:]) else 1
+
+    def _outside(self, text: str, place: int) -> int:
+        char = text[place]
+        if char in "\"'":
+            if len(text) - place < 3 and text[place:] == char * (len(text) - place):
+                return 0  # it may become three quotes
+            self._quote = char * 3 if text.startswith(char * 3, place) else char
+            return len(self._quote)
+        if char in "([{":
+            self._depth += 1
+        elif char in ")]}":
+            self._depth -= 1
+            self.complete = not self._depth
+        return 1
+
+
+def read_arguments(text: str) -> tuple[dict[str, Any], bool]:
+    """The arguments at the beginning of `text`, and whether the parenthesis behind them is there.
+
+    An argument that no comma or parenthesis follows may go on, so it is left out. Raises NotLiteralError.
+    """
+    found: dict[str, Any] = {}
+    place = _blank(text, 0)
+    try:
+        while not text.startswith(")", place):
+            if text.startswith("**", place):
+                given, place = _value(text, place + 2, 0)
+                if not isinstance(given, dict) or not found.keys().isdisjoint(given):
+                    raise NotLiteralError
+                place, more = _separator(text, place, ")")
+                found |= given
+                if not more:
+                    return found, True
+                continue
+            keyword = ARGUMENT.match(text, place)
+            if keyword is None:
+                if place == len(text) or ARGUMENT.match(text + "=", place):
+                    raise UnfinishedError
+                raise NotLiteralError
+            value, place = _value(text, keyword.end(), 0)
+            place, more = _separator(text, place, ")")
+            if keyword[1] in found:
+                raise NotLiteralError
+            found[keyword[1]] = value
+            if not more:
+                return found, True
+    except UnfinishedError:
+        return found, False
+    return found, True
+
+
+def read_value(text: str) -> Any:
+    """Parse `text` as one value. Raises NotLiteralError."""
+    try:
+        value, place = _value(text, 0, 0)
+    except UnfinishedError as error:
+        raise NotLiteralError from error
+    if _blank(text, place) < len(text):
+        raise NotLiteralError
+    return value
+
+
+def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
+    if depth > MAX_NESTED_LISTS:
+        raise NotLiteralError
+    place = _blank(text, place)
+    if place == len(text):
+        raise UnfinishedError
+    char = text[place]
+    if char in "\"'":
+        return _string(text, place)
+    if char in "[(":
+        return _list(text, place + 1, "]" if char == "[" else ")", depth + 1)
+    if char == "{":
+        return _dict(text, place + 1, depth + 1)
+    word = WORD.match(text, place)
+    if word is not None:
+        if word[0] in WORDS:
+            return WORDS[word[0]], word.end()
+        if word.end() == len(text):
+            raise UnfinishedError
+        raise NotLiteralError
+    return _number(text, place)
+
+
+def _number(text: str, place: int) -> tuple[int | float, int]:
+    found = NUMBER.match(text, place)
+    if found is None:
+        raise UnfinishedError if text[place:] in ("+", "-", ".", "+.", "-.") else NotLiteralError
+    try:
+        value = float(found[0]) if set(found[0]) & set(".eE") else int(found[0])
+    except ValueError as error:
+        raise NotLiteralError from error
+    if not math.isfinite(value):
+        raise NotLiteralError
+    if EXPONENT.fullmatch(text, found.end()):
+        raise UnfinishedError
+    return value, found.end()
+
+
+def _string(text: str, place: int) -> tuple[str, int]:
+    quote = next(quote for quote in QUOTES if text.startswith(quote, place))
+    start = end = place + len(quote)
+    while not text.startswith(quote, end):
+        if end >= len(text):
+            raise UnfinishedError
+        end += 2 if text[end] == "\\" else 1
+    said = ESCAPE.sub(_unescaped, text[start:end])
+    try:  # two escapes may be one character, one alone may be none
+        return said.encode("utf-16", "surrogatepass").decode("utf-16"), end + len(quote)
+    except UnicodeDecodeError as error:
+        raise NotLiteralError from error
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    code = found[1]
+    if code in ESCAPED:
+        return ESCAPED[code]
+    if code[0] in "xuU" and len(code) > 1:
+        if (number := int(code[1:], 16)) > 0x10FFFF:
+            raise NotLiteralError
+        return chr(number)
+    return chr(int(code, 8)) if code.isdigit() and int(code[0]) < 8 else found[0]
+
+
+def _list(text: str, place: int, end: str, depth: int) -> tuple[list[Any], int]:
+    items: list[Any] = []
+    place = _blank(text, place)
+    while not text.startswith(end, place):
+        item, place = _value(text, place, depth)
+        items.append(item)
+        place, more = _separator(text, place, end)
+        if not more:
+            return items, place
+    return items, place + 1
+
+
+def _dict(text: str, place: int, depth: int) -> tuple[dict[str, Any], int]:
+    items: dict[str, Any] = {}
+    place = _blank(text, place)
+    while not text.startswith("}", place):
+        if place < len(text) and text[place] not in "\"'":
+            raise NotLiteralError
+        key, place = _value(text, place, depth)
+        place = _blank(text, place)
+        if not text.startswith(":", place):
+            raise UnfinishedError if place == len(text) else NotLiteralError
+        items[key], place = _value(text, place + 1, depth)
+        place, more = _separator(text, place, "}")
+        if not more:
+            return items, place
+    return items, place + 1
+
+
+def _separator(text: str, place: int, end: str) -> tuple[int, bool]:
+    """Behind a value: the place behind its comma or the end, and whether it was a comma."""
+    place = _blank(text, place)
+    if place == len(text):
+        raise UnfinishedError
+    if text[place] not in ("," + end):
+        raise NotLiteralError
+    more = text[place] == ","
+    return (_blank(text, place + 1) if more else place + 1), more
+
+
+def _blank(text: str, place: int) -> int:
+    while place < len(text) and text[place].isspace():
+        place += 1
+    return place
 
 
 class PythonRules:
@@ -74,7 +298,7 @@ class PythonRules:
         return self._either(found)
 
     def _call(self, shape: ObjectShape) -> str:
-        keywords = {name: each for name, each in shape.named.items() if KEYWORD.fullmatch(name)}
+        keywords = {name: each for name, each in shape.named.items() if IDENTIFIER.fullmatch(name)}
         rest = {name: each for name, each in shape.named.items() if name not in keywords}
         parts = [(f"{literal(f'{n}=')} {self._value(each)}", n in shape.required) for n, each in keywords.items()]
         unnamed = []
@@ -82,7 +306,7 @@ class PythonRules:
             name = self._terminal(names_lexeme(UNKNOWN_KEYWORD, kind.patterns, kind.without, shape.taken))
             unnamed.append(f"{name} {literal('=')} {self._value(kind.schemas)}")
         is_open = bool(shape.unnamed) and not shape.least and shape.most is None
-        last: list[Part] = []
+        last: list[ListPart] = []
         if rest or is_open:
             required = shape.required & rest.keys()
             others = ObjectShape(rest, required, shape.taken, shape.unnamed if is_open else (), 0, None)
@@ -158,7 +382,12 @@ class PythonRules:
         return self._terminal(f"{literal(chr(34))} ({plain}) {literal(chr(34))}")
 
     def _members(
-        self, parts: Sequence[Part], unnamed: Sequence[str], least: int, most: int | None, last: Sequence[Part] = ()
+        self,
+        parts: Sequence[ListPart],
+        unnamed: Sequence[str],
+        least: int,
+        most: int | None,
+        last: Sequence[ListPart] = (),
     ) -> str:
         """Return the right side of a rule for `parts`, then `least` to `most` unnamed members, then `last` parts.
 
@@ -177,7 +406,7 @@ class PythonRules:
             following, first = self._before(part, following, first)
         return first
 
-    def _before(self, part: Part, following: str, first: str) -> tuple[str, str]:
+    def _before(self, part: ListPart, following: str, first: str) -> tuple[str, str]:
         text, is_required = part
         after = f"{COMMA} {text} {following}" + ("" if is_required else f" | {following}")
         begin = f"{text} {following}" + ("" if is_required else f" | {first}")
@@ -225,8 +454,8 @@ def python_text(value: Any) -> str:
 
 def python_keywords(arguments: Mapping[str, Any]) -> str:
     """Write arguments as keywords of a call. Names that are not identifiers follow as `**{"name": value}`."""
-    texts = [f"{name}={python_text(value)}" for name, value in arguments.items() if KEYWORD.fullmatch(name)]
-    rest = {name: value for name, value in arguments.items() if not KEYWORD.fullmatch(name)}
+    texts = [f"{name}={python_text(value)}" for name, value in arguments.items() if IDENTIFIER.fullmatch(name)]
+    rest = {name: value for name, value in arguments.items() if not IDENTIFIER.fullmatch(name)}
     return ", ".join([*texts, f"**{python_text(rest)}"] if rest else texts)
 
 
