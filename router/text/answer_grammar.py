@@ -8,19 +8,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import llguidance
 
 from common.grammar import gbnf_to_lark, is_gbnf
 from common.wire import MAX_GRAMMAR_CHARS
-from router.text.closed_schema import closed
-from router.text.schema.canonical_form import Document, canonical
-from router.text.schema.control_characters import has_controls, with_exact_sets, without_open_objects
-from router.text.schema.loops import without_loops
-from router.text.schema.patterns import portable
-from router.text.schema.rewrite import rewritten
+from router.text.schema import (
+    Document,
+    canonical,
+    enforceable,
+    has_controls,
+    portable,
+    with_exact_sets,
+    without_open_objects,
+)
 
 WHITESPACE = r"\n[ \t]{0,32}| "
 """White space allowed between the parts of a JSON text; with more, small models fill their answers with blanks."""
@@ -61,18 +63,6 @@ def document_expression(document: Document, *, lenient: bool = False) -> str:
     whole = with_exact_sets(document).whole()
     known = {**whole, "x-guidance": options} if isinstance(whole, Mapping) else whole
     return f"%json {json.dumps(known, ensure_ascii=False, separators=(',', ':'))}"
-
-
-def enforceable(document: Document, *, lenient: bool = False) -> Document:
-    """Rewrite a canonical document in keywords that the library enforces, with closed objects.
-
-    Objects are closed before `oneOf` and `not` are resolved, by a mark that says nothing of what the schema rejects.
-    With `lenient`, keywords that cannot be enforced are ignored. Otherwise they raise Unenforceable, a ValueError.
-    """
-    marked = dict(closed(document.whole()))
-    definitions = marked.pop("$defs", {})
-    document = rewritten(replace(document, root=marked, definitions=definitions), lenient=lenient)
-    return without_loops(document)
 
 
 def regex_grammar(pattern: str) -> str:

@@ -9,13 +9,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from router.text.answer_grammar import ANY_OBJECT, document_expression, enforceable, json_expression, literal, rule
+from router.text.answer_grammar import ANY_OBJECT, document_expression, json_expression, literal, rule
 from router.text.calls.scanner import CallScanner, Layout, MarkedScanner
-from router.text.schema import Document, Shapes, canonical
+from router.text.schema import Document, Shapes, canonical, enforceable
 
 PROBE_NAME, PROBE_ARGUMENT, PROBE_VALUE, PROBE_CALL_ID = "probe_function", "probe_argument", "probe value", "probe0001"
 """The call that a chat template renders to show its model's format."""
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+Message = Mapping[str, Any]
+Spell = Callable[[str], str]
+"""How a grammar names a mark: as a token of the vocabulary where it is a special one, else as text."""
+TEXT = r"/(.|\n)*/"
+BREAK = f"{literal(chr(10))}?"
+BLANK = f"{literal(' ')}?"
+"""Optional white space between marks and between JSON tokens, in which the versions of a model differ."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +56,6 @@ class Function:
     def read(self) -> None:
         """Compute and cache the shapes. Raises as `arguments` does."""
         _ = self.shapes
-
-
-Message = Mapping[str, Any]
-Spell = Callable[[str], str]
-"""How a grammar names a mark: as a token of the vocabulary where it is a special one, else as text."""
-
-TEXT = r"/(.|\n)*/"
-BREAK = f"{literal(chr(10))}?"
-BLANK = f"{literal(' ')}?"
-"""Optional white space between marks and between JSON tokens, in which the versions of a model differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ ENDS = (END, CALL, RETURN, START, CHANNEL)
 """Each ends a message, the last two where the model forgot the end."""
 MAX_HEAD_CHARS = 512
 """Of what stands between a message's marks: a longer one is text."""
+_ENDS = frozenset(mark.encode() for mark in (END, CALL, RETURN, START))
 
 
 class HarmonyScanner(CallScanner):
@@ -171,9 +172,6 @@ class ChannelTokens:
         self._in_thought = channel is not None and channel[1] == "analysis" and not RECIPIENT.search(text)
         self.count += len(head) if self._in_thought else 0
         self._head = None
-
-
-_ENDS = frozenset(mark.encode() for mark in (END, CALL, RETURN, START))
 
 
 class HarmonyFormat(CallFormat):

@@ -1,8 +1,10 @@
 """JSON schemas, rewritten so that llguidance enforces all that they say, or refused with the place that it cannot."""
 
 from router.text.schema.canonical_form import Document, canonical
+from router.text.schema.control_characters import has_controls, with_exact_sets, without_open_objects
 from router.text.schema.keywords import TYPES, Unenforceable
-from router.text.schema.regexes import ANY, names_lexeme, searched
+from router.text.schema.patterns import ANY, names_lexeme, portable, searched
+from router.text.schema.rewrite import enforceable
 from router.text.schema.shapes import ArrayShape, Case, ObjectShape, Schemas, Shapes, UnlistedMembers
 
 __all__ = [
@@ -17,6 +19,11 @@ __all__ = [
     "Unenforceable",
     "UnlistedMembers",
     "canonical",
+    "enforceable",
+    "has_controls",
     "names_lexeme",
+    "portable",
     "searched",
+    "with_exact_sets",
+    "without_open_objects",
 ]

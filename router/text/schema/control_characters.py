@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from router.text.schema.canonical_form import Document
-from router.text.schema.finite import mapping, names
-from router.text.schema.keywords import Schema, Unenforceable, children
-from router.text.schema.patterns import CONTROLS, demands_controls, without_quotes_for_controls
-from router.text.schema.texts import none_of
+from router.text.schema.keywords import Schema, Unenforceable, children, mapping, names
+from router.text.schema.patterns import CONTROLS, demands_controls, none_of, without_quotes_for_controls
 
 IN_LISTS = ("allOf", "anyOf", "prefixItems")
 

@@ -1,16 +1,27 @@
-r"""Translation of regular expressions of ECMA-262 (JSON Schema's dialect) and Python to the grammar library's dialect.
+r"""Regular expressions of schemas.
 
-The library supports nested sets and set differences: `[[a-z]*[-]?[a-z]*]*` is one set and a `*` in it, but a set, a `-`
-and another set in both dialects. It rejects braces that are not a quantifier, and `\0`. Its `.` excludes only `\n`,
-ECMA's also excludes `\r`. (And U+2028 and U+2029, which are allowed here, because masks of `.{1,200}` would take
-fourteen times as long without them.) All functions take time linear in the pattern.
+`portable` translates those of ECMA-262 (JSON Schema's dialect) and Python to the grammar library's dialect. The library
+supports nested sets and set differences: `[[a-z]*[-]?[a-z]*]*` is one set and a `*` in it, but a set, a `-` and another
+set in both dialects. It rejects braces that are not a quantifier, and `\0`. Its `.` excludes only `\n`, ECMA's also
+excludes `\r`. (And U+2028 and U+2029, which are allowed here, because masks of `.{1,200}` would take fourteen times as
+long without them.)
+
+`searched` turns a pattern into a lexeme, for grammars of text that is not JSON. A lexeme must match the whole text, but
+JSON Schema's patterns match anywhere in it: `^a` becomes `a[\s\S]*`, and `b` becomes `[\s\S]*b[\s\S]*`.
+
+`none_of` writes patterns without look-ahead of all texts but some, and `texts_of` finds the texts of a simple pattern.
+All of these take time linear in the pattern.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+import llguidance
 
 SPECIAL = "[]&~-^"
 """Characters that may mean more than themselves within brackets."""
@@ -29,12 +40,25 @@ FLAGS = re.compile(r"\(\?([aiLmsux]+)(-[imsx]+)?([:)])")
 QUANTIFIER = re.compile(r"\{[0-9]+(?:,[0-9]*)?\}")
 OPEN_QUANTIFIER = re.compile(r"\{,([0-9]*)\}")
 """In Python, a missing first number means 0. In ECMA-262 such braces are text, and the library rejects them."""
-LITERALS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "a": 7}
+CONTROL_LETTERS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "a": 7}
 CONTROLS = frozenset((*range(0x20), 0x7F)) - {8, 9, 10, 12, 13}
 r"""Characters that JSON strings can only spell as `\u00XX`, not as a letter after a backslash."""
 QUOTED = frozenset(b'"\\')
 BLANKS = frozenset(b"\t\n\v\f\r")
 ESCAPED_OR_CONTROL = QUOTED | frozenset(range(0x20))
+ANY = r"[\s\S]*"
+PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|[\s\S]", re.DOTALL)
+LOOK = re.compile(r"\(\?<?[=!]")
+BACK_REFERENCE = re.compile(r"\\(?:[1-9]|k$)")
+PATTERNS_KEPT = 512
+"""Maximum number of cached pairs of a pattern and a name. They recur with each call of a function."""
+ANY_CHARACTER = r"[\s\S]"
+MAX_CHARS = 4096
+"""Of the texts that one expression leaves out: it is about five times as long."""
+PLAIN_TEXT = re.compile(r"(?:[\w \-/:@#%&=,;<>!~'\"]|\\[.\-/*+?()\[\]{}|^$\\])*")
+"""Characters of a pattern that stand for themselves, some of them behind a backslash."""
+_Tree = dict[str, "_Tree"]
+_END = ""
 
 
 def portable(pattern: str, *, python: bool = False) -> str:
@@ -267,6 +291,166 @@ def _code_point(text: str) -> int:
         return ord(rest) % 32
     if text[1:].isdigit() and (letter == "0" or len(text) == 4):
         return int(text[1:], 8)
-    if letter in LITERALS:
-        return LITERALS[letter]
+    if letter in CONTROL_LETTERS:
+        return CONTROL_LETTERS[letter]
     return -1 if letter.isalnum() else ord(letter or "\\")
+
+
+def lexeme(pattern: str) -> str:
+    """Convert a portable pattern to a lexeme of its full matches."""
+    return f"/{llguidance.regex_to_lark(pattern, 'dw')}/"
+
+
+def has_looks(pattern: str) -> bool:
+    """Whether a pattern has a look-around or a back-reference, which the library does not support."""
+    return any(
+        BACK_REFERENCE.match(found[0]) or (found[0] == "(" and LOOK.match(pattern, found.start()))
+        for found in PIECE.finditer(pattern)
+    )
+
+
+def searched(pattern: str) -> str:
+    """Return the lexeme of all texts that contain a match; "" for a pattern with look-arounds or inner anchors."""
+    branches: list[list[str]] = [[]]
+    depth = 0
+    if has_looks(pattern):
+        return ""
+    for piece in PIECE.findall(pattern):
+        if piece[0] == "[" and piece[-1] != "]":  # not closed: the library reports it
+            return lexeme(pattern)
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and not depth:
+            branches.append([])
+        else:
+            branches[-1].append(piece)
+    if any(piece in ("^", "$") for pieces in branches for piece in _inside(pieces)):
+        return ""
+    return lexeme("|".join(f"(?:{_unanchored(pieces)})" for pieces in branches))
+
+
+def names_lexeme(names: str, patterns: Iterable[str], without: Iterable[str], taken: Sequence[str]) -> str:
+    """Return a lexeme of those `names` that match all `patterns`, match none of `without`, and are not `taken`."""
+    wanted = [lexeme for pattern in patterns if (lexeme := searched(pattern))]
+    denied = [f"~{lexeme}" for pattern in without if (lexeme := searched(pattern))]
+    known = [f"~({' | '.join(json.dumps(name, ensure_ascii=False) for name in taken)})"] if taken else []
+    return " & ".join((names, *wanted, *denied, *known))
+
+
+def _inside(pieces: list[str]) -> list[str]:
+    """Return the pieces without the anchors at both ends."""
+    inside = pieces[pieces[:1] == ["^"] :]
+    return inside[: len(inside) - (inside[-1:] == ["$"])]
+
+
+def _unanchored(pieces: list[str]) -> str:
+    before, after = "" if pieces[:1] == ["^"] else ANY, "" if pieces[-1:] == ["$"] else ANY
+    return f"{before}(?:{''.join(_inside(pieces))}){after}"
+
+
+@lru_cache(PATTERNS_KEPT)
+def matches(pattern: str, text: str) -> bool:
+    """Whether a pattern matches anywhere in a text. Takes linear time. False for an unsupported pattern."""
+    written = searched(pattern)
+    if not written:
+        return False
+    matcher = llguidance.LLMatcher(_bytes(), f"start: TEXT\nTEXT: {written}\n", log_level=0)
+    if matcher.is_error():
+        return False
+    ids = list(text.encode(errors="surrogatepass"))
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@lru_cache(1)
+def _bytes() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer("byte")
+
+
+def none_of(texts: Iterable[str]) -> str:
+    """A pattern of every text that is none of these. Raises ValueError if they are too long."""
+    return f"^{_other_than(_tree(texts))}$"
+
+
+def none_begins(prefixes: Iterable[str]) -> str:
+    """A pattern of every text that begins with none of these. Raises ValueError if they are too long."""
+    return f"^{_beginning_otherwise(_tree(prefixes))}$"
+
+
+def texts_of(pattern: object) -> tuple[list[str], bool] | None:
+    """The texts that a pattern like `^(a|b)$` matches, or begin with for one like `^(a|b)`; None for any other.
+
+    True comes with whole texts.
+    """
+    if not isinstance(pattern, str) or not pattern.startswith("^"):
+        return None
+    is_whole = pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[1:-1] if is_whole else pattern[1:]
+    for opening in ("(?:", "("):
+        if inner.startswith(opening) and inner.endswith(")"):
+            inner = inner[len(opening) : -1]
+            break
+    else:
+        if "|" in inner:  # where `^` and `$` belong to one alternative each
+            return None
+    found = inner.split("|")
+    if not all(PLAIN_TEXT.fullmatch(each) for each in found) or any(each.endswith("\\") for each in found):
+        return None
+    return [re.sub(r"\\(.)", r"\1", each) for each in found], is_whole
+
+
+def beginning_of(pattern: object) -> str:
+    """The text with which all matches begin: "ab" for `^abc?`; "" where none is known."""
+    if not isinstance(pattern, str) or not pattern.startswith("^") or "|" in pattern:
+        return ""
+    found = PLAIN_TEXT.match(pattern, 1)
+    literal = found[0] if found else ""
+    if pattern[1 + len(literal) : 2 + len(literal)] in ("?", "*", "{"):  # which make the last character optional
+        literal = literal[: -2 if literal[-2:-1] == "\\" else -1]
+    return re.sub(r"\\(.)", r"\1", literal)
+
+
+def _tree(texts: Iterable[str]) -> _Tree:
+    """The texts as a tree of characters; `_END` is where one ends."""
+    root: _Tree = {}
+    left = MAX_CHARS
+    for text in texts:
+        left -= len(text) + 1
+        if left < 0:
+            raise ValueError(f"the texts to leave out have more than {MAX_CHARS:,} characters")
+        here = root
+        for character in text:
+            here = here.setdefault(character, {})
+        here[_END] = {}
+    return root
+
+
+def _other_than(tree: _Tree) -> str:
+    """Of what may follow a place in the tree so that the whole is none of its texts."""
+    characters, tail = _followers(tree)
+    branches = [_class(characters, negated=True) + f"{ANY_CHARACTER}*"]
+    for character in characters:
+        branches.append(_class([character]) + tail[character])
+    inside = "|".join(branches)
+    return f"(?:{inside})" if _END in tree else f"(?:{inside})?"
+
+
+def _followers(tree: _Tree) -> tuple[Sequence[str], dict[str, str]]:
+    characters = sorted(character for character in tree if character != _END)
+    return characters, {character: _other_than(tree[character]) for character in characters}
+
+
+def _beginning_otherwise(tree: _Tree) -> str:
+    if _END in tree:
+        raise ValueError("every text begins with one of these")
+    characters = sorted(tree)
+    branches = [_class(characters, negated=True) + f"{ANY_CHARACTER}*"]
+    for character in characters:
+        if _END not in tree[character]:
+            branches.append(_class([character]) + _beginning_otherwise(tree[character]))
+    return f"(?:{'|'.join(branches)})?"
+
+
+def _class(characters: Sequence[str], *, negated: bool = False) -> str:
+    if not characters:
+        return ANY_CHARACTER if negated else "[]"
+    escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 else rf"\{c}" if c in r"\]^-[&~|" else c for c in characters)
+    return f"[{'^' if negated else ''}{escaped}]"

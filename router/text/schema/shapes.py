@@ -15,11 +15,23 @@ from itertools import combinations
 from typing import Any, Final
 
 from router.text.schema.canonical_form import REFERENCE, Document
-from router.text.schema.disjoint import Proofs
-from router.text.schema.finite import key_of, listed, mapping, names, number, rejects, sequence, type_of, types_of
-from router.text.schema.keywords import TYPES, Schema, Unenforceable, children
-from router.text.schema.negation import any_of
-from router.text.schema.regexes import matches
+from router.text.schema.keywords import (
+    TYPES,
+    Schema,
+    Unenforceable,
+    children,
+    key_of,
+    listed,
+    mapping,
+    names,
+    number,
+    rejects,
+    sequence,
+    type_of,
+    types_of,
+)
+from router.text.schema.logic import Proofs, any_of
+from router.text.schema.patterns import matches
 
 MAX_COMBINATIONS = 256
 """Maximum number of cases of one value. Alternatives beyond it are ignored, so the grammar accepts more."""

@@ -9,7 +9,7 @@ import pytest
 from router.text.answer_grammar import json_grammar, literal
 from router.text.calls.format import Function, Wanted
 from router.text.calls.hermes import HermesFormat
-from router.text.closed_schema import closed
+from router.text.schema.closed_objects import closed
 from router.text.schema.keywords import CLOSED
 
 from ..answers import checked, is_answer

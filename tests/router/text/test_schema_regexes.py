@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.text.schema.canonical_form import Document
-from router.text.schema.disjoint import Proofs
-from router.text.schema.regexes import has_looks, matches, searched
+from router.text.schema.logic import Proofs
+from router.text.schema.patterns import has_looks, matches, searched
 
 from ...examples import examples
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.schema.texts import MAX_CHARS, beginning_of, none_begins, none_of, texts_of
+from router.text.schema.patterns import MAX_CHARS, beginning_of, none_begins, none_of, texts_of
 
 WORDS = st.lists(st.text("ab]^-\n", max_size=4), min_size=1, max_size=4)
 
