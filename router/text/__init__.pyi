@@ -6,7 +6,7 @@ from router.text.detokenizer import Detokenizer
 from router.text.fill_in_middle import middle_form
 from router.text.grammar_writer import CallsDemand, ChoiceDemand, Demand, JsonDemand, RegexDemand, RulesDemand
 from router.text.json_values import MAX_NUMBERS, VALUE_BYTES, ValueCounter
-from router.text.part import CallPart, Part, TextPart, ThoughtPart, joined
+from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
 from router.text.stop_strings import StopScanner
 from router.text.text_pipeline import TextPipeline
 from router.text.text_threads import MAX_PENDING, SHORT_TEXT, TextThreads

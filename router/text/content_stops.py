@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from router.text.calls import CallScanner
-from router.text.part import Part, TextPart
+from router.text.parts import Part, TextPart
 from router.text.stop_strings import StopScanner
 from router.text.thinking import ThinkingScanner
 

@@ -1,26 +1,33 @@
-"""Tokens of conversations that were tokenised before: of a prompt that goes on from one, only the rest is tokenised.
+"""Tokens of prompts that were tokenised before: of a prompt that continues one, only the rest is tokenised.
 
     <s>system ...<e>  <s>user ...<e>  <s>assistant ...<e>  <s>user ...
     └── segment ───┘  └── segment ─┘  └── segment ─────┘   └ tokenised, with the control token before it
 
 A tokenizer cuts a text at control tokens before it does anything else, so the tokens up to one do not depend on what
 follows. A segment is known by the digest of all text up to its end, and leads to the segment before it.
+
+Of a short prompt only its head is known, such as a system message that many prompts share. The text is cut after the
+first control token that occurred in it before, which is where its second message begins:
+
+    <s>system ...<e>  <s>user ...
+    └── head ──────────┘ tokenised, with the control token that ends the head
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
+from common.errors import InvalidRequest
 from common.model_files import Tokenizer
 from common.wire import TOKEN_BYTES
-from router.text.known_heads import KnownHeads
 
 MIN_BYTES = 4096
 """Of shorter texts only the head is known."""
@@ -32,6 +39,12 @@ ENTRY_BYTES = 400
 """What a segment takes beside its tokens."""
 
 _Mark = tuple[int, int, int]
+MIN_HEAD_CHARS = 64
+"""A shorter head is tokenised as quickly as it is found."""
+MAX_HEADS = 256
+"""Those that were used last are kept."""
+_SEEN = array("I")
+"""The tokens of a head that came once: most first messages never come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +172,60 @@ def _ends(data: bytes, marks: Sequence[_Mark], salt: str) -> list[_End]:
             ends.append(_End(number, mark, digest.digest()))
             begun = end
     return ends
+
+
+class KnownHeads:
+    """Safe to share between threads. `marks` are the control tokens at which texts are cut, by their names."""
+
+    def __init__(self, tokenizer: Tokenizer, marks: Mapping[str, int]) -> None:
+        self._tokenizer, self._marks, self._ids = tokenizer, marks, frozenset(marks.values())
+        self._mark = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+        self._heads: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, salt: str = "", *, alone: bool = False) -> list[int]:
+        """The token ids of a rendered prompt, as `Tokenizer.encode` without special tokens gives them; so it raises.
+
+        Prompts of another `salt` find nothing of it: what is known shows in the time.
+        """
+        num_marks, begin, end = self._cut(text)
+        if end < MIN_HEAD_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=False, alone=alone)
+        key = (salt, text[:end])
+        with self._lock:
+            if (head := self._heads.get(key)) is not None:
+                self._heads.move_to_end(key)
+        if head:
+            try:
+                rest = self._tokenizer.encode(text[begin:], add_special_tokens=False, alone=alone)
+            except InvalidRequest:  # it says where: in the whole text
+                return self._tokenizer.encode(text, add_special_tokens=False)
+            return head.tolist() + rest[1:]
+        tokens = self._tokenizer.encode(text, add_special_tokens=False, alone=alone)
+        self._keep(key, _SEEN if head is None else self._head_of(text, tokens, num_marks))
+        return tokens
+
+    # ------------------------------------------------------------ inside
+
+    def _cut(self, text: str) -> tuple[int, int, int]:
+        """How many control tokens the head has, and begin and end of the last of them; zeros without a head."""
+        before: set[str] = set()
+        for number, mark in enumerate(self._mark.finditer(text), 1):
+            if mark[0] in before:
+                return number, mark.start(), mark.end()
+            before.add(mark[0])
+        return 0, 0, 0
+
+    def _head_of(self, text: str, tokens: list[int], num_marks: int) -> array[int]:
+        """The tokens of a text up to so many control tokens."""
+        places = [place for place, token in enumerate(tokens) if token in self._ids]
+        if [tokens[place] for place in places] != [self._marks[mark] for mark in self._mark.findall(text)]:
+            return _SEEN  # what looks like a control token is part of another one
+        return array("I", tokens[: places[num_marks - 1] + 1])
+
+    def _keep(self, key: tuple[str, str], head: array[int]) -> None:
+        with self._lock:
+            self._heads[key] = head
+            self._heads.move_to_end(key)
+            if len(self._heads) > MAX_HEADS:
+                self._heads.popitem(last=False)

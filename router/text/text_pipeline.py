@@ -13,11 +13,11 @@ from common.wire import BadWord
 from router.text.answer_grammar import literal, without_place
 from router.text.calls import Dialect, Function
 from router.text.chat_prompt import chat_prompt
+from router.text.detokenizer import TokenText, token_table
 from router.text.grammar_writer import PROGRAM, Demand, grammar_of, text_of
 from router.text.known_prefixes import KnownPrefixes
 from router.text.text_threads import HUGE_TEXT, MAX_PENDING, SHORT_TEXT, TextThreads
 from router.text.token_floor import TokenFloor, token_floor
-from router.text.token_table import TokenText, token_table
 
 Result = TypeVar("Result")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-from router.text.marks import overlap
+from router.text.parts import overlap
 
 OPEN, CLOSE = "<think>", "</think>"
 MAX_BLANKS = 4096

@@ -15,7 +15,7 @@ from .test_token_rules import ALL_REMOTE
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 FORMS = ("hermes", "pythonic", "harmony", "qwen3-coder", "kimi")
-"""JSON, Python, special tokens, XML, and ids of calls; tests/router/text/test_call_schemas.py has every format."""
+"""JSON, Python, special tokens, XML, and ids of calls; tests/router/text/calls/test_schemas.py has every format."""
 SCHEMA = {
     "type": "object",
     "properties": {

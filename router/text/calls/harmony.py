@@ -16,8 +16,7 @@ from router.text.answer_grammar import json_expression, literal, rule
 from router.text.calls.format import PROBE_NAME, CallFormat, Function, Message, Spell, Wanted, arguments_rules, opening
 from router.text.calls.format import TEXT as ANY_TEXT
 from router.text.calls.scanner import CallScanner, Extent
-from router.text.marks import first_mark
-from router.text.part import CallPart, Part, ThoughtPart
+from router.text.parts import CallPart, Part, ThoughtPart, first_mark
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CALL, CONSTRAIN, RETURN = "<|call|>", "<|constrain|>", "<|return|>"

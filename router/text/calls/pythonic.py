@@ -30,7 +30,7 @@ from router.text.calls.format import (
 )
 from router.text.calls.python_syntax import NotLiteralError, PythonExtent, PythonRules, python_keywords, read_arguments
 from router.text.calls.scanner import BLANKS, Found, Layout, MarkedScanner, Pattern, function_name, space
-from router.text.part import CallPart, Part
+from router.text.parts import CallPart, Part
 
 TAG, END_TAG = "<function_calls>", "</function_calls>"
 START, END = "<|python_start|>", "<|python_end|>"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from router.text.marks import first_mark
-from router.text.part import CallPart, Part, TextPart, joined
+from router.text.parts import CallPart, Part, TextPart, first_mark, joined
 
 BLANK = frozenset(" \t\r\n")
 NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")

@@ -29,8 +29,7 @@ from router.text.calls.format import (
 )
 from router.text.calls.python_syntax import NotLiteralError, PythonRules, python_text, read_value
 from router.text.calls.scanner import Found, Layout, MarkedScanner, Missing
-from router.text.marks import overlap
-from router.text.part import CallPart, Part
+from router.text.parts import CallPart, Part, overlap
 from router.text.schema import (
     ANY,
     TYPES,

@@ -9,17 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text.calls.format import Function
-from router.text.calls.harmony import HarmonyFormat
 from router.text.content_stops import ContentStops
-from router.text.part import TextPart, joined
+from router.text.parts import TextPart, joined
 from router.text.stop_strings import StopScanner
 from router.text.thinking import ThinkingScanner
 
 from ...examples import examples
-from .test_call_forms import NOW, ROWS, WEATHER
-from .test_stop import naive_cut
+from .calls.formats import FORMATS
+from .calls.test_scanner import NOW, WEATHER
+from .test_stop_strings import naive_cut
 
-FORMS = {**ROWS, "harmony": HarmonyFormat()}
 FUNCTIONS = {"now": Function("now"), "get_weather": Function("get_weather", None, {"properties": {}})}
 
 
@@ -28,7 +27,7 @@ def stops_in(name: str, stops: list[str], *, thinks: bool = False, include_stop:
     return ContentStops(
         StopScanner(stops, include_stop=include_stop),
         thinking,
-        lambda start: FORMS[name].scanner(start=start, only_calls=False, functions=FUNCTIONS),
+        lambda start: FORMATS[name].scanner(start=start, only_calls=False, functions=FUNCTIONS),
     )
 
 
@@ -45,9 +44,9 @@ def read(scanner: ContentStops, pieces: list[str], *, cut: bool = False, num_fir
     return shown + scanner.flush(cut=cut), scanner.stop
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_calls_have_no_stop_strings(name: str) -> None:
-    calls = FORMS[name].written([WEATHER, NOW])
+    calls = FORMATS[name].written([WEATHER, NOW])
     content = "<|channel|>final<|message|>Hi STOP there" if name == "harmony" else "Hi STOP there"
     for stop in ('"', "Paris", "city", ":", "<", "\n", "now", ">", "a"):
         for pieces in ([calls], list(calls)):
@@ -71,7 +70,7 @@ def test_thoughts_have_no_stop_strings() -> None:
 
 
 def test_a_call_ends_the_text_before_it() -> None:
-    call = FORMS["hermes"].written([NOW])
+    call = FORMATS["hermes"].written([NOW])
     assert read(stops_in("hermes", ["ab"]), list(f"a{call}b")) == (f"a{call}b", None)
 
 
@@ -92,7 +91,7 @@ called = st.lists(st.sampled_from([WEATHER, NOW]), min_size=1, max_size=2)
 @pytest.mark.slow
 @settings(max_examples=examples(200), deadline=None)
 @given(
-    name=st.sampled_from(sorted(FORMS)),
+    name=st.sampled_from(sorted(FORMATS)),
     rows=st.lists(st.tuples(said, called), max_size=3),
     last=said,
     stops=st.lists(st.text("ab<[{ \n", min_size=1, max_size=3), min_size=1, max_size=3),
@@ -109,7 +108,7 @@ def test_pieces_give_what_the_whole_gives(
     cut: bool,
     data: st.DataObject,
 ) -> None:
-    form = FORMS[name]
+    form = FORMATS[name]
     answer = "".join([before + form.written(calls) for before, calls in rows]) + last
     calls = form.scanner(start=0, only_calls=False, functions=FUNCTIONS)
     expected: tuple[str, str | None] = answer, None

@@ -13,9 +13,8 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from common.errors import InvalidRequest
 from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
-from router.text import known_heads, known_prefixes
-from router.text.known_heads import KnownHeads
-from router.text.known_prefixes import KnownPrefixes
+from router.text import known_prefixes
+from router.text.known_prefixes import KnownHeads, KnownPrefixes
 
 MARKS = ("<s>", "<e>", "<|longer|>")
 
@@ -173,8 +172,8 @@ def test_tokens_behind_a_known_head_are_those_of_the_whole_text(
     tokenizer = Tokenizer(KINDS[kind]())
     known = KnownHeads(tokenizer, tokenizer.cutting_tokens())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known_heads, "MIN_CHARS", 1)
-        patch.setattr(known_heads, "MAX_HEADS", 4)
+        patch.setattr(known_prefixes, "MIN_HEAD_CHARS", 1)
+        patch.setattr(known_prefixes, "MAX_HEADS", 4)
         for text in [head + prompt for _ in range(3) for head in heads for prompt in prompts]:
             assert known.encode(text) == tokenizer.encode(text, add_special_tokens=False)
             assert known.encode(text, alone=True) == known.encode(text)
@@ -193,9 +192,9 @@ def test_a_head_is_tokenised_twice_and_then_known_within_its_salt() -> None:
 def test_heads_that_come_once_are_forgotten() -> None:
     tokenizer = Tokenizer(byte_level())
     known = KnownHeads(tokenizer, tokenizer.cutting_tokens())
-    for number in range(3 * known_heads.MAX_HEADS):
+    for number in range(3 * known_prefixes.MAX_HEADS):
         known.encode(f"<s>user {number} {'ab' * 40}<e><s>")
-    assert len(known._heads) == known_heads.MAX_HEADS
+    assert len(known._heads) == known_prefixes.MAX_HEADS
 
 
 def test_what_is_no_unicode_behind_a_known_head_is_told_where_it_is() -> None:

@@ -20,7 +20,7 @@ from router.text.calls.format import Function, Wanted
 from router.text.calls.hermes import HermesFormat
 from router.text.calls.scanner import MAX_REST_CHARS, CallScanner
 from router.text.chat_prompt import chat_prompt
-from router.text.part import CallPart, Part, TextPart, joined
+from router.text.parts import CallPart, Part, TextPart, joined
 from router.text.tools import tools_as_text
 
 from ...examples import examples

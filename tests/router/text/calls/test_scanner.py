@@ -11,45 +11,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from router.text.calls.deepseek import DeepSeekFormat
 from router.text.calls.format import CallFormat, Function
-from router.text.calls.glm import GLMFormat
 from router.text.calls.harmony import HarmonyFormat
-from router.text.calls.hermes import HermesFormat
-from router.text.calls.kimi import KimiFormat
-from router.text.calls.llama3 import Llama3Format
-from router.text.calls.minimax import MiniMaxFormat
-from router.text.calls.mistral import MistralFormat
-from router.text.calls.pythonic import PythonicFormat
-from router.text.calls.qwen_coder import QwenCoderFormat
-from router.text.calls.seed_oss import SeedOSSFormat
 from router.text.calls.tagged import as_json, reader_of
-from router.text.part import CallPart, Part, TextPart, ThoughtPart, joined
+from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
 
-from ...examples import examples
+from ....examples import examples
+from .formats import TAGGED, WITHOUT_CHANNELS
 
 NAMES = ("now", "get_weather")
 CITY = {"city": {"type": "string"}, "days": {"type": "array"}}
 FUNCTIONS = {"now": Function("now"), "get_weather": Function("get_weather", None, {"properties": CITY})}
 WEATHER, NOW = ("get_weather", '{"city": "Paris", "days": [1, 2]}'), ("now", "{}")
-ROWS: dict[str, CallFormat] = {
-    "hermes": HermesFormat(),
-    "llama3": Llama3Format(),
-    "mistral": MistralFormat(),
-    "mistral, compact": MistralFormat(compact=True),
-    "pythonic": PythonicFormat(),
-    "pythonic, tagged": PythonicFormat(tagged=True),
-    "deepseek": DeepSeekFormat(),
-    "deepseek, fenced": DeepSeekFormat(fenced=True),
-    "qwen3-coder": QwenCoderFormat(),
-    "glm": GLMFormat(),
-    "minimax": MiniMaxFormat(),
-    "seed-oss": SeedOSSFormat(),
-    "kimi": KimiFormat(),
-}
-"""Forms without channels."""
-TAGGED = ("qwen3-coder", "glm", "minimax", "seed-oss")
-
 Item = str | tuple[str, str] | ThoughtPart
 
 
@@ -74,9 +47,9 @@ def taken_apart(form: CallFormat, text: str, **options: Any) -> list[Item]:
     ]
 
 
-@pytest.fixture(params=ROWS)
+@pytest.fixture(params=WITHOUT_CHANNELS)
 def form(request: pytest.FixtureRequest) -> CallFormat:
-    return ROWS[request.param]
+    return WITHOUT_CHANNELS[request.param]
 
 
 def test_calls(form: CallFormat) -> None:
@@ -169,7 +142,7 @@ MALFORMED = {
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in MALFORMED.items() for text in texts])
 def test_what_only_looks_like_a_call_stays_text(name: str, text: str) -> None:
     for answer in (text, f"Hm {text} so."):
-        assert taken_apart(ROWS[name], answer) == [answer]
+        assert taken_apart(WITHOUT_CHANNELS[name], answer) == [answer]
 
 
 PARIS, IN_PARIS = "<parameter=city>Paris</parameter>", ("get_weather", '{"city": "Paris"}')
@@ -219,7 +192,7 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
 
 @pytest.mark.parametrize(("name", "text", "expected"), VARIANTS)
 def test_other_ways_to_write_calls(name: str, text: str, expected: list[Item]) -> None:
-    assert taken_apart(ROWS[name], text) == expected
+    assert taken_apart(WITHOUT_CHANNELS[name], text) == expected
 
 
 @pytest.mark.parametrize(
@@ -273,7 +246,7 @@ def test_lists_may_be_as_python_prints_them(text: str, expected: str) -> None:
 
 def test_arguments_come_as_they_are_made() -> None:
     """In Python's form a call comes once it is complete."""
-    for name, form in ROWS.items():
+    for name, form in WITHOUT_CHANNELS.items():
         whole = form.written([WEATHER])
         scanner = form.scanner(start=0, only_calls=False, functions=FUNCTIONS)
         place = whole.index("Par")
@@ -307,7 +280,7 @@ def is_ambiguous(call: tuple[str, str]) -> bool:
 @pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None)
 @given(
-    name=st.sampled_from(sorted(ROWS)),
+    name=st.sampled_from(sorted(WITHOUT_CHANNELS)),
     rows=st.lists(st.tuples(said, st.lists(called, min_size=1, max_size=3)), max_size=3),
     last=said,
     data=st.data(),
@@ -315,7 +288,7 @@ def is_ambiguous(call: tuple[str, str]) -> bool:
 def test_how_an_answer_is_divided_changes_nothing(
     name: str, rows: list[tuple[str, list[tuple[str, str]]]], last: str, data: st.DataObject
 ) -> None:
-    form = ROWS[name]
+    form = WITHOUT_CHANNELS[name]
     assume(name not in TAGGED or not any(map(is_ambiguous, [call for _, calls in rows for call in calls])))
     text = "".join([before + form.written(calls) for before, calls in rows]) + last
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
@@ -331,10 +304,10 @@ def test_how_an_answer_is_divided_changes_nothing(
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(name=st.sampled_from([*ROWS, "harmony"]), text=st.data())
+@given(name=st.sampled_from([*WITHOUT_CHANNELS, "harmony"]), text=st.data())
 def test_no_text_is_lost_or_told_twice(name: str, text: st.DataObject) -> None:
     """Of text without a complete call, whatever marks are in it."""
-    form = ROWS.get(name) or HarmonyFormat()
+    form = WITHOUT_CHANNELS.get(name) or HarmonyFormat()
     pieces = text.draw(st.lists(st.sampled_from([*form.marks, "now", "{", "(", '"', " ", "x", "["]), max_size=8))
     parts = parts_of(form, pieces)
     assert parts == parts_of(form, ["".join(pieces)]) == parts_of(form, list("".join(pieces)))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from router.text.calls.dialect import Dialect
 from router.text.calls.format import Function
 from router.text.calls.harmony import ChannelTokens, HarmonyFormat
-from router.text.part import CallPart, Part, TextPart, ThoughtPart, joined
+from router.text.parts import CallPart, Part, TextPart, ThoughtPart, joined
 
-from ...examples import examples
+from ....examples import examples
 
 FORM = HarmonyFormat()
 NAMES = ("now", "get_weather")

@@ -12,8 +12,7 @@ from tokenizers import decoders, models
 
 from common.model_files.resolve import resolve_model
 from common.model_files.tokenizer import Tokenizer
-from router.text.detokenizer import Detokenizer
-from router.text.token_table import Joining, token_table
+from router.text.detokenizer import Detokenizer, Joining, token_table
 
 MODELS = ["tiny-random", "smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)]
 BYTES_OF_GEMMA3 = st.integers(238, 238 + 255)

@@ -19,7 +19,7 @@ from common.model_files.resolve import resolve_model
 from router.text.answer_grammar import json_grammar
 from router.text.schema.keywords import Unenforceable
 
-from ...random_documents import Documents
+from ....random_documents import Documents
 from .validity import Validity
 
 NAMES = ("a", "b", "c")

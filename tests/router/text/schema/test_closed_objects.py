@@ -12,7 +12,7 @@ from router.text.calls.hermes import HermesFormat
 from router.text.schema.closed_objects import closed
 from router.text.schema.keywords import CLOSED
 
-from ..answers import checked, is_answer
+from ...answers import checked, is_answer
 
 TEXT = {"type": "string"}
 A, B = {"properties": {"a": TEXT}}, {"properties": {"b": TEXT}}

@@ -12,7 +12,7 @@ from router.text.answer_grammar import json_grammar
 from router.text.schema.keywords import Unenforceable
 from router.text.schema.patterns import demands_controls
 
-from ..answers import is_answer
+from ...answers import is_answer
 
 ALL = [*map(chr, range(0x20)), "\x7f"]
 OPEN = {

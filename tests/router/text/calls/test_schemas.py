@@ -16,19 +16,18 @@ from common.grammar.vocabulary import compile_grammar
 from common.model_files.template import ChatTemplate
 from router.text.calls.dialect import dialect_of
 from router.text.calls.format import CallFormat, Function, Wanted
-from router.text.calls.harmony import HarmonyFormat
 from router.text.calls.scanner import CallScanner
-from router.text.part import CallPart, joined
+from router.text.parts import CallPart, joined
 from router.text.schema.keywords import Unenforceable
 
-from ...examples import examples
-from ..templates import TEMPLATES, VARIANTS
-from .test_call_grammars import FORMS, Vocabulary
-from .test_schema_differential import SCHEMAS as SCHEMAS_AT_RANDOM
-from .test_schema_differential import VALUES as VALUES_AT_RANDOM
-from .test_schema_differential import extended, members
+from ....examples import examples
+from ...templates import TEMPLATES, VARIANTS
+from ..schema.test_differential import SCHEMAS as SCHEMAS_AT_RANDOM
+from ..schema.test_differential import VALUES as VALUES_AT_RANDOM
+from ..schema.test_differential import extended, members
+from .formats import FORMATS, OWN_SYNTAX
+from .test_format import Vocabulary
 
-ALL_FORMS: dict[str, CallFormat] = {**FORMS, "harmony": HarmonyFormat()}
 CITY = {"type": "object", "properties": {"zip": {"type": "string"}}, "required": ["zip"]}
 ODD = ("a<b", "a>b", 'a"b', "a b", " a", "a'b", "é-1", "a{b", "</parameter>", "</arg_key>", "a=b", "", "$x", "class")
 
@@ -280,19 +279,16 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
 }  # fmt: skip
 
 
-OWN_SYNTAX = ("pythonic", "pythonic, tagged", "qwen3-coder", "glm", "minimax", "seed-oss")
-AS_JSON = ("llama3", "mistral", "mistral, compact", "deepseek", "deepseek, fenced", "kimi", "harmony")
-"""Formats whose arguments are the same JSON as those of hermes."""
 SOME = ("a reference to the whole", "nothing but a reference", "nothing but allOf", "nullable")
 WITH_TAGS = ("odd names", "tags in texts of lists")
 """Schemas with texts that a tokenizer reads as marks if these are special tokens."""
 CASES = [
     (kind, form, schema)
     for kind in ("text", "special")
-    for form in ALL_FORMS
+    for form in FORMATS
     for schema in SCHEMAS
     if schema in SOME
-    or (kind == "text" and form not in AS_JSON)
+    or (kind == "text" and form in ("hermes", *OWN_SYNTAX))
     or (form in ("glm", "minimax") and schema not in WITH_TAGS)
 ]
 
@@ -327,7 +323,7 @@ def read_calls(scanner: CallScanner, pieces: list[str]) -> list[tuple[str, Any]]
 def test_arguments_match_the_schema_and_read_back(
     vocabularies: dict[str, Vocabulary], kind: str, name: str, schema: str
 ) -> None:
-    vocabulary, form, (parameters, good, bad) = vocabularies[kind], ALL_FORMS[name], SCHEMAS[schema]
+    vocabulary, form, (parameters, good, bad) = vocabularies[kind], FORMATS[name], SCHEMAS[schema]
     function = Function("f", None, parameters)
     grammar = form.grammar(Wanted([function], required=True), vocabulary.spell)
     for arguments in good:
@@ -349,15 +345,13 @@ def test_the_right_values_are_those_of_json_schema() -> None:
             assert kind(parameters).is_valid(arguments), (name, arguments)
 
 
-@pytest.mark.parametrize("name", ALL_FORMS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_what_cannot_be_followed_is_refused_in_every_format(vocabularies: dict[str, Vocabulary], name: str) -> None:
     vocabulary = vocabularies["text"]
     for parameters in ({"properties": {"a": {"$ref": "#/$defs/none"}}}, {"$ref": "http://else.where/schema"},
                        {"allOf": [{"required": ["a"]}, {"properties": {"a": False}}]}):  # fmt: skip
         try:
-            grammar = ALL_FORMS[name].grammar(
-                Wanted([Function("f", None, parameters)], required=True), vocabulary.spell
-            )
+            grammar = FORMATS[name].grammar(Wanted([Function("f", None, parameters)], required=True), vocabulary.spell)
         except Unenforceable:
             continue
         with pytest.raises(AssertionError, match="nsatisfiable"):
@@ -372,7 +366,7 @@ def test_alternatives_of_several_schemas_are_combined(vocabularies: dict[str, Vo
     }  # fmt: skip
     function = Function("f", None, parameters)
     for name in ("hermes", "pythonic", "seed-oss"):
-        accepts = accepted(vocabularies["text"], ALL_FORMS[name], function)
+        accepts = accepted(vocabularies["text"], FORMATS[name], function)
         assert all(accepts({first: 1, second: 2}) for first, second in itertools.product("abc", "def"))
         assert not accepts({"a": 1, "b": 2})
 
@@ -383,7 +377,7 @@ def test_beyond_a_bound_alternatives_are_ignored(vocabularies: dict[str, Vocabul
     parameters = {"properties": {n: {"type": "integer"} for n in "abcd"}, "allOf": [dict(several) for _ in range(7)]}
     function = Function("f", None, parameters)
     for name in ("pythonic", "glm"):
-        accepts = accepted(vocabularies["text"], ALL_FORMS[name], function)
+        accepts = accepted(vocabularies["text"], FORMATS[name], function)
         assert accepts({"a": 1, "d": 2}) and not accepts({}) and not accepts({"a": "x"})
 
 
@@ -395,7 +389,7 @@ def test_patterns_of_names_may_overlap(vocabularies: dict[str, Vocabulary]) -> N
         "additionalProperties": False,
     }
     for name in ("pythonic", "glm"):
-        accepts = accepted(vocabularies["text"], ALL_FORMS[name], Function("f", None, parameters))
+        accepts = accepted(vocabularies["text"], FORMATS[name], Function("f", None, parameters))
         assert accepts({"n": 1, "ns": 5, "nxs": 7}), name
         assert not any(map(accepts, ({"ns": 4}, {"nxs": 10}, {"nx": 10}, {"a": 1}))), name
 
@@ -460,10 +454,10 @@ def test_all_formats_take_the_same_arguments(
 ) -> None:
     """As JSON does; but for a text that reads as another valid value."""
     function, vocabulary = Function("f", None, schema), vocabularies["text"]
-    json_form = ALL_FORMS["hermes"]
+    json_form = FORMATS["hermes"]
     try:
         wanted = Wanted([function], required=True)
-        grammars = {name: ALL_FORMS[name].grammar(wanted, vocabulary.spell) for name in ("hermes", *OWN_SYNTAX)}
+        grammars = {name: FORMATS[name].grammar(wanted, vocabulary.spell) for name in ("hermes", *OWN_SYNTAX)}
     except Unenforceable:
         assume(False)
     assume(not compile_grammar(vocabulary.library, grammars["hermes"])[1])
@@ -471,8 +465,8 @@ def test_all_formats_take_the_same_arguments(
         given_json = json.dumps(value, ensure_ascii=False)
         expected = vocabulary.accepts(grammars["hermes"], json_form.written([("f", given_json)]))
         for name in OWN_SYNTAX:
-            text = ALL_FORMS[name].written([("f", given_json)])
-            found = read_back(ALL_FORMS[name], function, text, list(text))
+            text = FORMATS[name].written([("f", given_json)])
+            found = read_back(FORMATS[name], function, text, list(text))
             assert vocabulary.accepts(grammars[name], text) is expected or found != [value], (name, text)
             assert not expected or found == [value] or function.shapes.accepts(found[0], function.shapes.root)
 

@@ -1,23 +1,37 @@
-"""Patterns of JSON Schema in the library's form: the same texts match, whatever stands within brackets."""
+"""Patterns of JSON Schema: in the dialect of the library, as lexemes, and those of all texts but some."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import time
 import warnings
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.resolve import resolve_model
 from router.text.answer_grammar import json_grammar
-from router.text.schema.patterns import portable
+from router.text.schema.canonical_form import Document
+from router.text.schema.logic import Proofs
+from router.text.schema.patterns import (
+    MAX_CHARS,
+    beginning_of,
+    has_looks,
+    matches,
+    none_begins,
+    none_of,
+    portable,
+    searched,
+    texts_of,
+)
 
-from ...random_documents import Documents
-from ..answers import checked, is_answer
+from ....examples import examples
+from ....random_documents import Documents
+from ...answers import checked, is_answer
 
 TEXT = {"type": "string"}
 MEMBERS = st.sampled_from(["[", "-", "&", "~", "^", "a", "b", "*", r"\]", r"\[", r"\-", r"\d", "0", "a-b", "+-"])
@@ -145,3 +159,106 @@ def test_a_format_beside_other_keywords() -> None:
     assert is_answer(grammar, '"a:yx"') and not any(is_answer(grammar, f'"{text}"') for text in ("a:x", "a:yy", "abyx"))
     with pytest.raises(ValueError, match="format"):
         checked(json_grammar({**TEXT, "format": ["iri"]}))
+
+
+BRANCH = st.tuples(
+    st.sampled_from(["", "^"]),
+    st.sampled_from(["a", "b+", "[^a]", "(a|b)", "a{2}", r"\/", r"\$", ""]),
+    st.sampled_from(["", "$"]),
+).map("".join)
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
+@given(pattern=st.lists(BRANCH, min_size=1, max_size=3).map("|".join), text=st.text("ab/$", max_size=4))
+def test_a_pattern_matches_anywhere(pattern: str, text: str) -> None:
+    assert matches(pattern, text) is (re.search(pattern, text) is not None)
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)b", "(?!a)", "(?<=a)b", r"(a)\1", r"(?<n>a)\k<n>"])
+def test_looks_cannot_be_expressed(pattern: str) -> None:
+    assert has_looks(pattern) and not searched(pattern) and not matches(pattern, "ab")
+
+
+@pytest.mark.parametrize("pattern", [r"\\1", "[(?=a)]", r"\(?=", "(?:a)", "[$^]"])
+def test_what_only_resembles_looks_can(pattern: str) -> None:
+    assert not has_looks(pattern) and searched(pattern)
+
+
+def test_an_anchor_inside_cannot_be_expressed() -> None:
+    assert not searched("(^a|b)c") and not searched("a$b")
+
+
+@pytest.mark.slow
+def test_a_long_pattern_takes_linear_time() -> None:
+    """Of CPU time: 25 s for the same brackets if each were looked at up to the end of the pattern."""
+    begin = time.process_time()
+    for pattern in ("[" * 200_000, "[" * 200_000 + "\\", "(" * 200_000):
+        searched(pattern)
+    assert time.process_time() - begin < 10
+
+
+def test_an_array_of_any_items_is_possible() -> None:
+    """Of a schema that says nothing of its items, whichever type is looked at first."""
+    proofs = Proofs(Document(True))
+    assert not proofs._no_array([], 0)
+    assert not proofs.is_impossible({"type": "array", "minItems": 1, "maxItems": 1})
+
+
+WORDS = st.lists(st.text("ab]^-\n", max_size=4), min_size=1, max_size=4)
+
+
+@given(WORDS, st.text("ab]^-\n", max_size=5))
+def test_all_texts_but_some(words: list[str], text: str) -> None:
+    assert bool(re.fullmatch(none_of(words), text)) is (text not in words)
+
+
+@given(WORDS.filter(lambda words: "" not in words), st.text("ab]^-\n", max_size=5))
+def test_all_beginnings_but_some(words: list[str], text: str) -> None:
+    assert bool(re.fullmatch(none_begins(words), text)) is not text.startswith(tuple(words))
+
+
+def test_too_much_is_not_left_out() -> None:
+    with pytest.raises(ValueError, match="more than 4,096"):
+        none_of(["x" * MAX_CHARS])
+    with pytest.raises(ValueError, match="every text"):
+        none_begins([""])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("^(a|b-c)$", (["a", "b-c"], True)),
+        ("^(?:a)$", (["a"], True)),
+        (r"^a\.b", (["a.b"], False)),
+        (r"^a\$", (["a$"], False)),
+        ("^a|b$", None),
+        ("^a.b$", None),
+        (r"^(a\|b)$", None),
+        ("^(a)(b)$", None),
+        ("a", None),
+        (r"^\d$", None),
+        (1, None),
+    ],
+)
+def test_texts_of_simple_patterns(pattern: object, expected: object) -> None:
+    assert texts_of(pattern) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("^abc?", "ab"),
+        (r"^https?://.+$", "http"),
+        (r"^\./.+$", "./"),
+        (r"^a\.?b", "a"),
+        ("^ab+", "ab"),
+        ("^a{2}", ""),
+        ("^a|^b", ""),
+        ("^(a)", ""),
+        ("b", ""),
+        (None, ""),
+    ],
+)
+def test_beginnings_of_patterns(pattern: object, expected: str) -> None:
+    assert beginning_of(pattern) == expected

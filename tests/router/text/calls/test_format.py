@@ -13,19 +13,13 @@ from common.grammar.vocabulary import _Words, limits
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import EOS
 from common.model_files.tokenizer import Tokenizer
-from router.text.calls.deepseek import DeepSeekFormat
 from router.text.calls.format import CallFormat, Function, Wanted
-from router.text.calls.glm import GLMFormat
 from router.text.calls.harmony import HarmonyFormat
-from router.text.calls.hermes import HermesFormat
-from router.text.calls.kimi import KimiFormat
 from router.text.calls.llama3 import Llama3Format
-from router.text.calls.minimax import MiniMaxFormat
-from router.text.calls.mistral import MistralFormat
 from router.text.calls.pythonic import PythonicFormat
-from router.text.calls.qwen_coder import QwenCoderFormat
-from router.text.calls.seed_oss import SeedOSSFormat
 from router.text.text_pipeline import TextPipeline
+
+from .formats import FORMATS, TAGGED, WITHOUT_CHANNELS
 
 WEATHER = Function(
     "get_weather",
@@ -41,22 +35,6 @@ WEATHER = Function(
     },
 )
 BOTH = (Function("now"), WEATHER)
-FORMS: dict[str, CallFormat] = {
-    "hermes": HermesFormat(),
-    "llama3": Llama3Format(),
-    "mistral": MistralFormat(),
-    "mistral, compact": MistralFormat(compact=True),
-    "pythonic": PythonicFormat(),
-    "pythonic, tagged": PythonicFormat(tagged=True),
-    "deepseek": DeepSeekFormat(),
-    "deepseek, fenced": DeepSeekFormat(fenced=True),
-    "qwen3-coder": QwenCoderFormat(),
-    "glm": GLMFormat(),
-    "minimax": MiniMaxFormat(),
-    "seed-oss": SeedOSSFormat(),
-    "kimi": KimiFormat(),
-}
-TAGGED = ("qwen3-coder", "glm", "minimax", "seed-oss")
 GOOD = [
     [("now", "{}")],
     [("get_weather", '{"city": "Paris"}')],
@@ -77,7 +55,7 @@ class Vocabulary:
 
     def __init__(self, *, special: bool) -> None:
         inner = tokenizers.Tokenizer.from_file(str(resolve_model("tiny-random").tokenizer))
-        marks = {mark for form in (*FORMS.values(), HarmonyFormat()) for mark in form.marks}
+        marks = {mark for form in FORMATS.values() for mark in form.marks}
         if special:
             inner.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in sorted(marks)])
         self.text = TextPipeline(Tokenizer(inner), None, max_model_len=100, threads=1)
@@ -100,9 +78,9 @@ def vocabulary(request: pytest.FixtureRequest) -> Iterator[Vocabulary]:
     found.text.close()
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=WITHOUT_CHANNELS)
 def form(request: pytest.FixtureRequest) -> CallFormat:
-    return FORMS[request.param]
+    return FORMATS[request.param]
 
 
 Check = Callable[[str], bool]
@@ -126,7 +104,7 @@ def test_calls_match_their_functions(vocabulary: Vocabulary, form: CallFormat, w
     for calls in BAD[1:] if form.name != "llama3" or "answer" not in wanted else []:  # there it is such an answer
         is_text = form.name in TAGGED and calls == [("get_weather", '{"city": 1}')]  # every text is one
         assert accepts(form.written(calls)) is is_text, calls
-    if form is not FORMS["pythonic, tagged"]:
+    if form is not FORMATS["pythonic, tagged"]:
         like_an_answer = "answer" in wanted and form.name == "llama3"
         assert accepts(form.written(BAD[0])) is (unmarked and (is_free or like_an_answer))
     assert accepts(form.written(GOOD[0] + GOOD[1])) is wanted.get("several", True)
@@ -223,7 +201,7 @@ def test_python_bounds() -> None:
 @pytest.mark.parametrize("name", TAGGED)
 def test_texts_between_tags(vocabulary: Vocabulary, name: str) -> None:
     """Types, listed values, lengths, references and alternatives; members in the schema's order, without strangers."""
-    form = FORMS[name]
+    form = FORMATS[name]
     schema = {
         "properties": {
             "a": {"type": ["integer", "null"]},
@@ -251,7 +229,7 @@ def test_texts_between_tags(vocabulary: Vocabulary, name: str) -> None:
 
 @pytest.mark.parametrize("name", TAGGED)
 def test_a_function_that_says_nothing_of_its_arguments_takes_any(vocabulary: Vocabulary, name: str) -> None:
-    form = FORMS[name]
+    form = FORMATS[name]
     grammar = form.grammar(Wanted([Function("f", None, {})], required=True), vocabulary.spell)
     for given in ("{}", '{"any_key": "x", "other": [1]}'):
         assert vocabulary.accepts(grammar, form.written([("f", given)]))

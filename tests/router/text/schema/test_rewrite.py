@@ -13,7 +13,7 @@ from router.text.calls.format import Function, Wanted
 from router.text.calls.hermes import HermesFormat
 from router.text.schema.keywords import Unenforceable
 
-from ..answers import checked, is_answer
+from ...answers import checked, is_answer
 from .validity import Validity
 
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}

@@ -13,7 +13,7 @@ from router.text.calls.format import Function
 from router.text.calls.registry import FORMATS
 from router.text.chat_prompt import chat_prompt
 
-from ..templates import (
+from ...templates import (
     DEEPSEEK,
     HARMONY,
     KIMI,

@@ -1,4 +1,4 @@
-"""The parts of an answer, in the order of its text: thoughts, text and calls of functions."""
+"""Parts of an answer in the order of its text (thoughts, text, calls of functions), and the marks between them."""
 
 from __future__ import annotations
 
@@ -62,3 +62,19 @@ def _one(neighbours: Sequence[Part]) -> Part:
         return CallPart(first.index, first.name, "".join(arguments))
     text = "".join([part.text for part in neighbours if not isinstance(part, CallPart)])
     return ThoughtPart(text) if isinstance(first, ThoughtPart) else TextPart(text, first.start)
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str]:
+    """The first of some marks in `text`: where it begins, and which it is.
+
+    Without one: where a mark may begin that is not complete yet, at most the end of the text, and "".
+    """
+    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    if found:
+        return min(found, key=lambda at: (at[0], -len(at[1])))
+    return len(text) - max((overlap(text, mark) for mark in marks), default=0), ""
