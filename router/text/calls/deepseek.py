@@ -33,6 +33,7 @@ class DeepSeekFormat(SectionFormat):
 
     name = "deepseek"
     marks = (OPEN, CLOSE, BEGIN, SEPARATOR, END)
+    openings = (OPEN, BEGIN)
     layouts = LAYOUTS
 
     def __init__(self, *, fenced: bool = False) -> None:
@@ -41,7 +42,7 @@ class DeepSeekFormat(SectionFormat):
 
     @property
     def rendered_call(self) -> str:
-        return rf"<｜tool▁sep｜>{PROBE_NAME}\s*```" if self.fenced else rf"{BEGIN}{PROBE_NAME}{SEPARATOR}"
+        return rf"{SEPARATOR}{PROBE_NAME}\s*```" if self.fenced else rf"{BEGIN}{PROBE_NAME}{SEPARATOR}"
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         if self.fenced:

@@ -84,6 +84,10 @@ class CallFormat(ABC):
     """The name for `--tool-parser`."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Delimiters that may be special tokens. The scanner sees them in the text of an answer."""
+    openings: ClassVar[tuple[str, ...]]
+    """Texts with which calls begin."""
+    layouts: ClassVar[Sequence[Layout]]
+    """The spellings of a call, or of consecutive calls, from one of the openings on."""
     rendered_argument: str = rf'"{PROBE_ARGUMENT}":\s*"{PROBE_VALUE}"'
     """A regular expression of a rendered argument. By default arguments are JSON, and not a text inside JSON."""
     has_channels: ClassVar[bool] = False
@@ -96,14 +100,15 @@ class CallFormat(ABC):
     def rendered_call(self) -> str:
         """A regular expression of a rendered call. The first format in the registry that matches is taken."""
 
-    @abstractmethod
     def scanner(
         self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
     ) -> CallScanner:
-        """Reads an answer. `only_calls`: it either begins with a call or has none; `functions` by their names.
+        """Create the scanner of an answer that begins at position `start`.
 
-        Without `thoughts` a form with channels gives out thoughts as text.
+        `only_calls`: the answer either begins with a call or has none; `functions` by their names. Without `thoughts` a
+        format with channels returns thoughts as text. By default, calls with JSON arguments in one of the `layouts`.
         """
+        return MarkedScanner(self.openings, self.layouts, start=start, only_calls=only_calls)
 
     @abstractmethod
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
@@ -119,17 +124,10 @@ class CallFormat(ABC):
 
 
 class SectionFormat(CallFormat):
-    """Calls with arguments in JSON, in a section of their own: the first `marks` open it, end it, and open a call."""
+    """Calls with arguments in JSON, in a section whose delimiters are the first two `marks`."""
 
-    layouts: ClassVar[Sequence[Layout]]
     between = ""
     """What a grammar has between two calls."""
-
-    def scanner(
-        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
-    ) -> MarkedScanner:
-        section, _, call, *_ = self.marks
-        return MarkedScanner((section, call), self.layouts, start=start, only_calls=only_calls)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         opened, closed, *_ = map(spell, self.marks)

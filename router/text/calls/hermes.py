@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from router.text.answer_grammar import rule
 from router.text.calls.format import (
     BREAK,
     PROBE_NAME,
     CallFormat,
-    Function,
     Spell,
     Wanted,
     answer_rules,
@@ -24,7 +23,7 @@ from router.text.calls.format import (
     opening,
     row,
 )
-from router.text.calls.scanner import OBJECT_HEAD, Layout, MarkedScanner, Pattern, rest_of_object, space
+from router.text.calls.scanner import OBJECT_HEAD, Layout, Pattern, rest_of_object, space
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NAME, ARGUMENTS, END = '\n{"name": "', '", "arguments": ', "}\n"
@@ -36,12 +35,9 @@ class HermesFormat(CallFormat):
 
     name = "hermes"
     marks = (OPEN, CLOSE)
+    openings = (OPEN,)
+    layouts = (LAYOUT,)
     rendered_call = rf"<tool_call>(?s:.{{0,80}}){PROBE_NAME}"
-
-    def scanner(
-        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
-    ) -> MarkedScanner:
-        return MarkedScanner((OPEN,), (LAYOUT,), start=start, only_calls=only_calls)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         before, rules = opening(spell(OPEN))

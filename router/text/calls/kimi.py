@@ -24,6 +24,7 @@ LAYOUTS = (Layout(Pattern(OPEN, space, *CALL), TAIL, AGAIN, LAST), Layout(Patter
 class KimiFormat(SectionFormat):
     name = "kimi"
     marks = (OPEN, CLOSE, BEGIN, ARGUMENTS, END)
+    openings = (OPEN, BEGIN)
     layouts = LAYOUTS
     rendered_call = rf"<\|tool_call_begin\|>(functions\.{PROBE_NAME}:0|{PROBE_CALL_ID})<\|tool_call_argument_begin\|>"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from router.text.answer_grammar import literal, rule
@@ -16,7 +16,6 @@ from router.text.calls.format import (
     BLANK,
     PROBE_NAME,
     CallFormat,
-    Function,
     Message,
     Spell,
     Wanted,
@@ -30,7 +29,6 @@ from router.text.calls.format import (
 from router.text.calls.scanner import (
     OBJECT_HEAD,
     Layout,
-    MarkedScanner,
     Pattern,
     function_name,
     peek,
@@ -63,6 +61,8 @@ class MistralFormat(CallFormat):
 
     name = "mistral"
     marks = (OPEN, ARGS, CALL_ID)
+    openings = (OPEN,)
+    layouts = LAYOUTS
 
     def __init__(self, *, compact: bool = False) -> None:
         self.compact = compact
@@ -70,11 +70,6 @@ class MistralFormat(CallFormat):
     @property
     def rendered_call(self) -> str:
         return rf"\[TOOL_CALLS\]\s*{PROBE_NAME}" if self.compact else rf"\[TOOL_CALLS\]\s*\[(?s:.{{0,80}}){PROBE_NAME}"
-
-    def scanner(
-        self, *, start: int, only_calls: bool, functions: Mapping[str, Function], thoughts: bool = True
-    ) -> MarkedScanner:
-        return MarkedScanner((OPEN,), LAYOUTS, start=start, only_calls=only_calls)
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         before, rules = opening(spell(OPEN))

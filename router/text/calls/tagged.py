@@ -76,8 +76,6 @@ class ArgumentTags:
 class TaggedFormat(CallFormat):
     """A format with tags around each argument. `openings` begin a call, in one of the `layouts`."""
 
-    openings: ClassVar[tuple[str, ...]]
-    layouts: ClassVar[Sequence[Layout]]
     tags: ClassVar[ArgumentTags]
     reads_schemas = True
 

@@ -117,9 +117,6 @@ class Proofs:
             found.options += [options for key in ("anyOf", "oneOf") if (options := sequence(schema, key))]
         return found
 
-    def are_disjoint(self, a: Schema, b: Schema) -> bool:
-        return self.is_impossible(a, b)
-
     def is_impossible(self, *schemas: Schema) -> bool:
         """Whether no value matches all of these schemas."""
         return self._impossible(self.flat(*schemas), 0)
@@ -351,7 +348,7 @@ class Negation:
     def _require_exclusive(self, cases: Iterable[Schema], place: str) -> None:
         cases = list(cases)
         if len(cases) > MAX_ITEMS or not all(
-            self._proofs.are_disjoint(a, b) for i, a in enumerate(cases) for b in cases[:i]
+            self._proofs.is_impossible(a, b) for i, a in enumerate(cases) for b in cases[:i]
         ):
             raise Unenforceable(place, "the opposite of a `oneOf` whose cases may overlap cannot be enforced")
 

@@ -417,7 +417,7 @@ def _unique_items(schema: Mapping[str, Any], proofs: Proofs, place: str) -> Sche
         return True
     if longest is not None and longest <= min(len(first), MAX_ITEMS):
         heads = first[: int(longest)]
-        if all(proofs.are_disjoint(a, b) for i, a in enumerate(heads) for b in heads[:i]):
+        if all(proofs.is_impossible(a, b) for i, a in enumerate(heads) for b in heads[:i]):
             return True
     values = _item_values(items)
     if values is None or len(values) > MAX_UNIQUE or first:
