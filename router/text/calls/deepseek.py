@@ -1,4 +1,4 @@
-"""The two forms of DeepSeek's models; the second is that of V3.1:
+"""The two formats of DeepSeek's models; the second is that of V3.1:
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
 ```json

@@ -18,7 +18,7 @@ PROBE_NAME, PROBE_ARGUMENT, PROBE_VALUE, PROBE_CALL_ID = "probe_function", "prob
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 Message = Mapping[str, Any]
 Spell = Callable[[str], str]
-"""How a grammar names a mark: as a token of the vocabulary where it is a special one, else as text."""
+"""Spells a mark in a grammar: as a token if the vocabulary has it as a special token, else as text."""
 TEXT = r"/(.|\n)*/"
 BREAK = f"{literal(chr(10))}?"
 BLANK = f"{literal(' ')}?"
@@ -34,7 +34,7 @@ class Function:
     parameters: Mapping[str, Any] | None = None
 
     def as_tool(self) -> dict[str, Any]:
-        """The form of OpenAI's API and of chat templates."""
+        """Return the function as a tool of OpenAI's API, which chat templates take too."""
         known = {"name": self.name, "description": self.description, "parameters": self.parameters or ANY_OBJECT}
         return {"type": "function", "function": {key: value for key, value in known.items() if value is not None}}
 
@@ -60,10 +60,10 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an answer may be: calls of `functions`, of which `several` may follow each other.
+    """Constraint on an answer: calls of `functions`, one or `several`.
 
-    Unless a call is `required`, the model may instead write JSON of the schema `answer`; without such a schema it may
-    write any text, before and behind calls too.
+    Unless a call is `required`, the model may write JSON of the schema `answer` instead. Without such a schema it may
+    write any text, also before and after calls. `thought` are the marks of a thought that may precede the answer.
     """
 
     functions: Sequence[Function]
@@ -74,7 +74,7 @@ class Wanted:
 
 
 class CallFormat(ABC):
-    """A tool-call format: how it is recognised, scanned, enforced and rendered. Instances have no state but variants.
+    """A tool-call format: how it is recognised, scanned, enforced and rendered. Instances store only their variant.
 
     `rendered_call` and `rendered_argument` recognise the format in what a chat template renders for a call of
     `PROBE_NAME` with `PROBE_VALUE` for `PROBE_ARGUMENT`.
@@ -112,14 +112,14 @@ class CallFormat(ABC):
 
     @abstractmethod
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
-        """The grammar of such answers."""
+        """Write the grammar of the answers that `wanted` allows. Raises Unenforceable."""
 
     @abstractmethod
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls, each a name and arguments in JSON, as text, for a model whose template has no place for them."""
+        """Render calls, each a name and JSON arguments, as the model writes them. For chat templates without tools."""
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages with calls as the templates of this form's models want them."""
+        """Adapt messages with calls to the chat templates of this format's models."""
         return [dict(message) for message in messages]
 
 
@@ -127,7 +127,7 @@ class SectionFormat(CallFormat):
     """Calls with arguments in JSON, in a section whose delimiters are the first two `marks`."""
 
     between = ""
-    """What a grammar has between two calls."""
+    """Right side of a rule for the text between two calls."""
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         opened, closed, *_ = map(spell, self.marks)
@@ -139,13 +139,13 @@ class SectionFormat(CallFormat):
 
     @abstractmethod
     def body(self, function: Function, arguments: str, spell: Spell) -> str:
-        """The right side of a rule for a call of the function, whose arguments the rule of that name has."""
+        """Return the right side of a rule for a call of `function`. `arguments` is the name of the arguments' rule."""
 
 
 def answer_rules(wanted: Wanted, calls: str, begun: str) -> str:
-    """The rules `start`, `answer` and `TEXT`; `calls` is an answer of nothing but calls, `begun` text up to their end.
+    """Write the rules `start`, `answer`, `begun` and `TEXT`.
 
-    `begun` is the right side of a rule and begins with text.
+    `calls` and `begun` are right sides of rules: of an answer that consists of calls, and of text followed by calls.
     """
     if wanted.required:
         return rule("start", calls)
@@ -164,19 +164,19 @@ def free(wanted: Wanted) -> bool:
 
 
 def opening(mark: str, name: str = "opening") -> tuple[str, str]:
-    """Text up to a mark, as the right side of a rule, and the rule that this needs. `mark` is as `Spell` has it."""
+    """Return the right side of a rule for text up to a mark, and the rule that it refers to. `mark` is spelled."""
     if mark.startswith("<["):  # a special token is never part of text
         return f"TEXT {mark}", ""
     return name, rule(f"{name}[lazy]", f"TEXT {mark}")
 
 
 def row(calls: str, between: str, *, several: bool) -> str:
-    """The right side of a rule for a row of calls."""
+    """Return the right side of a rule for one call, or for `several` with `between` in between."""
     return f"{calls} ({between} {calls})*" if several else calls
 
 
 def bodies(functions: Sequence[Function], body: Callable[[Function, str], str]) -> str:
-    """The rule `body`, a call of any of the functions. `body` writes one, given the name of the rule of arguments."""
+    """Write the rule `body`, a call of any function. The argument `body` writes one, given the arguments' rule."""
     rules = rule("body", " | ".join(f"body_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         rules += rule(f"body_{i}", body(function, f"arguments_{i}"))
@@ -194,7 +194,7 @@ def json_call(name: str, key: str, arguments: str, more: str = "") -> str:
 
 
 def arguments_rules(functions: Sequence[Function]) -> str:
-    """A rule for the arguments of each function, in JSON."""
+    """Write a rule for the JSON arguments of each function."""
     return "".join(
         rule(f"arguments_{i}", document_expression(function.arguments, lenient=True))
         for i, function in enumerate(functions)

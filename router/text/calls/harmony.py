@@ -1,4 +1,4 @@
-"""The form of gpt-oss, whose answers are messages in channels, thoughts and calls among them:
+"""The format of gpt-oss, whose answers are messages in channels, including thoughts and calls:
 
 <|channel|>analysis<|message|>The user asks for the weather.<|end|><|start|>assistant
 <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
@@ -24,7 +24,7 @@ FUNCTIONS = "functions."
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 BEGINNINGS = (CHANNEL, START, " to=")
-"""Each begins the head of a message; the last one where the prompt ends behind the author's name."""
+"""Each begins the head of a message; the last one if the prompt ends after the author's name."""
 ENDS = (END, CALL, RETURN, START, CHANNEL)
 """Each ends a message, the last two where the model forgot the end."""
 MAX_HEAD_CHARS = 512
@@ -128,7 +128,7 @@ class HarmonyScanner(CallScanner):
         return self._move_to(self._between, len(mark) if mark in (END, CALL, RETURN) else 0)
 
     def _between(self, parts: list[Part]) -> bool:
-        """Behind a message: the head of the next one, or text that has none."""
+        """After a message: the head of the next one, or text without a head."""
         mark: str | None = ""
         while mark is not None:
             self._held = self._held.removeprefix(mark).lstrip()
@@ -174,7 +174,7 @@ class ChannelTokens:
 
 
 class HarmonyFormat(CallFormat):
-    """Messages with a channel each. The prompt ends behind `<|start|>assistant`."""
+    """Messages with a channel each. The prompt ends with `<|start|>assistant`."""
 
     name = "harmony"
     marks = (CHANNEL, MESSAGE, START, END, CALL, CONSTRAIN, RETURN)
@@ -218,7 +218,7 @@ class HarmonyFormat(CallFormat):
 
 def called_rules(wanted: Wanted, spell: Spell) -> str:
     """The right side of a rule for a call; its head names the function in the channel or before it."""
-    behind = [
+    after = [
         f"begun_call {literal(f' to={FUNCTIONS}{function.name}')} typed arguments_{i}"
         for i, function in enumerate(wanted.functions)
     ]
@@ -226,11 +226,11 @@ def called_rules(wanted: Wanted, spell: Spell) -> str:
         f"{literal(f' to={FUNCTIONS}{function.name}')} begun_call typed arguments_{i}"
         for i, function in enumerate(wanted.functions)
     ]
-    return " | ".join(behind + before)
+    return " | ".join(after + before)
 
 
 def _with_thinking(message: Message) -> dict[str, Any]:
-    """The message with its thought under the template's name; with calls the template takes no text beside it."""
+    """The message with its thought under the template's name; with calls the template takes no text in addition."""
     changed = {key: value for key, value in message.items() if key != "reasoning_content"}
     if thought := message.get("reasoning_content"):
         changed["thinking"] = thought

@@ -1,4 +1,4 @@
-"""The form of Kimi K2, whose calls have their ids in them; a conversation counts them from 0:
+"""The format of Kimi K2. Calls contain their ids, which a conversation numbers from 0:
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}\
 <|tool_call_end|><|tool_calls_section_end|>

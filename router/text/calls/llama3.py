@@ -1,4 +1,4 @@
-"""The form of Llama 3, which has no mark of its own but where the model writes `<|python_tag|>` first:
+"""The format of Llama 3, without a delimiter unless the model writes `<|python_tag|>` first:
 
 {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}
 """

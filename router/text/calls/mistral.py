@@ -1,4 +1,4 @@
-"""The two forms of Mistral's models, of which the second is the newer one:
+"""The two formats of Mistral's models; the second is the newer one:
 
 [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]
 [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}
@@ -57,7 +57,7 @@ LAYOUTS = (
 
 
 class MistralFormat(CallFormat):
-    """A list in JSON behind a mark, or with `compact` a mark, a name and arguments for each call."""
+    """A JSON list after a mark, or with `compact` a mark, a name and arguments for each call."""
 
     name = "mistral"
     marks = (OPEN, ARGS, CALL_ID)
@@ -84,7 +84,7 @@ class MistralFormat(CallFormat):
             wanted.functions,
             lambda function, arguments: json_call(function.name, "arguments", arguments, ID),
         )
-        # One row: a second one behind its text would be as good, but no model was taught that.
+        # One list: no model was trained to write another one after further text.
         return answer_rules(wanted, f"{spell(OPEN)} listed", f"{before} listed") + rules
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:

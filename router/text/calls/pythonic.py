@@ -1,4 +1,4 @@
-"""The form of Llama 4 and of Olmo, in Python's syntax; the second is Olmo's:
+"""The formats of Llama 4 and Olmo, in Python's syntax; the second is Olmo's:
 
 [get_weather(city="Paris", days=3), now()]
 

@@ -17,7 +17,7 @@ MAX_NAME_CHARS, MAX_BLANKS = 64, 64
 MAX_REST_CHARS = 4096
 """Maximum length of an object after its call's arguments. It is parsed again for each piece; a longer rest is text."""
 BLANKS = r"[ \t\r\n]{0,8}"
-"""White space that a grammar of calls allows where the form has some: no room to fill an answer with."""
+"""White space that a grammar of calls allows where the format has some: too little to fill an answer with."""
 
 
 class Missing(Enum):
@@ -39,7 +39,7 @@ PatternPart = Callable[[str, int], int | Missing]
 
 
 class Pattern:
-    """Parts of text, one behind the other: literal texts, `space`, `function_name`, `rest_of_object` and `peek`."""
+    """Consecutive parts of text: literal texts, `space`, `function_name`, `rest_of_object` and `peek`."""
 
     def __init__(self, *parts: str | PatternPart) -> None:
         self._parts = [exactly(part) if isinstance(part, str) else part for part in parts]
@@ -136,7 +136,7 @@ def function_name(text: str, place: int) -> int | Missing:
 
 
 def rest_of_object(text: str, place: int) -> int | Missing:
-    """The rest of a JSON object behind one of its values, with its closing brace."""
+    """The rest of a JSON object after one of its values, with its closing brace."""
     start = space(text, place)
     if isinstance(start, Missing) or text[start] not in ",}":
         return start if isinstance(start, Missing) else Missing.NEVER
