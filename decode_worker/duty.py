@@ -36,7 +36,7 @@ from decode_worker.drafting.head_drafter import HeadDrafter
 from decode_worker.drafting.token_drafter import TokenDrafter
 from decode_worker.engine import DecodeEngine
 from decode_worker.grants import IncomingTransfers, TransferEnds
-from decode_worker.limits import DecodeLimits
+from decode_worker.limits import HANDOVER_TIMEOUT_S, DecodeLimits
 from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
@@ -110,7 +110,7 @@ class DecodeDuty(Duty):
             loaded,
             self._on_transfer,
             on_advanced=self._on_transfer,
-            lease_s=settings.handover_timeout_s,
+            lease_s=HANDOVER_TIMEOUT_S,
             num_streams=1,
         )
         peers = self.new_peers(loaded, pool, lambda event: self._engine.notify(event))
@@ -121,7 +121,6 @@ class DecodeDuty(Duty):
             DecodeLimits(
                 grant_timeout_s=settings.grant_timeout_s,
                 transfer_timeout_s=settings.transfer_timeout_s,
-                handover_timeout_s=settings.handover_timeout_s,
                 max_draft_tokens=settings.max_draft_tokens,
             ),
             scheduler,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HANDOVER_TIMEOUT_S = 10.0
+"""How long a hand-over to another decode worker may take before the answer goes on here."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
@@ -14,5 +17,5 @@ class DecodeLimits:
 
     grant_timeout_s: float
     transfer_timeout_s: float
-    handover_timeout_s: float
+    handover_timeout_s: float = HANDOVER_TIMEOUT_S
     max_draft_tokens: int = 0

@@ -91,13 +91,6 @@ class DecodeWorkerConfig(WorkerConfig):
         ge=0.05,
         le=3600,
     )
-    handover_timeout_s: float = setting(
-        10.0,
-        "seconds that handing a running answer over to another decode worker may take before it goes on here",
-        group="Transfer",
-        ge=0.05,
-        le=3600,
-    )
 
     def check(self) -> None:
         super().check()

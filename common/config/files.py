@@ -23,13 +23,6 @@ class FileSettings(Config):
         720.0, "hours after which a file, or a batch that ended, is deleted", group="HTTP", ge=0.01, le=876_000
     )
     max_file_mib: int = setting(200, "MiB of an uploaded file; larger ones get 413", group="HTTP", ge=1, le=100_000)
-    max_batches: int = setting(
-        64,
-        "batches that have not ended; one key may have half of them; more get 429",
-        group="HTTP",
-        ge=1,
-        le=10_000,
-    )
     batch_concurrency: int = setting(
         16,
         "requests of batches that are answered at once, of all batches of this router. Each counts towards "

@@ -104,13 +104,6 @@ class RouterConfig(
             *("qwen3-coder", "glm", "minimax", "seed-oss", "kimi", "none"),
         ),
     )
-    tokenizer_threads: int = setting(
-        2,
-        "threads that tokenise prompts; with two or more, an additional thread handles texts above 256 KiB",
-        group="Model",
-        ge=1,
-        le=64,
-    )
     local_prefill_threshold: int = setting(
         64,
         "prompts with at most this many uncached tokens are prefilled on the decode worker itself, longer ones on a "

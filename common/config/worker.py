@@ -220,12 +220,6 @@ class WorkerConfig(CommonConfig, PodSettings):
         **FILE,
     )
     kv_disk_gib: float = setting(0.0, "GiB of the file at --kv-disk-path", group="KV cache", ge=0, le=1_048_576)
-    pull_prefixes: bool = setting(
-        True,
-        "take cached blocks from workers of the same model where that is predicted to be faster than computing them, "
-        "and let these copy blocks from here",
-        group="Transfer",
-    )
     lend_port: int = setting(
         0, "port that workers which pull cached blocks connect to; 0 picks a free one", group="Sockets", **PORT
     )
@@ -377,11 +371,6 @@ class WorkerConfig(CommonConfig, PodSettings):
     def kv_gib(self) -> float:
         """GiB of memory for KV blocks; 0: as many as a GPU has left."""
         return self.kv_memory_gib or (0.0 if self.on_gpu else CPU_KV_GIB)
-
-    @property
-    def lends(self) -> bool:
-        """Whether this worker's cached blocks are for others to copy, and theirs for this one."""
-        return self.pull_prefixes and self.enable_prefix_caching
 
     @property
     def places(self) -> int:

@@ -25,35 +25,30 @@ def layout_fingerprint(
     quantization: str,
     block_size: int,
     protocol_version: int,
-    latent_dim: int = 0,
-    batch_invariant: bool = False,
-    draft_head: str = "",
-    kv_scales: Sequence[tuple[float, float]] = (),
+    latent_dim: int,
+    batch_invariant: bool,
+    draft_head: str,
+    kv_scales: Sequence[tuple[float, float]],
 ) -> str:
     """32 hex digits over everything that gives the bytes of a KV block their meaning.
 
     `kv_scales`: of keys and of values of each layer; () where all are 1.
     """
-    fields: dict[str, object] = {
+    fields = {
         "model_id": model_id,
         "weights_hash": weights_hash,
         "num_layers": num_layers,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "dtype": dtype,
+        "kv_dtype": kv_dtype,
         "quantization": quantization,
         "block_size": block_size,
         "protocol_version": protocol_version,
-        "order": "block,layer,kv_head,slot,kv,dim",
+        "order": "block,layer,slot,dim" if latent_dim else "block,layer,kv_head,slot,kv,dim",
+        "latent_dim": latent_dim,
+        "batch_invariant": batch_invariant,  # KV whose last bits depend on a batch would undo the promise
+        "draft_head": draft_head,
+        "kv_scales": kv_scales,
     }
-    if kv_dtype != dtype:  # else the fingerprint stays that of earlier versions
-        fields["kv_dtype"] = kv_dtype
-    if batch_invariant:  # KV whose last bits depend on a batch would undo the promise
-        fields["batch_invariant"] = True
-    if latent_dim:
-        fields |= {"latent_dim": latent_dim, "order": "block,layer,slot,dim"}
-    if draft_head:
-        fields["draft_head"] = draft_head
-    if kv_scales:
-        fields["kv_scales"] = [list(pair) for pair in kv_scales]
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -16,7 +16,15 @@ from common.wire.messages import ChangeRole
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Send
 from router.fleet import WorkerRegistry, WorkerState
-from router.policy import RoleChange, RoleLimits, RolePolicy, SplitForecast, SplitForecaster
+from router.policy import (
+    CHANGE_AFTER_S,
+    CHANGE_INTERVAL_S,
+    RoleChange,
+    RoleLimits,
+    RolePolicy,
+    SplitForecast,
+    SplitForecaster,
+)
 
 log = logging.getLogger(__name__)
 ANSWER_S = 2.0
@@ -55,8 +63,8 @@ class RoleChanges:
                 ttft_s=config.slo_ttft_ms / 1000,
                 tpot_s=config.slo_tpot_ms / 1000,
                 least=(config.min_prefill, config.min_decode),
-                after_s=config.role_change_after_s,
-                interval_s=config.role_change_interval_s,
+                after_s=CHANGE_AFTER_S,
+                interval_s=CHANGE_INTERVAL_S,
             )
         )
         self._open: dict[str, _Open] = {}

@@ -15,7 +15,7 @@ from router.planner.pool import Fleet, PoolState
 from router.planner.pool_observer import PoolObserver
 from router.planner.recent_load import RecentLoad
 from router.planner.split import Splits, UnderWay
-from router.policy import SplitForecast, queued_s, rows_of
+from router.policy import CHANGE_INTERVAL_S, SplitForecast, queued_s, rows_of
 
 LEAST_HORIZON_S = 10.0
 """What the next seconds bring counts: at least so many, and until the next change is allowed."""
@@ -28,7 +28,7 @@ class SizingForecaster:
 
     def __init__(self, config: RouterConfig) -> None:
         self._goals, self._threshold = goals_of(config), config.local_prefill_threshold
-        self._horizon_s = max(LEAST_HORIZON_S, config.role_change_interval_s)
+        self._horizon_s = max(LEAST_HORIZON_S, CHANGE_INTERVAL_S)
         self._observer, self._load = PoolObserver(ROLES), RecentLoad()
 
     @classmethod

@@ -28,13 +28,15 @@ from router.policy.forecast import (
 from router.policy.output_lengths import UNKNOWN_LENGTH, OutputLengths
 from router.policy.patience import Patience
 from router.policy.request_shape import NO_HITS, RequestShape
-from router.policy.roles import RoleChange, RoleLimits, RolePolicy
+from router.policy.roles import CHANGE_AFTER_S, CHANGE_INTERVAL_S, RoleChange, RoleLimits, RolePolicy
 from router.policy.routing import Choice, RoutingPolicy
 from router.policy.shortlist import FEW, Shortlist
 from router.policy.split import SplitForecast, SplitForecaster
 from router.policy.token_counters import TokenCounters
 
 __all__ = [
+    "CHANGE_AFTER_S",
+    "CHANGE_INTERVAL_S",
     "Choice",
     "FEW",
     "Fetch",

@@ -53,6 +53,10 @@ FORESEEN_S = 60.0
 """A split pays for at most so long: nothing is known of what lies further ahead."""
 NOTICE_S = 1.0
 """A load that turns is noticed after so long."""
+CHANGE_AFTER_S = 3.0
+"""How long a pool must be behind without a pause before a worker changes its role."""
+CHANGE_INTERVAL_S = 15.0
+"""Least time between two changes of roles."""
 BUSY_SMOOTHING = 0.1
 """The share of one more look in how busy prefill workers were: of four looks a second, half is from the last two."""
 
@@ -65,8 +69,8 @@ class RoleLimits:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     least: tuple[int, int] = (1, 1)
-    after_s: float = 3.0
-    interval_s: float = 15.0
+    after_s: float = CHANGE_AFTER_S
+    interval_s: float = CHANGE_INTERVAL_S
 
     @property
     def allowed_s(self) -> float:

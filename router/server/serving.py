@@ -38,6 +38,8 @@ from router.server.served_model import ServedModel
 from router.siblings import RouterPart
 from router.text import MAX_PENDING, TextPipeline, TextThreads
 
+TOKENIZER_THREADS = 2
+"""With two or more, an additional thread handles texts above 256 KiB."""
 NO_MODEL = ""
 """The name of a model in metrics of what belongs to none: connections, keys, requests that were refused unread."""
 
@@ -57,7 +59,7 @@ class Serving:
         self._config, self._table = config, table
         files = [resolve_model(entry.model, progress=False, weights=False) for entry in table.models]
         self.catalog = Catalog(table, [one.model_id for one in files])
-        threads = TextThreads(config.tokenizer_threads, MAX_PENDING * len(files))
+        threads = TextThreads(TOKENIZER_THREADS, MAX_PENDING * len(files))
         self.tracing = Tracing.of(config)
         self.census: ModelCensus | None = None
         entries = self.catalog.entries.items()

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -150,28 +149,3 @@ def test_a_holder_that_freezes_or_dies_costs_time_alone(system: System, fault: s
     system.wait_for_workers()
     wait_until(lambda: other.alive and holder.alive, "both are there")
     system.settle()
-
-
-@pytest.mark.slow
-def test_workers_that_share_nothing_pull_nothing(tmp_path: Path, forge: None) -> None:
-    (tmp_path / "pace.json").write_bytes(msgspec.json.encode(PACE))
-    flags = ("--no-pull-prefixes", "--kv-memory-gib", "0.1")
-    with PacedStack(
-        StackSettings(
-            1,
-            1,
-            worker_flags=flags,
-            router_flags=("--local-prefill-threshold", "0"),
-            log_dir=tmp_path / "logs",
-            ready_timeout_s=READY_S,
-        ),
-        coefficients=tmp_path / "pace.json",
-    ) as stack:
-        system = System(stack)
-        system.wait_for_workers()
-        turn = prompt(64, 4)
-        asked(system, (turn, 60))
-        system.settle()
-        time.sleep(1.0)
-        (found,) = asked(system, ([*turn, *answer(turn, 60), *prompt(9, 5)], 4))
-        assert found["cached"] == 64 and not any(peer_tokens(worker) for worker in stack.workers())

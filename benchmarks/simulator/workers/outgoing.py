@@ -10,6 +10,7 @@ from benchmarks.simulator.world.world import TransferEnd, World
 from common.engine.transfer.outgoing import TransferAdvanced, TransferEnded
 from common.wire.messages import KVDone, KVTarget
 from decode_worker.handover import MAX_PAUSE_S, Handovers
+from decode_worker.limits import HANDOVER_TIMEOUT_S
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from common.engine.worker.metrics import WorkerMetrics
     from decode_worker.reporting import DecodeReports
 
-HANDOVER_TIMEOUT_S = 10.0
-"""How long a hand-over may take, as the setting's default."""
 BEHIND_S = 1e-6
 """Deadlines are checked this much later than they are."""
 

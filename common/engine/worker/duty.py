@@ -85,7 +85,7 @@ class Duty(ABC):
             check_driver(config.device_index)
         address = self.bind_kv()
         try:
-            if config.lends:
+            if config.enable_prefix_caching:
                 self._lender = KVLender(self.parts.context, config.host, config.lend_port, self.parts.curve)
         except zmq.ZMQError:
             self.close_kv()

@@ -30,6 +30,8 @@ from router.stored import (
 
 log = logging.getLogger(__name__)
 
+MAX_UNFINISHED = 64
+"""Batches that have not ended. One key may have half of them."""
 RETRY_AFTER_S = 60.0
 """Batches end in minutes, and only then there is room for another."""
 GIVE_UP_S = 5.0
@@ -149,7 +151,7 @@ class KeptBatches:
         if self._store is not None:
             self._loop = asyncio.get_running_loop()
             self._store.batches.on_news = self._pass_on
-            self._store.batches.max_claimed = self._service.config.max_batches
+            self._store.batches.max_claimed = MAX_UNFINISHED
             self._keep(asyncio.create_task(self._look(self._store), name="batches-look"))
 
     def drain(self) -> None:
@@ -183,7 +185,7 @@ class KeptBatches:
 
     def _check_room(self, owner: str, total: int, own: int) -> None:
         """Raises Overloaded for another batch while as many as allowed have not ended, of all keys or of this one."""
-        most = self._service.config.max_batches
+        most = MAX_UNFINISHED
         share = most if not owner else max(1, most // 2)
         if total >= most or own >= share:
             raise Overloaded(

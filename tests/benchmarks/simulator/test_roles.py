@@ -14,6 +14,8 @@ from benchmarks.simulator.simulation import Run, Simulation
 from benchmarks.simulator.workers.process import ROLE_DRAIN_S
 from benchmarks.simulator.world.scenario import Scenario, read_scenario
 from common.wire.messages import ChangeRole, WorkerHeartbeat
+from router.dispatch import role_changes
+from router.planner import sizing_forecaster
 
 PREFILL = {"coefficients": {"fixed_s": 0.01, "token_s": 2e-4}, "start_s": 1.0, "role_change_s": 0.1}
 DECODE = {"coefficients": {"fixed_s": 0.04, "row_s": 0.002, "token_s": 2e-4}, "start_s": 1.0, "role_change_s": 0.1}
@@ -22,6 +24,14 @@ CHANGING = {
     "decode": DECODE | {"other_role": {"coefficients": PREFILL["coefficients"]}, "slo_tpot_ms": 0.0},
 }
 ALTERNATING = Path(__file__).parents[3] / "benchmarks" / "data" / "alternating.toml"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Role changes come sooner than by default."""
+    monkeypatch.setattr(role_changes, "CHANGE_AFTER_S", 1.0)
+    monkeypatch.setattr(role_changes, "CHANGE_INTERVAL_S", 3.0)
+    monkeypatch.setattr(sizing_forecaster, "CHANGE_INTERVAL_S", 3.0)
 
 
 def alternating(**values: Any) -> Scenario:
@@ -40,7 +50,7 @@ def home(scenario: Callable[..., Scenario], **values: Any) -> Simulation:
 
 def behind(scenario: Callable[..., Scenario], **values: Any) -> Simulation:
     """Prompts for three prefill workers, with two of them, and answers for one decode worker."""
-    settings = {"role_change": True, "role_change_after_s": 1.0, "role_change_interval_s": 3.0}
+    settings = {"role_change": True}
     load = {"rate": 3.5, "input_len": "4000", "output_len": "16"}
     return Simulation(
         scenario(**(CHANGING | {"load": load, "settings": settings, "warm": True, "duration_s": 6.0} | values))

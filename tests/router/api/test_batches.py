@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from router.access.keys import digest_of
+from router.api.batches import kept
 from router.dispatch.client import GenerationRequest, TokenEvent
 
 from .batching import COMPLETIONS, client_of, ended, line, lines_in, made
@@ -202,11 +203,12 @@ async def test_a_batch_whose_time_is_over(start: Any, tools: Any, monkeypatch: p
     assert len(running.engine.aborted) == 2
 
 
-async def test_batches_are_bounded(start: Any, tools: Any, tmp_path: Path) -> None:
+async def test_batches_are_bounded(start: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MAX_UNFINISHED", 2)
     path = tmp_path / "keys.toml"
     entry = '[[key]]\nname = "{}"\nsha256 = "{}"\n'
     path.write_text("".join(entry.format(name, digest_of(name.encode()).hex()) for name in ("alice", "bob")))
-    running = await start(tools.Engine(hold_after=0), api_key_file=str(path), max_batches=2)
+    running = await start(tools.Engine(hold_after=0), api_key_file=str(path))
     async with client_of(running, "alice") as alice, client_of(running, "bob") as bob:
         first = await made(alice, [line("a")])
         with pytest.raises(openai.RateLimitError, match="1 batches have not ended, 1 of them this key's") as full:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from common.wire.messages import AnyMessage, ChangeRole, DecodeRequest, PrefillRequest
+from router.dispatch import role_changes
 from router.dispatch.dispatcher import Dispatcher
 
-SETTINGS: dict[str, Any] = {"role_change": True, "role_change_after_s": 0.1, "role_change_interval_s": 0.1}
+SETTINGS: dict[str, Any] = {"role_change": True}
+
+
+@pytest.fixture(autouse=True)
+def _change_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHANGE_AFTER_S", "CHANGE_INTERVAL_S"):
+        monkeypatch.setattr(role_changes, name, 0.1)
 
 
 def obeys(worker: Any) -> None:

@@ -11,9 +11,11 @@ import pytest
 from common.config import RouterConfig
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import ChangeRole, Message
+from router.dispatch import role_changes
 from router.dispatch.load import DispatchCounters
 from router.dispatch.role_changes import RoleChanges
 from router.fleet.registry import WorkerRegistry
+from router.planner import sizing_forecaster
 from router.planner.offered_load import OfferedLoad, SampledRequest
 from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
 from router.planner.sizing_forecaster import SizingForecaster
@@ -33,6 +35,14 @@ STEP_TOKENS = {"prefill": 512, "decode": 128}
 DT_S, BEAT_S, CHANGE_S = 0.01, 0.25, 0.25
 CAREFUL = 0.95
 """Admission fills workers up to this share of the goal for tokens: prompts come between tokens."""
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Role changes come sooner than by default."""
+    monkeypatch.setattr(role_changes, "CHANGE_AFTER_S", 2.0)
+    monkeypatch.setattr(role_changes, "CHANGE_INTERVAL_S", 5.0)
+    monkeypatch.setattr(sizing_forecaster, "CHANGE_INTERVAL_S", 5.0)
 
 
 @dataclass
@@ -83,9 +93,7 @@ class World:
         self.nodes = {name: Node(name, role) for name, role in names.items()}
         of = {role: tuple(name for name in names if names[name] == role) for role in ("prefill", "decode")}
         self.config = RouterConfig(
-            **{"slo_ttft_ms": ttft_ms, "slo_tpot_ms": tpot_ms, "role_change": True}
-            | {"role_change_after_s": 2.0, "role_change_interval_s": 5.0}
-            | settings  # type: ignore[arg-type]
+            **{"slo_ttft_ms": ttft_ms, "slo_tpot_ms": tpot_ms, "role_change": True} | settings  # type: ignore[arg-type]
         )
         self.ttft_s, self.tpot_s = ttft_ms / 1e3, tpot_ms / 1e3
         self.registry = WorkerRegistry(list(of["prefill"]), list(of["decode"]), worker_timeout_s=2.0)

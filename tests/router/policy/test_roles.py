@@ -11,6 +11,7 @@ from common.config import RouterConfig
 from common.latency.link_model import LinkModel
 from common.latency.step_model import StepModel
 from common.wire.messages import ChangeRole, Message
+from router.dispatch import role_changes
 from router.dispatch.load import DispatchCounters
 from router.dispatch.role_changes import ANSWER_S, RoleChanges
 from router.fleet.registry import WorkerRegistry
@@ -23,6 +24,13 @@ from ...fake_worker import heartbeat_of, hello_of
 MODEL = StepModel(fixed_s=0.005, token_s=1e-4, row_s=1e-3, context_s=1e-7, num_steps=1000)
 TICK_S = 0.25
 AFTER_S, INTERVAL_S = 2.0, 10.0
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Role changes come sooner than by default."""
+    monkeypatch.setattr(role_changes, "CHANGE_AFTER_S", 1.0)
+    monkeypatch.setattr(role_changes, "CHANGE_INTERVAL_S", 5.0)
 
 
 class Pools:
@@ -216,7 +224,7 @@ class Router:
         self.pools = Pools(1, 2)
         self.sent: list[tuple[str, Message]] = []
         self.counters = DispatchCounters()
-        config = RouterConfig(role_change=True, role_change_after_s=1.0, role_change_interval_s=5.0, **settings)
+        config = RouterConfig(role_change=True, **settings)
         self.changes = RoleChanges(config, self.pools.registry, self.send, router_id, self.counters)
 
     def send(self, address: str, message: Message) -> bool:

@@ -87,7 +87,7 @@ class Rig:
         self.fails: dict[str, Exception] = {}
         self.bound: list[str] = []
         self.grammars, self.control = Grammars(), Control()
-        alone = {"pull_prefixes": False}
+        alone = {"enable_prefix_caching": False}
         configs: dict[str, Any] = {"decode": DecodeWorkerConfig(**alone), "prefill": PrefillWorkerConfig(**alone)}
         offers = [self.offer(role, config) for role, config in configs.items()]
         identity = WorkerIdentity.create("decode", "w")
