@@ -13,13 +13,13 @@ from starlette.routing import Route
 
 from common.errors import RequestError, Unavailable
 from router.api.load_answer import own_load
-from router.api.responses.background import BackgroundAnswer
 from router.api.responses.kept import KeptResponses
 from router.generation import Service
 from router.request.errors import error_response
 from router.siblings import NOT_MINE, OWNER
 
-if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+if TYPE_CHECKING:  # loaded with a store; only routers of several processes need the HTTP client of Siblings
+    from router.api.responses.background import BackgroundAnswer
     from router.siblings import Siblings
 
 ABLE = "/able"

@@ -14,13 +14,13 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from common import __version__
-from common.config import RouterConfig
+from common.config import OFF, RouterConfig
 from common.errors import RequestError
 from common.model_files import ModelFiles
 from router.access import Gate
 from router.api import adapter_routes, generate_routes, install_openapi, model_routes, probe_routes, token_routes
 from router.api.anthropic import AnthropicErrorBody, CountTokensRequest, MessagesRequest
-from router.api.batches import KeptBatches, NewBatch, batch_routes, file_routes
+from router.api.batches import NewBatch, batch_routes, file_routes
 from router.api.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest, embedding_routes
 from router.api.openai import ErrorBody
 from router.api.responses import KeptResponses, ResponsesRequest, response_routes
@@ -32,11 +32,12 @@ from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequ
 from router.server.entrance import generates
 from router.server.front import Front
 from router.siblings import RouterPart, SharedUsage
-from router.stored import IN_MEMORY, file_store_of, store_of
+from router.stored import IN_MEMORY
 from router.text import TextPipeline
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings import Siblings
+    from router.stored import FileStore, ResponseStore
 
 MAX_SHOWN_PATH = 200
 """Characters of a path that an error repeats."""
@@ -60,7 +61,8 @@ def build_app(
 ) -> FastAPI:
     """The application over a client of the pools. `app.state.service` is its `Service`, which `serve` drains.
 
-    `app.state.responses` are its `KeptResponses` and `app.state.batches` its `KeptBatches`, which `serve` closes.
+    `app.state.responses` are its `KeptResponses` and `app.state.batches` its `KeptBatches`, None
+    without a store. `serve` closes both.
     `part` says which process of a router this is, of several. `failure` says why `/health` must not be 200; "" while
     the process is healthy. Raises ConfigError when a file that the configuration names cannot be used.
     """
@@ -71,19 +73,21 @@ def build_app(
         service.created = part.began_at
     app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    memory = IN_MEMORY if part is None else part.memory_store
-    store = store_of(config, metrics.count_store_failure, memory)
-    kept = app.state.responses = KeptResponses(service, store)
-    metrics.watch_store(lambda: (kept.size, kept.background.num_running))
+    responses, uploaded = _stores(config, metrics, IN_MEMORY if part is None else part.memory_store)
+    kept = app.state.responses = KeptResponses(service, responses)
+    metrics.watch_store(lambda: (kept.size, kept.num_in_background))
     generating = _Generating()
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = app
         await generating(scope, receive, send)
 
-    uploaded = file_store_of(config, store, metrics.batches.count_failure, memory)
-    batches = app.state.batches = KeptBatches(service, uploaded, answer)
-    metrics.batches.watch(lambda: batches.size, lambda: batches.running)
+    app.state.batches = None
+    if uploaded is not None:
+        from router.api.batches import KeptBatches
+
+        batches = app.state.batches = KeptBatches(service, uploaded, answer)
+        metrics.batches.watch(lambda: batches.store.size, lambda: batches.running)
     app.router.routes.extend(ROUTES)  # `include_router` would make each of them again, for its first request
     refusals = _Refusals(service)
     app.add_exception_handler(RequestError, refusals.of_ours)
@@ -97,6 +101,16 @@ def build_app(
     asked = (*bodies, *pooling, *adapters, CountTokensRequest, TokenizeRequest, DetokenizeRequest)
     install_openapi(app, (*asked, ErrorBody, AnthropicErrorBody))
     return app
+
+
+def _stores(config: RouterConfig, metrics: RouterMetrics, memory: str) -> tuple[ResponseStore | None, FileStore | None]:
+    """The stores of responses and of files, which load SQLite; None with `--response-store off`."""
+    if config.response_store == OFF:
+        return None, None
+    from router.stored import file_store_of, store_of
+
+    responses = store_of(config, metrics.count_store_failure, memory)
+    return responses, file_store_of(config, responses, metrics.batches.count_failure, memory)
 
 
 def siblings_of(part: RouterPart, metrics: RouterMetrics) -> Siblings:

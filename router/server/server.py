@@ -16,6 +16,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,7 +24,6 @@ from fastapi import FastAPI
 from common.config import RouterConfig, is_loopback
 from common.wire import CLIENTS_BACKLOG, listening
 from router.api import inner_app
-from router.api.batches import KeptBatches
 from router.api.responses import KeptResponses
 from router.fleet import MAX_DISCOVERED
 from router.generation import SEND_GRACE_S, Service
@@ -32,6 +32,9 @@ from router.server.handshakes import Handshakes
 from router.server.http_connection import HTTPBounds, HTTPConnection
 from router.server.inner_server import UVICORN_CLOSE_S, InnerServer
 from router.server.places import Places
+
+if TYPE_CHECKING:  # loaded with a store
+    from router.api.batches import KeptBatches
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +157,7 @@ async def serve(
     """Serve on `listener` until `stop` is set. `close` ends the app's client after the drain."""
     service: Service = app.state.service
     kept: KeptResponses = app.state.responses
-    batches: KeptBatches = app.state.batches
+    batches: KeptBatches | None = app.state.batches
     allow_files(service.config)
     inner = (
         None if service.siblings is None else InnerServer(inner_app(service, kept, service.siblings), service.siblings)
@@ -169,14 +172,17 @@ async def serve(
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     watching = asyncio.create_task(service.gate.watch(), name="watch")
-    batches.start()
+    if batches is not None:
+        batches.start()
     await asyncio.wait((running, stopping, watching), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     try:
-        batches.drain()
+        if batches is not None:
+            batches.drain()
         await _drain(service)
-        await batches.stop()
-        await kept.background.close()
+        if batches is not None:
+            await batches.stop()
+        await kept.stop()
         await close()
         server.should_exit = True
         await running
@@ -185,7 +191,8 @@ async def serve(
             await inner.close()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        await batches.close()
+        if batches is not None:
+            await batches.close()
         await kept.close()
         await asyncio.to_thread(service.gate.close)
     if watching.done() and not watching.cancelled():

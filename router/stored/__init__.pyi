@@ -1,9 +1,9 @@
 """What outlives its request, in SQLite: responses, files and batches. Loaded only where one is kept."""
 
-from router.stored.batches import BatchNews
-from router.stored.database import IN_MEMORY
 from router.stored.errors import ConversationGone, ConversationTooLong, FileInUse, StoreFailed, StoreFull, asked
-from router.stored.file_record import (
+from router.stored.files import FileStore
+from router.stored.location import file_store_of, store_of
+from router.stored.records import (
     BATCH_INPUT,
     CANCELLED,
     CANCELLING,
@@ -11,16 +11,21 @@ from router.stored.file_record import (
     EXPIRED,
     FAILED,
     FINALIZING,
+    IN_MEMORY,
+    IN_PROGRESS,
+    QUEUED,
+    RUNNING,
     VALIDATING,
+    BatchNews,
     BatchProblem,
     BatchUsage,
     LineResult,
     StoredBatch,
     StoredFile,
+    StoredResponse,
+    StoredTurn,
+    StoreSize,
 )
-from router.stored.files import FileStore
-from router.stored.location import file_store_of, store_of
-from router.stored.record import IN_PROGRESS, QUEUED, RUNNING, StoredResponse, StoredTurn, StoreSize
 from router.stored.responses import ResponseStore
 
 __all__ = [

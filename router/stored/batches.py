@@ -10,31 +10,31 @@ from __future__ import annotations
 import sqlite3
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
 
 from common.machine import AGES_S, WallClock
-from router.stored.database import Database
-from router.stored.file_record import (
+from router.stored.database import LEASE_S, MAX_DELETED, Database, lease_bounds
+from router.stored.records import (
     BATCH_OUTPUT,
     CANCELLED,
     CANCELLING,
     COMPLETED,
     EXPIRED,
     FINALIZING,
+    IN_PROGRESS,
     READY,
     UNFINISHED,
     VALIDATING,
     WRITING,
+    BatchNews,
     BatchProblem,
     BatchUsage,
     LineResult,
     StoredBatch,
 )
-from router.stored.record import IN_PROGRESS
-from router.stored.upkeep import LEASE_S, MAX_DELETED, lease_bounds
 
 COUNTS = "num_total, num_completed, num_failed, has_output, has_errors"
 USAGE = "input_tokens, cached_tokens, output_tokens, reasoning_tokens"
@@ -51,15 +51,6 @@ class RoomCheck(Protocol):
     def __call__(
         self, connection: sqlite3.Connection, owner: str, num_bytes: int, *, num_files: int = 0, results: bool = False
     ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class BatchNews:
-    """What a look found: batches whose lease ran out, which are this router's now, and what happened to its own."""
-
-    claimed: Sequence[StoredBatch] = ()
-    cancelled: Sequence[str] = ()
-    lost: Sequence[str] = ()
 
 
 class BatchStore:

@@ -22,17 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.machine import NO_ROOM, is_full
+from common.machine import LEASES_S, NO_ROOM, WallClock, is_full
 from common.observe import REMIND_S
 from router.stored.errors import StoreFailed
-from router.stored.schema import Schema, check_format, create_tables
+from router.stored.records import IN_MEMORY
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
-IN_MEMORY = ":memory:"
 MAX_WAITING, MAX_WAITING_BYTES = 10_000, 64 * 1024 * 1024
 """Work that waits for the thread: beyond, a slow disk would fill memory."""
 BUSY_S = 5.0
@@ -45,6 +44,53 @@ CLOSE_S = 5.0
 """For what was submitted to be written when the router ends."""
 MAX_WAL_BYTES = 64 * 1024 * 1024
 """What SQLite's log may keep of the disk once it was written back."""
+LEASE_S = 15.0
+"""How long an answer in the background, or a batch, stays its router's own without a renewal: the wait of a client
+before another router takes over."""
+CHORE_S = 3.0
+"""Between two looks at leases, cancellations and ages: a lease survives four that fail."""
+MAX_DELETED = 1000
+"""Rows that one look deletes for lack of room, or for their age: requests wait for the transaction."""
+VACUUM_PAGES = 1000
+"""Pages of 4 KiB that a look gives back to the file system at most: milliseconds."""
+
+
+def lease_bounds(clock: WallClock) -> tuple[float, float]:
+    """Return the earliest and latest end of a valid lease. Later ends come from a clock that was ahead."""
+    return clock.earliest(LEASES_S), clock.latest(LEASES_S) + LEASE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The tables of a SQLite file with the things of this `name`, which `application_id` marks as ours.
+
+    `checked` names the tables whose pages are read at each start, to find damage; without names all are.
+    """
+
+    name: str
+    application_id: int
+    version: int
+    tables: str
+    checked: tuple[str, ...] = ()
+
+
+def counted_by_owner(table: str, counts: str, number: str) -> str:
+    """The table `counts`, in which triggers keep the `number` of each owner's rows of `table`, and their bytes."""
+    return f"""CREATE TABLE IF NOT EXISTS {counts} (
+    owner TEXT PRIMARY KEY, {number} INTEGER NOT NULL, num_bytes INTEGER NOT NULL
+);
+CREATE TRIGGER IF NOT EXISTS {table}_added AFTER INSERT ON {table} BEGIN
+    INSERT INTO {counts} VALUES (new.owner, 1, new.num_bytes) ON CONFLICT (owner)
+    DO UPDATE SET {number} = {number} + 1, num_bytes = num_bytes + new.num_bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS {table}_resized AFTER UPDATE OF num_bytes ON {table} BEGIN
+    UPDATE {counts} SET num_bytes = num_bytes + new.num_bytes - old.num_bytes WHERE owner = new.owner;
+END;
+CREATE TRIGGER IF NOT EXISTS {table}_deleted AFTER DELETE ON {table} BEGIN
+    UPDATE {counts} SET {number} = {number} - 1, num_bytes = num_bytes - old.num_bytes WHERE owner = old.owner;
+    DELETE FROM {counts} WHERE owner = old.owner AND {number} <= 0;
+END;
+"""
 
 
 @dataclass(slots=True)
@@ -204,7 +250,7 @@ def _opened(path: str, schema: Schema, busy_s: float) -> sqlite3.Connection:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # conversations are their owner's alone
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
-        check_format(connection, schema)
+        _check_format(connection, schema)
         for statement in (
             "PRAGMA auto_vacuum = INCREMENTAL",  # before the first table
             "PRAGMA secure_delete = ON",  # what is deleted must not stay in the file
@@ -216,11 +262,58 @@ def _opened(path: str, schema: Schema, busy_s: float) -> sqlite3.Connection:
         mode = _write_ahead(connection, busy_s)
         if path != IN_MEMORY and mode != "wal":
             raise sqlite3.OperationalError(f"the file system does not allow WAL mode (journal mode {mode})")
-        create_tables(connection, schema)
+        _create_tables(connection, schema)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _check_format(connection: sqlite3.Connection, schema: Schema) -> None:
+    """Raises sqlite3.DatabaseError for a file of another program, of a newer version, or that is damaged."""
+    connection.execute("BEGIN")  # one view of the file: another process may be making its tables
+    try:
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    finally:
+        if connection.in_transaction:  # SQLite has already ended it if the disk is full
+            connection.execute("ROLLBACK")
+    if num_tables and application != schema.application_id:
+        raise sqlite3.DatabaseError("it is a database of another program")
+    if version > schema.version:
+        known = f"this program knows versions up to {schema.version}"
+        raise sqlite3.DatabaseError(f"it is of version {version}, and {known}")
+    for what in schema.checked if num_tables and schema.checked else ("1",):
+        (found,) = connection.execute(f"PRAGMA quick_check({what})").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(f"it is damaged: {' '.join(str(found).split())}")
+
+
+def _create_tables(connection: sqlite3.Connection, schema: Schema) -> None:
+    """Raises sqlite3.OperationalError for a file that cannot be written."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in _statements(schema.tables):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {schema.application_id}")
+        connection.execute(f"PRAGMA user_version = {schema.version}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _statements(script: str) -> list[str]:
+    """The statements of a script; those of a trigger belong together."""
+    statements, begun = [], ""
+    for line in script.splitlines(keepends=True):
+        begun += line
+        if sqlite3.complete_statement(begun):
+            statements.append(begun)
+            begun = ""
+    return statements
 
 
 def _write_ahead(connection: sqlite3.Connection, busy_s: float) -> str:

@@ -8,10 +8,10 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-from common.config import AUTO, MEMORY, OFF, RouterConfig
+from common.config import AUTO, MEMORY, RouterConfig
 from common.errors import ConfigError
-from router.stored.database import IN_MEMORY
 from router.stored.files import FileStore
+from router.stored.records import IN_MEMORY
 from router.stored.responses import ResponseStore
 
 log = logging.getLogger(__name__)
@@ -24,14 +24,13 @@ MAX_RESPONSES, MAX_FILES = 100_000, 10_000
 """Entries of each store; files include batches that ended."""
 
 
-def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: str = IN_MEMORY) -> ResponseStore | None:
-    """The store that the settings ask for; None with `off`. Raises ConfigError for a file that cannot be used.
+def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: str = IN_MEMORY) -> ResponseStore:
+    """The store of responses that the settings ask for, which is not `off`.
 
-    `memory`: what stands for memory among processes of one router, which share no memory.
+    `memory`: what stands for memory among processes of one router, which share no memory. Raises ConfigError for a file
+    that cannot be used.
     """
     chosen = config.response_store
-    if chosen == OFF:
-        return None
     if chosen == MEMORY:
         return _open(config, memory, on_failure, DEFAULT_MEMORY_MIB)
     if chosen != AUTO:
@@ -50,14 +49,12 @@ def store_of(config: RouterConfig, on_failure: Callable[[str], None], memory: st
 
 
 def file_store_of(
-    config: RouterConfig, responses: ResponseStore | None, on_failure: Callable[[str], None], memory: str = IN_MEMORY
-) -> FileStore | None:
-    """The store of files beside that of `responses`; None without one. Raises ConfigError for an unusable file.
+    config: RouterConfig, responses: ResponseStore, on_failure: Callable[[str], None], memory: str = IN_MEMORY
+) -> FileStore:
+    """The store of files next to that of `responses`. Raises ConfigError for an unusable file.
 
     `memory`: as for `store_of`.
     """
-    if responses is None:
-        return None
     path = IN_MEMORY if responses.path == IN_MEMORY else files_path(responses.path)
     default = FILES_DEFAULT_MEMORY_MIB if responses.path == memory else FILES_DEFAULT_FILE_MIB
     try:

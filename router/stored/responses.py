@@ -12,12 +12,40 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from common.machine import AGES_S, WALL_CLOCK, WallClock
-from router.stored.database import Database
+from router.stored.database import (
+    CHORE_S,
+    LEASE_S,
+    MAX_DELETED,
+    VACUUM_PAGES,
+    Database,
+    Schema,
+    counted_by_owner,
+    lease_bounds,
+)
 from router.stored.errors import ConversationGone, ConversationTooLong, StoreFailed
-from router.stored.record import RUNNING, StoredResponse, StoredTurn, StoreSize
-from router.stored.schema import RESPONSES
-from router.stored.upkeep import CHORE_S, LEASE_S, MAX_DELETED, VACUUM_PAGES, lease_bounds
+from router.stored.records import RUNNING, StoredResponse, StoredTurn, StoreSize
 
+RESPONSE_TABLES = f"""
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    previous TEXT,
+    status TEXT NOT NULL,
+    background INTEGER NOT NULL,
+    used_at REAL NOT NULL,
+    router TEXT NOT NULL,
+    lease_until REAL NOT NULL,
+    cancel INTEGER NOT NULL DEFAULT 0,
+    input BLOB NOT NULL,
+    head BLOB NOT NULL,
+    output BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at);
+CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at);
+CREATE INDEX IF NOT EXISTS responses_by_router ON responses (router) WHERE router != '';
+{counted_by_owner("responses", "owners", "num_entries")}"""
+RESPONSES = Schema("responses", application_id=0x64707463, version=1, tables=RESPONSE_TABLES)
 LARGEST_SHARE = 4
 """One response may take a fourth of all bytes."""
 MAX_TURNS = 10_000

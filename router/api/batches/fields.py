@@ -8,9 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from router.api.batches.batch_format import PATHS
 from router.request import EMBEDDINGS_PATH, GENERATING, at_most
+from router.stored import BATCH_INPUT
 
 ENDPOINTS: Final = tuple(path for path in (*PATHS, EMBEDDINGS_PATH) if path in GENERATING)
 """What a batch may ask: the endpoints that this router has and that answer without a stream."""
+PURPOSES: Final = (BATCH_INPUT,)
+"""What an uploaded file may be for."""
 MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 """Of metadata, as OpenAI has it."""
 MAX_FILE_ID_CHARS = 200

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from enum import Enum
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from router.api.batches.kept import KeptBatches, new_file_id
+from router.api.batches.errors import OFF, NoFiles
+from router.api.batches.fields import PURPOSES
 from router.api.batches.shape import file_object, page_object
-from router.api.batches.upload import PURPOSES, Upload
 from router.api.openai import DeletedFile, FileBody, FileListBody
 from router.api.openapi import documented
 from router.api.query import json_answer, number, order_of, owner_of, parameters
-from router.generation import service_of
-from router.stored import BATCH_INPUT, FileStore, StoredFile
+from router.stored import StoredFile
 from router.stored import asked as asked_of_store
+
+if TYPE_CHECKING:  # loaded with a store
+    from router.api.batches.kept import KeptBatches
+    from router.stored import FileStore
 
 file_routes = APIRouter()
 """`/v1/files` and the files below it."""
@@ -69,21 +71,17 @@ DOWNLOADED: dict[str, Any] = {
 
 
 def batches_of(request: Request) -> KeptBatches:
-    """The files and batches of the application that got the request."""
-    kept: KeptBatches = request.app.state.batches
+    """The files and batches of the application that got the request. Raises NoFiles where there is no store."""
+    kept: KeptBatches | None = request.app.state.batches
+    if kept is None:
+        raise NoFiles(OFF)
     return kept
 
 
 @file_routes.post("/v1/files", tags=TAGS, **UPLOADED)
 async def upload(request: Request) -> Response:
     """Keep a file: `file` and its `purpose`, in a form."""
-    kept, service, owner = batches_of(request), service_of(request), owner_of(request)
-    store, now = kept.store, time.time()
-    service.check_open()
-    with kept.uploads.place(owner):
-        file = StoredFile(new_file_id(), owner, BATCH_INPUT, "", now, now + store.max_age_s)
-        stored = await Upload(store, file, service.config.max_file_mib * 2**20).read(request)
-    return json_answer(file_object(stored))
+    return json_answer(file_object(await batches_of(request).upload(request, owner_of(request))))
 
 
 @file_routes.get("/v1/files", tags=TAGS, **LISTED)

@@ -8,13 +8,15 @@ import time
 import uuid
 from contextlib import suppress
 
+from starlette.requests import Request
+
 from common.errors import InvalidRequest, Overloaded, quoted
 from router.api.batches.asker import Answer, LineAsker
-from router.api.batches.errors import OFF, NoFiles, UnknownBatch, UnknownFile, answered
+from router.api.batches.errors import UnknownBatch, UnknownFile, answered
 from router.api.batches.fields import WINDOW_S, NewBatch
 from router.api.batches.halt import Halted
 from router.api.batches.run import BatchRun
-from router.api.batches.upload import Uploads
+from router.api.batches.upload import Upload, Uploads
 from router.generation import Service
 from router.stored import (
     BATCH_INPUT,
@@ -25,7 +27,6 @@ from router.stored import (
     StoredBatch,
     StoredFile,
     StoreFailed,
-    StoreSize,
 )
 
 log = logging.getLogger(__name__)
@@ -39,28 +40,16 @@ GIVE_UP_S = 5.0
 
 
 class KeptBatches:
-    """Owned by the application, whose endpoints of generation are `answer`. Without a `store` nothing is kept."""
+    """Owned by the application, whose endpoints of generation are `answer`."""
 
-    def __init__(self, service: Service, store: FileStore | None, answer: Answer) -> None:
-        self._service, self._store = service, store
+    def __init__(self, service: Service, store: FileStore, answer: Answer) -> None:
+        self._service, self.store = service, store
         self._asker = LineAsker(service, answer)
-        self.uploads = Uploads()
+        self._uploads = Uploads()
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
-
-    @property
-    def store(self) -> FileStore:
-        """Raises NoFiles where there is none."""
-        if self._store is None:
-            raise NoFiles(OFF)
-        return self._store
-
-    @property
-    def size(self) -> StoreSize:
-        """How much is kept."""
-        return StoreSize() if self._store is None else self._store.size
 
     @property
     def running(self) -> tuple[int, int]:
@@ -75,6 +64,14 @@ class KeptBatches:
         if file is None:
             raise UnknownFile(file_id, param=param)
         return file
+
+    async def upload(self, request: Request, owner: str) -> StoredFile:
+        """Keep the file in the request's form. Raises RequestError."""
+        self._service.check_open()
+        with self._uploads.place(owner):
+            now = time.time()
+            file = StoredFile(new_file_id(), owner, BATCH_INPUT, "", now, now + self.store.max_age_s)
+            return await Upload(self.store, file, self._service.config.max_file_mib * 2**20).read(request)
 
     async def delete_file(self, file_id: str, owner: str) -> None:
         """Forget a file. Raises RequestError."""
@@ -148,11 +145,10 @@ class KeptBatches:
 
     def start(self) -> None:
         """Take up batches that no router works on, from now on."""
-        if self._store is not None:
-            self._loop = asyncio.get_running_loop()
-            self._store.batches.on_news = self._pass_on
-            self._store.batches.max_claimed = MAX_UNFINISHED
-            self._keep(asyncio.create_task(self._look(self._store), name="batches-look"))
+        self._loop = asyncio.get_running_loop()
+        self.store.batches.on_news = self._pass_on
+        self.store.batches.max_claimed = MAX_UNFINISHED
+        self._keep(asyncio.create_task(self._look(), name="batches-look"))
 
     def drain(self) -> None:
         """Begin no more lines; those under way have the time of any other request."""
@@ -170,16 +166,14 @@ class KeptBatches:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        if self._store is not None:
-            with suppress(StoreFailed):  # counted; the leases run out
-                await self._store.batches.release()
+        with suppress(StoreFailed):  # counted; the leases run out
+            await self.store.batches.release()
 
     async def close(self) -> None:
         """Stop, and close the store behind the last write."""
         await self.stop()
         self._loop = None
-        if self._store is not None:
-            await asyncio.to_thread(self._store.close)
+        await asyncio.to_thread(self.store.close)
 
     # ------------------------------------------------------------ inside
 
@@ -194,9 +188,9 @@ class KeptBatches:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    async def _look(self, store: FileStore) -> None:
+    async def _look(self) -> None:
         with suppress(StoreFailed):  # counted; the next look is seconds away
-            await store.batches.look()
+            await self.store.batches.look()
 
     def _pass_on(self, news: BatchNews) -> None:
         """What the store's thread found."""

@@ -34,10 +34,10 @@ LISTED: dict[str, Any] = documented(None, BatchListBody) | {
 @batch_routes.post("/v1/batches", tags=TAGS, **documented(NewBatch, BatchBody))
 async def create_batch(request: Request) -> Response:
     """Begin to answer all requests of a file."""
-    kept, service = batches_of(request), service_of(request)
+    service = service_of(request)
     with service.bodies.lease() as lease:
         fields = await service.read(request, NewBatch, lease)
-    return json_answer(batch_object(await kept.create(fields, owner_of(request))))
+    return json_answer(batch_object(await batches_of(request).create(fields, owner_of(request))))
 
 
 @batch_routes.get("/v1/batches", tags=TAGS, **LISTED)

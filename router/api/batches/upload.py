@@ -16,10 +16,10 @@ from starlette.requests import Request
 
 from common.errors import InvalidRequest, RequestError, Unavailable
 from router.api.batches.errors import answered
-from router.api.batches.fields import LEAST_RESULT_S, MOST_RESULT_S
+from router.api.batches.fields import LEAST_RESULT_S, MOST_RESULT_S, PURPOSES
 from router.request import BODY_TIMEOUT_S, encoding_of
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType
-from router.stored import BATCH_INPUT, FileStore, StoredFile, StoreFailed
+from router.stored import FileStore, StoredFile, StoreFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,6 @@ MAX_CONTENT_TYPE_CHARS = 1024
 """Parsing the header takes time quadratic in its semicolons. A boundary has at most 70 characters (RFC 2046)."""
 BUSY_RETRY_S = 5.0
 """Uploads take seconds."""
-PURPOSES = (BATCH_INPUT,)
 
 
 class Uploads:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 from starlette.types import Message, Scope
 
@@ -19,7 +20,7 @@ from router.access import Visit
 from router.api.responses.answers import ResponsesFrames
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.items import record_of
-from router.generation import KEEP_ALIVE, Exchange, Object, RequestLog, Service
+from router.generation import KEEP_ALIVE, AnswerPlan, Exchange, Object, RequestLog, Service
 from router.request import RESPONSES_PATH
 from router.stored import QUEUED, RUNNING, ResponseStore, StoredResponse, StoreFailed
 
@@ -157,13 +158,12 @@ class BackgroundAnswer:
 class BackgroundAnswers:
     """The answers in the background of this process: those that run, and for a while those that ended."""
 
-    def __init__(self, service: Service, store: ResponseStore | None) -> None:
+    def __init__(self, service: Service, store: ResponseStore) -> None:
         self._service, self._store = service, store
         self._answers: dict[str, BackgroundAnswer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        if store is not None:
-            store.on_cancel = self._on_cancel
+        store.on_cancel = self._on_cancel
 
     @property
     def num_running(self) -> int:
@@ -197,9 +197,16 @@ class BackgroundAnswers:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    async def start(self, answer: BackgroundAnswer, exchange: Exchange, frames: ResponsesFrames) -> None:
-        """Begin to make an answer, which takes its visit's place among the key's. Raises StoreFailed, Overloaded."""
-        assert self._store is not None
+    async def start(
+        self, service: Service, fields: ResponsesRequest, given: bytes, plan: AnswerPlan, log: RequestLog
+    ) -> BackgroundAnswer:
+        """Begin to make an answer, which takes its visit's place among the key's. `given` are its stored input items.
+
+        Raises StoreFailed, Overloaded.
+        """
+        answer = BackgroundAnswer(fields, given, log.visit, log)
+        frames = ResponsesFrames(service, fields, plan, log, partial(self._keep, answer), stored=True)
+        exchange = Exchange(service, plan, frames, log)
         self._loop = asyncio.get_running_loop()
         self.check_room(answer.owner)  # others may have come while this one was tokenised
         answer.response = frames.response(QUEUED)
@@ -218,10 +225,10 @@ class BackgroundAnswers:
         self._tasks.add(task)
         self._service.num_active += 1
         task.add_done_callback(self._on_done)
+        return answer
 
-    def keep(self, answer: BackgroundAnswer, response: Object) -> None:
+    def _keep(self, answer: BackgroundAnswer, response: Object) -> None:
         """An answer's response has changed; how it ended is stored with its end."""
-        assert self._store is not None
         answer.response = response
         if response["status"] in RUNNING:
             self._store.note(answer.record(response))
@@ -239,7 +246,6 @@ class BackgroundAnswers:
     # ------------------------------------------------------------ inside
 
     async def _run(self, answer: BackgroundAnswer, exchange: Exchange, frames: ResponsesFrames) -> None:
-        assert self._store is not None
         stored = False
         try:
             await answer.make(exchange, frames)

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from common.errors import InvalidRequest, RequestError, quoted
-from router.api.responses.background import BackgroundAnswers
 from router.api.responses.fields import Item, ResponsesRequest
 from router.api.responses.items import conversation_items, input_items, listed, record_of, shown
 from router.generation import Object, Service
@@ -20,13 +19,16 @@ from router.stored import (
     RUNNING,
     ConversationGone,
     ConversationTooLong,
-    ResponseStore,
     StoredResponse,
     StoredTurn,
     StoreFailed,
     StoreSize,
     asked,
 )
+
+if TYPE_CHECKING:  # loaded with a store
+    from router.api.responses.background import BackgroundAnswers
+    from router.stored import ResponseStore
 
 T = TypeVar("T")
 
@@ -64,7 +66,11 @@ class KeptResponses:
 
     def __init__(self, service: Service, store: ResponseStore | None) -> None:
         self._service, self._store = service, store
-        self.background = BackgroundAnswers(service, store)
+        self._background: BackgroundAnswers | None = None
+        if store is not None:
+            from router.api.responses.background import BackgroundAnswers
+
+            self._background = BackgroundAnswers(service, store)
 
     @property
     def store(self) -> ResponseStore:
@@ -72,6 +78,18 @@ class KeptResponses:
         if self._store is None:
             raise NothingKept(OFF)
         return self._store
+
+    @property
+    def background(self) -> BackgroundAnswers:
+        """Raises NothingKept where there is no store."""
+        if self._background is None:
+            raise NothingKept(OFF)
+        return self._background
+
+    @property
+    def num_in_background(self) -> int:
+        """Answers that are being made in the background."""
+        return 0 if self._background is None else self._background.num_running
 
     @property
     def place(self) -> str:
@@ -150,8 +168,8 @@ class KeptResponses:
 
     async def settle(self, response_id: str, owner: str) -> None:
         """Wait until all that ended here so far can be read by other processes. Raises RequestError."""
-        await self.background.settled(response_id, owner)
         if self._store is not None:
+            await self.background.settled(response_id, owner)
             await asked(self._store.settle())
 
     async def find(self, response_id: str, owner: str) -> Object:
@@ -199,9 +217,14 @@ class KeptResponses:
             raise UnknownResponse(response_id)
         return await self._read(turns, lambda: input_items(turns))
 
+    async def stop(self) -> None:
+        """Cancel what runs in the background, and wait until that is stored."""
+        if self._background is not None:
+            await self._background.close()
+
     async def close(self) -> None:
-        """Cancel what runs in the background, and close the store behind the last write."""
-        await self.background.close()
+        """Stop, and close the store behind the last write."""
+        await self.stop()
         if self._store is not None:
             await asyncio.to_thread(self._store.close)
 

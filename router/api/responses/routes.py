@@ -6,7 +6,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.background import BackgroundTask
@@ -20,13 +20,15 @@ from router.api.openai import DeletedResponse, InputItems, ResponseBody, plan_tr
 from router.api.openapi import documented
 from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, flag, json_answer, number, order_of, owner_of, parameters
 from router.api.responses.answers import ResponsesFrames
-from router.api.responses.background import BackgroundAnswer
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.items import page_of
 from router.api.responses.kept import KeptResponses
 from router.generation import STREAM_HEADERS, AnswerPlan, Exchange, Object, Origin, RequestLog, Service, service_of
 from router.request import RESPONSES_PATH
 from router.stored import StoreFailed
+
+if TYPE_CHECKING:  # loaded with a store
+    from router.api.responses.background import BackgroundAnswer
 
 response_routes = APIRouter()
 """`/v1/responses` and the responses below it."""
@@ -138,14 +140,8 @@ async def _in_background(
     kept: KeptResponses, service: Service, fields: ResponsesRequest, given: bytes, plan: AnswerPlan, log: RequestLog
 ) -> Response:
     """Begin to make a response in the background, and answer with its state."""
-    answer = BackgroundAnswer(fields, given, log.visit, log)
-
-    def keep(response: Object) -> None:
-        kept.background.keep(answer, response)
-
-    frames = ResponsesFrames(service, fields, plan, log, keep, stored=True)
     try:
-        await kept.background.start(answer, Exchange(service, plan, frames, log), frames)
+        answer = await kept.background.start(service, fields, given, plan, log)
     except StoreFailed as failed:
         raise Unavailable(f"background: {failed}", param="background", retry_after_s=RETRY_AFTER_S) from failed
     return _stream(service, answer, 0) if fields.stream else json_answer(answer.response)

@@ -212,7 +212,8 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         await client.aclose()
         server.stop_listening()
         await until(lambda server=server: not server.server_state.connections and not server.server_state.tasks)
-        await server.config.app.state.batches.close()
+        if server.config.app.state.batches is not None:
+            await server.config.app.state.batches.close()
         await server.config.app.state.responses.close()
         server.config.app.state.service.gate.close()
         if tracing is not None:

@@ -12,8 +12,7 @@ import pytest
 from common.machine.wall_clock import AGES_S, WallClock
 from router.api.batches.halt import Halted
 from router.api.batches.run import BatchRun
-from router.stored.file_record import StoredBatch
-from router.stored.record import IN_PROGRESS
+from router.stored.records import IN_PROGRESS, StoredBatch
 
 DAY_S = 86_400.0
 

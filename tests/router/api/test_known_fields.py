@@ -23,7 +23,7 @@ from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
 from router.api.responses.fields import ResponsesRequest
 from router.request.extensions import Fields as Request
 from router.request.fields import ChatRequest, CompletionRequest
-from router.stored.record import StoredResponse
+from router.stored.records import StoredResponse
 
 from .known import extensions
 from .known.chat import CHAT, COMPLETIONS

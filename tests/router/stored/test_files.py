@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from common.machine.wall_clock import AGES_S, LEASES_S, WallClock
-from router.stored.batches import BatchNews
+from router.stored.database import LEASE_S
 from router.stored.errors import FileInUse, StoreFull
-from router.stored.file_record import (
+from router.stored.files import FileStore
+from router.stored.records import (
     BATCH_INPUT,
     CANCELLED,
     CANCELLING,
     COMPLETED,
+    IN_PROGRESS,
     VALIDATING,
+    BatchNews,
     BatchUsage,
     LineResult,
     StoredBatch,
     StoredFile,
 )
-from router.stored.files import FileStore
-from router.stored.record import IN_PROGRESS
-from router.stored.upkeep import LEASE_S
 
 
 class Clock:

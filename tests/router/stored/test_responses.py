@@ -16,10 +16,10 @@ import pytest
 
 from common.machine.wall_clock import AGES_S, LEASES_S, WallClock
 from router.stored import database
+from router.stored.database import LEASE_S
 from router.stored.errors import ConversationGone, ConversationTooLong, StoreFailed
-from router.stored.record import ROW_BYTES, StoredResponse
+from router.stored.records import ROW_BYTES, StoredResponse
 from router.stored.responses import ResponseStore
-from router.stored.upkeep import LEASE_S
 
 Open = Callable[..., ResponseStore]
 KIB = 1024
@@ -268,7 +268,7 @@ async def test_a_restart_keeps_everything(open_store: Open) -> None:
 
 PROGRAM = """
 import os, signal, sys
-from router.stored.record import StoredResponse
+from router.stored.records import StoredResponse
 from router.stored.responses import ResponseStore
 store = ResponseStore(sys.argv[1], max_bytes=10**7, max_entries=100, max_age_s=3600)
 for number in range(50):

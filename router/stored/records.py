@@ -1,4 +1,4 @@
-"""The records of a file and of a batch."""
+"""What the stores keep: responses, files and batches. Needs no SQLite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,52 @@ from typing import Final
 
 import orjson
 
-from router.stored.record import IN_PROGRESS
+IN_MEMORY: Final = ":memory:"
+"""The path of a store without a file."""
+
+QUEUED: Final = "queued"
+IN_PROGRESS: Final = "in_progress"
+RUNNING: Final = frozenset((QUEUED, IN_PROGRESS))
+ROW_BYTES = 512
+"""What an entry takes beside its JSON: names, times, indexes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One response of the key `owner`, as JSON: its own `input` items, its `output` items, and the rest as `head`.
+
+    `previous` is the response that its conversation goes on from.
+    """
+
+    id: str
+    owner: str
+    status: str
+    input: bytes
+    head: bytes
+    output: bytes = b"[]"
+    previous: str | None = None
+    background: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return ROW_BYTES + len(self.input) + len(self.head) + len(self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """The `input` and `output` items of one response of a conversation, as JSON lists."""
+
+    id: str
+    status: str
+    input: bytes
+    output: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSize:
+    num_entries: int = 0
+    num_bytes: int = 0
+
 
 BATCH_INPUT: Final = "batch"
 BATCH_OUTPUT: Final = "batch_output"
@@ -110,3 +155,12 @@ class LineResult:
     line: bytes
     is_good: bool
     usage: BatchUsage = BatchUsage()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchNews:
+    """What a look found: batches whose lease ran out, which are this router's now, and what happened to its own."""
+
+    claimed: Sequence[StoredBatch] = ()
+    cancelled: Sequence[str] = ()
+    lost: Sequence[str] = ()
