@@ -28,7 +28,7 @@ from helm.schema_types import (
     text,
     whole,
 )
-from router.access.key_file import MAX_LIMIT
+from router.access.keys import MAX_LIMIT
 from router.models.models_file import MAX_MODELS, MAX_NAMES, MAX_SPLITS
 
 TARGET = Path(__file__).with_name("values.schema.json")

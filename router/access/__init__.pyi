@@ -1,14 +1,10 @@
 """Who may do what: API keys, limits, request classes, TLS, web pages, the audit log."""
 
 from router.access.class_choice import HEADER, batch_class_of, caller_of, class_of
-from router.access.end_rate import Pace
 from router.access.errors import Forbidden, RateLimited
-from router.access.gate import Gate
-from router.access.key_file import LIMITS, MAX_LIMIT
-from router.access.keys import ANONYMOUS, ApiKey, Limits
-from router.access.toml_file import content_of, table_of
-from router.access.visit import Visit
-from router.access.watch import FileWatch
+from router.access.files import FileWatch, content_of, table_of
+from router.access.gate import Gate, Pace, Visit
+from router.access.keys import ANONYMOUS, LIMITS, MAX_LIMIT, ApiKey, Limits
 from router.access.web_pages import check_web_page
 
 __all__ = [

@@ -9,34 +9,111 @@ by old keys for more than a look (`LOOK_EVERY_S`) longer than another. A file wi
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from starlette.types import Scope
 
 from common.config import RouterConfig
-from common.errors import ConfigError, InvalidRequest, RequestError
+from common.errors import MAX_RETRY_AFTER_S, ConfigError, InvalidRequest, RequestError
 from router.access.audit import AuditLog
 from router.access.errors import Forbidden, RateLimited, Unauthorized
-from router.access.key_source import KeySource
-from router.access.keys import ANONYMOUS, ApiKey, KeyRing
-from router.access.limits import PER, Denied, Quota
-from router.access.model_limits import ModelLimits
-from router.access.shared_limits import quota_of
+from router.access.files import FileWatch
+from router.access.keys import ANONYMOUS, ApiKey, KeyRing, KeySource, Limits
+from router.access.limits import PER, Denied, ModelLimits, ModelQuota, Quota, quota_of
 from router.access.tls import Certificate
-from router.access.visit import Visit
-from router.access.watch import FileWatch
-from router.observe import RouterMetrics
+from router.observe import RequestRecord, RouterMetrics
 from router.siblings import RouterPart, SharedUsage
 
+MAX_SHOWN_CHARS = 200
+"""Of a method or a path in the log."""
+WINDOW_S, MAX_ENDS = 30.0, 256
+"""The estimate counts the ends of this long, and no more than these."""
+MIN_ENDS = 4
+"""Fewer ends give no estimate."""
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset(("/", "/dashboard", "/live", "/health", "/ready", "/metrics", "/ping"))
 ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 LOOK_EVERY_S = 0.5
 """Between two looks at what other processes know of the files: at most so long one goes by old keys."""
+
+
+@dataclass(slots=True)
+class Visit:
+    """Made when the request's head is here; `began` is perf_counter seconds, `client` an address and port.
+
+    `admitted` is set while the request counts among the active ones of its key, and it counts against `model_quotas`
+    while a model answers it. `status` is what the client was told, or in the end was not: 499 for one that went away,
+    5xx for a stream that broke. `record` is there once a generation request has ended.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    client: str
+    key: ApiKey = ANONYMOUS
+    quota: Quota = dataclasses.field(default_factory=lambda: Quota(Limits(), 0.0))
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    admitted: bool = False
+    model_quotas: tuple[ModelQuota, ...] = ()
+    status: int = 0
+    error: str = ""
+    record: RequestRecord | None = None
+    left_out: tuple[str, ...] = ()
+    """Types of declared tools that the server ignored."""
+
+    def answered(self, record: RequestRecord) -> None:
+        """A generation request has ended."""
+        self.record, self.status, self.error = record, record.status, record.error_name
+
+    def audit_entry(self) -> dict[str, object]:
+        """Names and numbers only."""
+        entry: dict[str, object] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "key": self.key.name or None,
+            "request_id": self.request_id,
+            "client": self.client,
+            "method": self.method[:MAX_SHOWN_CHARS],
+            "path": self.path[:MAX_SHOWN_CHARS],
+            "model": None,
+            "prompt_tokens": 0,
+            "output_tokens": 0,
+            "status": self.status,
+            "finish_reason": None,
+            "error": self.error or None,
+            "duration_ms": round((time.perf_counter() - self.began) * 1e3, 3),
+        }
+        if (record := self.record) is not None:
+            entry |= {"prompt_tokens": record.num_prompt_tokens, "output_tokens": record.num_output_tokens}
+            entry |= {"model": record.model or None, "finish_reason": record.finish_reason or None}
+        return entry
+
+
+class Pace:
+    """The times at which the last requests ended."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=MAX_ENDS)
+
+    def ended(self, now: float) -> None:
+        """Note that a request ended."""
+        self._ends.append(now)
+
+    def drain_s(self, num_requests: int, now: float) -> float | None:
+        """Seconds until `num_requests` will have ended, at most MAX_RETRY_AFTER_S; None without enough recent ends."""
+        while self._ends and now - self._ends[0] > WINDOW_S:
+            self._ends.popleft()
+        if len(self._ends) < MIN_ENDS:
+            return None
+        span_s = max(now - self._ends[0], 1e-3)
+        return min(MAX_RETRY_AFTER_S, num_requests * span_s / len(self._ends))
 
 
 class Gate:

@@ -2,18 +2,63 @@
 
 A ring looks digests up by a hash with a random key of its own, so that an attacker cannot choose the hash of a guess:
 the time of a look-up says nothing about the keys, and does not depend on their number.
+
+The file of `--api-key-file` is TOML, one `[[key]]` table for each client:
+
+    [[key]]
+    name = "alice"                 # in logs and metrics
+    sha256 = "9f86d0...0f00a08"    # of the key; or key = "...", the key itself; a list while one replaces another
+    requests_per_minute = 60       # the rest is optional
+    tokens_per_minute = 100000
+    concurrent_requests = 8
+    cache_group = "team-a"         # keys of a group share cached prefixes
+    admin = false                  # may use /load and /reset_prefix_cache
+    classes = ["batch"]            # that its requests may be of (--request-class); the first where they name none
+    models = ["small"]             # that it may use: names, aliases and splits of this or of other routers
+    by_model.small = { tokens_per_minute = 1000 }   # limits at one model
+
+No message contains the value of `key` or `sha256`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from common.config import DEFAULT, RouterConfig
+from common.errors import ConfigError
+from router.access.files import FileWatch, check_size, content_of
+from router.siblings import AgreedFile, RouterPart
 
 SALT_BYTES, SECRET_BYTES = 16, 32
 """Of the digest of a cache group, and of the secret that a process draws for its own use."""
+FIELD = "api_key_file"
+MAX_FILE_BYTES = 4 * 1024 * 1024
+"""Ten thousand keys with limits of their own."""
+MAX_KEYS = 10_000
+"""Each has counters and labels of its own."""
+MAX_SECRETS = 8
+"""Of one key: an old and a new one while clients change over, for a few groups of clients."""
+MIN_KEY_CHARS, MAX_KEY_CHARS = 16, 512
+"""Shorter secrets can be guessed; longer texts are no keys."""
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+PRINTABLE = re.compile(r"[!-~]+")
+HEX = re.compile(r"[0-9A-Fa-f]{64}")
+HEADER = re.compile(r"\s*\[\[\s*key\s*\]\]")
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
+FIELDS = ("name", "key", "sha256", *LIMITS, "cache_group", "admin", "classes", "models", "by_model")
+MAX_LIMIT = 10**12
+"""Of any number: more is no limit."""
+MAX_MODELS, MAX_MODEL_CHARS = 256, 256
+"""That one key names, and characters of a name."""
+AGREED_NAME = "keys.toml"
 
 
 def digest_of(key: bytes) -> bytes:
@@ -43,7 +88,7 @@ class ApiKey:
     """
 
     name: str
-    digests: tuple[bytes, ...] = field(repr=False)
+    digests: tuple[bytes, ...] = dataclasses.field(repr=False)
     limits: Limits = Limits()
     cache_group: str = ""
     admin: bool = False
@@ -89,3 +134,220 @@ class KeyRing:
 
     def _blinded(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret).digest()
+
+
+def read_keys(path: str, classes: Collection[str] = (DEFAULT,), data: bytes | None = None) -> list[ApiKey]:
+    """The keys of a file, where `classes` of requests exist; `data`: its content, if that was read already.
+
+    Raises ConfigError, with the line if there is one.
+    """
+    data = content_of(FIELD, path, MAX_FILE_BYTES) if data is None else data
+    check_size(FIELD, path, data, MAX_FILE_BYTES)
+    try:
+        text = data.decode("utf-8-sig")
+        table = tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(FIELD, path, f"a valid TOML file ({_reason(error)})") from None
+    return _Reader(path, text, classes).keys(table)
+
+
+def ring_of(
+    path: str, api_key: str, classes: Collection[str] = (DEFAULT,), data: bytes | None = None
+) -> KeyRing | None:
+    """The keys of the file and that of `--api-key`, named "default"; None without either. Raises ConfigError.
+
+    `data`: the content of the file, if that was read already.
+    """
+    if not path and not api_key:
+        return None
+    own = [ApiKey("default", (digest_of(api_key.encode()),), admin=True)] if api_key else []
+    keys = read_keys(path, classes, data) if path else []
+    if own and any(key.name == "default" for key in keys):
+        raise ConfigError(FIELD, path, 'no key named "default", which is that of --api-key')
+    return KeyRing([*own, *keys])
+
+
+def _reason(error: ValueError) -> str:
+    """The parser's message, but for a decoding error, whose message contains bytes of the file."""
+    return "not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
+class _Reader:
+    """Checks the tables one by one; errors name the line."""
+
+    def __init__(self, path: str, text: str, classes: Collection[str]) -> None:
+        self._path, self._classes = path, classes
+        self._lines = text.splitlines()
+        self._starts = [number for number, line in enumerate(self._lines, 1) if HEADER.match(line)]
+
+    def keys(self, table: Mapping[str, Any]) -> list[ApiKey]:
+        entries = table.get("key")
+        unknown = sorted(set(table) - {"key"})
+        if unknown:
+            raise ConfigError(FIELD, self._path, f"only [[key]] tables, not {unknown[0]!r}")
+        if not isinstance(entries, list) or not entries:
+            raise ConfigError(FIELD, self._path, "at least one [[key]] table (`diptych api-key NAME` prints one)")
+        if len(entries) > MAX_KEYS:
+            raise ConfigError(FIELD, self._path, f"at most {MAX_KEYS:,} keys, not {len(entries):,}")
+        names: set[str] = set()
+        secrets: set[bytes] = set()
+        keys = []
+        for index, entry in enumerate(entries):
+            key = self._key(index, entry)
+            if key.name in names:
+                self._refuse(index, "name", f"a name of its own; {key.name!r} stands above already")
+            if not secrets.isdisjoint(key.digests):
+                self._refuse(index, "sha256", f"a key of its own; that of {key.name!r} stands above already")
+            names.add(key.name)
+            secrets.update(key.digests)
+            keys.append(key)
+        return keys
+
+    def _key(self, index: int, entry: object) -> ApiKey:
+        if not isinstance(entry, dict):
+            self._refuse(index, "", "[[key]] tables")
+        for field in entry:
+            if field not in FIELDS:
+                self._refuse(index, field, f"only {', '.join(FIELDS)}")
+        name = entry.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            self._refuse(index, "name", "a name of up to 64 letters, digits and . _ -")
+        group = entry.get("cache_group", "")
+        if not isinstance(group, str) or (group and not NAME.fullmatch(group)):
+            self._refuse(index, "cache_group", "a cache_group of up to 64 letters, digits and . _ -")
+        admin = entry.get("admin", False)
+        if not isinstance(admin, bool):
+            self._refuse(index, "admin", "true or false")
+        limits = Limits(**{field: self._limit(index, field, entry.get(field, 0)) for field in LIMITS})
+        classes, models = self._key_classes(index, entry), self._key_models(index, entry)
+        by_model = self._by_model(index, entry.get("by_model", {}))
+        return ApiKey(name, self._digests(index, entry), limits, group, admin, classes, models, by_model)
+
+    def _by_model(self, index: int, given: object) -> tuple[tuple[str, Limits], ...]:
+        allowed = f"a table of up to {MAX_MODELS} models, each with {', '.join(LIMITS)}"
+        if not isinstance(given, dict) or len(given) > MAX_MODELS:
+            self._refuse(index, "by_model", allowed)
+        found = []
+        for model, limits in given.items():
+            if not isinstance(limits, dict) or not limits or limits.keys() - set(LIMITS):
+                self._refuse(index, "by_model", allowed)
+            checked = {field: self._limit(index, "by_model", value) for field, value in limits.items()}
+            found.append((model, Limits(**checked)))
+        return tuple(found)
+
+    def _key_models(self, index: int, entry: Mapping[str, Any]) -> tuple[str, ...]:
+        """Routers of other models may share the file, so unknown names are no error."""
+        given = entry.get("models")
+        if given is None:
+            return ()
+        fits = isinstance(given, list) and 0 < len(given) <= MAX_MODELS
+        if not fits or not all(isinstance(name, str) and 0 < len(name) <= MAX_MODEL_CHARS for name in given):
+            self._refuse(index, "models", f"a list of 1 to {MAX_MODELS} names of models")
+        return tuple(dict.fromkeys(given))
+
+    def _key_classes(self, index: int, entry: Mapping[str, Any]) -> tuple[str, ...]:
+        given = entry.get("classes")
+        if given is None:
+            return ()
+        known = isinstance(given, list) and all(isinstance(name, str) and name in self._classes for name in given)
+        if not known or not given:
+            self._refuse(index, "classes", f"a list of classes out of {', '.join(self._classes)}")
+        return tuple(dict.fromkeys(given))
+
+    def _digests(self, index: int, entry: Mapping[str, Any]) -> tuple[bytes, ...]:
+        digests: list[bytes] = []
+        for field in ("key", "sha256"):
+            given = entry.get(field, [])
+            for secret in given if isinstance(given, list) else [given]:
+                if not isinstance(secret, str):
+                    self._refuse(index, field, "text, or a list of texts")
+                digests.append(self._digest(index, field, secret))
+        if not 1 <= len(digests) <= MAX_SECRETS:
+            self._refuse(index, "sha256", f"sha256 (or key), once or up to {MAX_SECRETS} times")
+        return tuple(digests)
+
+    def _digest(self, index: int, field: str, secret: str) -> bytes:
+        if field == "sha256":
+            if not HEX.fullmatch(secret):
+                self._refuse(index, field, f"a sha256 of 64 hexadecimal digits, not {len(secret)} characters")
+            return bytes.fromhex(secret)
+        if not MIN_KEY_CHARS <= len(secret) <= MAX_KEY_CHARS or not PRINTABLE.fullmatch(secret):
+            allowed = f"a key of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} printable ASCII characters without spaces"
+            self._refuse(index, field, f"{allowed}, not {len(secret)} characters")
+        return digest_of(secret.encode())
+
+    def _limit(self, index: int, field: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LIMIT:
+            self._refuse(index, field, f"a whole number from 0 (no limit) for {field}")
+        return value
+
+    def _refuse(self, index: int, field: str, allowed: str) -> NoReturn:
+        raise ConfigError(FIELD, self._path, f"{self._where(index, field)}: {allowed}") from None
+
+    def _where(self, index: int, field: str) -> str:
+        """The line of a field of entry `index`, or of its header; "key N" in a file that writes tables otherwise."""
+        if index >= len(self._starts):
+            return f"key {index + 1}"
+        start = self._starts[index]
+        end = self._starts[index + 1] if index + 1 < len(self._starts) else len(self._lines) + 1
+        lines = (number for number in range(start, end) if self._lines[number - 1].split("=")[0].strip() == field)
+        return f"line {next(lines, start)}"
+
+
+class KeySource:
+    """`ring` is in force from the start. Every method reads files. Raises ConfigError.
+
+        the file ── two equal looks ──> one process accepts it ── agreed copy ──> the others, at their next look
+
+    A process that is started again goes by the copy, also where the file has changed into something that all refuse.
+    """
+
+    def __init__(self, config: RouterConfig, part: RouterPart | None = None) -> None:
+        self._config, self._path = config, config.api_key_file
+        self._agreed = AgreedFile(part, AGREED_NAME) if part is not None and self._path else None
+        self._changed, self._refused = False, b""
+        content = self._agreed.read() if self._agreed is not None else None
+        if self._path:  # the watch begins before the file is read, so that it misses no change
+            self.watch: FileWatch | None = FileWatch([self._path], known=content)
+            self._content = content_of(FIELD, self._path, MAX_FILE_BYTES) if content is None else content
+        else:
+            self.watch, self._content = None, b""
+        self.ring: KeyRing | None = self._ring_of(self._content)
+        self._accept()
+
+    def look(self) -> bool:
+        """Whether there is something new to `read`: in the file, or because another process accepted it."""
+        if self.watch is None:
+            return False
+        self._changed = self.watch.look()
+        return self._changed or self._other() is not None
+
+    def read(self) -> KeyRing | None:
+        """The keys from now on: those of the file, if it has changed, else what another process accepted."""
+        content = None if self._changed else self._other()
+        if content is None:
+            content = content_of(FIELD, self._path, MAX_FILE_BYTES)
+        try:
+            self.ring = self._ring_of(content)
+        except Exception:
+            self._refused = content
+            raise
+        self._content = content
+        self._accept()
+        return self.ring
+
+    # ------------------------------------------------------------ inside
+
+    def _ring_of(self, content: bytes) -> KeyRing | None:
+        config = self._config
+        return ring_of(self._path, config.api_key, config.classes, content)
+
+    def _other(self) -> bytes | None:
+        """What another process accepted and this one has not read; None if there is nothing."""
+        agreed = self._agreed.read() if self._agreed is not None else None
+        return None if agreed in (self._content, self._refused) else agreed
+
+    def _accept(self) -> None:
+        """Put the content that was read last in force."""
+        if self._agreed is not None and self._agreed.read() != self._content:
+            self._agreed.agree(self._content)

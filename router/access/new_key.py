@@ -10,8 +10,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from router.access.key_file import NAME
-from router.access.keys import digest_of
+from router.access.keys import NAME, digest_of
 
 PROG = "diptych api-key"
 PREFIX = "dk-"

@@ -18,13 +18,16 @@ from msgspec import Meta
 from common.config import ADAPTER_NAME
 from common.errors import ConfigError
 from common.wire import MAX_ADAPTERS, MAX_PATH
-from router.access import table_of
+from router.access import FileWatch, content_of, table_of
+from router.models.catalog import Catalog
+from router.siblings import AgreedFile, RouterPart
 
 LORA_FIELD = "lora_file"
 MAX_LIST_BYTES = 1024 * 1024
 """As many adapters as a worker tells of, with paths of any length, three times over."""
 ShortText = Annotated[str, Meta(max_length=256)]
 """The name of a model, or a revision."""
+AGREED_NAME = "adapters.toml"
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,3 +54,42 @@ def adapters_of(path: str, data: bytes) -> tuple[AdapterEntry, ...]:
     if twice:
         raise ConfigError(LORA_FIELD, path, f"each name once, not {twice[0]!r} again")
     return tuple(entries)
+
+
+class AdaptersSource:
+    """`entries` are in force from the start, each with its model; `watch` notices a changed file. Raises ConfigError.
+
+    Of a router's processes one follows the file. When it is started again it goes by the content that was accepted
+    last, also where the file has changed into something that is refused.
+    """
+
+    def __init__(self, path: str, catalog: Catalog, part: RouterPart | None = None) -> None:
+        self._path = path
+        self._agreed = AgreedFile(part, AGREED_NAME) if part is not None else None
+        known = self._agreed.read() if self._agreed is not None else None
+        content = content_of(LORA_FIELD, path, MAX_LIST_BYTES) if known is None else known
+        self.watch = FileWatch([path], known=content)
+        self.entries = self._accept(content, catalog)
+
+    def read(self, catalog: Catalog) -> tuple[AdapterEntry, ...]:
+        """Put in force what the file says now, where the models have these names. Raises ConfigError."""
+        self.entries = self._accept(content_of(LORA_FIELD, self._path, MAX_LIST_BYTES), catalog)
+        return self.entries
+
+    def _accept(self, content: bytes, catalog: Catalog) -> tuple[AdapterEntry, ...]:
+        entries = tuple(self._with_model(entry, catalog) for entry in adapters_of(self._path, content))
+        if self._agreed is not None:
+            self._agreed.agree(content)
+        return entries
+
+    def _with_model(self, entry: AdapterEntry, catalog: Catalog) -> AdapterEntry:
+        """An entry that says which model it adapts, by the name under which the router serves it."""
+        if catalog.has(entry.name):
+            raise ConfigError(LORA_FIELD, self._path, f"names that no model, alias or split has, not {entry.name!r}")
+        if entry.model and not catalog.is_model(entry.model):
+            known = ", ".join(catalog.models)
+            raise ConfigError(
+                LORA_FIELD, self._path, f"adapter {entry.name!r}, model: one of {known}, not {entry.model!r}"
+            )
+        model = catalog.targets(entry.model)[0] if entry.model else catalog.models[0]
+        return msgspec.structs.replace(entry, model=model)

@@ -2,23 +2,44 @@
 
 name ─ split? ─> one model, drawn by weight ┐
      ─ model, alias ────────────────────────┴─> that model, its fallbacks, theirs ...
+
+A split draws by weighted rendezvous hashing, always the same for the same requester: each model has a score from a hash
+of its name and the requester, and the best one wins (Wang and Ravishankar, "Hash-based virtual hierarchies", with the
+weights of Schindelhauer and Schomaker 2005). When a weight changes, requesters move only to the model that gained, or
+from the one that lost.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.errors import ConfigError, ModelNotFound, quoted
 from router.access import ANONYMOUS, ApiKey, Forbidden
-from router.models.draw import draw
-from router.models.entry import ModelEntry, ModelTable, Split
+from router.models.models_file import MODELS_FIELD, ModelEntry, ModelTable, Split
 
-MODELS_FIELD = "models_file"
+HASH_BYTES = 8
+"""64 bits: more than a number from 0 to 1 holds."""
 MAX_SHOWN_NAME = 100
 """Characters of a wrong model name that an error shows."""
 MAX_SHOWN_NAMES = 32
 """Names of models that an error shows."""
+
+
+def draw(weights: Mapping[str, float], split: str, requester: str) -> str:
+    """The model of a requester, such as a user or a request's id. At least one weight is above 0."""
+    return max(
+        (name for name in weights if weights[name] > 0), key=lambda name: _score(name, split, requester, weights[name])
+    )
+
+
+def _score(name: str, split: str, requester: str, weight: float) -> float:
+    digest = hashlib.blake2b(json.dumps([split, name, requester]).encode(), digest_size=HASH_BYTES).digest()
+    even = (int.from_bytes(digest) + 0.5) / 2.0 ** (8 * HASH_BYTES)  # from 0 to 1
+    return math.inf if even >= 1.0 else -weight / math.log(even)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,18 +26,20 @@ weights = { small = 95, large = 5 }
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from common.config import GOAL_MS, RouterConfig, fields_of
 from common.errors import ConfigError
-from router.access import LIMITS, MAX_LIMIT, Limits, content_of
+from router.access import LIMITS, MAX_LIMIT, FileWatch, Limits, content_of
 from router.access import table_of as toml_table
-from router.models.catalog import MODELS_FIELD
-from router.models.entry import ModelEntry, ModelTable, Split
+from router.siblings import AgreedFile, RouterPart
 
+MODELS_FIELD = "models_file"
 MAX_FILE_BYTES = 1024 * 1024
 """64 models and 256 splits, with names of any length, some times over."""
 MAX_MODELS = 64
@@ -58,6 +60,47 @@ MODEL_FIELDS = (
     *(*GOALS, *PLANNED),
 )
 SPLIT_FIELDS = ("name", "weights")
+AGREED_NAME = "models.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A model to serve. `model` is what `--model` takes, `name` what clients call it; "": the model's own name.
+
+    Requests for it go to the next of its `fallbacks` while it has no ready worker, or no room. Without `holds` they get
+    503 at once while it has no ready worker, instead of waiting for one. Without `has_prefill` no prefill worker is
+    missed. All keys together have its `limits`. `tool_parser`, `reasoning` and goals of the class `default` are those
+    of the router unless they are given, as are settings of the planner; those that it has of its own are in `planned`.
+    """
+
+    model: str
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    holds: bool = True
+    has_prefill: bool = True
+    limits: Limits = Limits()
+    tool_parser: str = ""
+    reasoning: str = ""
+    slo_ttft_ms: float = 0.0
+    slo_tpot_ms: float = 0.0
+    planned: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A name whose requests are divided among models: each model's `weights` is its share."""
+
+    name: str
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTable:
+    """All models of a router, the default one first, and its splits."""
+
+    models: tuple[ModelEntry, ...]
+    splits: tuple[Split, ...] = ()
 
 
 def table_of(config: RouterConfig) -> ModelTable:
@@ -190,3 +233,85 @@ def _model(table: _Table) -> ModelEntry:
 def _split(table: _Table) -> Split:
     table.only(SPLIT_FIELDS)
     return Split(table.text("name", needed=True), table.weights("weights"))
+
+
+class ModelsSource:
+    """`table` is in force from the start; `watch` notices a changed file, None without a file.
+
+    The processes of one router go by the content that they accepted, also one that is started again after the file has
+    changed into something that they refuse. Raises ConfigError.
+    """
+
+    def __init__(self, config: RouterConfig, part: RouterPart | None = None) -> None:
+        self._path = config.models_file
+        self._agreed = AgreedFile(part, AGREED_NAME) if part is not None and self._path else None
+        self.watch: FileWatch | None = None
+        if not self._path:
+            self.table = table_of(config)
+            return
+        content = self._agreed.read() if self._agreed is not None else None
+        self._content = content_of(MODELS_FIELD, self._path, MAX_FILE_BYTES) if content is None else content
+        self.watch = FileWatch([self._path], known=self._content)
+        self.table = models_of(self._path, self._content)
+        self.accept()
+
+    def read(self) -> ModelTable:
+        """What the file says now. Raises ConfigError."""
+        self._content = content_of(MODELS_FIELD, self._path, MAX_FILE_BYTES)
+        return models_of(self._path, self._content)
+
+    def accept(self) -> None:
+        """Put the content that was read last in force."""
+        if self._agreed is not None:
+            self._agreed.agree(self._content)
+
+
+def settings_of(config: RouterConfig, entries: Mapping[str, ModelEntry]) -> list[RouterConfig]:
+    """The settings for each model, by its name. Raises ConfigError for what does not fit together."""
+    leases = [config.planner_lease]
+    if len(entries) > 1:
+        leases = [f"{config.planner_lease}-{number}" for number in range(1, len(entries) + 1)]
+    return [_of_model(config, name, entry, lease) for (name, entry), lease in zip(entries.items(), leases, strict=True)]
+
+
+def same_model(entry: ModelEntry) -> tuple[str, ...]:
+    """What of an entry cannot change while the router runs."""
+    others = (entry.slo_ttft_ms, entry.slo_tpot_ms, entry.has_prefill, *sorted(entry.planned.items()))
+    return entry.model, entry.name, entry.tool_parser, entry.reasoning, *map(str, others)
+
+
+def check_planned(config: RouterConfig, models: Sequence[RouterConfig]) -> None:
+    """Whether the planner of a router can plan all of its models, whose own settings these are. Raises ConfigError."""
+    for field in ("prefill_deployment", "decode_deployment"):
+        if len(models) > 1 and (named := getattr(config, field)):
+            raise ConfigError(field, named, "left out with several models: --models-file names those of each")
+    if config.planner == "kubernetes" and all(one.planner != "kubernetes" for one in models):
+        raise ConfigError(
+            MODELS_FIELD, config.models_file, "a decode_deployment for a model, with --planner kubernetes"
+        )
+    cheapest = sum(one.min_prefill * one.price_prefill + one.min_decode * one.price_decode for one in models)
+    if 0.0 < config.max_cost < cheapest:
+        allowed = f"at least {cheapest:g}, the cost of the fewest workers of all models, or 0"
+        raise ConfigError("max_cost", config.max_cost, allowed)
+
+
+def _of_model(config: RouterConfig, name: str, entry: ModelEntry, lease: str) -> RouterConfig:
+    planned = {"planner_lease": lease, **entry.planned}
+    if config.planner == "kubernetes" and not (config.decode_deployment or "decode_deployment" in planned):
+        planned["planner"] = "advice"  # its Deployments are scaled by others
+    try:
+        return replace(
+            config,
+            model=entry.model,
+            served_model_name=name if entry.name else "",
+            models_file="",
+            tool_parser=entry.tool_parser or config.tool_parser,
+            reasoning=entry.reasoning or config.reasoning,
+            prefill=config.prefill if entry.has_prefill else (),
+            prefill_services=config.prefill_services if entry.has_prefill else (),
+            slo_ttft_ms=entry.slo_ttft_ms or config.slo_ttft_ms,
+            slo_tpot_ms=entry.slo_tpot_ms or config.slo_tpot_ms,
+            **planned,  # type: ignore[arg-type]  # checked as they were read
+        )
+    except ConfigError as error:
+        raise ConfigError(MODELS_FIELD, config.models_file, f"{name}, {error.field}: {error.allowed}") from error

@@ -12,8 +12,7 @@ import pytest
 
 from router.models.adapters_file import AdapterEntry, adapters_of
 from router.models.catalog import Catalog
-from router.models.entry import ModelEntry, ModelTable
-from router.models.models_file import read_models
+from router.models.models_file import ModelEntry, ModelTable, read_models
 
 from ..rig import wait_until
 from .chart import Refused, Rendered, render, settings_of

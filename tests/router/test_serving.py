@@ -15,10 +15,9 @@ from common.config import RouterConfig
 from common.errors import ConfigError, ModelNotFound
 from common.model_files.tiny import make_tiny_model
 from router.access.errors import RateLimited
+from router.access.gate import Visit
 from router.access.keys import ANONYMOUS, Limits
-from router.access.visit import Visit
-from router.models.entry import ModelEntry
-from router.models.model_settings import check_planned, settings_of
+from router.models.models_file import ModelEntry, check_planned, settings_of
 from router.server.serving import Serving
 from router.siblings.part import LOCK, RouterPart
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import ConfigError
-from router.access.key_source import KeySource
+from router.access.keys import KeySource
 from router.siblings.part import RouterPart
 
 KEYS = '[[key]]\nname = "{}"\nkey = "a-key-of-enough-characters"\n'

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from router.access.key_file import read_keys, ring_of
-from router.access.keys import ANONYMOUS, ApiKey, KeyRing, Limits, digest_of
+from router.access.keys import ANONYMOUS, ApiKey, KeyRing, Limits, digest_of, read_keys, ring_of
 from router.access.new_key import main
 
 SECRET = "a-key-of-sixteen-or-more"

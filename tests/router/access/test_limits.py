@@ -6,7 +6,7 @@ import random
 import pytest
 
 from common.errors import MAX_RETRY_AFTER_S
-from router.access.end_rate import Pace
+from router.access.gate import Pace
 from router.access.keys import Limits
 from router.access.limits import Denied, Quota, TokenBucket, duration
 

@@ -6,10 +6,9 @@ import pytest
 
 from common.errors import ConfigError, InvalidRequest
 from router.access.errors import RateLimited
-from router.access.key_file import read_keys
-from router.access.keys import ANONYMOUS, ApiKey, Limits
-from router.access.model_limits import ModelLimits
-from router.access.visit import Visit
+from router.access.gate import Visit
+from router.access.keys import ANONYMOUS, ApiKey, Limits, read_keys
+from router.access.limits import ModelLimits
 
 
 class World:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from router.access.keys import Limits
-from router.access.limits import Denied
-from router.access.shared_limits import SharedQuota
+from router.access.limits import Denied, SharedQuota
 from router.siblings import usage
 from router.siblings.part import RouterPart
 from router.siblings.usage import SharedUsage

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import serialization
 from common.config import RouterConfig
 from common.errors import ConfigError
 from router.access import tls
+from router.access.files import FileWatch
 from router.access.tls import Certificate, load_context
-from router.access.watch import FileWatch
 
 CA = trustme.CA()
 

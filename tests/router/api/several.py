@@ -15,8 +15,7 @@ from common.config import RouterConfig
 from common.model_files.files import ModelFiles
 from router.generation.adapters import NO_ADAPTERS
 from router.models.catalog import Catalog
-from router.models.entry import ModelEntry, ModelTable, Split
-from router.models.model_settings import settings_of
+from router.models.models_file import ModelEntry, ModelTable, Split, settings_of
 from router.observe.metrics import RouterMetrics
 from router.server.serving import app_of_several
 from router.text.text_pipeline import TextPipeline

@@ -8,10 +8,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.wire.messages import MAX_ADAPTERS
-from router.models.adapters_file import AdapterEntry, adapters_of
-from router.models.adapters_source import AdaptersSource
+from router.models.adapters_file import AdapterEntry, AdaptersSource, adapters_of
 from router.models.catalog import Catalog
-from router.models.entry import ModelEntry, ModelTable
+from router.models.models_file import ModelEntry, ModelTable
 from router.siblings.part import RouterPart
 
 SQL = '[[adapter]]\nname = "sql"\npath = "/adapters/sql"\n'

@@ -7,9 +7,8 @@ import pytest
 from common.errors import ConfigError, ModelNotFound
 from router.access.errors import Forbidden
 from router.access.keys import ApiKey
-from router.models.catalog import Catalog
-from router.models.draw import draw
-from router.models.entry import ModelEntry, ModelTable, Split
+from router.models.catalog import Catalog, draw
+from router.models.models_file import ModelEntry, ModelTable, Split
 
 SMALL = ModelEntry("org/small", "small", aliases=("fast",), fallbacks=("large",))
 LARGE = ModelEntry("/models/large", aliases=("best",), fallbacks=("spare", "small"))

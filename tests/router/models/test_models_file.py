@@ -8,8 +8,7 @@ from common.config import PrefillWorkerConfig, RouterConfig
 from common.config.sources import read
 from common.errors import ConfigError
 from router.access.keys import Limits
-from router.models.entry import ModelEntry, Split
-from router.models.models_file import read_models, table_of
+from router.models.models_file import ModelEntry, Split, read_models, table_of
 
 FILE = """
 [[model]]

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from router.siblings.agreed_file import AgreedFile
-from router.siblings.part import RouterPart
+from router.siblings.part import AgreedFile, RouterPart
 
 
 def test_what_one_process_agreed_to_is_what_another_reads(tmp_path: Path) -> None:

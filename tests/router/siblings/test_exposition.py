@@ -8,8 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.siblings.exposition import counters, merged
-from router.siblings.ledger import MetricsLedger
+from router.siblings.ledger import MetricsLedger, counters, merged
 from router.siblings.part import RouterPart
 
 
