@@ -41,7 +41,7 @@ ROUTERS = {
     "router": (
         *("router.__main__", "uvloop", "common.model_files.resolve", "router.dispatch.dispatcher"),
         *("router.generation.tracing", "router.observe.measured_client", "router.observe.metrics"),
-        *("router.observe.pool_metrics", "router.observe.slo", "router.server.app", "router.server.server"),
+        *("router.observe.collectors", "router.observe.slo", "router.server.app", "router.server.server"),
         "router.text.text_pipeline",
     )
 }
@@ -189,7 +189,7 @@ def _differs_in_settings_alone(environment: dict[str, str]) -> bool:
 def import_all(kind: str) -> None:
     """All that processes of a kind import."""
     if kind == "workers":
-        from common.machine.compute_threads import spin_briefly
+        from common.machine.cores import spin_briefly
 
         spin_briefly()  # before torch reads the environment
     for names in KINDS[kind].values():

@@ -22,7 +22,7 @@ from common import __version__
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RouterConfig
 from common.config.field import Config, fields_of
 from common.config.sources import read
-from common.wire.curve_keys import KeyPair, write_key_pair
+from common.wire.curve import KeyPair, write_key_pair
 
 from .rig import Program
 

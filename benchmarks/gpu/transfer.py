@@ -21,7 +21,7 @@ from common.engine.kv.shared_memory import PeerMemory
 from common.engine.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing, block_bytes_of
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
 from common.engine.transfer.receiver import KVReceiver
-from common.machine.allocator import keep_large_buffers
+from common.machine.memory import keep_large_buffers
 
 ROUNDS = 5
 RAW_WRITE_BYTES = 2**20

@@ -15,7 +15,6 @@ import zmq
 from benchmarks.router.steps import ALL, Pace, Steps
 from benchmarks.router.tally import Tally
 from common.latency.step_model import StepModel
-from common.wire.binding import bind
 from common.wire.codec import decode, encode
 from common.wire.message_fields import Role
 from common.wire.messages import (
@@ -30,6 +29,7 @@ from common.wire.messages import (
     WorkerHeartbeat,
     WorkerHello,
 )
+from common.wire.sockets import bind
 
 BEAT_S: Final = 0.1
 SOON_S: Final = 0.001

@@ -1,11 +1,8 @@
 """What a process asks of its machine: cores, memory, descriptors, child processes."""
 
-from common.machine.allocator import keep_large_buffers
 from common.machine.child_process import ChildProcess
-from common.machine.compute_threads import pin_to_cores, spin_briefly
-from common.machine.core_share import CoreShare
-from common.machine.file_limit import raise_file_limit
-from common.machine.full_disk import NO_ROOM, is_full
+from common.machine.cores import CoreShare, pin_to_cores, spin_briefly
+from common.machine.files import NO_ROOM, READ_S, UnreadableFile, is_full, raise_file_limit, read_regular_file
 from common.machine.gpus import (
     AvailableGPUs,
     count_gpus,
@@ -15,10 +12,9 @@ from common.machine.gpus import (
     placement_message,
     with_device,
 )
-from common.machine.memory import Available, host_memory
+from common.machine.memory import Available, host_memory, keep_large_buffers
 from common.machine.owned_task import OwnedTask
 from common.machine.process_metrics import register_process
-from common.machine.regular_file import READ_S, UnreadableFile, read_regular_file
 from common.machine.wall_clock import AGES_S, LEASES_S, WALL_CLOCK, WallClock
 
 __all__ = [

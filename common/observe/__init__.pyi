@@ -1,13 +1,9 @@
 """Logs; averages, windows and quantiles of recent observations."""
 
-from common.observe.buckets import SECONDS, SHORT_SECONDS
-from common.observe.draft_metrics import DraftMetrics
-from common.observe.ewma import Ewma
-from common.observe.families import Families, Samples
+from common.observe.averages import Ewma, RecentQuantile, SlidingWindow, quantiles_of
 from common.observe.logging import REMIND_S, setup_logging
+from common.observe.metrics import SECONDS, SHORT_SECONDS, DraftMetrics, Families, Samples
 from common.observe.progress import ByteProgress, in_bytes
-from common.observe.recent_quantile import RecentQuantile, quantiles_of
-from common.observe.sliding_window import SlidingWindow
 
 __all__ = [
     "ByteProgress",

@@ -1,11 +1,8 @@
 """What crosses process borders: messages, sampling parameters, and the sockets and keys that carry them."""
 
 from common.wire.adapter_messages import MAX_ADAPTERS, MAX_PATH
-from common.wire.binding import BACKLOG, bind
 from common.wire.codec import MAX_IN_A_ROW, decode, encode
-from common.wire.curve import Curve, warn_of_readers
-from common.wire.curve_keys import read_key_pair
-from common.wire.dialer import WATCHED, Dialer
+from common.wire.curve import Curve, read_key_pair, warn_of_readers
 from common.wire.drop_log import DropLog
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.kv_messages import MAX_REMOTE_BYTES
@@ -36,6 +33,7 @@ from common.wire.sampling_params import (
     ThinkingBudget,
     TokenLogprobs,
 )
+from common.wire.sockets import BACKLOG, WATCHED, Dialer, bind
 
 __all__ = [
     "BACKLOG",

@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from common.errors import ConfigError
-from common.wire.curve_keys import KeyPair, read_key_pair, write_key_pair
+from common.wire.curve import KeyPair, read_key_pair, write_key_pair
 
 PROGRAM = "diptych keygen"
 

@@ -1,9 +1,8 @@
 """What the router measures: of itself, of its requests, and of the pools."""
 
+from router.observe.collectors import DiscoveryCollector, PlanCollector, PoolCollector
 from router.observe.measured_client import MeasuredClient
 from router.observe.metrics import ENGINE, RouterMetrics
-from router.observe.plan_metrics import PlanCollector
-from router.observe.pool_metrics import DiscoveryCollector, PoolCollector
 from router.observe.recent_traffic import Traffic, percentiles_of
 from router.observe.request_record import ChoiceRecord, RequestRecord
 from router.observe.slo import SLOWindow

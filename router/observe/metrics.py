@@ -6,18 +6,19 @@ Times begin when the request's head has arrived, so they include reading and tok
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from common.machine import register_process
 from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics
 from router.dispatch import DispatchLoad, RequestTimeline
-from router.observe.batch_metrics import BatchMetrics
-from router.observe.load_metrics import LoadCollector
-from router.observe.loop_histogram import LoopHistogram
-from router.observe.merged_families import MergedFamilies
+from router.observe.collectors import LoadCollector
 from router.observe.recent_traffic import RecentTraffic
 from router.observe.request_record import ChoiceRecord, RequestRecord
 from router.stored import StoreSize
@@ -25,6 +26,85 @@ from router.stored import StoreSize
 ENGINE = "router"
 PER_TOKEN_SECONDS = (0.0005, *SECONDS)
 RATIOS = (0.25, 0.5, 0.67, 0.75, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.33, 1.5, 2.0, 4.0, 8.0)
+
+
+class LoopHistogram(Collector):
+    """Owned by the event loop, which also reads it: the same samples as `prometheus_client.Histogram` has."""
+
+    def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
+        self._name, self._text, self._labels = name, text, dict(labels)
+        self._bounds = list(buckets)
+        self._counts = [0] * (len(self._bounds) + 1)  # the last: above all bounds
+        self._sum, self._created = 0.0, time.time()
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """`count` observations of the same value."""
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += count * seconds
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        family.add_sample(f"{self._name}_created", self._labels, self._created)
+        yield family
+
+
+class MergedFamilies(Collector):
+    """Reads all collectors at scrape time. They tell their samples apart by labels, such as the model's name."""
+
+    def __init__(self, collectors: Sequence[Collector]) -> None:
+        self._collectors = collectors
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for collector in self._collectors:
+            for family in collector.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+        return families.values()
+
+
+class BatchMetrics:
+    """Of one router; sizes are those of a store that it may share."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry, self._labels = registry, labels
+        self._lines = self._counter(
+            "diptych_batch_lines",
+            "Lines of batches that got a result, or were asked again, by how they ended",
+            "result",
+        )
+        self._failures = self._counter(
+            "diptych_file_store_failures", "Times that the store of files failed, by reason", "reason"
+        )
+        self._running = self._gauge("diptych_batches", "Batches that this router works on")
+        self._asking = self._gauge("diptych_batch_lines_running", "Lines of batches that are being answered now")
+        self._files = self._gauge("diptych_stored_files", "Files in the store")
+        self._bytes = self._gauge("diptych_stored_file_bytes", "Bytes of the files in the store")
+
+    def watch(self, size: Callable[[], StoreSize], running: Callable[[], tuple[int, int]]) -> None:
+        """Ask `size` for the store's, and `running` for the numbers of batches and of lines."""
+        self._files.set_function(lambda: size().num_entries)
+        self._bytes.set_function(lambda: size().num_bytes)
+        self._running.set_function(lambda: running()[0])
+        self._asking.set_function(lambda: running()[1])
+
+    def count_line(self, result: str) -> None:
+        """A line ended, or is asked again: completed, failed, again."""
+        self._lines.labels(*self._labels.values(), result).inc()
+
+    def count_failure(self, reason: str) -> None:
+        """The store of files failed. Its thread may call this."""
+        self._failures.labels(*self._labels.values(), reason).inc()
+
+    def _counter(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, [*self._labels, label], registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, list(self._labels), registry=self._registry).labels(*self._labels.values())
 
 
 class RouterMetrics:

@@ -15,7 +15,7 @@ from common.engine.models.batch import ForwardBatch
 from common.engine.run.runner import ModelRunner
 from common.engine.run.step_thread import StepThread
 from common.engine.sampling.sampler import Sampler
-from common.machine.core_share import CoreShare
+from common.machine.cores import CoreShare
 from common.wire.messages import AbortRequest
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import

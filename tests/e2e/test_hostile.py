@@ -18,8 +18,7 @@ import zmq
 
 from benchmarks.stack import StackProcess, free_port
 from common.wire.codec import encode
-from common.wire.curve import Curve
-from common.wire.curve_keys import KeyPair, write_key_pair
+from common.wire.curve import Curve, KeyPair, write_key_pair
 from common.wire.messages import RouterHello
 
 from ..hostile import forged, garbage

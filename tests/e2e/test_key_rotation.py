@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.wire.curve_keys import KeyPair, write_key_pair
+from common.wire.curve import KeyPair, write_key_pair
 
 from ..rig import wait_until
 

@@ -8,8 +8,7 @@ import pytest
 import zmq
 
 from common.wire.codec import encode
-from common.wire.curve import Curve
-from common.wire.curve_keys import KeyPair
+from common.wire.curve import Curve, KeyPair
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import KVBlocks, KVDone, KVGrant, KVTarget, Message, PrefillRequest
 from common.wire.sampling_params import SamplingParams

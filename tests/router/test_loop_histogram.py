@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.observe.loop_histogram import LoopHistogram
+from router.observe.metrics import LoopHistogram
 
 BUCKETS = (0.001, 0.05, 1.0, 60.0)
 VALUES = (0.0, 0.001, 0.0011, 0.05, 0.7, 0.7, 60.0, 61.0)

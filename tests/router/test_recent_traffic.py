@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import Overloaded
-from common.observe.recent_quantile import RecentQuantile
+from common.observe.averages import RecentQuantile
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import RequestTimeline
 from router.dispatch.load import DispatchLoad

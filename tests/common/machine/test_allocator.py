@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ctypes
 
-from common.machine.allocator import keep_large_buffers
+from common.machine.memory import keep_large_buffers
 
 
 def test_it_says_whether_the_setting_took() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common.machine.core_share import CoreShare
+from common.machine.cores import CoreShare
 
 HOLD = """
 import sys
-from common.machine.core_share import CoreShare
+from common.machine.cores import CoreShare
 share = CoreShare(sys.argv[1], 8)
 share.begin(prompts=sys.argv[2:] == ["prompts"])
 print("holds", flush=True)
@@ -23,7 +23,7 @@ sys.stdin.readline()
 
 ON_A_FULL_DISK = """
 import resource, sys
-from common.machine.core_share import CoreShare
+from common.machine.cores import CoreShare
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 with CoreShare(sys.argv[1], 8) as share:
     print(share.begin(), share.address)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from common.observe.ewma import Ewma
+from common.observe.averages import Ewma
 
 
 def test_the_first_observation_is_taken_whole() -> None:

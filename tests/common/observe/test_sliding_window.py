@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from common.observe.sliding_window import SlidingWindow
+from common.observe.averages import SlidingWindow
 
 
 def test_slots_expire_one_by_one() -> None:

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common.wire.binding import bind
-from common.wire.curve import Curve
-from common.wire.curve_keys import KeyPair
-from common.wire.dialer import WATCHED, Dialer
+from common.wire.curve import Curve, KeyPair
 from common.wire.gatekeeper import ZAP_ADDRESS, Gatekeeper
+from common.wire.sockets import WATCHED, Dialer, bind
 
 A, B, C = (KeyPair.generate() for _ in range(3))
 WAIT_S = 60.0

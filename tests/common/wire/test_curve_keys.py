@@ -13,8 +13,7 @@ import pytest
 from common.config import DecodeWorkerConfig, RouterConfig
 from common.config.sources import read
 from common.errors import ConfigError
-from common.wire.curve import Curve, warn_of_readers
-from common.wire.curve_keys import KeyPair, read_authorized, read_key_pair, write_key_pair
+from common.wire.curve import Curve, KeyPair, read_authorized, read_key_pair, warn_of_readers, write_key_pair
 from common.wire.keygen import main
 
 PAIR = KeyPair.generate()

@@ -46,7 +46,7 @@ def test_what_reaches_it(host: str, families: set[int]) -> None:
 
 BOUND = """
 import zmq
-from common.wire.binding import bind
+from common.wire.sockets import bind
 from common.wire.listening import inherited
 context = zmq.Context()
 socket = context.socket(zmq.ROUTER)

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from common.observe.recent_quantile import RecentQuantile
+from common.observe.averages import RecentQuantile
 from router.api.load_answer import own_load
 from router.api.merged_load import merged_load
 from router.observe.recent_traffic import KINDS, SHARES

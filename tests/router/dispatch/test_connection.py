@@ -10,8 +10,7 @@ import zmq
 import zmq.asyncio
 
 from common.wire.codec import MAX_IN_A_ROW, decode, encode
-from common.wire.curve import Curve
-from common.wire.curve_keys import KeyPair
+from common.wire.curve import Curve, KeyPair
 from common.wire.message_fields import MAX_MESSAGE_BYTES
 from common.wire.messages import AbortRequest, RequestFailed, RouterHeartbeat
 from router.fleet.worker_connection import READ_S, ConnectionEvents, WorkerConnection

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.latency.step_model import StepModel
 from router.fleet.discovery_status import DiscoveryStatus
 from router.fleet.endpoint import Endpoint
-from router.observe.pool_metrics import PoolCollector
+from router.observe.collectors import PoolCollector
 from router.observe.slo import SLOWindow
 
 

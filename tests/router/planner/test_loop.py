@@ -15,7 +15,7 @@ from common.config import RouterConfig
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.registry import WorkerRegistry
-from router.observe.plan_metrics import PlanCollector
+from router.observe.collectors import PlanCollector
 from router.planner.load_window import LoadWindow
 from router.planner.loop import PlanLoop
 from router.planner.offered_load import SampledRequest

@@ -27,7 +27,7 @@ from common.engine.ranks.channel import Channel
 from common.engine.ranks.connection import dial
 from common.engine.ranks.rank_hosts import JoinedHost, RankHosts, links_of
 from common.errors import ConfigError, RankLost
-from common.wire.curve_keys import KeyPair, write_key_pair
+from common.wire.curve import KeyPair, write_key_pair
 from common.wire.listening import listen
 
 KEY = b"k" * 32

@@ -18,7 +18,7 @@ from common.engine.run.loaded import LoadedModel
 from common.errors import ModelError, RankLost
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import make_tiny_model
-from common.wire.curve_keys import KeyPair, write_key_pair
+from common.wire.curve import KeyPair, write_key_pair
 
 from ....adapters import make_adapter, merge
 from ..models.generation import prompt, transformers_greedy, transformers_model

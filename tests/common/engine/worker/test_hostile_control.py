@@ -14,8 +14,7 @@ import zmq
 
 from common.engine.worker.control import MAX_ROUTERS, bind_control
 from common.wire.codec import encode
-from common.wire.curve import Curve
-from common.wire.curve_keys import KeyPair
+from common.wire.curve import Curve, KeyPair
 from common.wire.gatekeeper import Gatekeeper
 from common.wire.messages import AbortRequest, BlockSnapshotRequest, RouterHeartbeat, RouterHello, ToWorker
 
@@ -79,7 +78,7 @@ async def rig() -> AsyncIterator[Rig]:
 @pytest.fixture
 async def impatient(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     """Cuts off who has not said who it is within a fraction of a second."""
-    monkeypatch.setattr("common.wire.binding.HANDSHAKE_MS", 300)
+    monkeypatch.setattr("common.wire.sockets.HANDSHAKE_MS", 300)
     rig = Rig()
     yield rig
     await rig.close()

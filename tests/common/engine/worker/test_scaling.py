@@ -14,7 +14,7 @@ from common.engine.kv.block_pool import BlockCounts
 from common.engine.worker.engine import EngineStatus
 from common.engine.worker.metrics import WorkerMetrics
 from common.latency.step_model import StepModel
-from common.observe.recent_quantile import RecentQuantile
+from common.observe.averages import RecentQuantile
 
 
 def test_a_backlog_is_time() -> None:

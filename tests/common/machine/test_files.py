@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from common.machine import regular_file
-from common.machine.regular_file import FILE_PART_BYTES, MAX_ABANDONED, read_regular_file
+from common.machine import files
+from common.machine.files import FILE_PART_BYTES, MAX_ABANDONED, read_regular_file
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         answers.wait(60.0)
         return stat(path)
 
-    monkeypatch.setattr(regular_file.os, "stat", wait)
+    monkeypatch.setattr(files.os, "stat", wait)
     yield answers
     answers.set()
 
@@ -51,7 +51,7 @@ def test_a_file_system_that_hangs_is_given_up(tmp_path: Path, hung: threading.Ev
     assert time.monotonic() - began < 30.0  # not the 60 s of the file system
     hung.set()
     until = time.monotonic() + 30.0
-    while time.monotonic() < until and regular_file._slots._value < MAX_ABANDONED:
+    while time.monotonic() < until and files._slots._value < MAX_ABANDONED:
         time.sleep(0.01)
     assert read_regular_file(tmp_path / "file", 1) == b"x"
 
@@ -65,7 +65,7 @@ def test_a_file_that_shrinks_meanwhile_is_refused(tmp_path: Path, monkeypatch: p
         os.truncate(path, FILE_PART_BYTES)
         return about
 
-    monkeypatch.setattr(regular_file.os, "fstat", cut)
+    monkeypatch.setattr(files.os, "fstat", cut)
     with pytest.raises(OSError, match="ends after") as caught:
         read_regular_file(path, 2 * FILE_PART_BYTES)
     assert "the file ends after 1,048,576 of 2,097,152 bytes" in caught.value.strerror

@@ -1,4 +1,7 @@
-"""Connects a socket to an address and finds out why the other side refuses it.
+"""Binds sockets that others connect to, and connects sockets to an address.
+
+Handshakes at a bound socket have a deadline, and CURVE admits trusted keys only. A dialer finds out why the other side
+refuses it.
 
 After a failed handshake ZeroMQ itself either retries for ever with the same key, though another key may be right, or
 gives the address up: for a process that speaks another mechanism or no ZeroMQ at all, though the next process at that
@@ -11,12 +14,18 @@ from __future__ import annotations
 
 import errno
 import math
+import socket as sockets
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from common.wire.curve import AnySocket, Curve
+from common.wire.listening import in_url, listening_host
 
+HANDSHAKE_MS = 10_000
+"""A connection without a complete handshake is cut off by then: until then it costs a descriptor."""
+BACKLOG = 1024
+"""Peers whose connections wait to be accepted: a whole fleet that dials at once."""
 NEXT_KEY_S = 0.1
 """Between two keys: ZeroMQ has reported all events of the first one by then."""
 RETRY_S = 0.5
@@ -28,6 +37,27 @@ CERTAIN_S = 10.0
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | zmq.EVENT_DISCONNECTED
 """The monitor events that `on_event` wants."""
+
+
+def bind(
+    socket: AnySocket, host: str, port: int, curve: Curve | None = None, listener: sockets.socket | None = None
+) -> str:
+    """Bind to host:port (0 selects a free port) and return the full address. `curve` admits trusted keys only.
+
+    With a `listener`, the ZeroMQ socket uses it instead of a new one, and takes ownership.
+    """
+    if curve is not None:
+        curve.serve(socket)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.set(zmq.BACKLOG, BACKLOG)
+    host = listening_host(host)
+    if ":" in host:
+        socket.set(zmq.IPV6, 1)
+    if listener is not None:
+        port = listener.getsockname()[1]
+        socket.set(zmq.USE_FD, listener.detach())
+    socket.bind(f"tcp://{in_url(host)}:{port or '*'}")
+    return socket.get_string(zmq.LAST_ENDPOINT)
 
 
 class Dialer:

@@ -1,7 +1,11 @@
-"""Metrics of the dispatcher's load: requests by stage, counters of its decisions, the state of each worker."""
+"""Metrics that are read at scrape time: the dispatcher's load, the pools and the plan for them.
+
+Autoscalers and operators read those of pools and plan; docs/metrics.md says what to do with each.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -9,7 +13,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from common.observe import Families, Samples
-from router.dispatch import DispatchLoad
+from router.dispatch import Dispatcher, DispatchLoad
+from router.fleet import DiscoveryStatus
+from router.observe.slo import SLOWindow
+from router.planner import Outlook
 
 WORKER = ("worker", "role")
 
@@ -87,3 +94,100 @@ class LoadCollector(Collector):
 
 def _by(values: Mapping[str, float]) -> Samples:
     return (((label,), value) for label, value in values.items())
+
+
+class PoolCollector(Collector):
+    """Reads the dispatcher at scrape time."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        window: SLOWindow,
+        labels: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dispatcher, self._window, self._families, self._clock = dispatcher, window, Families(labels), clock
+
+    def collect(self) -> Iterable[Metric]:
+        now = self._clock()
+        fleet, window = self._dispatcher.fleet, self._window
+        demand = self._dispatcher.demand(window.tpot_s)
+        unpaired = {("prefill",): len(fleet.pairing.prefill), ("decode",): len(fleet.pairing.decode)}
+        attained = {(slo,): share for slo, share in window.attainment(now).items()}
+        held = {(role,): num for role, num in demand.held.items()}
+        backlog, pressure = {("prefill",): demand.backlog_s}, {("decode",): demand.pressure}
+        gauge = self._families.gauge
+        yield gauge("diptych_requests_held", "Sequences that find no worker of a role", held.items(), ("role",))
+        yield gauge("diptych_pool_backlog_seconds", "Seconds of prompts for one worker", backlog.items(), ("role",))
+        yield gauge("diptych_pool_pressure", "Load in workers that it would fill", pressure.items(), ("role",))
+        yield gauge("diptych_pool_workers", "Workers, by state", demand.workers.items(), ("role", "state"))
+        # For endpoint pickers, to which a router is the model server.
+        yield gauge("vllm:num_requests_running", "Sequences in the workers' running batches", demand.num_running)
+        yield gauge("vllm:num_requests_waiting", "Sequences waiting here or at workers", demand.num_waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of decode workers' blocks in use, 0 to 1", demand.kv_usage)
+        yield gauge("diptych_unpaired_workers", "Ready workers without a partner", unpaired.items(), ("role",))
+        if attained:
+            yield gauge(
+                "diptych_slo_attainment_ratio", "Share of the last minute that met a goal", attained.items(), ("slo",)
+            )
+            by_class = window.class_attainment(now).items()
+            yield gauge(
+                "diptych_class_attainment_ratio",
+                "The same, by class of requests",
+                [((name, slo), share) for name, shares in by_class for slo, share in shares.items()],
+                ("class", "slo"),
+            )
+        if fleet.source is not None:
+            yield from discovery_families(fleet.source.status, self._families, now)
+
+
+class DiscoveryCollector(Collector):
+    """What discovery sees of the workers of all models together."""
+
+    def __init__(
+        self, status: DiscoveryStatus, labels: Mapping[str, str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._status, self._families, self._clock = status, Families(labels), clock
+
+    def collect(self) -> Iterable[Metric]:
+        return discovery_families(self._status, self._families, self._clock())
+
+
+def discovery_families(status: DiscoveryStatus, families: Families, now: float) -> Iterator[Metric]:
+    """What discovery sees, and how it fares."""
+    gauge = families.gauge
+    yield gauge(
+        "diptych_discovery_endpoints", "Workers that discovery sees", status.counts().items(), ("role", "state")
+    )
+    yield gauge("diptych_discovery_last_sync_age_seconds", "Since all was last looked up", status.age_s(now))
+    syncs = [((result,), count) for result, count in status.num_syncs.items()]
+    yield families.counter("diptych_discovery_syncs", "Lookups of all", syncs, ("result",))
+
+
+class PlanCollector(Collector):
+    """Shows the latest look of the planner; nothing before the first."""
+
+    def __init__(self, outlook: Callable[[], Outlook | None], labels: Mapping[str, str]) -> None:
+        self._outlook, self._families = outlook, Families(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        if (outlook := self._outlook()) is None:
+            return
+        plan, gauge = outlook.plan, self._families.gauge
+        pools = plan.pools.items()
+        wanted = [((str(role),), float(pool.wanted)) for role, pool in pools]
+        needed = [((str(role),), float(pool.needed)) for role, pool in pools]
+        starts = [((str(role),), outlook.fleet.start_s.get(role, 0.0)) for role, _ in pools]
+        yield gauge("diptych_pool_wanted_workers", "Workers that the plan wants", wanted, ("role",))
+        yield gauge("diptych_pool_needed_workers", "Workers that the load needs, without bounds", needed, ("role",))
+        yield gauge("diptych_pool_start_seconds", "How long a worker takes to start", starts, ("role",))
+        yield gauge("diptych_offered_requests_per_second", "Requests, refused included", outlook.load.rate)
+        yield gauge("diptych_plan_feasible", "1 while the goals can be met", float(not plan.unmet))
+        yield gauge("diptych_plan_held", "1 while the plan holds still for lack of data", float(bool(plan.held)))
+        tails = (("predicted", plan.predicted.ttft_s, plan.predicted.tpot_s), ("measured", *outlook.measured_s))
+        samples = [
+            ((kind, slo), tail_s)
+            for kind, ttft_s, tpot_s in tails
+            for slo, tail_s in (("ttft", ttft_s), ("tpot", tpot_s))
+        ]
+        yield gauge("diptych_plan_tail_seconds", "TTFT and TPOT at the quantile of the goals", samples, ("kind", "slo"))

@@ -2,12 +2,15 @@
 
 A folder may contain a FIFO, a device or a symbolic link to either, and its file system may stop responding. A blocked
 read cannot be interrupted, so each file is read on a daemon thread, which is abandoned if it makes no progress.
+
+Also the limit of open files, and detection of full disks, for processes that wait for free space instead of exiting.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 import threading
 import time
@@ -21,6 +24,12 @@ FILE_PART_BYTES = 1 << 20
 MAX_ABANDONED = 8
 """Maximum number of blocked threads. Further reads are refused, so that a dead file system does not exhaust threads."""
 PROGRESS_POLL_S = 0.05
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk and of an exceeded quota."""
+FULL_BYTES = 256 * 1024
+"""Free space below which a disk counts as full: SQLite allocates 32 KiB at once for the index of its log."""
+ENOUGH = 65_536
+"""Descriptors: the connections of all clients and workers, some times over."""
 
 
 class UnreadableFile(OSError):
@@ -100,3 +109,20 @@ def read_regular_file(path: Path, max_bytes: int, *, stall_s: float = STALL_S, r
     if read.error is not None:
         raise read.error
     return read.data
+
+
+def is_full(folder: Path) -> bool:
+    """Whether a file system has no space or no inode for this process. False if it cannot be queried."""
+    try:
+        about = os.statvfs(folder)
+    except OSError:
+        return False
+    return about.f_bavail * about.f_frsize < FULL_BYTES or (about.f_files > 0 and about.f_favail == 0)
+
+
+def raise_file_limit() -> None:
+    """Raise the limit to what the system allows, up to ENOUGH: a silent connection holds one until it is cut."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -5,6 +5,8 @@ prompts alone, for which decode workers make room. A worker holds a lock on its 
 lives, and the kernel drops the locks of a process that dies, so a byte without a lock does not count. Two workers that
 each ran as many threads as there are cores would wait for each other at every barrier (docs/performance.md). Results do
 not depend on the number of threads.
+
+Settings of compute threads take effect only before torch is imported.
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ import struct
 from types import TracebackType
 from typing import Final
 
+from common.config import parse_cores
+
 log = logging.getLogger(__name__)
 FLOCK: Final = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 NUM_PLACES: Final = 64
 """As in kernels/native/team.h, which reads the first so many bytes."""
 IDLE, COMPUTING = b"\0", b"\1"
+SPIN_COUNT = "2000"
+"""Rounds that an idle OpenMP thread spins before it sleeps. By default it spins for milliseconds, during which other
+workers cannot use its core: two workers on two cores then miss whole scheduler ticks (docs/performance.md)."""
 
 
 class CoreShare:
@@ -131,3 +138,16 @@ class CoreShare:
         """Take the lock of a place, or query it: the lock's type. Raises BlockingIOError if it is taken."""
         query = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
         return int(struct.unpack(FLOCK, fcntl.fcntl(self._file, action, query))[0])
+
+
+def pin_to_cores(cores: str) -> None:
+    """Restrict this process to the configured cores."""
+    wanted = parse_cores(cores)
+    if wanted and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, wanted)
+
+
+def spin_briefly() -> None:
+    """Let idle OpenMP threads sleep soon, unless the environment says otherwise."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

@@ -1,12 +1,42 @@
-"""Counters of speculative decoding, under vLLM's names: on decode workers, and on routers of what ended there."""
+"""Prometheus metrics that routers and workers have in common: buckets, families, counters of speculative decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.8),
+    *(1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+)
+"""vLLM's buckets, and finer ones below theirs."""
+SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+Samples = Iterable[tuple[tuple[str, ...], float]]
+"""Values by those labels that differ between the samples of a family."""
 KIND, POSITION = "kind", "position"
+
+
+@dataclass(frozen=True, slots=True)
+class Families:
+    """`common`: the labels that all samples have."""
+
+    common: Mapping[str, str]
+
+    def gauge(self, name: str, text: str, samples: Samples | float, labels: tuple[str, ...] = ()) -> Metric:
+        """One value, or values by `labels`."""
+        return self._filled(GaugeMetricFamily(name, text, labels=[*self.common, *labels]), samples)
+
+    def counter(self, name: str, text: str, samples: Samples | float, labels: tuple[str, ...] = ()) -> Metric:
+        """One value, or values by `labels`."""
+        return self._filled(CounterMetricFamily(name, text, labels=[*self.common, *labels]), samples)
+
+    def _filled(self, family: CounterMetricFamily | GaugeMetricFamily, samples: Samples | float) -> Metric:
+        for labels, value in [((), samples)] if isinstance(samples, int | float) else samples:
+            family.add_metric([*self.common.values(), *labels], value)
+        return family
 
 
 class DraftMetrics:

@@ -1,0 +1,107 @@
+"""Averages, windows and quantiles of recent observations, in constant memory. Pure: `now` comes in."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from threading import Lock
+from typing import Generic, TypeVar
+
+Slot = TypeVar("Slot")
+LOWEST, GROWTH, NUM_BUCKETS = 1e-5, 1.05, 425
+"""Buckets grow by 5 % from 10 us to about three hours, which bounds the error of a quantile."""
+NUM_SLOTS = 6
+"""Of the window: the oldest sixth of the observations expires at once."""
+_PER_LOG = 1.0 / math.log(GROWTH)
+_BEGIN = math.log(LOWEST) * _PER_LOG
+
+
+class Ewma:
+    """An exponentially weighted moving average: each observation moves it by the share `smoothing` of the difference.
+
+    Without a `start` it is 0 until the first observation, which it takes whole.
+    """
+
+    __slots__ = ("_next_share", "_smoothing", "value")
+
+    def __init__(self, smoothing: float, start: float | None = None) -> None:
+        self.value = 0.0 if start is None else start
+        self._smoothing = smoothing
+        self._next_share = 1.0 if start is None else smoothing
+
+    def observe(self, observed: float) -> None:
+        self.value += self._next_share * (observed - self.value)
+        self._next_share = self._smoothing
+
+
+class SlidingWindow(Generic[Slot]):
+    """The last `window_s` seconds in `num_slots` slots of equal length, which expire one by one.
+
+    `make` makes an empty slot; the owner writes to the current one and sums over the recent ones.
+    """
+
+    def __init__(self, window_s: float, num_slots: int, make: Callable[[], Slot]) -> None:
+        self._slot_s, self._num_slots, self._make = window_s / num_slots, num_slots, make
+        self._slots: deque[tuple[int, Slot]] = deque(maxlen=num_slots)
+        self._ends_at = -math.inf  # the newest slot
+
+    def current(self, now: float) -> Slot:
+        """The slot that observations of `now` belong to."""
+        if now >= self._ends_at:
+            number = int(now / self._slot_s)
+            if not self._slots or self._slots[-1][0] < number:
+                self._slots.append((number, self._make()))
+            self._ends_at = (number + 1) * self._slot_s
+        return self._slots[-1][1]
+
+    def recent(self, now: float) -> list[Slot]:
+        """The slots of the window that ends at `now`, oldest first; those in which nothing happened are missing."""
+        oldest = int(now / self._slot_s) - self._num_slots + 1
+        return [slot for number, slot in self._slots if number >= oldest]
+
+    def series(self, now: float) -> list[Slot | None]:
+        """One entry for each slot of the window that ends at `now`, oldest first; None where nothing happened."""
+        newest = int(now / self._slot_s)
+        by_number = dict(self._slots)
+        return [by_number.get(number) for number in range(newest - self._num_slots + 1, newest + 1)]
+
+
+class RecentQuantile:
+    """Observations of the last `window_s` seconds. One thread may observe while another asks; `now` is monotonic."""
+
+    def __init__(self, window_s: float = 60.0) -> None:
+        self._window = SlidingWindow(window_s, NUM_SLOTS, lambda: [0] * NUM_BUCKETS)
+        self._lock = Lock()
+
+    def observe(self, value: float, now: float, num: int = 1) -> None:
+        """A value in seconds, above 0, that was seen `num` times."""
+        bucket = math.ceil(math.log(value) * _PER_LOG - _BEGIN) if value > LOWEST else 0
+        if bucket >= NUM_BUCKETS:
+            bucket = NUM_BUCKETS - 1
+        with self._lock:
+            self._window.current(now)[bucket] += num
+
+    def quantile(self, share: float, now: float) -> float:
+        """The value that `share` of the observations do not exceed, at most 5 % too large; 0.0 without any."""
+        return self.quantiles((share,), now)[1][0]
+
+    def quantiles(self, shares: Sequence[float], now: float) -> tuple[int, list[float]]:
+        """The number of observations, and the quantile of each share, 0.0 without any."""
+        return quantiles_of(self.counts(now), shares)
+
+    def counts(self, now: float) -> list[int]:
+        """The observations by bucket; empty without any."""
+        with self._lock:
+            return [sum(bucket) for bucket in zip(*self._window.recent(now), strict=True)]
+
+
+def quantiles_of(counts: Sequence[int], shares: Sequence[float]) -> tuple[int, list[float]]:
+    """The number of observations by bucket, and the quantile of each share, 0.0 without any."""
+    seen = list(accumulate(counts))
+    if not seen or not seen[-1]:
+        return 0, [0.0] * len(shares)
+    buckets = (bisect_left(seen, max(1, math.ceil(share * seen[-1]))) for share in shares)
+    return seen[-1], [float(LOWEST * GROWTH**bucket) for bucket in buckets]
