@@ -8,7 +8,7 @@ ARGS ?=
 JOBS ?= 3
 # Tests of what is pure: no process, no model, seconds in all.
 PURE := tests/test_layers.py tests/test_documented.py $(addprefix tests/common/,config kv observe sampling transfer wire) \
-  $(addprefix tests/common/engine/worker/test_,scaling.py step_times.py) $(addprefix tests/router/,policy text auth test_slo.py test_sizing.py) \
+  $(addprefix tests/common/engine/worker/test_,scaling.py step_times.py) $(addprefix tests/router/,policy text auth observe/test_slo.py cli/test_size.py) \
   $(addprefix tests/router/dispatch/test_,admission.py prefix_index.py prompt.py registry.py stream.py) \
   tests/router/fleet/test_slices.py tests/prefill_worker/test_scheduler.py \
   $(addprefix tests/decode_worker/test_,scheduler.py draft_tokens.py)

@@ -15,15 +15,15 @@ COMMANDS = {
     "prefill-worker": ("prefill_worker", "only a worker that computes prompts"),
     "decode-worker": ("decode_worker", "only a worker that generates tokens"),
     "rank-host": ("common.engine.ranks.rank_host", "ranks of a worker that is spread over several hosts"),
-    "top": ("router.cli.top.command", "show a router's load in the terminal"),
-    "batch": ("router.cli.batch.command", "send every request of a file, and write the answers to another"),
+    "top": ("router.cli.top", "show a router's load in the terminal"),
+    "batch": ("router.cli.batch", "send every request of a file, and write the answers to another"),
     "bench": ("benchmarks.load.command", "load any OpenAI-compatible server and measure it"),
     "plan": ("benchmarks.plan", "find the cheapest pools and flags that meet goals for a load, by simulation"),
     "simulate": ("benchmarks.simulator", "simulate a service in virtual time: a load, goals, policies, failures"),
     "api-key": ("router.access.new_key", "draw an API key and print its entry for the router's key file"),
     "keygen": ("common.wire.keygen", "make a key pair that encrypts and authenticates what processes send"),
     "fetch": ("common.model_files.fetch", "download a built-in model into the cache"),
-    "size": ("router.cli.serve.size_estimate", "estimate how many workers a load needs"),
+    "size": ("router.cli.size", "estimate how many workers a load needs"),
 }
 
 EXTRAS = {

@@ -16,7 +16,7 @@ import pytest
 
 from common.errors import InternalError, Overloaded
 from router.api.batches.batch_format import BadBatch, check_requests, take_up
-from router.cli.batch.command import main
+from router.cli.batch import main
 from router.dispatch.client import GenerationRequest, TokenEvent
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -42,7 +42,7 @@ async def run(source: Path, target: Path, url: str, *flags: str) -> int:
 
 
 def in_process(argv: list[str]) -> int:
-    command = [sys.executable, "-P", "-m", "router.cli.batch.command", *argv]
+    command = [sys.executable, "-P", "-m", "router.cli.batch", *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode
@@ -137,7 +137,7 @@ async def test_a_stopped_run_goes_on(start: Any, tools: Any, tmp_path: Path, num
     target = tmp_path / "out.jsonl"
     argv = [str(source), str(target), "--url", running.url, "--concurrency", "2"]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "router.cli.batch.command", *argv, stderr=subprocess.PIPE
+        sys.executable, "-P", "-m", "router.cli.batch", *argv, stderr=subprocess.PIPE
     )
     async with asyncio.timeout(30):
         while not target.exists() or target.read_bytes().count(b"\n") < 5:  # noqa: ASYNC110

@@ -19,8 +19,7 @@ import pytest
 from rich.console import Console
 
 from common.errors import Unavailable
-from router.cli.top.command import drawn, main
-from router.cli.top.source import LoadSource, WrongUrl
+from router.cli.top import LoadSource, WrongUrl, drawn, main
 
 OPEN, CLOSE, HOME = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H"
 KEY = "a-key-of-sixteen-or-more"

@@ -30,7 +30,7 @@ from router.api.batches import (
     read_requests,
     take_up,
 )
-from router.cli.batch.client_flags import DEFAULT_URL, add_api_key
+from router.cli.client_flags import DEFAULT_URL, add_api_key
 
 PROG = "diptych batch"
 MAX_CONCURRENCY = 10_000

@@ -21,7 +21,7 @@ from router.models.models_file import ModelEntry, check_planned, settings_of
 from router.server.serving import Serving
 from router.siblings.part import LOCK, RouterPart
 
-from ..kubernetes_api import KubernetesAPI
+from ...kubernetes_api import KubernetesAPI
 
 FILE = """
 [[model]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.cli.serve.size_estimate import (
+from router.cli.size import (
     Accelerator,
     Estimate,
     Infeasible,

@@ -11,8 +11,8 @@ from rich.console import Console, RenderableType
 
 from common.wire.sampling_params import SamplingParams
 from router.api.load_answer import load_body
-from router.cli.top import figures
-from router.cli.top.picture import BAD, WARM, WIDTH, picture
+from router.cli import top
+from router.cli.top import BAD, WARM, WIDTH, picture
 from router.dispatch.client import RequestTimeline
 from router.dispatch.load import ClassLoad, DispatchLoad, WorkerLoad
 from router.fleet.events import FleetEvent
@@ -160,12 +160,12 @@ def test_a_narrow_terminal_cuts_lines() -> None:
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [(figures.number(0.421), "0.42"), (figures.number(7.46), "7.5"), (figures.number(4210.0), "4,210"),
-     (figures.number(41234.0), "41.2k"), (figures.number(3.14e6), "3.1M"), (figures.size(0), "0 B"),
-     (figures.size(1234), "1.2 kB"), (figures.size(5e17), "500000 TB"), (figures.duration(None), "no end"),
-     (figures.duration(0), "0 ms"), (figures.duration(1.26), "1.3 ms"), (figures.duration(1500), "1.5 s"),
-     (figures.duration(61000), "61 s"), (figures.ago(40), "40 s ago"), (figures.ago(9000), "2 h ago"),
-     (figures.percent(0.998), "99.8 %")],
+    [(top.number(0.421), "0.42"), (top.number(7.46), "7.5"), (top.number(4210.0), "4,210"),
+     (top.number(41234.0), "41.2k"), (top.number(3.14e6), "3.1M"), (top.size(0), "0 B"),
+     (top.size(1234), "1.2 kB"), (top.size(5e17), "500000 TB"), (top.duration(None), "no end"),
+     (top.duration(0), "0 ms"), (top.duration(1.26), "1.3 ms"), (top.duration(1500), "1.5 s"),
+     (top.duration(61000), "61 s"), (top.ago(40), "40 s ago"), (top.ago(9000), "2 h ago"),
+     (top.percent(0.998), "99.8 %")],
 )  # fmt: skip
 def test_numbers_are_short(text: str, shown: str) -> None:
     assert text == shown

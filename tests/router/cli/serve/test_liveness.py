@@ -22,7 +22,7 @@ from router.cli.serve.child import Child
 from router.cli.serve.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, Pulse, loading, watch
 from router.cli.serve.probe import Health, ask_health, claim_port
 
-GOLDEN = Path(__file__).parents[1] / "helm" / "golden" / "default.yaml"
+GOLDEN = Path(__file__).parents[3] / "helm" / "golden" / "default.yaml"
 
 # ---------------------------------------------------------------- the count
 

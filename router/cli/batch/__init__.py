@@ -1,7 +1,0 @@
-"""`diptych batch`: sends every request of a file."""
-
-from __future__ import annotations
-
-from common.lazy import lazy_exports
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,590 @@
+"""`diptych top [URL]`: a router's load in a terminal, refreshed until q or ctrl-c.
+
+asking thread ── Answer ──> latest, wake ──> the loop: keys, age of the picture, drawing
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import select
+import signal
+import ssl
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from router.cli.client_flags import DEFAULT_URL, add_api_key
+
+NONE = "-"
+SIZES = ("B", "kB", "MB", "GB", "TB")
+TIMEOUT_S = 5.0
+"""Of each step of an answer: to connect, to send, to read on."""
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""Of an answer: a thousand workers take some MiB."""
+WIDTH = 80
+"""Columns that fit everything; a narrower terminal cuts lines."""
+NUM_EVENTS = 5
+"""Number of newest events that are shown, and of workers in trouble whose reasons are shown."""
+MIN_WORKER_LINES = 7
+"""Lines of the table of workers, its header included, that classes and plan do not take."""
+TIMES = (
+    ("First token (TTFT)", "ttft", "ttft"),
+    ("Later token (TPOT)", "tpot", "tpot"),
+    ("Between tokens", "itl", ""),
+    ("Wait", "queue", ""),
+    ("KV transfer", "transfer", ""),
+    ("KV not hidden", "exposed_transfer", ""),
+)
+STAGES = {"queue": "waiting", "prefill": "prompt", "transfer": "KV transfer", "decode": "answer"}
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+PLAIN, BOLD, DIM, WARM, BAD = "", "bold", "dim", "yellow", "red"
+
+Part = Text | Table
+"""A line of text, or a table whose rows and header take one line each."""
+PROG = "diptych top"
+LEAST_INTERVAL_S, MOST_INTERVAL_S = 0.2, 3600.0
+ROUTER_ANSWER_S = 10.0
+"""How long the router may take to answer."""
+LATE_S = 2.0
+"""How much older than the interval a picture is when its age is shown in red."""
+REDRAW_S = 0.5
+"""Between two pictures without a new answer, as its age grows."""
+MAX_KEY_BYTES = 64
+"""Bytes read at a time from the keyboard."""
+QUIT = b"qQ\x03\x04"
+NO_LOAD = "what answers there is no Diptych router of this version"
+
+
+def number(value: float) -> str:
+    """About three digits: 0.42, 7.5, 312, 4,210, 41.2k, 3.1M."""
+    if value >= 1e6:
+        return f"{value / 1e6:.1f}M"
+    if value >= 1e4:
+        return f"{value / 1e3:.1f}k"
+    if value >= 10 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def size(value: float) -> str:
+    """Bytes, in units of thousands."""
+    power = 0
+    while value >= 1000 and power < len(SIZES) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.0f} {SIZES[power]}" if power == 0 or value >= 100 else f"{value:.1f} {SIZES[power]}"
+
+
+def duration(value_ms: float | None) -> str:
+    """Milliseconds; None is a wait without end."""
+    if value_ms is None:
+        return "no end"
+    if value_ms >= 9950:
+        return f"{value_ms / 1e3:,.0f} s"
+    if value_ms >= 1000:
+        return f"{value_ms / 1e3:.1f} s"
+    return f"{value_ms:.0f} ms" if value_ms >= 10 or value_ms == 0 else f"{value_ms:.1f} ms"
+
+
+def ago(seconds: float) -> str:
+    """An age."""
+    if seconds < 120:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / 60:.0f} min ago" if seconds < 7200 else f"{seconds / 3600:.0f} h ago"
+
+
+def percent(share: float) -> str:
+    """Just below 100 % it has a digit more, so that 99.8 % is not all."""
+    return f"{100 * share:.1f} %" if 0.99 < share < 0.9995 else f"{100 * share:.0f} %"
+
+
+def percentile(times: Mapping[str, float], share: str) -> str:
+    """One of `Percentiles`, by its name."""
+    return duration(times[share]) if times["num"] else NONE
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The load, or why there is none."""
+
+    load: dict[str, Any] | None = None
+    problem: str = ""
+
+
+class WrongUrl(Exception):
+    """The text is no address of a router."""
+
+
+@dataclass(frozen=True)
+class LoadSource:
+    """A router. `path` comes before `/load`, for a router behind a proxy; `ca_file` may be empty. Of several models it
+    tells the load of one, the `model`, or of all of them."""
+
+    host: str
+    port: int
+    path: str = ""
+    tls: bool = False
+    key: str = ""
+    ca_file: str = ""
+    model: str = ""
+
+    @classmethod
+    def of(cls, url: str, key: str = "", ca_file: str = "", model: str = "") -> LoadSource:
+        """`url` may lack its scheme. Raises WrongUrl."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port
+        except ValueError as error:
+            raise WrongUrl(f"{url!r} is no URL ({error})") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise WrongUrl(f"{url!r} is refused: http://HOST:PORT or https://HOST:PORT")
+        tls = parts.scheme == "https"
+        if port is None:
+            port = 443 if tls else 80
+        if not key.isprintable():
+            raise WrongUrl("the API key has a character that no header may have")
+        return cls(parts.hostname, port, parts.path.rstrip("/"), tls, key, ca_file, model)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self.tls else ''}://{host}:{self.port}{self.path}"
+
+    def ask(self) -> Answer:
+        """The load now. Never raises for what a router, or something else at its port, may do."""
+        try:
+            connection = self._connection()
+        except OSError as error:
+            return Answer(problem=f"{self.ca_file} cannot be used: {error.strerror or error}")
+        try:
+            asked = f"?{urlencode({'model': self.model})}" if self.model else ""
+            connection.putrequest("GET", f"{self.path}/load{asked}", skip_accept_encoding=True)
+            connection.putheader("Connection", "close")
+            if self.key:
+                connection.putheader("Authorization", f"Bearer {self.key}".encode())
+            connection.endheaders()
+            reply = connection.getresponse()
+            return _read(reply.status, reply.read(MAX_ANSWER_BYTES))
+        except ssl.SSLCertVerificationError as error:
+            return Answer(problem=f"the router's certificate is not trusted ({error.verify_message}): use --ca-file")
+        except TimeoutError:
+            return Answer(problem=f"the router does not answer within {TIMEOUT_S:g} s")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error or type(error).__name__
+            return Answer(problem=f"the router does not answer: {reason}")
+        finally:
+            connection.close()
+
+    def ask_within(self, seconds: float) -> Answer:
+        """The load now, or a problem once so much time is over, however slowly an answer drips in."""
+        answers: list[Answer] = []
+        asking = threading.Thread(target=lambda: answers.append(self.ask()), daemon=True)
+        asking.start()
+        asking.join(seconds)
+        return answers[0] if answers else Answer(problem=f"the router does not answer within {seconds:g} s")
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if not self.tls:
+            return http.client.HTTPConnection(self.host, self.port, timeout=TIMEOUT_S)
+        trust = ssl.create_default_context(cafile=self.ca_file or None)
+        return http.client.HTTPSConnection(self.host, self.port, timeout=TIMEOUT_S, context=trust)
+
+
+def _read(status: int, body: bytes) -> Answer:
+    if status == 401:
+        return Answer(problem="the router wants its API key: --api-key or DIPTYCH_API_KEY")
+    if status == 403:
+        return Answer(problem="this API key may not read /load: use one with admin = true")
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        answer = None
+    if status == 200 and isinstance(answer, dict) and "traffic" in answer and "workers" in answer:
+        return Answer(load=answer)
+    if status == 200:
+        return Answer(problem="what answers there is no Diptych router of this version")
+    error = answer.get("error") if isinstance(answer, dict) else None
+    reason = error.get("message") if isinstance(error, dict) else None
+    return Answer(problem=f"the router answers HTTP {status}{f': {reason}' if reason else ''}")
+
+
+def picture(load: Mapping[str, Any], num_lines: int = 0) -> Group:
+    """Draw a load, the most important lines first. Shows as many workers as fit `num_lines` (0: all)."""
+    above: list[Part] = [*_now(load), line(""), _times(load), line("")]
+    workers = sorted(load["workers"], key=lambda one: (one["state"] == "ready", one["role"] != "prefill", _name(one)))
+    below: list[Part] = [*_reasons(workers), *_classes(load), *_plan(load), *_events(load)]
+    shown = workers
+    if num_lines:
+        room = max(MIN_WORKER_LINES, num_lines - _height(above) - _height(below)) - 1
+        if room < len(workers):
+            shown = workers[: room - 1]
+            below.insert(
+                0, line(f"... and {len(workers) - len(shown):,} workers more: a taller window shows them", DIM)
+            )
+    return Group(*above, _workers(shown, several=len(load["models"]) > 1), *below)
+
+
+def line(text: str, style: str = PLAIN) -> Text:
+    """A line that is cut at the edge of the terminal."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+
+def _height(parts: Sequence[Part]) -> int:
+    return sum(part.row_count + 1 if isinstance(part, Table) else 1 for part in parts)
+
+
+def _table(names: Mapping[str, int]) -> Table:
+    """An empty table of columns by name with their widths: the first to the left, numbers to the right."""
+    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False, header_style=BOLD)
+    for place, (name, width) in enumerate(names.items()):
+        is_text = place == 0 or name in ("role", "state", "model")
+        table.add_column(Text(name), justify="left" if is_text else "right", width=width or None, no_wrap=True)
+    return table
+
+
+def _add(table: Table, cells: Sequence[str], style: str = PLAIN) -> None:
+    """Add a row of plain text: rich would read markup in a string."""
+    table.add_row(*map(Text, cells), style=style)
+
+
+def clean(value: object) -> str:
+    """Text of a worker or a key, without what a terminal would obey."""
+    return CONTROL.sub("?", str(value))
+
+
+def _now(load: Mapping[str, Any]) -> list[Text]:
+    rates, stages = load["traffic"]["rates"], load["stages"]
+    cached, prompt = rates["cached_tokens_per_s"], rates["prompt_tokens_per_s"]
+    hits = f" ({percent(cached / prompt)} cached)" if prompt else ""
+    failed = f", {number(rates['failed_per_s'])}/s failed" if rates["failed_per_s"] else ""
+    models = load["models"]
+    names = ", ".join(_model(one) for one in models)
+    return [
+        line(
+            f"{'Models' if len(models) > 1 else 'Model':<12}{names}",
+            PLAIN if all(one["ready"] for one in models) else WARM,
+        ),
+        line(f"Requests    {number(rates['requests_per_s'])}/s{failed}", WARM if failed else PLAIN),
+        line(
+            f"In flight   {load['server_load']:,}: "
+            + ", ".join(f"{count:,} {STAGES.get(name, clean(name))}" for name, count in stages.items())
+        ),
+        line(f"Tokens      {number(rates['output_tokens_per_s'])}/s output, {number(prompt)}/s prompt{hits}"),
+        line(f"KV moved    {size(rates['transfer_bytes_per_s'])}/s in {number(rates['transfers_per_s'])} transfers/s"),
+        *_pools(load),
+    ]
+
+
+def _model(one: Mapping[str, Any]) -> str:
+    away = "" if one["ready"] else ", no worker is ready"
+    return f"{clean(one['id'])} ({one['max_model_len']:,} tokens{away})"
+
+
+def _pools(load: Mapping[str, Any]) -> list[Text]:
+    lines = []
+    for role in ("prefill", "decode"):
+        all_of = [one for one in load["workers"] if one["role"] == role]
+        ready = [one for one in all_of if one["state"] == "ready"]
+        used = _used(ready)
+        blocks = f", KV blocks {percent(used):>5} {_bar(used)}" if used is not None else ""
+        text = f"{role.capitalize():<11} {len(ready):,} of {len(all_of):,} ready{blocks}"
+        lines.append(line(text, WARM if len(ready) < len(all_of) else PLAIN))
+    return lines
+
+
+def _used(workers: Sequence[Mapping[str, Any]]) -> float | None:
+    blocks = sum(one["num_blocks"] for one in workers)
+    return 1 - sum(one["num_available_blocks"] for one in workers) / blocks if blocks else None
+
+
+def _bar(share: float, width: int = 20) -> str:
+    full = min(width, max(0, round(share * width)))
+    return f"[{'|' * full}{' ' * (width - full)}]"
+
+
+def _times(load: Mapping[str, Any]) -> Table:
+    traffic = load["traffic"]
+    minutes = f"last {traffic['window_s'] / 60:.0f} minutes"
+    table = _table({minutes: 20, "p50": 9, "p90": 9, "p99": 9, "number": 9, "goal": 9})
+    default: Mapping[str, Any] = next((one for one in load["classes"] if one["name"] == "default"), {})
+    for name, kind, goal in TIMES:
+        times, wanted_ms = traffic[kind], default.get(f"{goal}_ms", 0) if goal else 0
+        shares = (percentile(times, share) for share in ("p50_ms", "p90_ms", "p99_ms"))
+        missed = bool(wanted_ms and times["num"] and times["p90_ms"] > wanted_ms)
+        wanted = duration(wanted_ms) if wanted_ms else ""
+        _add(table, (name, *shares, number(times["num"]), wanted), WARM if missed else PLAIN)
+    return table
+
+
+def _classes(load: Mapping[str, Any]) -> list[Part]:
+    """Nothing for a service with one class and no goals."""
+    classes = load["classes"]
+    if not any(one["attainment"] for one in classes) and len(classes) < 2:
+        return []
+    table = _table({"class": 20, "in flight": 9, "waiting": 9, "refused": 9, "TTFT met": 9, "TPOT met": 9})
+    goal = (load["plan"] or {}).get("quantile", 0.95)
+    for one in classes:
+        met = [one["attainment"].get(name) for name in ("ttft", "tpot")]
+        shares = (NONE if share is None else percent(share) for share in met)
+        counts = (f"{one[name]:,}" for name in ("num_in_flight", "num_waiting", "num_refused"))
+        missed = any(share is not None and share < goal for share in met)
+        _add(table, (clean(one["name"]), *counts, *shares), BAD if missed else PLAIN)
+    return [line(""), table]
+
+
+def _plan(load: Mapping[str, Any]) -> list[Text]:
+    plan = load["plan"]
+    if plan is None:
+        return []
+    lines = [line(""), line("plan", BOLD)]
+    if plan["unmet"]:
+        lines.append(line(f"The goals cannot be met: {clean(plan['unmet'])}", BAD))
+    if plan["held"]:
+        lines.append(line(f"The plan does not change: {clean(plan['held'])}", WARM))
+    for role, pool in plan["pools"].items():
+        text = f"{role}: {pool['present']} present, {pool['wanted']} wanted, {pool['needed']} needed. "
+        lines.append(line(text + clean(pool["reason"]), WARM if pool["present"] < pool["wanted"] else PLAIN))
+    return lines
+
+
+def _workers(workers: Sequence[Mapping[str, Any]], *, several: bool) -> Table:
+    columns = {"worker": 20, "role": 7, "state": 9, "requests": 8, "queued": 7, "wait": 7, "KV used": 7, "tok/s": 7}
+    table = _table(columns | ({"model": 0} if several else {}))
+    for one in workers:
+        used = _used([one])
+        cells = [_name(one)[1], one["role"], clean(one["state"]), f"{one['num_requests']:,}"]
+        cells += [number(one["num_queued_tokens"]), duration(one["wait_s"] * 1e3)]
+        cells += [NONE if used is None else percent(used), number(one["tokens_per_s"])]
+        cells += [clean(one.get("model", ""))] if several else []
+        bad = BAD if one["state"] in ("dead", "unknown") else WARM
+        _add(table, cells, PLAIN if one["state"] == "ready" else bad)
+    return table
+
+
+def _reasons(workers: Sequence[Mapping[str, Any]]) -> list[Text]:
+    """Why the first workers in trouble are not ready."""
+    ailing = [one for one in workers if one["state"] != "ready" and one["reason"] not in ("", one["state"])]
+    return [line(f"{_name(one)[1]}: {clean(one['reason'])}", DIM) for one in ailing[:NUM_EVENTS]]
+
+
+def _name(worker: Mapping[str, Any]) -> tuple[int, str]:
+    """So that decode-9 comes before decode-10."""
+    name = clean(worker["worker_id"] or worker["address"])
+    return len(name), name
+
+
+def _events(load: Mapping[str, Any]) -> list[Text]:
+    events = load["events"][:NUM_EVENTS]
+    lines = []
+    for one in events:
+        detail = f": {clean(one['detail'])}" if one["detail"] else ""
+        text = f"{ago(one['age_s']):>10}  {clean(one['role'])} {clean(one['worker'])} {clean(one['kind'])}{detail}"
+        lines.append(line(text, BAD if one["kind"] == "lost" else PLAIN))
+    return [line(""), line("events", BOLD), *lines] if lines else []
+
+
+class Ended(Exception):
+    """A signal asks the process to end."""
+
+
+class Asking:
+    """Asks a router in a thread of its own, so that a slow answer holds up no key."""
+
+    def __init__(self, source: LoadSource, interval_s: float) -> None:
+        self._source, self._interval_s = source, interval_s
+        self._latest = Answer(problem=f"asking {source.url} ...")
+        self._load: tuple[dict[str, Any], float] | None = None
+        self.wake, self._woken = os.pipe()
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, daemon=True).start()  # an answer that hangs must not hold up the end
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    @property
+    def problem(self) -> str:
+        """Why the latest question had no answer; "" if it had."""
+        return self._latest.problem
+
+    @property
+    def load(self) -> tuple[dict[str, Any], float] | None:
+        """The latest load that there was, and when it came."""
+        return self._load
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            answer = self._source.ask_within(ROUTER_ANSWER_S)
+            if answer.load is not None:
+                self._load = answer.load, time.monotonic()
+            self._latest = answer
+            os.write(self._woken, b".")
+            self._stop.wait(self._interval_s)
+
+
+def frame(asking: Asking, url: str, interval_s: float, num_lines: int, now: float) -> Group:
+    """What the screen shows: a title, a problem if there is one, and the latest picture."""
+    title = line(f"diptych top   {url}   {time.strftime('%H:%M:%S')}   q: end", BOLD)
+    if asking.load is None:
+        return Group(title, line(""), line(_sentence(asking.problem), BAD))
+    load, came_at = asking.load
+    age_s = now - came_at
+    warnings = [line(_sentence(asking.problem), BAD)] if asking.problem else []
+    if warnings or age_s > interval_s + LATE_S:
+        warnings.append(line(f"What you see is from {ago(age_s)}.", BAD))
+    return Group(title, *warnings, drawn(load, max(1, num_lines - 1 - len(warnings))))
+
+
+def drawn(load: dict[str, Any], num_lines: int = 0) -> Group:
+    """The picture, or a line that says that this is no load of a router."""
+    try:
+        return picture(load, num_lines)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return Group(line(_sentence(NO_LOAD), BAD))
+
+
+@contextmanager
+def keyboard() -> Iterator[int | None]:
+    """The file descriptor of the keyboard, if there is one, which gives each key at once. Signals raise Ended."""
+    keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+    before: Any = None if keys is None else termios.tcgetattr(keys)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a background script's children ignore the first
+    handlers = {number: signal.signal(number, _end) for number in signals}
+    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped process leaves its screen
+    try:
+        if keys is not None:
+            tty.setcbreak(keys)
+        yield keys
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if keys is not None:
+            with suppress(termios.error):  # the terminal may be gone
+                termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise Ended
+
+
+def _is_going_on(keys: int | None, wake: int) -> bool:
+    """Wait until `wake` is readable, or for REDRAW_S. Returns False when a key ends the command."""
+    watched = [wake] if keys is None else [wake, keys]
+    ready, _, _ = select.select(watched, [], [], REDRAW_S)
+    if wake in ready:
+        os.read(wake, MAX_KEY_BYTES)
+    if keys is None or keys not in ready:
+        return True
+    pressed = os.read(keys, MAX_KEY_BYTES)
+    return bool(pressed) and not any(key in QUIT for key in pressed)
+
+
+def watch(source: LoadSource, interval_s: float, console: Console) -> int:
+    """Show the load until a key or a signal ends it."""
+    asking = Asking(source, interval_s)
+    try:
+        with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+            asking.start()
+            while True:
+                shown = frame(asking, source.url, interval_s, console.height, time.monotonic())
+                live.update(shown, refresh=True)
+                if not _is_going_on(keys, asking.wake):
+                    return 0
+    except (KeyboardInterrupt, Ended):
+        return 0
+    finally:
+        asking.stop()
+
+
+def follow(source: LoadSource, interval_s: float, console: Console) -> int:
+    """Print one picture after another, for a pipe or a file."""
+    while True:
+        answer = source.ask_within(ROUTER_ANSWER_S)
+        shown = line(_sentence(answer.problem)) if answer.load is None else drawn(answer.load)
+        console.print(line(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {source.url}"), shown, "")
+        time.sleep(interval_s)
+
+
+def once(source: LoadSource, console: Console, *, as_json: bool) -> int:
+    """Print one picture. Returns 1 when the router did not answer."""
+    answer = source.ask_within(ROUTER_ANSWER_S)
+    if answer.load is None:
+        print(f"{PROG}: {source.url}: {answer.problem}", file=sys.stderr)
+        return 1
+    if as_json:
+        console.print_json(data=answer.load)
+    else:
+        console.print(drawn(answer.load))
+    return 0
+
+
+def _sentence(problem: str) -> str:
+    return f"{problem[:1].upper()}{problem[1:]}." if problem and not problem.endswith(".") else problem
+
+
+def _interval(text: str) -> float:
+    value = float(text)
+    if not LEAST_INTERVAL_S <= value <= MOST_INTERVAL_S:
+        raise argparse.ArgumentTypeError(f"{text} is refused: {LEAST_INTERVAL_S:g} to {MOST_INTERVAL_S:g} seconds")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Shows a router's load: throughput, times, pools, classes, plan and workers. q or ctrl-c ends it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"of the router (default {DEFAULT_URL})")
+    parser.add_argument("--model", default="", metavar="NAME", help="of several models, show this one alone")
+    parser.add_argument("--once", action="store_true", help="print one picture as text, and end")
+    parser.add_argument("--json", action="store_true", help="print the answer of /load as JSON, and end")
+    parser.add_argument(
+        "--interval-s", type=_interval, default=1.0, metavar="X", help="seconds between questions (default 1)"
+    )
+    add_api_key(parser)
+    parser.add_argument(
+        "--ca-file", default="", metavar="FILE", help="trust the certificates in this PEM file, not the system's"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, 1 when there was no answer to print, 2 for refused arguments."""
+    arguments = _parser().parse_args(argv)
+    try:
+        source = LoadSource.of(arguments.url, arguments.api_key, arguments.ca_file, arguments.model)
+    except WrongUrl as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 2
+    try:
+        console = Console(width=None if sys.stdout.isatty() else 2 * WIDTH)
+        if arguments.once or arguments.json:
+            return once(source, console, as_json=arguments.json)
+        if sys.stdout.isatty() and not console.is_dumb_terminal:
+            return watch(source, arguments.interval_s, console)
+        return follow(source, arguments.interval_s, console)
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

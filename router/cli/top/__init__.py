@@ -1,1 +1,0 @@
-"""`diptych top`: the load of a router in the terminal."""
