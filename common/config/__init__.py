@@ -5,7 +5,7 @@
                  <- WorkerConfig     <- PrefillWorkerConfig, DecodeWorkerConfig
     RankHostConfig                   ranks of a worker on another host
 
-`cluster`, `access`, `roles` and `stored` hold groups of settings that these classes inherit.
+`cluster` and `scaling` hold groups of settings that these classes inherit.
 """
 
 from __future__ import annotations

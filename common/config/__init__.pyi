@@ -5,22 +5,19 @@
                  <- WorkerConfig     <- PrefillWorkerConfig, DecodeWorkerConfig
     RankHostConfig                   ranks of a worker on another host
 
-`cluster`, `access`, `roles` and `stored` hold groups of settings that these classes inherit.
+`cluster` and `scaling` hold groups of settings that these classes inherit.
 """
 
-from common.config.classes import CONFIG_CLASSES
 from common.config.common import CommonConfig
-from common.config.cores import parse_cores
 from common.config.decode_worker import USUAL_SEQS, DecodeWorkerConfig
 from common.config.field import AUTO, GOAL_MS, Config, Field, fields_of, to_argv, to_env
 from common.config.prefill_worker import PrefillWorkerConfig
 from common.config.rank_host import RankHostConfig
 from common.config.request_class import BATCH_CLASSES, COMMON_SHARE, DEFAULT, NO_LANE, RequestClass
-from common.config.router import RouterConfig
+from common.config.router import MEMORY, OFF, RouterConfig
 from common.config.serve import ServeConfig
-from common.config.sources import FlagParser, Sources, counterpart, counterpart_env, exit_refused, load
-from common.config.stored import MEMORY, OFF
-from common.config.worker import ADAPTER_NAME, WorkerConfig, is_loopback
+from common.config.sources import CONFIG_CLASSES, FlagParser, Sources, counterpart, counterpart_env, exit_refused, load
+from common.config.worker import ADAPTER_NAME, WorkerConfig, is_loopback, parse_cores
 
 __all__ = [
     "ADAPTER_NAME",

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import everywhere
 from common.config.field import FILE, Config, setting
 from common.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class CommonConfig(Config):
+class ProcessConfig(Config):
+    """Settings that every long-lived process has."""
+
+    config: str = setting(
+        "",
+        "TOML file with settings; flags and environment win over it",
+        group="Everywhere",
+        in_file=False,
+        **FILE,
+    )
+    log_level: str = setting(
+        "info", "how much to log", group="Everywhere", choices=("debug", "info", "warning", "error")
+    )
+    log_json: bool = setting(False, "log one JSON object a line instead of text for people", group="Everywhere")
+
+
+@dataclass(frozen=True)
+class CommonConfig(ProcessConfig):
     """Settings that the router and the workers share."""
 
     curve_key: str = setting(
@@ -27,9 +43,6 @@ class CommonConfig(Config):
         group="Sockets",
         **FILE,
     )
-    config: str = everywhere.config_file()
-    log_level: str = everywhere.log_level()
-    log_json: bool = everywhere.log_json()
     model: str = setting(
         "smollm2-135m",
         "built-in name (smollm2-135m, gemma3-270m), folder, .gguf file, or Hugging Face id (org/name, org/name:Q4_K_M)",

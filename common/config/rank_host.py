@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import everywhere
-from common.config.field import FILE, TIMEOUT, Config, setting
+from common.config.common import ProcessConfig
+from common.config.field import FILE, TIMEOUT, setting
 from common.errors import ConfigError
 
 _LEADER = r"((\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5})?"
 
 
 @dataclass(frozen=True)
-class RankHostConfig(Config):
+class RankHostConfig(ProcessConfig):
     """What it needs to find rank 0, which says the rest."""
 
     section: ClassVar[str] = "rank_host"
@@ -44,9 +44,6 @@ class RankHostConfig(Config):
         group="Deadlines",
         **TIMEOUT,
     )
-    config: str = everywhere.config_file()
-    log_level: str = everywhere.log_level()
-    log_json: bool = everywhere.log_json()
 
     def check(self) -> None:
         super().check()

@@ -7,22 +7,128 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from common.config.access import AccessSettings
 from common.config.cluster import DiscoverySettings
 from common.config.common import CommonConfig
-from common.config.field import DURATION, FILE, HOST, PORT, TIMEOUT, fields_of, setting
-from common.config.files import FileSettings
+from common.config.field import AUTO, DURATION, FILE, HOST, PORT, TIMEOUT, Config, fields_of, setting
 from common.config.request_class import EXPECTS, RequestClass, request_classes, with_batch
-from common.config.roles import RoleSettings
 from common.config.scaling import PlannerSettings
-from common.config.stored import StoreSettings
 from common.errors import ConfigError
+
+MEMORY, OFF = "memory", "off"
 
 
 @dataclass(frozen=True)
-class RouterConfig(
-    CommonConfig, DiscoverySettings, PlannerSettings, RoleSettings, AccessSettings, StoreSettings, FileSettings
-):
+class AccessSettings(Config):
+    """Keys, TLS, the audit log, and bounds on connections."""
+
+    api_key_file: str = setting(
+        "",
+        "TOML file with API keys, their names and limits; read anew as it changes (`diptych api-key` makes an entry)",
+        group="HTTP",
+        **FILE,
+    )
+    tls_cert: str = setting(
+        "",
+        "PEM file with the certificate chain for https; read anew as it changes; empty: http",
+        group="HTTP",
+        **FILE,
+    )
+    tls_key: str = setting(
+        "", "PEM file with the private key of --tls-cert, without a passphrase", group="HTTP", **FILE
+    )
+    audit_log: str = setting(
+        "",
+        "file (-: standard output) that gets a JSON line for each request that needs an API key: who, what, how much, "
+        "how it ended; no prompts",
+        group="HTTP",
+        **FILE,
+    )
+    max_connections: int = setting(
+        4096,
+        "maximum open connections; one more evicts a connection that has been idle for 1 s, or gets 503",
+        group="HTTP",
+        ge=1,
+        le=1_000_000,
+    )
+    header_timeout_s: float = setting(
+        10.0, "seconds for a TLS handshake, and for the head of a request, to arrive", group="HTTP", ge=0.05, le=600
+    )
+
+    def check(self) -> None:
+        super().check()
+        for given, other, field in ((self.tls_cert, self.tls_key, "key"), (self.tls_key, self.tls_cert, "cert")):
+            if given and not other:
+                raise ConfigError(f"tls_{field}", "", "a file too when the other of --tls-cert and --tls-key is given")
+
+
+@dataclass(frozen=True)
+class StoreSettings(Config):
+    """Where responses of the Responses API are kept, how many, and how long."""
+
+    response_store: str = setting(
+        AUTO,
+        "SQLite file in which responses of /v1/responses are kept for previous_response_id, background and GET. auto: "
+        "diptych/responses.sqlite3 under $XDG_STATE_HOME (~/.local/state), or in memory where that cannot be written; "
+        "memory: until the router ends; off: nothing is kept",
+        group="HTTP",
+        pattern=r".+",
+        expects="a file, auto, memory or off",
+        metavar="FILE",
+    )
+    response_store_mib: int = setting(
+        0,
+        "MiB of stored responses, inputs included; above it, the key that has most loses its least recently used ones. "
+        "0: 1024 in a file, 128 in memory",
+        group="HTTP",
+        ge=0,
+        le=1_000_000,
+    )
+    response_store_hours: float = setting(
+        720.0,
+        "hours after which a stored response is deleted, counted from when it was made or a conversation last went on "
+        "from it",
+        group="HTTP",
+        ge=0.01,
+        le=876_000,
+    )
+    max_background: int = setting(
+        64,
+        "answers with background: true that are made at once; one key may have half of them; more get 429. Each counts "
+        "towards --max-inflight too",
+        group="HTTP",
+        ge=1,
+        le=100_000,
+    )
+
+
+@dataclass(frozen=True)
+class FileSettings(Config):
+    """How much of `/v1/files` is kept and how long, and how `/v1/batches` works. `response_store` says where."""
+
+    file_store_mib: int = setting(
+        0,
+        "MiB of files, uploaded ones and results of batches, beside the store of responses (--response-store); a key "
+        "may have half of it. More get 413. 0: 4096 in a file, 128 in memory",
+        group="HTTP",
+        ge=0,
+        le=10_000_000,
+    )
+    file_store_hours: float = setting(
+        720.0, "hours after which a file, or a batch that ended, is deleted", group="HTTP", ge=0.01, le=876_000
+    )
+    max_file_mib: int = setting(200, "MiB of an uploaded file; larger ones get 413", group="HTTP", ge=1, le=100_000)
+    batch_concurrency: int = setting(
+        16,
+        "requests of batches that are answered at once, of all batches of this router. Each counts towards "
+        "--max-inflight too",
+        group="HTTP",
+        ge=1,
+        le=10_000,
+    )
+
+
+@dataclass(frozen=True)
+class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSettings, StoreSettings, FileSettings):
     """The router: HTTP in front, workers behind. It holds the tokeniser, never the weights."""
 
     section: ClassVar[str] = "router"
@@ -165,6 +271,12 @@ class RouterConfig(
         "switches this off",
         group="Deadlines",
         **TIMEOUT,
+    )
+    role_change: bool = setting(
+        False,
+        "change running workers between prefill and decode where one pool is behind and the other is not; workers need "
+        "--role-change, too",
+        group="Scaling",
     )
     request_class: tuple[str, ...] = setting(
         (),

@@ -21,11 +21,22 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from common import __version__
-from common.config.classes import CONFIG_CLASSES
+from common.config.decode_worker import DecodeWorkerConfig
 from common.config.field import GROUPS, Config, Field, fields_of
+from common.config.prefill_worker import PrefillWorkerConfig
+from common.config.rank_host import RankHostConfig
+from common.config.router import RouterConfig
+from common.config.serve import ServeConfig
 from common.config.worker import WorkerConfig
 from common.errors import ConfigError
 
+CONFIG_CLASSES: tuple[type[Config], ...] = (
+    ServeConfig,
+    RouterConfig,
+    PrefillWorkerConfig,
+    DecodeWorkerConfig,
+    RankHostConfig,
+)
 C = TypeVar("C", bound=Config)
 W = TypeVar("W", bound=WorkerConfig)
 

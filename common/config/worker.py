@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from common.config.cluster import PodSettings
 from common.config.common import CommonConfig
-from common.config.cores import CORES, parse_cores
 from common.config.field import AUTO, DURATION, FILE, HOST, PORT, setting
 from common.errors import ConfigError
 
+CORES = r"([0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)?"
+"""A list, as a regular expression."""
 BLOCK_SIZES = (16, 32, 64, 128)
 CPU_BLOCK, GPU_BLOCK = 16, 64
 """Tokens: on a GPU a tile of keys is a block of 64, so attention reads one entry of the block table a tile."""
@@ -18,6 +19,17 @@ CPU_KV_GIB = 1.0
 """On a CPU, whose memory others need too: over 40,000 tokens of SmolLM2-135M in bfloat16."""
 ADAPTER_NAME = r"[!-+\-.-<>-~]{1,256}"
 _IDENTITY = r"[A-Za-z0-9_.:-]{0,128}"
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """CPU numbers of a list such as "0-3,8"; empty for "". Raises ConfigError for a range that runs backwards."""
+    cores: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise ConfigError("cores", text, "CPU numbers and rising ranges, such as 0-3,8")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(dict.fromkeys(cores))
 
 
 def is_loopback(host: str) -> bool:

@@ -2,7 +2,7 @@
 
 gauges for an autoscaler     `diptych_pool_wanted_workers`: no scaler here, KEDA or an HPA reads them
 Kubernetes                   the router sets the replicas of Deployments (`kubernetes_scaler.py`)
-one machine                  `diptych serve --autoscale` reads the gauges (`router/cli/serve/pools.py`)
+one machine                  `diptych serve --autoscale` reads the gauges (`router/cli/serve/autoscale.py`)
 """
 
 from __future__ import annotations

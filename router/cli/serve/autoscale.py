@@ -3,19 +3,133 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Protocol
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.config import WorkerConfig
 from common.wire import Role
 from router.cli.serve.child import RouterChild, WorkerChild
-from router.cli.serve.pools import Gauges, LocalPools
 from router.cli.serve.probe import metrics_page
 
 log = logging.getLogger(__name__)
 
+
+MODULES: Mapping[Role, str] = {"prefill": "prefill_worker", "decode": "decode_worker"}
+WANTED, REQUESTS = "diptych_pool_wanted_workers", "diptych_worker_requests"
 LOOK_S = 2.0
 """Between two looks at what the planner wants, whose own interval is longer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gauges:
+    """What the router's page of metrics says: workers wanted by model and role, requests by worker.
+
+    A model has the name by which clients call it.
+    """
+
+    wanted: Mapping[tuple[str, str], int]
+    requests: Mapping[str, float]
+
+    @classmethod
+    def of(cls, page: str) -> Gauges:
+        whole = page.rpartition("\n")[0]  # of a router that died meanwhile the last line may be a part
+        lines = "\n".join(line for line in whole.splitlines() if line.startswith((WANTED, REQUESTS)))
+        samples = [sample for family in text_string_to_metric_families(lines + "\n") for sample in family.samples]
+        wanted: Counter[tuple[str, str]] = Counter()
+        requests: Counter[str] = Counter()
+        for one in samples:  # each process of the router plans for the whole load, and has requests of its own
+            if one.name == WANTED:
+                pool = one.labels["model_name"], one.labels["role"]
+                wanted[pool] = max(wanted[pool], int(one.value))
+            elif one.name == REQUESTS:
+                requests[one.labels["worker"]] += int(one.value)
+        return cls(wanted, requests)
+
+
+class LocalPools:
+    """`workers` of all models by role, those that leave included. `kinds`: the settings of a new one, but its model."""
+
+    def __init__(self, kinds: Mapping[Role, WorkerConfig], runtime: Path) -> None:
+        self._kinds, self._runtime = kinds, runtime
+        self.file = runtime / "workers.json"
+        self.workers: dict[Role, list[WorkerChild]] = {role: [] for role in MODULES}
+        self.leaving: set[WorkerChild] = set()
+        self._listed = ""
+        self._is_failing = False
+
+    def add(self, role: Role, config: WorkerConfig | None = None, model: str = "") -> WorkerChild:
+        """A new worker, not started yet; without `config` one of the role's kind that serves `model`.
+
+        Its name is the first that no worker of any model has: files and the router's metrics tell workers apart by it.
+        """
+        if config is None:
+            names = {worker.name for worker in self.workers[role]}
+            number = next(number for number in range(len(names) + 1) if f"{role}-{number}" not in names)
+            config = dataclasses.replace(self._kinds[role], worker_id=f"{role}-{number}", model=model)
+        if not config.cores:  # workers that are not pinned to cores take turns with all of them
+            config = dataclasses.replace(config, core_share=str(self._runtime / "cores"))
+        other = next((kind for name, kind in self._kinds.items() if name != role), None)
+        name = config.worker_id
+        worker = WorkerChild(
+            MODULES[role], _with_own_file(config, name), self._runtime, other and _with_own_file(other, name)
+        )
+        self.workers[role].append(worker)
+        return worker
+
+    def remove(self, worker: WorkerChild) -> None:
+        """Forget a worker that has ended."""
+        worker.close()
+        self.leaving.discard(worker)
+        for pool in self.workers.values():
+            if worker in pool:
+                pool.remove(worker)
+        self.publish()
+
+    def __iter__(self) -> Iterator[WorkerChild]:
+        return iter([worker for pool in self.workers.values() for worker in pool])
+
+    def staying(self, role: Role, model: str) -> list[WorkerChild]:
+        """A model's workers that are not about to leave."""
+        of_model = (worker for worker in self.workers[role] if worker.config.model == model)
+        return [worker for worker in of_model if worker not in self.leaving]
+
+    def least_busy(self, role: Role, model: str, requests: Mapping[str, float]) -> WorkerChild:
+        """A model's worker to end first: that with the fewest requests, the youngest of several."""
+        return min(self.staying(role, model), key=lambda worker: (requests.get(worker.name, 0.0), -worker.started_at))
+
+    def publish(self) -> None:
+        """Update the file if the workers' published addresses have changed."""
+        addresses = {worker: worker.read_address() for pool in self.workers.values() for worker in pool}
+        listed: dict[str, list[str]] = {
+            role: [addresses[worker] for worker in pool if addresses[worker]] for role, pool in self.workers.items()
+        }
+        listed["leaving"] = sorted(addresses[worker] for worker in self.leaving if addresses.get(worker))
+        text = json.dumps(listed)
+        if text != self._listed:
+            new = self.file.with_suffix(".new")
+            try:
+                new.write_text(text)
+                new.replace(self.file)
+            except OSError as error:  # on a full disk the service continues, and the next call retries
+                if not self._is_failing:
+                    log.error("cannot update the router's list of workers, will retry: %s", error)
+                self._is_failing = True
+                return
+            self._listed, self._is_failing = text, False
+
+
+def _with_own_file(config: WorkerConfig, name: str) -> WorkerConfig:
+    """Two workers cannot keep blocks in one file."""
+    if not config.kv_disk_path:
+        return config
+    return dataclasses.replace(config, kv_disk_path=f"{config.kv_disk_path}.{name}")
 
 
 class Staff(Protocol):

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from common.wire import Role
-from router.cli.serve.autoscale import autoscale
+from router.cli.serve.autoscale import LocalPools, autoscale
 from router.cli.serve.child import Child, RouterChild, WorkerChild
 from router.cli.serve.keeper import POLL_S, Keeper, StartFailed, cancel, describe_exit
 from router.cli.serve.liveness import ROUTER_ROUNDS, WORKER_ROUNDS, loading
-from router.cli.serve.pools import LocalPools
 from router.cli.serve.probe import PROBE_TIMEOUT_S, ready_reason
 from router.cli.serve.processes import ServePlan
 

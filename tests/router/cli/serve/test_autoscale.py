@@ -12,9 +12,8 @@ import pytest
 
 from common.errors import ConfigError
 from common.wire.message_fields import Role
-from router.cli.serve.autoscale import LocalScaler, autoscale
+from router.cli.serve.autoscale import Gauges, LocalPools, LocalScaler, autoscale
 from router.cli.serve.child import RouterChild, WorkerChild
-from router.cli.serve.pools import Gauges, LocalPools
 from router.cli.serve.processes import read_plan
 from router.cli.serve.supervisor import Supervisor
 
@@ -169,7 +168,9 @@ async def test_workers_are_started_listed_and_ended(
     monkeypatch.setattr("router.cli.serve.supervisor.LEAVE_S", 0.0)
     monkeypatch.setattr("router.cli.serve.autoscale.LOOK_S", 0.05)
     supervisor: Supervisor = pretended(records, "--autoscale", models_file(tmp_path, "tiny-random", "another"))
-    monkeypatch.setattr("router.cli.serve.pools.MODULES", {"prefill": "pretended_worker", "decode": "pretended_worker"})
+    monkeypatch.setattr(
+        "router.cli.serve.autoscale.MODULES", {"prefill": "pretended_worker", "decode": "pretended_worker"}
+    )
     await supervisor.start()
     assert "--discovery=file" in (records / "router").read_text()
     running = asyncio.create_task(supervisor.run())
