@@ -1,8 +1,9 @@
 """Which models a router serves, under which names, and which of them a request gets."""
 
 from router.models.adapters_file import LORA_FIELD, AdapterEntry, AdaptersSource
-from router.models.catalog import MODELS_FIELD, Catalog
+from router.models.catalog import Catalog
 from router.models.models_file import (
+    MODELS_FIELD,
     ModelEntry,
     ModelsSource,
     ModelTable,

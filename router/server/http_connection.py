@@ -5,6 +5,8 @@
 uvicorn bounds neither the wait for a head nor its size, nor the wait for a client that does not read its answers, nor
 the number of pipelined requests, and logs a warning for each bad request. It also accepts requests without a `Host`,
 sends chunks to HTTP/1.0 clients, and drops the requests of a half-closed client.
+
+The number of open connections is bounded: an idle connection makes room for a new one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +28,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from common.errors import InvalidRequest, RequestError, Unavailable
 from router.request.errors import HeadTimeout, HeadTooLarge, error_object
 from router.server.entrance import generates
-from router.server.places import Places
 
+IDLE_S = 1.0
+"""Idle time, in seconds, after which a connection may be evicted. New clients need some time to send a request, and
+others may send their next one."""
+MAX_REFUSED = 64
+"""Maximum number of refused connections that stay open until their clients have read the refusal."""
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers together."""
 MAX_URL_BYTES = 8 * 1024
@@ -54,6 +60,68 @@ PHRASES = {
 }
 
 
+class ConnectionSlots:
+    """At most `most` transports. To make room, `enter` evicts the one that has been idle longest.
+
+    It aborts that one instead of closing it, because a TLS peer that does not answer the close would keep the
+    descriptor for half a minute. A connection whose last answer is not sent yet is therefore not evicted.
+    """
+
+    def __init__(self, most: int, on_evicted: Callable[[], None], clock: Callable[[], float]) -> None:
+        """`clock` returns seconds."""
+        self.most, self._on_evicted, self._clock = most, on_evicted, clock
+        self._open: set[asyncio.Transport] = set()
+        self._idle: OrderedDict[asyncio.Transport, float] = OrderedDict()
+        """Start of each connection's idle time, in the order of eviction."""
+        self._refused: dict[asyncio.Transport, None] = {}
+
+    def enter(self, transport: asyncio.Transport) -> bool:
+        """Add a new, idle connection. If it returns False, all slots are in use, and the caller must refuse it.
+
+        In both cases, `leave` must be called when the connection ends.
+        """
+        if len(self._open) >= self.most and not self._evict():
+            self._refused[transport] = None
+            if len(self._refused) > MAX_REFUSED:
+                oldest = next(iter(self._refused))
+                self.leave(oldest)
+                oldest.abort()
+            return False
+        self._open.add(transport)
+        self._idle[transport] = self._clock()
+        return True
+
+    def work(self, transport: asyncio.Transport) -> None:
+        """A request came on this connection, which protects it from eviction."""
+        self._idle.pop(transport, None)
+
+    def rest(self, transport: asyncio.Transport) -> None:
+        """Every request of this connection is answered; it may already be closing."""
+        if transport in self._open:
+            self._idle[transport] = self._clock()
+            if transport.is_closing():  # eviction loses nothing
+                self._idle[transport] = 0.0
+                self._idle.move_to_end(transport, last=False)
+
+    def leave(self, transport: asyncio.Transport) -> None:
+        """Remove a lost connection."""
+        self._open.discard(transport)
+        self._idle.pop(transport, None)
+        self._refused.pop(transport, None)
+
+    def _evict(self) -> bool:
+        latest = self._clock() - IDLE_S
+        for transport, since in self._idle.items():
+            if since > latest:
+                return False
+            if not transport.get_write_buffer_size():
+                self.leave(transport)
+                transport.abort()
+                self._on_evicted()
+                return True
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class HTTPBounds:
     """The bounds of connections. `on_reject` is called with the reason of each rejection.
@@ -61,7 +129,7 @@ class HTTPBounds:
     `answer_s`: how long the answer of a generation may wait for a client that does not read.
     """
 
-    places: Places
+    slots: ConnectionSlots
     header_timeout_s: float
     answer_s: float
     on_reject: Callable[[str], None]
@@ -134,12 +202,12 @@ class HTTPConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.awaiting_since = self.loop.time()
-        if not self.bounds.places.enter(transport):
-            most = self.bounds.places.most
+        if not self.bounds.slots.enter(transport):
+            most = self.bounds.slots.most
             self._refuse(Unavailable(f"{most:,} connections are open, the most this router takes"), "connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.bounds.places.leave(self.transport)
+        self.bounds.slots.leave(self.transport)
         super().connection_lost(exc)
         self._drop_requests()
 
@@ -225,7 +293,7 @@ class HTTPConnection(HttpToolsProtocol):
         self._in_head = False
         self._num_unread = self._sent_bytes = self._body_bytes = 0
         self.awaiting_since = None
-        self.bounds.places.work(self.transport)
+        self.bounds.slots.work(self.transport)
         if len(self.pipeline) >= MAX_PIPELINED:
             self._give_up(InvalidRequest(f"more than {MAX_PIPELINED} requests wait on this connection"), "pipelined")
         self._check_head()
@@ -252,7 +320,7 @@ class HTTPConnection(HttpToolsProtocol):
         self._unanswered.popleft()
         super().on_response_complete()
         if self.idle:
-            self.bounds.places.rest(self.transport)
+            self.bounds.slots.rest(self.transport)
 
     # ------------------------------------------------------------ the server's clock
 

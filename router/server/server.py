@@ -2,12 +2,22 @@
 
 SIGTERM ─> /ready 503, new requests 503 ─> running answers get drain_timeout_s ─> the rest end with an error event
 SIGHUP ──> the router reads keys and certificate again, and reopens the audit log
+
+TLS connections are accepted here, because asyncio's own servers bound no handshakes, so that silent clients can hold
+every descriptor:
+
+    listener ─> accepted ─> handshake within timeout_s, or cut off by newer ones ─> a connection like any other
+
+A process of a router of several also serves the others at a Unix socket, and after a restart takes connections once it
+knows the workers that the others know. Else a client would see by the process that the kernel gave it to that a model
+has no worker, though it has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import resource
@@ -18,26 +28,37 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import orjson
 import uvicorn
 from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from common.config import RouterConfig, is_loopback
 from common.wire import CLIENTS_BACKLOG, listening
-from router.api import inner_app
+from router.api import ABLE, inner_app
 from router.api.responses import KeptResponses
 from router.fleet import MAX_DISCOVERED
 from router.generation import SEND_GRACE_S, Service
-from router.server.catch_up import POLL_S, catch_up
-from router.server.handshakes import Handshakes
-from router.server.http_connection import HTTPBounds, HTTPConnection
-from router.server.inner_server import UVICORN_CLOSE_S, InnerServer
-from router.server.places import Places
+from router.server.http_connection import ConnectionSlots, HTTPBounds, HTTPConnection
 
-if TYPE_CHECKING:  # loaded with a store
+if TYPE_CHECKING:  # loaded where there is a store, or several processes
     from router.api.batches import KeptBatches
+    from router.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
+UVICORN_CLOSE_S = 1
+"""How long uvicorn waits for connections that are left, at either door, after the drain."""
+STARTED_POLL_S = 0.01
+"""Between two looks whether uvicorn has started."""
+PATIENCE_S = 5.0
+"""Several heartbeats. A worker that answers the others and not this process must not keep it away for good."""
+POLL_S = 0.02
+"""Between two looks at what has no event: whether each model has workers, whether the last answer has ended."""
+MAX_ACCEPTED_IN_A_ROW = 64
+"""Connections accepted in a row before other tasks run; an accept that is ready does not yield."""
+RETRY_S = 0.1
+"""The pause after a failed accept, which most likely lacked a descriptor."""
 KEEP_ALIVE_S = 75
 """Longer than clients and balancers keep idle connections: they close them first, and no request meets a close."""
 TICKS_A_CHECK = 10
@@ -49,21 +70,139 @@ FILES_A_WORKER = 8
 """The connection and the wake-ups of three sockets, twice while a new connection replaces an old one."""
 
 
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class InnerServer:
+    """`start`, serve, `close`."""
+
+    def __init__(self, app: Starlette, siblings: Siblings) -> None:
+        self._siblings = siblings
+        config = uvicorn.Config(
+            app,
+            uds=str(siblings.part.own_socket),
+            loop="none",  # the event loop runs already
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=UVICORN_CLOSE_S,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Take over from the process before, and listen. Raises OSError."""
+        self._siblings.ledger.take_over()
+        self._siblings.part.own_socket.unlink(missing_ok=True)
+        self._task = asyncio.create_task(self._server.serve(), name="inner http")
+        while not self._server.started and not self._task.done():  # noqa: ASYNC110 (uvicorn has no event for it)
+            await asyncio.sleep(STARTED_POLL_S)
+        if self._task.done():
+            self._task.result()
+
+    async def close(self) -> None:
+        """Answer no more."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        await self._siblings.close()
+
+
+async def catch_up(service: Service, siblings: Siblings, stop: asyncio.Event) -> None:
+    """Wait until `stop`, or until each model for which another process has workers has some here too."""
+    began, told = time.monotonic(), (await siblings.ask_all(ABLE)).values()
+    awaited = set(itertools.chain.from_iterable(orjson.loads(body) for body in told))
+    while missing := awaited.difference(service.models.available):
+        if stop.is_set():
+            return
+        if time.monotonic() - began > PATIENCE_S:
+            known = {"models": ", ".join(sorted(missing)), "waited_s": PATIENCE_S}
+            log.warning("other processes have workers of models that this one has none of yet", extra=known)
+            return
+        await asyncio.sleep(POLL_S)
+
+
+class Handshakes:
+    """Runs at most `most` handshakes at once; a newer one cuts off the oldest, and `on_cut` is called."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        tls: ssl.SSLContext,
+        protocol: Callable[[], asyncio.Protocol],
+        *,
+        most: int,
+        timeout_s: float,
+        on_cut: Callable[[], None],
+    ) -> None:
+        self._listener, self._tls, self._protocol = listener, tls, protocol
+        self._most, self._timeout_s, self._on_cut = most, timeout_s, on_cut
+        self._under_way: dict[socket.socket, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Accept until cancelled, which cancels the handshakes under way too."""
+        try:
+            while True:
+                for _ in range(MAX_ACCEPTED_IN_A_ROW):
+                    await self._accept()
+                await asyncio.sleep(0)
+        finally:
+            for task in self._under_way.values():
+                task.cancel()
+            self._listener.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            accepted, _ = await loop.sock_accept(self._listener)
+        except OSError as error:
+            log.debug("no connection was accepted: %s", error)
+            await asyncio.sleep(RETRY_S)
+            return
+        while len(self._under_way) >= self._most:
+            self._cut(next(iter(self._under_way)))
+        self._under_way[accepted] = loop.create_task(self._shake(accepted), name="TLS handshake")
+
+    def _cut(self, oldest: socket.socket) -> None:
+        """Shut the connection down; its handshake then fails and closes it."""
+        del self._under_way[oldest]
+        self._on_cut()
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    async def _shake(self, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                self._protocol, accepted, ssl=self._tls, ssl_handshake_timeout=self._timeout_s
+            )
+        except OSError as error:  # of TLS, a timeout or the connection; the loop has closed the socket
+            log.debug("no handshake: %s", error)
+        finally:
+            self._under_way.pop(accepted, None)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, in whose backlog early clients wait. Raises OSError when the address cannot be bound."""
     return listening.listen(host, port, CLIENTS_BACKLOG)
 
 
-class Server(uvicorn.Server):
-    """uvicorn with bounded connections, and without signal handlers of its own."""
+class Server(_Server):
+    """uvicorn with bounded connections."""
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._service, settings, self._metrics = service, service.config, service.metrics
         reject = service.metrics.count_rejected
-        places = Places(connections_possible(settings), lambda: reject("evicted"), time.monotonic)
+        slots = ConnectionSlots(connections_possible(settings), lambda: reject("evicted"), time.monotonic)
         answer_s = settings.request_timeout_s + SEND_GRACE_S
-        self._bounds = HTTPBounds(places, settings.header_timeout_s, answer_s, reject)
+        self._bounds = HTTPBounds(slots, settings.header_timeout_s, answer_s, reject)
         certificate = service.gate.certificate
         self._tls: ssl.SSLContext | None = None if certificate is None else certificate.context
         self._accepting: list[asyncio.Task[None]] = []
@@ -101,7 +240,7 @@ class Server(uvicorn.Server):
             listener,
             tls,
             self._connection,
-            most=bounds.places.most,
+            most=bounds.slots.most,
             timeout_s=bounds.header_timeout_s,
             on_cut=lambda: bounds.on_reject("handshake"),
         )
@@ -136,10 +275,6 @@ class Server(uvicorn.Server):
         return HTTPConnection(
             self._bounds, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def stop_on_signals() -> asyncio.Event:

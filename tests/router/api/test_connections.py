@@ -14,11 +14,17 @@ import pytest
 import trustme
 
 from router.request.body import BodyBudget
+from router.server import http_connection
 from router.server import http_connection as connection_module
-from router.server import places as places_module
 from router.server import server as server_module
-from router.server.http_connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
-from router.server.places import IDLE_S, MAX_REFUSED, Places
+from router.server.http_connection import (
+    IDLE_S,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_REFUSED,
+    MAX_URL_BYTES,
+    ConnectionSlots,
+)
 
 from .raw_http import BODY, GET, POST, Connect, all_of, closed, error_in, raw, rejected
 
@@ -229,7 +235,7 @@ async def test_a_slow_reader_of_a_stream_is_not_cut(start: Any, tools: Any, monk
 @pytest.fixture
 def all_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each connection without a request counts as idle at once."""
-    monkeypatch.setattr(places_module, "IDLE_S", 0.0)
+    monkeypatch.setattr(http_connection, "IDLE_S", 0.0)
 
 
 @pytest.mark.usefixtures("all_idle")
@@ -348,7 +354,7 @@ async def test_new_clients_beyond_the_bound_are_told_to_retry(
     start: Any, tools: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     """No connection is reset without an answer, although no client has sent its request when the last one connects."""
-    monkeypatch.setattr(places_module, "IDLE_S", 3600.0)
+    monkeypatch.setattr(http_connection, "IDLE_S", 3600.0)
     monkeypatch.setattr(connection_module, "LINGER_S", 3600.0)
     running = await start(max_connections=4)
     pipes = [await connect(running) for _ in range(20)]
@@ -383,7 +389,7 @@ async def test_a_refused_client_that_stays_is_cut(
 
 
 class Transport:
-    """As much of a transport as `Places` uses."""
+    """As much of a transport as `ConnectionSlots` uses."""
 
     def __init__(self, unsent: int = 0, *, closing: bool = False) -> None:
         self.unsent, self.closing, self.aborted = unsent, closing, False
@@ -401,29 +407,29 @@ class Transport:
 def test_who_makes_room() -> None:
     now = 100.0
     evicted: list[None] = []
-    places = Places(4, lambda: evicted.append(None), lambda: now)
+    slots = ConnectionSlots(4, lambda: evicted.append(None), lambda: now)
     silent, busy, unsent, closing = (Transport(), Transport(), Transport(unsent=1), Transport())
     for transport in (silent, busy, unsent, closing):
-        assert places.enter(transport)  # type: ignore[arg-type]
-    places.work(busy)  # type: ignore[arg-type]
-    assert not places.enter(Transport())  # type: ignore[arg-type]
-    places.work(closing)  # type: ignore[arg-type]
+        assert slots.enter(transport)  # type: ignore[arg-type]
+    slots.work(busy)  # type: ignore[arg-type]
+    assert not slots.enter(Transport())  # type: ignore[arg-type]
+    slots.work(closing)  # type: ignore[arg-type]
     closing.closing = True
-    places.rest(closing)  # type: ignore[arg-type]
-    assert places.enter(Transport()) and closing.aborted  # type: ignore[arg-type]
-    assert not places.enter(Transport())  # type: ignore[arg-type]
+    slots.rest(closing)  # type: ignore[arg-type]
+    assert slots.enter(Transport()) and closing.aborted  # type: ignore[arg-type]
+    assert not slots.enter(Transport())  # type: ignore[arg-type]
     now += IDLE_S
-    assert places.enter(Transport()) and silent.aborted  # type: ignore[arg-type]
-    assert places.enter(Transport())  # type: ignore[arg-type]
-    assert not places.enter(Transport())  # type: ignore[arg-type]
+    assert slots.enter(Transport()) and silent.aborted  # type: ignore[arg-type]
+    assert slots.enter(Transport())  # type: ignore[arg-type]
+    assert not slots.enter(Transport())  # type: ignore[arg-type]
     assert not busy.aborted and not unsent.aborted and len(evicted) == 3
 
 
 def test_no_more_refused_connections_stay_than_there_are_places_for() -> None:
-    places = Places(1, lambda: None, lambda: 0.0)
-    assert places.enter(Transport())  # type: ignore[arg-type]
+    slots = ConnectionSlots(1, lambda: None, lambda: 0.0)
+    assert slots.enter(Transport())  # type: ignore[arg-type]
     refused = [Transport() for _ in range(MAX_REFUSED + 10)]
-    assert not any(places.enter(transport) for transport in refused)  # type: ignore[arg-type]
+    assert not any(slots.enter(transport) for transport in refused)  # type: ignore[arg-type]
     assert [transport.aborted for transport in refused] == [True] * 10 + [False] * MAX_REFUSED
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 import pytest
 
-from router.server import catch_up as subject
-from router.server.catch_up import catch_up
+from router.server import server as subject
+from router.server.server import catch_up
 
 
 @dataclass
