@@ -40,7 +40,8 @@ def hello_of(worker_id: str = "w", role: str = "decode", **fields: Any) -> Worke
     """The hello of a worker with 1,000 blocks of 4 tokens, but for these fields."""
     values = {
         "epoch": 1, "fingerprint": "f", "model": "m", "block_size": 4, "num_blocks": NUM_BLOCKS, "max_model_len": 4096,
-        "max_num_seqs": 64, "kv_address": "tcp://127.0.0.1:1" if role == "decode" else "",
+        "max_num_seqs": 64, "kv_address": "tcp://127.0.0.1:1" if role == "decode" else "", "version": "0",
+        "weights": "", "max_step_tokens": 0, "home": role,
     }  # fmt: skip
     return WorkerHello(worker_id=worker_id, role=role, **(values | fields))
 

@@ -69,7 +69,8 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         BlockSnapshot(epoch=epoch, sequence=BIG, piece=BIG, num_pieces=BIG, hashes=b"x" * 8_000),
         WorkerHello(
             worker_id=worker_id, role="decode", epoch=BIG, fingerprint="f", model="m", block_size=BIG, num_blocks=BIG,
-            max_model_len=BIG, max_num_seqs=BIG, kv_address="tcp://127.0.0.1:1",
+            max_model_len=BIG, max_num_seqs=BIG, kv_address="tcp://127.0.0.1:1", version="", weights="",
+            max_step_tokens=BIG, home="decode",
         ),
         WorkerHeartbeat(
             worker_id=worker_id, epoch=BIG, step=BIG, ready=True, draining=False, num_cached_blocks=BIG,

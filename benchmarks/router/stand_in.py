@@ -14,6 +14,7 @@ import zmq
 
 from benchmarks.router.steps import ALL, Pace, Steps
 from benchmarks.router.tally import Tally
+from common import __version__
 from common.latency.step_model import StepModel
 from common.wire.codec import decode, encode
 from common.wire.message_fields import Role
@@ -152,7 +153,9 @@ class StandIn:
             max_model_len=MANY,
             max_num_seqs=MANY,
             kv_address="tcp://127.0.0.1:1" if self.role == "decode" else "",
+            version=__version__,
             weights="stand-in",
+            home=self.role,
             max_step_tokens=MANY,
         )
 

@@ -47,4 +47,4 @@ class SetAdapter(Message, frozen=True, tag=10):
 
     name: Name
     version: Count
-    path: AdapterPath = ""
+    path: AdapterPath

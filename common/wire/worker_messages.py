@@ -24,7 +24,7 @@ ShortHashes = Annotated[bytes, Meta(max_length=SHORT_HASH_BYTES * MAX_SHORT_HASH
 """The first bytes of block hashes, one after the other."""
 
 
-class WorkerHello(Message, frozen=True, tag=20):
+class WorkerHello(Message, frozen=True, kw_only=True, tag=20):
     """Identity and model of the worker. `epoch` differs after every start: a restarted worker is a new worker.
 
     Only workers with equal `fingerprint` are paired: it covers protocol, model, weights, dtype and KV layout. An answer
@@ -46,12 +46,12 @@ class WorkerHello(Message, frozen=True, tag=20):
     num_blocks: Count
     max_model_len: Count
     max_num_seqs: Count
-    kv_address: Annotated[str, Meta(max_length=256)] = ""
-    version: Text = ""
+    kv_address: Annotated[str, Meta(max_length=256)]
+    version: Text
     lost_router: bool = False
-    weights: Annotated[str, Meta(max_length=256)] = ""
-    max_step_tokens: Count = 0
-    home: Text = ""
+    weights: Annotated[str, Meta(max_length=256)]
+    max_step_tokens: Count
+    home: Text
     changes_role: bool = False
     max_loras: Count = 0
     lend_address: AddressOrNone = ""

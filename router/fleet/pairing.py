@@ -55,4 +55,4 @@ def _layout(fingerprint: str, workers: Sequence[Worker]) -> str:
     hello = workers[0].identity
     listed = ", ".join(worker.address for worker in workers[:SHOWN]) + (", ..." if len(workers) > SHOWN else "")
     blocks = f"blocks of {hello.block_size} tokens"
-    return f"{listed} (model {hello.model}, {blocks}, version {hello.version or '?'}, layout {fingerprint[:12]})"
+    return f"{listed} (model {hello.model}, {blocks}, version {hello.version}, layout {fingerprint[:12]})"

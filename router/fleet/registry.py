@@ -318,7 +318,7 @@ class WorkerRegistry(BookedWorkers):
     def _follow_role(self, worker: Worker, hello: WorkerHello) -> None:
         """Take over the present role of a worker whose home is the configured one."""
         role = next((role for role in ROLES if role == hello.role), None)
-        if role is None or role == worker.role or (hello.home or hello.role) != worker.home:
+        if role is None or role == worker.role or hello.home != worker.home:
             return
         if worker.known_epoch is not None:  # else it had changed before this router knew it
             self.role_changes[worker.role, role] += 1

@@ -232,8 +232,8 @@ class Worker:
         hello = self.hello
         if hello is None:
             return "never said hello"
-        if (home := hello.home or hello.role) != self.home:
-            return f"is a {home} worker, not {self.home}"
+        if hello.home != self.home:
+            return f"is a {hello.home} worker, not {self.home}"
         if hello.role not in ROLES:
             return f"has the role {hello.role}"
         return "" if hello.block_size else "has blocks of no tokens"

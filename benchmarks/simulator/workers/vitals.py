@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from benchmarks.simulator.workers.process import Process
 from benchmarks.simulator.world.scenario import PoolSpec
 from benchmarks.simulator.world.world import World
+from common import __version__
 from common.config import WorkerConfig
 from common.engine.kv.block_log import BlockLog
 from common.engine.sequences.scheduler import Scheduler
@@ -68,6 +69,7 @@ def hello_of(worker: Reporting) -> WorkerHello:
         max_model_len=model.max_model_len,
         max_num_seqs=worker.settings.places,
         kv_address=worker.address if worker.role == "decode" else "",
+        version=__version__,
         weights=FINGERPRINT,
         max_step_tokens=worker.settings.step_tokens,
         window=model.window,

@@ -83,8 +83,8 @@ MESSAGES: list[Message] = [
     ),
     WorkerHello(
         worker_id="w", role="decode", epoch=1, fingerprint="f", model="m", block_size=16, num_blocks=9,
-        max_model_len=99, max_num_seqs=4, kv_address="tcp://h:2", home="prefill", changes_role=True,
-        lend_address="tcp://h:3",
+        max_model_len=99, max_num_seqs=4, kv_address="tcp://h:2", version="1.0", weights="w", max_step_tokens=8,
+        home="prefill", changes_role=True, lend_address="tcp://h:3",
     ),
     WorkerHeartbeat(
         worker_id="w", epoch=1, step=2, ready=True, draining=False, num_running=1, num_waiting=2, num_transferring=3,

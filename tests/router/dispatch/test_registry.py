@@ -263,7 +263,6 @@ def test_a_worker_works_in_the_role_that_it_says_and_belongs_where_it_is_at_home
     [
         ("prefill", "prefill", "is a prefill worker, not decode"),
         ("decode", "prefill", "is a prefill worker, not decode"),
-        ("prefill", "", "is a prefill worker, not decode"),
         ("both", "decode", "has the role both"),
     ],
 )
