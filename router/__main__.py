@@ -13,7 +13,6 @@ from common.errors import ConfigError, ModelError
 from common.observe import setup_logging
 
 if TYPE_CHECKING:  # imported late, see `main`
-    from router.policy.routing import RoutingPolicy
     from router.siblings.part import RouterPart
 
 PROG = "diptych router"
@@ -46,11 +45,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def run(
-    config: RouterConfig, listener: socket.socket, policy: RoutingPolicy | None = None, part: RouterPart | None = None
-) -> None:
-    """Build the router and serve until a signal, as `part` of several processes or alone; without a `policy`, the
-    usual one routes.
+async def run(config: RouterConfig, listener: socket.socket, part: RouterPart | None = None) -> None:
+    """Build the router and serve until a signal, as `part` of several processes or alone.
 
     Raises ModelError, and ConfigError for a file that a setting names.
     """
@@ -59,7 +55,7 @@ async def run(
     from router.server.serving import Serving
 
     stop = stop_on_signals()
-    serving = Serving(config, policy, part)
+    serving = Serving(config, part)
     collect_seldom()
     try:
         await serving.start()

@@ -26,7 +26,7 @@ from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.planner.sizing_forecaster import SizingForecaster
-from router.policy.routing import RoutingPolicy
+from router.policy import Policy
 
 CUT_BEATS = 2
 """A worker that could not send a router so many heartbeats in a row takes it for lost, as in life."""
@@ -45,7 +45,7 @@ class SimulatedRouter:
         world: World,
         name: bytes,
         config: RouterConfig,
-        policy: RoutingPolicy,
+        policy: Policy,
         on_over: Callable[[SimulatedRequest], None],
     ) -> None:
         self.world, self.name, self._on_over = world, name, on_over

@@ -31,8 +31,8 @@ from router.policy import (
     UNKNOWN_LENGTH,
     Choice,
     Patience,
+    Policy,
     RequestShape,
-    RoutingPolicy,
     Shortlist,
     places_of,
     queued_s,
@@ -67,7 +67,7 @@ class Admission:
     def __init__(
         self,
         registry: WorkerRegistry,
-        policy: RoutingPolicy,
+        policy: Policy,
         config: RouterConfig,
         counters: DispatchCounters,
         holding: Holding | None = None,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from random import Random
 
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
@@ -36,7 +37,7 @@ from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.turns import Cancel, Later, Turns
 from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
 from router.fleet import PrefixIndex, WorkerRegistry, WorkerState
-from router.policy import Choice, RequestShape, RoutingPolicy, SplitForecaster
+from router.policy import Choice, GuardedPolicy, Policy, RequestShape, RoutingPolicy, SplitForecaster, load_policy
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class DispatchCore:
     """One router's requests, over the workers of `registry`. Owned by one thread.
 
     `states` has every request between `submit` and `end`, by id; `waiting` those of them that are on no worker.
+    `policy` chooses their workers.
     """
 
     def __init__(
@@ -68,16 +70,20 @@ class DispatchCore:
         registry: WorkerRegistry,
         index: PrefixIndex,
         actions: Actions,
-        policy: RoutingPolicy | None = None,
+        policy: Policy | None = None,
         splits: SplitForecaster | None = None,
         has_prefill: bool = True,
     ) -> None:
-        """Without a `policy`, the usual one routes. `splits` and `has_prefill`: see `Dispatcher`."""
+        """Without a `policy`, that of the configuration routes. `splits` and `has_prefill`: see `Dispatcher`."""
         self._config, self._registry, self._index, self._actions = config, registry, index, actions
         self.states: dict[str, RequestState] = {}
         self.waiting, self.counters = WaitingRequests(), DispatchCounters()
         self._deadlines: dict[str, Cancel] = {}
-        policy = policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
+        if policy is None:
+            policy = load_policy(config.routing_policy, config.local_prefill_threshold, Random(registry.router_id))
+        if type(policy) is not RoutingPolicy:
+            policy = GuardedPolicy(policy, self._on_policy_error)
+        self.policy = policy
         self._placement = Placement(registry, policy, self._index, actions.send, actions.abort)
         self.has_prefill = has_prefill and bool(config.prefill or config.prefill_services or config.discovery_file)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
@@ -376,6 +382,9 @@ class DispatchCore:
             self._fail(state, error)
         elif state in self.waiting:
             self._turns.try_place(state, now)
+
+    def _on_policy_error(self) -> None:
+        self.counters.num_policy_errors += 1
 
     def _on_deadline(self, state: RequestState) -> None:
         if not state.done:

@@ -22,7 +22,7 @@ from router.dispatch.demand import Demand
 from router.dispatch.load import DispatchLoad
 from router.dispatch.turns import Cancel
 from router.fleet import CONTROL_HWM, WorkerFleet
-from router.policy import RoutingPolicy, SplitForecaster
+from router.policy import SplitForecaster
 
 PASSED_ON_S = 60.0
 """How long a request that went to another model counts as held here: autoscalers look a few times a minute."""
@@ -36,13 +36,12 @@ class Dispatcher:
         config: RouterConfig,
         *,
         hwm: int = CONTROL_HWM,
-        policy: RoutingPolicy | None = None,
         splits: SplitForecaster | None = None,
         needed: Role = "decode",
         models: Collection[str] = (),
         has_prefill: bool = True,
     ) -> None:
-        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles. `models`: see the fleet.
+        """`splits` predicts for changes of roles. `models`: see the fleet.
 
         Nothing is served without a worker of the role that is `needed`: prefill for a model that generates no text.
         Without `has_prefill` the model has no prefill workers, and none is missed, whatever discovery could find.
@@ -57,7 +56,7 @@ class Dispatcher:
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock, models=models)
         self.adapters = AdapterOrders(self.fleet)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy, splits, has_prefill)
+        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, None, splits, has_prefill)
 
     # ------------------------------------------------------------ for the front
 

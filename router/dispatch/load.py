@@ -156,6 +156,7 @@ class DispatchLoad:
     wait_limit_s: float = 0.0
     classes: tuple[ClassLoad, ...] = ()
     num_taken_back: int = 0
+    num_policy_errors: int = 0
     role_changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     events: tuple[FleetEvent, ...] = ()
 
@@ -193,6 +194,7 @@ class DispatchLoad:
                 for name, one in classes.items()
             ),
             counters.num_taken_back,
+            counters.num_policy_errors,
             dict(fleet.registry.role_changes),
             fleet.recent_events(now),
         )
@@ -205,7 +207,7 @@ class DispatchCounters:
     Requests refused for a goal that they would miss, by class, and by the role of which there are too few workers for
     them; prompts taken back from slow workers. Hand-overs by outcome: done; failed (the old worker went on); ended (the
     answer ended, or its old worker). Those begun between ready workers, by what the first had not enough of: blocks, or
-    time for tokens.
+    time for tokens. `num_policy_errors`: decisions that the routing policy failed to make.
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)
@@ -217,3 +219,4 @@ class DispatchCounters:
     num_refused: Counter[str] = field(default_factory=Counter)
     num_refused_for: Counter[Role] = field(default_factory=Counter)
     num_taken_back: int = 0
+    num_policy_errors: int = 0

@@ -17,7 +17,7 @@ from router.dispatch.growth import num_more_blocks
 from router.dispatch.orders import decode_request, kv_target, prefill_request
 from router.dispatch.request_state import Assignment, RequestState
 from router.fleet import Booking, PrefixIndex, Worker, WorkerRegistry, WorkerState
-from router.policy import NO_HITS, Choice, OutputLengths, RequestShape, RoutingPolicy, Shortlist
+from router.policy import NO_HITS, Choice, OutputLengths, Policy, RequestShape, Shortlist
 
 Send = Callable[[str, Message], bool]
 Abort = Callable[[str, str, int], None]
@@ -29,14 +29,14 @@ class Placement:
     def __init__(
         self,
         registry: WorkerRegistry,
-        policy: RoutingPolicy,
+        policy: Policy,
         index: PrefixIndex,
         send: Send,
         abort: Abort,
     ) -> None:
         self._registry, self._policy, self._index = registry, policy, index
         self._send, self._abort = send, abort
-        self.shortlist = Shortlist(registry, policy, index)
+        self.shortlist = Shortlist(registry, index, weighs_all=policy.weighs_all)
         self.candidates = Candidates(registry, index, self.shortlist)
         self.lengths = OutputLengths()
         self._fetches = Fetches(registry, index)
@@ -92,7 +92,7 @@ class Placement:
             hits = self.candidates.hits(state)
             partners, _ = self.candidates.of(state, deaf, hits)
             shape = self._shape(state, [*partners, decode], hits, now)
-            prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
+            prefill = self._policy.choose_prefill(partners, decode, shape, now)
             request = decode_request(state, prefill, now, serial=assignment.booking.serial)
             if not self._send(decode.address, request):
                 return False

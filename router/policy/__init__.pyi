@@ -1,6 +1,9 @@
 """Decisions of the router, pure: workers, clients and `now` in, a decision out. `router.dispatch` carries them out.
 
-routing            which workers serve a request
+policy             interface of a routing policy
+plugins            routing policies by name, or from any module
+plain              round robin, least loaded and others
+routing            the built-in routing policy
 shortlist          out of many workers, those that are weighed
 forecast, arrival  the times of a request at a place, now and when its KV arrives
 output_lengths     how much a request will generate
@@ -27,9 +30,12 @@ from router.policy.forecast import (
 )
 from router.policy.output_lengths import UNKNOWN_LENGTH, OutputLengths
 from router.policy.patience import Patience
+from router.policy.plain import PlainPolicy
+from router.policy.plugins import POLICIES, GuardedPolicy, load_policy
+from router.policy.policy import Choice, Policy, possible_choices, predict
 from router.policy.request_shape import NO_HITS, RequestShape
 from router.policy.roles import RoleChange, RoleLimits, RolePolicy
-from router.policy.routing import Choice, RoutingPolicy
+from router.policy.routing import RoutingPolicy
 from router.policy.shortlist import FEW, Shortlist
 from router.policy.split import SplitForecast, SplitForecaster
 from router.policy.token_counters import TokenCounters
@@ -39,9 +45,13 @@ __all__ = [
     "FEW",
     "Fetch",
     "Forecast",
+    "GuardedPolicy",
     "NO_HITS",
     "OutputLengths",
+    "POLICIES",
     "Patience",
+    "PlainPolicy",
+    "Policy",
     "RequestShape",
     "RoleChange",
     "RoleLimits",
@@ -55,9 +65,12 @@ __all__ = [
     "TokenCounters",
     "UNKNOWN_LENGTH",
     "choose_move",
+    "load_policy",
     "model_of",
     "place_s",
     "places_of",
+    "possible_choices",
+    "predict",
     "queued_s",
     "rows_of",
     "step_tokens",

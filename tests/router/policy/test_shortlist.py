@@ -29,7 +29,7 @@ class Rig:
             [f"p{i}" for i in range(num)], [f"d{i}" for i in range(num)], worker_timeout_s=1.0, router_id=router_id
         )
         self.policy, self.index = RoutingPolicy(), PrefixIndex()
-        self.shortlist = Shortlist(self.registry, self.policy, self.index)
+        self.shortlist = Shortlist(self.registry, self.index)
         for address in self.registry.workers:
             self.report(address)
 
