@@ -25,7 +25,7 @@ from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
-from router.planner.sizing_forecaster import SizingForecaster
+from router.planner.split import SizingForecaster
 from router.policy import Policy
 
 CUT_BEATS = 2

@@ -18,12 +18,10 @@ from common.errors import MAX_RETRY_AFTER_S, RETRY_AFTER_S, Overloaded
 from common.observe import Ewma
 from common.wire import Role
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
-from router.dispatch.decoding import Decoding
-from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
 from router.dispatch.request_state import Assignment, RequestState, Stage
-from router.dispatch.waiting import WaitingRequests
-from router.dispatch.waits import lasting_s, observed_waits_s, wait_for, waits_at_most, waits_of
+from router.dispatch.waiting import Holding, WaitingRequests
+from router.dispatch.waits import Decoding, lasting_s, observed_waits_s, wait_for, waits_at_most, waits_of
 from router.fleet import Worker, WorkerRegistry
 from router.policy import (
     FEW,

@@ -21,21 +21,19 @@ from common.wire.messages import PromptResult, RequestFailed, TokenDelta, TokenO
 from router.dispatch.admission import Admission
 from router.dispatch.balancer import Balancer
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
-from router.dispatch.decoding import Decoding
-from router.dispatch.demand import Demand, DemandMeter
 from router.dispatch.growth import Growth
 from router.dispatch.handover import HandOverOrders
-from router.dispatch.holding import Holding
-from router.dispatch.known_hashes import KnownHashes
-from router.dispatch.load import DispatchCounters
+from router.dispatch.load import Demand, DemandMeter, DispatchCounters
 from router.dispatch.placement import Abort, Placement, Send
-from router.dispatch.quiet import QuietRequests
+from router.dispatch.prompt import KnownHashes
 from router.dispatch.recovery import Recovery, refusal
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.role_changes import RoleChanges
+from router.dispatch.silence import QuietRequests
 from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.turns import Cancel, Later, Turns
-from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
+from router.dispatch.waiting import OUTPUT_WEIGHT, Holding, WaitingRequests
+from router.dispatch.waits import Decoding
 from router.fleet import PrefixIndex, WorkerRegistry, WorkerState
 from router.policy import Choice, GuardedPolicy, Policy, RequestShape, RoutingPolicy, SplitForecaster, load_policy
 

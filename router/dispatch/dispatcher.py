@@ -18,8 +18,7 @@ from common.wire.messages import PromptResult, RequestFailed, ResetPrefixCache, 
 from router.dispatch.adapter_orders import AdapterOrders
 from router.dispatch.client import ANYONE, Caller, GenerationRequest, TokenEvent
 from router.dispatch.core import Actions, DispatchCore
-from router.dispatch.demand import Demand
-from router.dispatch.load import DispatchLoad
+from router.dispatch.load import Demand, DispatchLoad
 from router.dispatch.turns import Cancel
 from router.fleet import CONTROL_HWM, WorkerFleet
 from router.policy import SplitForecaster

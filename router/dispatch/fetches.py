@@ -9,11 +9,12 @@ from collections.abc import Collection, Iterator, Mapping
 
 from common.latency import WORTHWHILE, StepShape
 from common.wire.messages import KVPeer
-from router.dispatch.candidates import Hits
 from router.dispatch.request_state import RequestState
 from router.fleet import PrefixHits, PrefixIndex, Worker, WorkerRegistry, WorkerState
 from router.policy import Fetch, terms_of
 
+Hits = Mapping[int, PrefixHits]
+"""How much of a prompt each worker holds, by block size."""
 MOST_LENDERS = 8
 """So many of the workers that hold equally much of a prompt are compared as lenders."""
 

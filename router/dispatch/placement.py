@@ -1,4 +1,4 @@
-"""Puts a request onto workers and takes it off again: choose, book, send; release, abort.
+"""Puts a request onto workers and takes it off again: find candidates, choose, book, send; release, abort.
 
 Nothing here waits. A worker that cannot take a message now is passed over, and a request that finds no worker stays in
 the queue.
@@ -10,14 +10,154 @@ from collections.abc import Callable, Collection, Sequence
 
 from common.latency import StepShape
 from common.wire import Role
-from common.wire.messages import HandOver, Message
-from router.dispatch.candidates import Candidates, Hits
-from router.dispatch.fetches import Fetches
+from common.wire.messages import DecodeRequest, HandOver, KVTarget, Message, PrefillRequest
+from router.dispatch.fetches import Fetches, Hits
 from router.dispatch.growth import num_more_blocks
-from router.dispatch.orders import decode_request, kv_target, prefill_request
 from router.dispatch.request_state import Assignment, RequestState
 from router.fleet import Booking, PrefixIndex, Worker, WorkerRegistry, WorkerState
-from router.policy import NO_HITS, Choice, OutputLengths, Policy, RequestShape, Shortlist
+from router.policy import NO_HITS, Choice, Fetch, OutputLengths, Policy, RequestShape, Shortlist
+
+
+class Candidates:
+    """Finds the workers among which a request's place is chosen: all ready ones, or of many a shortlist."""
+
+    def __init__(self, registry: WorkerRegistry, index: PrefixIndex, shortlist: Shortlist) -> None:
+        self._registry, self._index, self._shortlist = registry, index, shortlist
+
+    def usable(self, role: Role, state: RequestState) -> list[Worker]:
+        """Ready workers with room for the request so far, and with the weights that its answer began with.
+
+        A prefill worker needs room for two more tokens, if the answer may have them; for none if the prompt is pooled.
+        """
+        accept = _accepting(role, state)
+        return [worker for worker in self._registry.ready(role) if accept(worker)]
+
+    def of(self, state: RequestState, deaf: Collection[str], hits: Hits) -> tuple[list[Worker], list[Worker]]:
+        """Usable prefill and decode workers to weigh, without `deaf` ones and those that failed this request.
+
+        When no other worker is left, one that failed gets a second chance. A failed prefill worker gets none beside a
+        decode worker, which can prefill itself.
+        """
+        decode = [] if state.pools else self._weighed("decode", state, deaf, hits)
+        prefill = self._weighed("prefill", state, deaf, hits)
+        if not state.failed_lives:
+            return prefill, decode
+        spared = [worker for worker in prefill if (worker.address, worker.epoch) not in state.failed_lives]
+        others = [worker for worker in decode if (worker.address, worker.epoch) not in state.failed_lives]
+        return (spared if decode else spared or prefill), (others or decode)
+
+    def _weighed(self, role: Role, state: RequestState, deaf: Collection[str], hits: Hits) -> list[Worker]:
+        """All usable workers of a role, or out of many those that are worth a look."""
+        if not self._shortlist.is_needed:
+            return [worker for worker in self.usable(role, state) if worker.address not in deaf]
+        accept = _accepting(role, state, deaf)
+        if state.failed_lives:
+            others = self._shortlist.workers(role, _sparing(accept, state.failed_lives), hits)
+            if others:
+                return others
+        return self._shortlist.workers(role, accept, hits)
+
+    def may_decode(self, state: RequestState, deaf: Collection[str]) -> bool:
+        """Whether a decode worker can take the request at all; of many none is asked yet."""
+        if self._shortlist.is_needed:
+            return self._shortlist.has_ready("decode")
+        accept, workers = _accepting("decode", state, deaf), self._registry.workers.values()
+        return any(worker.role == "decode" and worker.ready and accept(worker) for worker in workers)
+
+    def hits(self, state: RequestState) -> Hits:
+        """What workers hold of the prompt, by size of a block."""
+        if state.computes_all or self._index.is_empty:
+            return {}
+        windows = self._shortlist.windows
+        return {size: self._index.hits(state.hashes(size), window) for size, window in windows.items()}
+
+
+def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> Callable[[Worker], bool]:
+    """Whether a worker has room for the request so far, the weights that its answer began with, and its adapter."""
+    more = 0 if state.pools else 1 if role == "decode" else min(2, state.num_remaining)
+    num_tokens = state.num_tokens + more
+    weights, adapter = state.weights, state.request.adapter
+
+    def accept(worker: Worker) -> bool:
+        if worker.max_tokens < num_tokens or (deaf and worker.address in deaf):
+            return False
+        if adapter and adapter not in worker.digests:
+            return False
+        return weights is None or weights == worker.identity.weights
+
+    return accept
+
+
+def _sparing(accept: Callable[[Worker], bool], lives: Collection[tuple[str, int]]) -> Callable[[Worker], bool]:
+    """What `accept` says, but False for a worker whose present life failed the request."""
+    return lambda worker: accept(worker) and (worker.address, worker.epoch) not in lives
+
+
+def decode_request(
+    state: RequestState,
+    source: Worker | None,
+    now: float,
+    *,
+    serial: int,
+    num_output: int | None = None,
+    num_reserved: int = 0,
+    fetch: Fetch | None = None,
+) -> DecodeRequest:
+    """The order for a decode worker, booked as `serial`; the worker `source` computes or has the KV.
+
+    `num_output`: output tokens in the prompt, by default the attempt's. Without `source` it takes `fetch` of it.
+    """
+    request = state.request
+    num_output = state.num_base_tokens if num_output is None else num_output
+    return DecodeRequest(
+        request_id=request.request_id,
+        attempt=state.attempt,
+        prompt=state.packed_prompt(num_output),
+        params=request.params,
+        prefill_worker=source.worker_id if source else "",
+        num_output_tokens=num_output,
+        cache_salt=request.cache_salt,
+        deadline_s=state.remaining_s(now),
+        ttft_s=state.first_token_s(now),
+        traceparent=request.traceparent,
+        num_reserved_tokens=num_reserved,
+        serial=serial,
+        tpot_s=request.tpot_s,
+        priority=request.priority,
+        adapter=request.adapter,
+        peer=fetch.peer if fetch is not None else None,
+    )
+
+
+def prefill_request(
+    state: RequestState, decode: Worker | None, now: float, *, serial: int, fetch: Fetch | None = None
+) -> PrefillRequest:
+    """The order for a prefill worker, booked as `serial`. `decode` gets the KV; None wants a first token alone."""
+    request = state.request
+    return PrefillRequest(
+        request_id=request.request_id,
+        attempt=state.attempt,
+        prompt=state.packed_prompt(state.num_base_tokens),
+        params=request.params,
+        decode=kv_target(decode) if decode is not None else None,
+        num_output_tokens=state.num_base_tokens,
+        cache_salt=request.cache_salt,
+        deadline_s=state.remaining_s(now),
+        ttft_s=state.first_token_s(now),
+        traceparent=request.traceparent,
+        serial=serial,
+        tpot_s=request.tpot_s,
+        priority=request.priority,
+        adapter=request.adapter,
+        peer=fetch.peer if fetch is not None else None,
+    )
+
+
+def kv_target(decode: Worker) -> KVTarget:
+    """Where a decode worker takes KV."""
+    hello = decode.identity
+    return KVTarget(hello.worker_id, hello.epoch, hello.kv_address)
+
 
 Send = Callable[[str, Message], bool]
 Abort = Callable[[str, str, int], None]

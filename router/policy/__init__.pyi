@@ -5,17 +5,15 @@ plugins            routing policies by name, or from any module
 plain              round robin, least loaded and others
 routing            the built-in routing policy
 shortlist          out of many workers, those that are weighed
-forecast, arrival  the times of a request at a place, now and when its KV arrives
+forecast           the times of a request at a place, now and when its KV arrives
 output_lengths     how much a request will generate
 patience           how long a request may wait
 token_counters     whose turn it is
 balance            which answer moves
-roles, split       which worker changes its role
+roles              which worker changes its role
 """
 
-from router.policy.arrival import token_s_at
 from router.policy.balance import Running, choose_move, why_leave
-from router.policy.fetch import Fetch
 from router.policy.forecast import (
     STRANGE,
     Forecast,
@@ -26,6 +24,7 @@ from router.policy.forecast import (
     rows_of,
     step_tokens,
     terms_of,
+    token_s_at,
     wait_s,
 )
 from router.policy.output_lengths import UNKNOWN_LENGTH, OutputLengths
@@ -33,11 +32,10 @@ from router.policy.patience import Patience
 from router.policy.plain import PlainPolicy
 from router.policy.plugins import POLICIES, GuardedPolicy, load_policy
 from router.policy.policy import Choice, Policy, possible_choices, predict
-from router.policy.request_shape import NO_HITS, RequestShape
-from router.policy.roles import RoleChange, RoleLimits, RolePolicy
+from router.policy.request_shape import NO_HITS, Fetch, RequestShape
+from router.policy.roles import RoleChange, RoleLimits, RolePolicy, SplitForecast, SplitForecaster
 from router.policy.routing import RoutingPolicy
 from router.policy.shortlist import FEW, Shortlist
-from router.policy.split import SplitForecast, SplitForecaster
 from router.policy.token_counters import TokenCounters
 
 __all__ = [

@@ -1,11 +1,22 @@
-"""What a place would mean for a request: predicted times, term by term. Pure.
+"""Predicted times of a request at a place, now and when its KV arrives, term by term. Pure.
 
 Routing, local prefill and admission all ask here, so they cannot contradict each other. The times come from the models
 that workers fit to their own steps (`StepModel`). A worker that has computed nothing yet is taken for one like others
 of its pool; in a new pool for `UNKNOWN`, whose costs only tell more work from less.
+
+Order of prompts (`turn_s`): without goals workers compute the shortest prompt first (`prompt_ordering.py`), and a step
+takes as many tokens as it can hold and is not stopped. First come, first served would predict three times the wait of a
+short prompt in a queue of long ones. With goals a prompt that passes takes from the slack of the others, so there all
+of them count: fewer prompts go to a side on which they would make others late.
+
+Arrival (`token_s_at`): to judge a decode worker by its present load makes two pools oscillate. Many requests are
+refused while it is full, and none while their prompts are still being computed (Qin et al., "Mooncake", FAST 2025,
+early rejection based on prediction).
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
@@ -14,7 +25,23 @@ from common.wire import MAX_PRIORITY
 from common.wire.messages import WorkerHeartbeat
 from router.fleet import Worker
 from router.policy.request_shape import RequestShape
-from router.policy.turn import turn_s
+
+
+def turn_s(all_s: float, own_s: float, shorter_share: float, step_s: float, running_for_s: float) -> float:
+    """Seconds that a prompt of `own_s` waits where all that are there take `all_s`, of which shorter ones a share.
+
+    A step that takes `step_s` has run for `running_for_s`; 0 for `step_s`: all of them are in one step. The step that
+    ends the new prompt is a full one as long as others are left to fill it: that wait counts, too.
+    """
+    if step_s <= 0.0 or all_s <= 0.0:
+        return max(0.0, all_s)
+    running_s = min(all_s, step_s - running_for_s % step_s)
+    waiting_s = all_s - running_s
+    before_s = waiting_s * shorter_share
+    needed_s = before_s + own_s
+    filled_s = min(waiting_s + own_s, step_s * math.ceil(needed_s / step_s))
+    return running_s + max(needed_s, filled_s) - own_s
+
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
 TRANSFER_TOKEN_S = 2e-6
@@ -358,3 +385,30 @@ def joined(first: Forecast, then: Forecast) -> Forecast:
         fetch_s=first.fetch_s,
         lag_s=first.lag_s,
     )
+
+
+def rows_at(worker: Worker, after_s: float, num_prompt_tokens: int) -> StepShape:
+    """What each step decodes in `after_s` seconds: sequences that will still run, and those that come until then.
+
+    How long a sequence still runs does not depend on how long it has run already, so that so many of them end in each
+    second. Those of which nothing is known have `num_prompt_tokens` tokens.
+    """
+    beat = worker.beat
+    num_running = min(beat.num_running, worker.num_requests) if beat is not None else 0
+    num_coming = worker.num_requests - num_running
+    span_s = max(worker.service_s.value, worker.lasting_s)
+    num_left = num_running * math.exp(-after_s / span_s) if span_s > 0 else float(num_running)
+    num_rows = min(places_of(worker), round(num_left + num_coming))
+    each = beat.num_context_tokens / beat.num_running if beat is not None and beat.num_running else num_prompt_tokens
+    return StepShape.of_rows(num_rows, round(num_rows * each))
+
+
+def token_s_at(worker: Worker, after_s: float, num_tokens: int) -> tuple[float, float]:
+    """Seconds that a token of a new answer takes once its prompt of `num_tokens` tokens arrives, and if it ran alone.
+
+    0 of a worker that has computed nothing yet.
+    """
+    if not worker.step_model.is_known:
+        return 0.0, 0.0
+    model, own = model_of(worker), StepShape.of_rows(1, num_tokens)
+    return model.seconds(rows_at(worker, after_s, num_tokens) + own), model.seconds(own)

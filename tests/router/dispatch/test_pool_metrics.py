@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.latency.step_model import StepModel
-from router.fleet.discovery_status import DiscoveryStatus
-from router.fleet.endpoint import Endpoint
+from router.fleet.discovery import DiscoveryStatus, Endpoint
 from router.observe.pool_metrics import PoolCollector
 from router.observe.slo import SLOWindow
 

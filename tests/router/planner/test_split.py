@@ -16,8 +16,7 @@ from router.dispatch.role_changes import RoleChanges
 from router.fleet.registry import WorkerRegistry
 from router.planner.offered_load import OfferedLoad, SampledRequest
 from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
-from router.planner.sizing_forecaster import SizingForecaster
-from router.planner.split import Splits, UnderWay
+from router.planner.split import SizingForecaster, Splits, UnderWay
 
 from ...fake_worker import heartbeat_of, hello_of
 

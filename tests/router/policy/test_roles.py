@@ -15,8 +15,7 @@ from router.dispatch.load import DispatchCounters
 from router.dispatch.role_changes import ANSWER_S, RoleChanges
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
-from router.policy.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy, drain_of
-from router.policy.split import SplitForecast
+from router.policy.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy, SplitForecast, drain_of
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.wire.messages import AbortRequest, DecodeRequest
-from router.fleet.endpoint import Endpoint
+from router.fleet.discovery import Endpoint
 from router.fleet.fleet import MAX_DISCOVERED
 
 

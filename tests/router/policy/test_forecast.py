@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from common.latency.step_model import StepModel, StepShape
 from router.fleet.booking import PromptSizes
+from router.fleet.estimates import LEAST, MOST, TokenPace
 from router.fleet.registry import WorkerRegistry
-from router.fleet.token_pace import LEAST, MOST, TokenPace
-from router.policy.forecast import on_decode, on_prefill
+from router.policy.forecast import on_decode, on_prefill, turn_s
 from router.policy.request_shape import NO_HITS, RequestShape
-from router.policy.turn import turn_s
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from common.latency.step_model import StepModel, StepShape
-from router.fleet.first_token_lag import LEAST_S, MOST_S, FirstTokenLag
+from router.fleet.estimates import LEAST_S, MOST_S, FirstTokenLag
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.policy.forecast import on_prefill, queued_s, step_tokens
