@@ -167,7 +167,7 @@ class SimulatedRouter:
         """A heartbeat interval has passed."""
         now, workers = self._now, self.registry.workers
         for address in self.quiet:
-            workers[address].last_seen = now
+            workers[address].life.last_seen = now
         self._lives.sweep(now)
         self.index.expire(self._now)
         if sum(len(self.registry.ready(role)) for role in ROLES) < len(self.registry.workers):

@@ -17,16 +17,16 @@ class ByTokens(PlainPolicy):
 
     def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
         cost = _decode_tokens if workers[0].role == "decode" else _prefill_tokens
-        return min(workers, key=lambda worker: (*cost(worker, shape), worker.num_dispatched, worker.address))
+        return min(workers, key=lambda worker: (*cost(worker, shape), worker.bookings.num_dispatched, worker.address))
 
 
 def _prefill_tokens(worker: Worker, shape: RequestShape) -> tuple[bool, bool, int, int]:
-    return worker.suspect, False, worker.num_queued_tokens + shape.uncached(worker), worker.num_requests
+    return worker.life.suspect, False, worker.load.num_queued_tokens + shape.uncached(worker), worker.load.num_requests
 
 
 def _decode_tokens(worker: Worker, shape: RequestShape) -> tuple[bool, bool, int, int]:
-    uncached, num_requests = shape.uncached(worker), worker.num_requests
+    uncached, num_requests = shape.uncached(worker), worker.load.num_requests
     overflow = max(0, num_requests + 1 - max(1, worker.identity.max_num_seqs))
-    tokens = worker.num_queued_tokens + REQUEST_TOKENS * (num_requests + OVERFLOW * overflow)
-    lacks_room = worker.num_blocks_of(uncached + min(shape.num_remaining, RESERVE)) > worker.num_available_blocks
-    return worker.suspect, lacks_room, tokens - min(shape.num_tokens - uncached, MOST_HITS), num_requests
+    tokens = worker.load.num_queued_tokens + REQUEST_TOKENS * (num_requests + OVERFLOW * overflow)
+    lacks_room = worker.num_blocks_of(uncached + min(shape.num_remaining, RESERVE)) > worker.load.num_available_blocks
+    return worker.life.suspect, lacks_room, tokens - min(shape.num_tokens - uncached, MOST_HITS), num_requests

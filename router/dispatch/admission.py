@@ -226,7 +226,9 @@ class Admission:
     def _turn_s(self) -> float:
         """Seconds between two requests that a worker begins, while more wait. Of many workers, as of the last tick."""
         if self._least_turn_s is None or len(self._registry.workers) <= FEW:
-            turns_s = (worker.service_s.value / places_of(worker) for worker in self._registry.ready("decode"))
+            turns_s = (
+                worker.estimates.service_s.value / places_of(worker) for worker in self._registry.ready("decode")
+            )
             self._least_turn_s = min(turns_s, default=0.0)
         return max(self._prompt_s.value, self._least_turn_s)
 
@@ -303,7 +305,7 @@ class Admission:
         if token_s <= limit_s:
             return None
         why = f"its tokens would take about {token_s * 1e3:.3g} ms each, the most they may is {limit_s * 1e3:.3g} ms"
-        later_s = worker.service_s.value / max(1, worker.num_requests)
+        later_s = worker.estimates.service_s.value / max(1, worker.load.num_requests)
         return Refusal(Overloaded(why, retry_after_s=_retry_after_s(later_s)), "decode")
 
 

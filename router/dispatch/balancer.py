@@ -104,8 +104,8 @@ class Balancer:
         request_id = state.request.request_id
         told = {
             "reason": reason,
-            "source_spare_blocks": source.num_spare_blocks,
-            "target_spare_blocks": target.num_spare_blocks,
+            "source_spare_blocks": source.load.num_spare_blocks,
+            "target_spare_blocks": target.load.num_spare_blocks,
             "tokens": state.num_tokens,
         }
         if not self._handovers.begin(state, target, now):

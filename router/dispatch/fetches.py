@@ -73,7 +73,7 @@ class Fetches:
     def _able(self, addresses: Iterator[str], fingerprint: str) -> Iterator[Worker]:
         for _, address in zip(range(MOST_LENDERS), addresses, strict=False):
             worker = self._registry.workers.get(address)
-            if worker is None or (hello := worker.hello) is None or worker.suspect:
+            if worker is None or (hello := worker.hello) is None or worker.life.suspect:
                 continue
             alive = worker.state in (WorkerState.READY, WorkerState.DRAINING)
             if alive and hello.lend_address and hello.fingerprint == fingerprint:

@@ -50,7 +50,7 @@ class Growth:
             if assignment is None or state.done:
                 continue
             worker = workers.get(assignment.address)
-            booking = worker.bookings.get(assignment.booking.serial) if worker is not None else None
+            booking = worker.bookings.by_serial.get(assignment.booking.serial) if worker is not None else None
             if worker is None or booking is None:
                 continue
             num_output = len(state.stream.token_ids)

@@ -103,7 +103,7 @@ class HandOverOrders:
         num_tokens, num_left = state.num_tokens + num_reserved, state.num_remaining - num_reserved
         busy = Counter(open_.successor.address for open_ in self._open.values() if open_.successor)
         if adapter := state.request.adapter:
-            targets = [worker for worker in targets if adapter in worker.digests]
+            targets = [worker for worker in targets if adapter in worker.load.digests]
         target = choose_target(targets, source, num_tokens=num_tokens, num_left=num_left, busy=busy)
         if target is not None:
             self.begin(state, target, now)
@@ -143,21 +143,21 @@ def choose_target(
         return (
             hello.fingerprint == source.identity.fingerprint
             and busy.get(worker.address, 0) < MAX_PER_TARGET
-            and not worker.suspect
-            and worker.num_requests < max(1, hello.max_num_seqs)
+            and not worker.life.suspect
+            and worker.load.num_requests < max(1, hello.max_num_seqs)
             and num_tokens <= worker.max_tokens
-            and worker.num_blocks_of(num_tokens) <= worker.num_available_blocks
+            and worker.num_blocks_of(num_tokens) <= worker.load.num_available_blocks
         )
 
     def cost(worker: Worker) -> tuple[bool, int, int, int, int, str]:
-        crowd = worker.num_requests + busy.get(worker.address, 0)
+        crowd = worker.load.num_requests + busy.get(worker.address, 0)
         cuts = num_tokens + num_left > worker.max_tokens
         return (
             cuts,
             crowd,
-            worker.num_queued_tokens,
-            -worker.num_available_blocks,
-            worker.num_dispatched,
+            worker.load.num_queued_tokens,
+            -worker.load.num_available_blocks,
+            worker.bookings.num_dispatched,
             worker.address,
         )
 

@@ -65,8 +65,8 @@ class DemandMeter:
             self._backlog_s(queue, workers),
             sum(pressure(_decode_work(worker), slo_s) for worker in decode),
             _by_state(workers),
-            sum(worker.beat.num_running for worker in ready if worker.beat),
-            len(queue) + sum(worker.beat.num_waiting for worker in ready if worker.beat),
+            sum(worker.load.beat.num_running for worker in ready if worker.load.beat),
+            len(queue) + sum(worker.load.beat.num_waiting for worker in ready if worker.load.beat),
             _pool_usage(decode),
         )
 
@@ -84,14 +84,14 @@ class DemandMeter:
             return 0.0
         """Prompts in the queue wait for a decode worker, unless there is no prefill worker to compute them either."""
         prefill = [worker for worker in workers if worker.role == "prefill"]
-        booked = sum(worker.booked.num_tokens * _unblocked_share(worker) for worker in prefill)
+        booked = sum(worker.bookings.total.num_tokens * _unblocked_share(worker) for worker in prefill)
         lengths = (len(state.request.prompt_token_ids) for state in queue)
         held = 0 if any(worker.ready for worker in prefill) else sum(n for n in lengths if n > self.threshold)
         return backlog_s(booked + held, self.prefill_tokens_per_s)
 
     def _learn_rate(self, ready: Iterable[Worker]) -> None:
         """The mean rate of prefill workers that have one; while none has, the last known mean stays."""
-        beats = [worker.beat for worker in ready if worker.role == "prefill" and worker.beat is not None]
+        beats = [worker.load.beat for worker in ready if worker.role == "prefill" and worker.load.beat is not None]
         rates = [beat.full_tokens_per_s for beat in beats if beat.full_tokens_per_s > 0]
         if rates:
             self.prefill_tokens_per_s = sum(rates) / len(rates)
@@ -99,27 +99,27 @@ class DemandMeter:
 
 def _kv_usage(worker: Worker) -> float:
     total = worker.hello.num_blocks if worker.hello else 0
-    return worker.beat.num_owned_blocks / total if worker.beat and total else 0.0
+    return worker.load.beat.num_owned_blocks / total if worker.load.beat and total else 0.0
 
 
 def _pool_usage(decode: Iterable[Worker]) -> float:
-    heard = [worker for worker in decode if worker.hello and worker.beat]
+    heard = [worker for worker in decode if worker.hello and worker.load.beat]
     total = sum(worker.hello.num_blocks for worker in heard if worker.hello)
-    return sum(worker.beat.num_owned_blocks for worker in heard if worker.beat) / total if total else 0.0
+    return sum(worker.load.beat.num_owned_blocks for worker in heard if worker.load.beat) / total if total else 0.0
 
 
 def _unblocked_share(worker: Worker) -> float:
-    beat = worker.beat
+    beat = worker.load.beat
     return unblocked_share(_kv_usage(worker), beat.num_running, beat.num_transferring) if beat else 1.0
 
 
 def _decode_work(worker: Worker) -> DecodeLoad:
-    beat = worker.beat
+    beat = worker.load.beat
     if beat is None:
-        return DecodeLoad(0.0, 0, 0, 0, 0, worker.likely_model)
+        return DecodeLoad(0.0, 0, 0, 0, 0, worker.load.likely_model)
     held = beat.num_running + beat.num_transferring
     return DecodeLoad(
-        _kv_usage(worker), held, beat.num_waiting, beat.num_running, beat.num_context_tokens, worker.likely_model
+        _kv_usage(worker), held, beat.num_waiting, beat.num_running, beat.num_context_tokens, worker.load.likely_model
     )
 
 
@@ -176,21 +176,21 @@ class WorkerLoad:
             role=worker.role,
             worker_id=worker.worker_id,
             state=worker.shown_state,
-            num_requests=worker.num_requests,
-            num_queued_tokens=worker.num_queued_tokens,
-            num_available_blocks=worker.num_available_blocks,
+            num_requests=worker.load.num_requests,
+            num_queued_tokens=worker.load.num_queued_tokens,
+            num_available_blocks=worker.load.num_available_blocks,
             num_blocks=worker.hello.num_blocks if worker.hello else 0,
-            num_booked_requests=worker.booked.num_requests,
-            tokens_per_s=worker.beat.tokens_per_s if worker.beat else 0.0,
-            step_time_s=worker.beat.step_time_s if worker.beat else 0.0,
+            num_booked_requests=worker.bookings.total.num_requests,
+            tokens_per_s=worker.load.beat.tokens_per_s if worker.load.beat else 0.0,
+            step_time_s=worker.load.beat.step_time_s if worker.load.beat else 0.0,
             num_dropped_frames=connection.drops.num_dropped,
             num_unsent=connection.counters.num_unsent,
             num_cuts=connection.counters.num_cuts,
             reason=worker.withheld or worker.reason,
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
-            lag_s=worker.lag_s,
-            step_model=msgspec.structs.asdict(worker.step_model),
-            link_model=msgspec.structs.asdict(worker.likely_link),
+            lag_s=worker.estimates.lag_s,
+            step_model=msgspec.structs.asdict(worker.load.step_model),
+            link_model=msgspec.structs.asdict(worker.load.likely_link),
             num_known_blocks=num_known_blocks,
             home=worker.home,
             batch_cap=_batch_cap(worker),
@@ -206,7 +206,7 @@ class WorkerLoad:
 def _batch_cap(worker: Worker) -> int:
     if worker.hello is None:
         return 0
-    return (worker.beat.batch_cap if worker.beat else 0) or worker.hello.max_num_seqs
+    return (worker.load.beat.batch_cap if worker.load.beat else 0) or worker.hello.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> C
     def accept(worker: Worker) -> bool:
         if worker.max_tokens < num_tokens or (deaf and worker.address in deaf):
             return False
-        if adapter and adapter not in worker.digests:
+        if adapter and adapter not in worker.load.digests:
             return False
         return weights is None or weights == worker.identity.weights
 
@@ -343,7 +343,7 @@ class Placement:
         if not ready or self.candidates.usable(role, state):
             missing = self._registry.missing(role, now)
             return state.last_failure or missing or "workers take no messages"
-        if (adapter := state.request.adapter) and not any(adapter in worker.digests for worker in ready):
+        if (adapter := state.request.adapter) and not any(adapter in worker.load.digests for worker in ready):
             return f"no ready {role} worker has its adapter"
         same = [worker for worker in ready if state.weights in (None, worker.identity.weights)]
         if not same:

@@ -100,7 +100,7 @@ class QuietRequests:
                 else:
                     idle_since, assignment = None, state.waits_for
                     if assignment is not None:
-                        idle_since = workers[assignment.address].idle_since
+                        idle_since = workers[assignment.address].life.idle_since
                         if why := why_left(state, assignment, self._config, idle_since, now):
                             found[request_id] = (state, assignment, why)
                     self._put(state, next_time(state, self._config, idle_since, now, now + self._least_s))

@@ -291,13 +291,13 @@ class Holding:
         first = choice.prefill or choice.decode
         if first is None:
             return 0.0
-        if not first.suspect and (span_s := _room_in_s(first, priority, now)) <= 0.0:
+        if not first.life.suspect and (span_s := _room_in_s(first, priority, now)) <= 0.0:
             return span_s  # as a rule: the others, of which there may be hundreds, need no look
         fingerprint = first.identity.fingerprint
         spans_s = (
             _room_in_s(worker, priority, now)
             for worker in self._registry.ready(first.role)
-            if worker.identity.fingerprint == fingerprint and not worker.suspect
+            if worker.identity.fingerprint == fingerprint and not worker.life.suspect
         )
         return min(spans_s, default=0.0)
 
@@ -346,4 +346,4 @@ def _room_in_s(worker: Worker, priority: int, now: float) -> float:
 
 def _is_known(worker: Worker) -> bool:
     """Whether something is known of prompts there: each step of a prefill worker has some."""
-    return worker.step_model.knows_prompts or (worker.role == "prefill" and worker.step_model.is_known)
+    return worker.load.step_model.knows_prompts or (worker.role == "prefill" and worker.load.step_model.is_known)

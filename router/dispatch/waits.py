@@ -66,7 +66,7 @@ def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> l
         placed.sort(key=lambda one: one[0].progress_at)
         for index, (state, assignment) in enumerate(placed):
             decode_s = place_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
-            prompts_s = worker.step_model.steps_s(before, step_tokens(worker)) * worker.slowness
+            prompts_s = worker.load.step_model.steps_s(before, step_tokens(worker)) * worker.estimates.slowness
             waits.append((state, max(prompts_s, decode_s)))
             before += assignment.booking.prompt
     return waits
@@ -95,8 +95,8 @@ def wait_for(
 def waits_at_most(worker: Worker, limit_s: float, now: float, priority: int) -> bool:
     """Whether a prompt waits no longer at a worker, by `wait_for`, nor its answer if that is a decode worker."""
     terms = terms_of(worker)
-    all_s = max(worker.observed_s, (terms.waiting_s + terms.fresh_s) * worker.slowness)
-    if all_s <= limit_s and terms.num_requests < terms.num_places and not worker.observed_from:  # as a rule
+    all_s = max(worker.estimates.observed_s, (terms.waiting_s + terms.fresh_s) * worker.estimates.slowness)
+    if all_s <= limit_s and terms.num_requests < terms.num_places and not worker.estimates.observed_from:  # as a rule
         return True
     if _prompts_s(worker, now, priority) > limit_s:
         return False
@@ -104,9 +104,9 @@ def waits_at_most(worker: Worker, limit_s: float, now: float, priority: int) -> 
 
 
 def _prompts_s(worker: Worker, now: float, priority: int) -> float:
-    if worker.step_model.is_known:
+    if worker.load.step_model.is_known:
         return wait_s(worker, now, priority)
-    return worker.observed_from.get(priority, worker.observed_s)
+    return worker.estimates.observed_from.get(priority, worker.estimates.observed_s)
 
 
 class Decoding:

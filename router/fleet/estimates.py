@@ -76,9 +76,9 @@ class Rivals:
         """Compare what ready decode workers report with what this router has booked there."""
         own = 0
         for worker in decode:  # a thousand, at each tick
-            own += worker.booked.num_requests - worker.fresh.num_requests
+            own += worker.bookings.total.num_requests - worker.bookings.fresh.num_requests
         if own:
             reported = 0
             for worker in decode:
-                reported += worker.num_requests - worker.fresh.num_requests
+                reported += worker.load.num_requests - worker.bookings.fresh.num_requests
             self._average.observe(min(MAX_RIVALS, max(0.0, reported / own - 1.0)))

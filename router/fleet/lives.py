@@ -148,7 +148,7 @@ class WorkerLives:
                 self._greet(address)
             return
         worker = self._registry.workers[address]
-        started, had_served, role = worker.known_epoch != hello.epoch, worker.has_served, worker.role
+        started, had_served, role = worker.life.known_epoch != hello.epoch, worker.life.has_served, worker.role
         ended = self._registry.on_hello(address, hello, now)
         if worker.role != role:
             log.info("worker %s (%s) has changed from %s to %s", hello.worker_id, address, role, worker.role)
@@ -186,7 +186,7 @@ class WorkerLives:
 
     def _lost(self, address: str, now: float) -> None:
         worker = self._registry.workers[address]
-        self._end_life(address, worker.reason, worker.has_served, now)
+        self._end_life(address, worker.reason, worker.life.has_served, now)
 
     def _end_life(self, address: str, reason: str, had_served: bool, now: float) -> None:
         self.events.add("lost", self._registry.workers[address], now, reason)

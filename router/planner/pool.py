@@ -180,8 +180,8 @@ class PoolObserver:
         A prefill worker still reports a prompt whose first token has come: it holds the KV until that is taken.
         """
         decode = [worker for worker in workers if worker.ready and worker.role == "decode"]
-        own = sum(worker.booked.num_requests for worker in decode)
-        total = sum(max(worker.num_requests, worker.booked.num_requests) for worker in decode)
+        own = sum(worker.bookings.total.num_requests for worker in decode)
+        total = sum(max(worker.load.num_requests, worker.bookings.total.num_requests) for worker in decode)
         if own:
             self._others.observe(min(MOST_ROUTERS, total / own))
         return self._others.value
@@ -205,10 +205,10 @@ class PoolObserver:
 
 def _kind(ready: Sequence[Worker], before: WorkerKind) -> WorkerKind:
     """The mean worker of those that have a model of their steps; the one of before while none has."""
-    known = [worker for worker in ready if worker.step_model.is_known]
+    known = [worker for worker in ready if worker.load.step_model.is_known]
     if not known:
         return before
-    models = [worker.step_model for worker in known]
+    models = [worker.load.step_model for worker in known]
     return WorkerKind(
         model=StepModel(
             fixed_s=fmean(model.fixed_s for model in models),
@@ -232,8 +232,10 @@ def _state(pool: Sequence[Worker], kind: WorkerKind, num_unschedulable: int, now
     ready = [worker for worker in pool if worker.ready]
     silent = [worker for worker in pool if _is_silent(worker, now)]
     draining = [worker for worker in pool if worker.state is WorkerState.DRAINING or worker.withheld]
-    starting = [worker for worker in pool if not worker.has_served and not worker.withheld and worker.state in STARTING]
-    num_waiting = sum(worker.beat.num_waiting for worker in ready if worker.beat)
+    starting = [
+        worker for worker in pool if not worker.life.has_served and not worker.withheld and worker.state in STARTING
+    ]
+    num_waiting = sum(worker.load.beat.num_waiting for worker in ready if worker.load.beat)
     return PoolState(
         kind=kind,
         num_ready=len(ready),
@@ -241,9 +243,12 @@ def _state(pool: Sequence[Worker], kind: WorkerKind, num_unschedulable: int, now
         num_unschedulable=num_unschedulable,
         num_silent=len(silent),
         num_draining=len(draining),
-        num_held=sum(max(0, worker.num_requests - (worker.beat.num_waiting if worker.beat else 0)) for worker in ready),
+        num_held=sum(
+            max(0, worker.load.num_requests - (worker.load.beat.num_waiting if worker.load.beat else 0))
+            for worker in ready
+        ),
         num_waiting=num_waiting,
-        is_full=bool(ready) and all(worker.beat and worker.beat.num_waiting for worker in ready),
+        is_full=bool(ready) and all(worker.load.beat and worker.load.beat.num_waiting for worker in ready),
     )
 
 
@@ -256,4 +261,6 @@ def _is_changing(worker: Worker) -> bool:
 def _is_silent(worker: Worker, now: float) -> bool:
     """It served, and is not heard since a moment ago."""
     gone = worker.state in (WorkerState.DEAD, WorkerState.UNKNOWN) and not worker.withheld
-    return gone and worker.has_served and worker.last_seen is not None and now - worker.last_seen <= LOST_S
+    return (
+        gone and worker.life.has_served and worker.life.last_seen is not None and now - worker.life.last_seen <= LOST_S
+    )

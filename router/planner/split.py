@@ -211,8 +211,8 @@ def _running(
     decode = [worker for worker in ready if worker.role == "decode"]
     rows = [rows_of(worker) for worker in decode]
     num_answers = sum(one.num_rows for one in rows)
-    num_booked = sum(worker.booked.num_requests for worker in decode)
-    tokens_left = sum(worker.booked.num_more * worker.identity.block_size for worker in decode)
+    num_booked = sum(worker.bookings.total.num_requests for worker in decode)
+    tokens_left = sum(worker.bookings.total.num_more * worker.identity.block_size for worker in decode)
     return UnderWay(
         waiting_s=sum(queued_s(worker, now) for worker in ready if worker.role == "prefill") + num_waiting * mean_s,
         num_answers=num_answers,

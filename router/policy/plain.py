@@ -48,18 +48,20 @@ class RoundRobin(PlainPolicy):
     """The worker that got the fewest requests so far."""
 
     def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
-        return min(workers, key=lambda worker: (worker.num_dispatched, worker.address))
+        return min(workers, key=lambda worker: (worker.bookings.num_dispatched, worker.address))
 
 
 class LeastLoaded(PlainPolicy):
     """The worker with the fewest requests, as reported and booked."""
 
     def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
-        return min(workers, key=lambda worker: (worker.num_requests, worker.num_dispatched, worker.address))
+        return min(
+            workers, key=lambda worker: (worker.load.num_requests, worker.bookings.num_dispatched, worker.address)
+        )
 
 
 class PrefixOnly(PlainPolicy):
     """The worker that caches most of the prompt, whatever its load; among equals, round robin."""
 
     def pick(self, workers: Sequence[Worker], shape: RequestShape) -> Worker:
-        return min(workers, key=lambda worker: (shape.uncached(worker), worker.num_dispatched, worker.address))
+        return min(workers, key=lambda worker: (shape.uncached(worker), worker.bookings.num_dispatched, worker.address))

@@ -161,7 +161,7 @@ class RolePolicy:
         """
         if (order := self._next(prefill, decode, now)) is not None:
             return order
-        self._busy.observe(sum(bool(worker.num_queued_tokens) for worker in prefill) / max(1, len(prefill)))
+        self._busy.observe(sum(bool(worker.load.num_queued_tokens) for worker in prefill) / max(1, len(prefill)))
         found = self._by_forecast(prefill, decode, forecast, now) if forecast is not None else []
         if not found and (one := self._by_signals(prefill, decode, forecast, now)) is not None:
             found = [one]
@@ -302,9 +302,9 @@ def drain_of(worker: Worker, now: float) -> float:
 
 def _load_of(worker: Worker, share: float, tpot_s: float) -> float:
     hello, rows = worker.identity, rows_of(worker)
-    places = worker.num_requests / max(1, hello.max_num_seqs)
+    places = worker.load.num_requests / max(1, hello.max_num_seqs)
     # Cached blocks count as free, and requests that are on their way count with what was booked for them.
-    blocks = (hello.num_blocks - worker.num_available_blocks) / max(1, hello.num_blocks) / KV_TARGET
+    blocks = (hello.num_blocks - worker.load.num_available_blocks) / max(1, hello.num_blocks) / KV_TARGET
     load = share * max(places, blocks)
     model = model_of(worker)
     # A goal that one sequence alone misses counts for nothing: no number of workers would meet it.
@@ -349,7 +349,7 @@ def _donors(workers: Sequence[Worker], role: Role, num: int, now: float) -> list
     able = [
         worker
         for worker in workers
-        if worker.identity.changes_role and not worker.suspect and drain_of(worker, now) <= MAX_DRAIN_S
+        if worker.identity.changes_role and not worker.life.suspect and drain_of(worker, now) <= MAX_DRAIN_S
     ]
     found: list[Worker] = []
     for worker in sorted(able, key=lambda worker: (worker.home != role, drain_of(worker, now), worker.address)):

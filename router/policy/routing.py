@@ -63,7 +63,7 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
         """Which of equal places is taken: the least. Tokens that are there already count as so many requests less."""
         worker = self.worker
         spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
-        return (self.terms.num_likely - spared, worker.num_dispatched, worker.order, worker.address)
+        return (self.terms.num_likely - spared, worker.bookings.num_dispatched, worker.order, worker.address)
 
 
 class RoutingPolicy(Policy):
@@ -163,7 +163,7 @@ class RoutingPolicy(Policy):
 def usual_cost(worker: Worker) -> tuple[bool, float]:
     """What a usual request would cost on a worker at its last report: whether it does not fit well, and seconds."""
     is_prefill = worker.role == "prefill"
-    place = _prefill_place(worker, USUAL, worker.beat_at) if is_prefill else _decode_place(worker, USUAL)
+    place = _prefill_place(worker, USUAL, worker.load.beat_at) if is_prefill else _decode_place(worker, USUAL)
     return True in place.rank, place.cost_s
 
 
@@ -178,7 +178,7 @@ def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
     terms, forecast, uncached = terms_of(worker), on_decode(worker, shape), shape.uncached(worker)
     cuts = shape.num_tokens + shape.num_remaining > terms.max_tokens  # an answer of full length
     lacks_room = num_lacking_blocks(terms, uncached + shape.num_expected) > 0
-    rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached
+    rank, hits = (cuts, worker.life.suspect, lacks_room), shape.num_tokens - uncached
     return _Place(worker, terms, forecast, rank, _decode_cost_s(forecast, shape), hits)
 
 
@@ -215,7 +215,7 @@ def _is_better(cost_s: float, other_s: float) -> bool:
 def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> _Place:
     terms, forecast = terms_of(worker), on_prefill(worker, shape, now)
     cost_s = forecast.ttft_s + terms.rivals_s
-    return _Place(worker, terms, forecast, (False, worker.suspect, False), cost_s)
+    return _Place(worker, terms, forecast, (False, worker.life.suspect, False), cost_s)
 
 
 def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:

@@ -152,7 +152,7 @@ def test_a_dead_or_suspect_worker_lends_nothing_and_a_draining_one_does() -> Non
     assert fleet.of("p1")
     worker.state = WorkerState.DEAD
     assert not fleet.of("p1")
-    worker.state, worker.suspect = WorkerState.READY, True
+    worker.state, worker.life.suspect = WorkerState.READY, True
     assert not fleet.of("p1")
 
 

@@ -352,7 +352,9 @@ async def test_a_hand_over_of_which_nothing_is_heard(cluster, tools, monkeypatch
 
 def worker(name, *, beat=None, **hello):
     about, load = hello_of(name, **hello), heartbeat_of(name, **(beat or {}))
-    return Worker(name, "decode", WorkerState.READY, hello=about, beat=load)
+    made = Worker(name, "decode", WorkerState.READY, hello=about)
+    made.load.report(load, 0.0)
+    return made
 
 
 @pytest.mark.parametrize(

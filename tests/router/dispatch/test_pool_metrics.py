@@ -42,7 +42,7 @@ async def test_requests_held_wake_both_pools(cluster: Any, tools: Any) -> None:
     prefill, decode = cluster.workers
     prefill.beat["full_tokens_per_s"] = 200.0
     scrape = Scraper(dispatcher)
-    await tools.until(lambda: dispatcher.fleet.registry.workers[prefill.address].beat.full_tokens_per_s == 200.0)
+    await tools.until(lambda: dispatcher.fleet.registry.workers[prefill.address].load.beat.full_tokens_per_s == 200.0)
     assert scrape()["pool_workers prefill ready"] == 1
     dispatcher.fleet.reconcile([])
     await tools.until(lambda: not dispatcher.fleet.connections)

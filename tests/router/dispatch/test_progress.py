@@ -113,6 +113,6 @@ async def test_progress_is_no_token(cluster, tools):
     await tools.until(lambda: any(f.renewed_at > f.progress_at + LIMIT_S for f in dispatcher.core.states.values()))
     (state,) = dispatcher.core.states.values()
     assert state.stage == "prefill" and not state.prefill.delivered
-    assert dispatcher.fleet.registry.workers[state.prefill.address].booked.num_tokens
+    assert dispatcher.fleet.registry.workers[state.prefill.address].bookings.total.num_tokens
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

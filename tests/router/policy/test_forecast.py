@@ -91,7 +91,7 @@ def test_a_short_prompt_waits_for_the_step_and_not_for_long_prompts():
 
 def test_a_prompt_that_is_computed_makes_the_wait_shorter_for_those_behind_it():
     registry = prefill_worker(1000)
-    first = next(iter(registry.workers[P].bookings.values()))
+    first = next(iter(registry.workers[P].bookings.by_serial.values()))
     for _ in range(2):
         registry.book(P, 0.0, prompt=StepShape.of_prompt(0, 1000), num_blocks=1)
     before = wait_of(registry, 1000, now=0.9)

@@ -57,10 +57,10 @@ def test_prompts_that_pass_each_other_make_no_worker_slow() -> None:
     for _ in range(50):
         for times in (4.0, 0.25):
             registry.on_first_token("p0", times)
-    assert worker.slowness == pytest.approx(1.0, abs=0.2)
+    assert worker.estimates.slowness == pytest.approx(1.0, abs=0.2)
     for _ in range(50):
         registry.on_first_token("p0", 3.0)
-    assert worker.slowness == pytest.approx(3.0, rel=0.05)
+    assert worker.estimates.slowness == pytest.approx(3.0, rel=0.05)
 
 
 def test_the_lag_of_first_tokens_follows_prompts_that_wait_for_none() -> None:

@@ -139,7 +139,7 @@ def test_an_empty_prefill_pool_is_filled_by_what_waits_on_decode_workers() -> No
     pools = Pools(0, 2)
     pools.waits_s = 3.0
     for worker in pools.of["decode"]:
-        worker.observed_s = 3.0
+        worker.estimates.observed_s = 3.0
     assert [order.role for order in pools.run(5.0)] == ["prefill"]
 
 
@@ -356,5 +356,5 @@ def test_the_drain_of_a_worker_is_that_of_the_link_that_it_has() -> None:
     pools.beat()
     unknown_s = drain_of(worker, pools.now)
     slow = LinkModel(latency_s=0.5, byte_s=1e-9, block_bytes=1000, num_transfers=9)
-    worker.pool_link, worker.terms = slow, None
+    worker.load.pool_link, worker.terms = slow, None
     assert drain_of(worker, pools.now) > unknown_s + 5 * 0.5 - 0.1

@@ -116,7 +116,7 @@ def test_a_worker_that_is_not_ready_is_not_weighed(end: str) -> None:
         rig.registry.remove("d5")
     else:
         for address, worker in rig.registry.workers.items():
-            worker.last_seen = 0.0 if address == "d5" else 5.0
+            worker.life.last_seen = 0.0 if address == "d5" else 5.0
         rig.registry.sweep(5.0)
     assert not any("d5" in rig.names() for _ in range(10))
     if end in ("cut", "drain"):
