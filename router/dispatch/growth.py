@@ -46,7 +46,7 @@ class Growth:
         workers = self._registry.workers
         changed: defaultdict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         for state in states:
-            assignment = state.successor or state.decode
+            assignment = state.attempts.successor or state.attempts.decode
             if assignment is None or state.done:
                 continue
             worker = workers.get(assignment.address)

@@ -75,7 +75,7 @@ class DemandMeter:
         if not self.has_prefill or any(worker.role == "prefill" for worker in ready):
             return 0
         return sum(
-            not state.done and state.prefill is None and len(state.request.prompt_token_ids) > self.threshold
+            not state.done and state.attempts.prefill is None and len(state.request.prompt_token_ids) > self.threshold
             for state in states
         )
 
@@ -246,7 +246,7 @@ class ClassLoad:
             len(active),
             len(waiting),
             sum(state.held_s is not None for state in waiting),
-            max((now - state.queued_at for state in waiting), default=0.0),
+            max((now - state.times.queued_at for state in waiting), default=0.0),
             wait_limit_s,
             num_refused,
             share=one.share,

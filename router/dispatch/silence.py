@@ -30,10 +30,10 @@ def why_left(
     since when the worker has had no request at all; None while it has some.
     """
     limit_s = _limit_s(state, config)
-    quiet_s = now - max(state.progress_at, state.renewed_at)
+    quiet_s = now - max(state.times.progress_at, state.times.renewed_at)
     if quiet_s > limit_s:
-        return f"{assignment.name} sent no token for {now - state.progress_at:.1f} s in the {state.stage} phase"
-    if now - state.progress_at > config.worker_timeout_s:
+        return f"{assignment.name} sent no token for {now - state.times.progress_at:.1f} s in the {state.stage} phase"
+    if now - state.times.progress_at > config.worker_timeout_s:
         if state.stream.has_gap:
             return f"tokens of {assignment.name} are missing"
         if idle_since is not None and now - idle_since > config.worker_timeout_s:
@@ -47,8 +47,8 @@ def next_time(state: RequestState, config: RouterConfig, idle_since: float | Non
     What comes until then begins waits that end later: tokens, and a heartbeat by which the worker is idle.
     """
     ends = [
-        max(state.progress_at, state.renewed_at) + _limit_s(state, config),
-        state.progress_at + config.worker_timeout_s,
+        max(state.times.progress_at, state.times.renewed_at) + _limit_s(state, config),
+        state.times.progress_at + config.worker_timeout_s,
     ]
     if idle_since is not None:
         ends.append(idle_since + config.worker_timeout_s)
@@ -75,7 +75,7 @@ class QuietRequests:
 
     def add(self, state: RequestState) -> None:
         """A new request, until it is discarded."""
-        self._put(state, state.progress_at + self._least_s)
+        self._put(state, state.times.progress_at + self._least_s)
 
     def discard(self, state: RequestState) -> None:
         """The request is over."""
@@ -93,9 +93,9 @@ class QuietRequests:
         due = [self._slots.pop(number) for number in [one for one in self._slots if one * SLOT_S <= now]]
         for slot in due:
             for request_id, state in slot.items():
-                if state.ask_at > now:
-                    self._put(state, state.ask_at)
-                elif (later := state.progress_at + self._least_s) >= now:
+                if state.times.ask_at > now:
+                    self._put(state, state.times.ask_at)
+                elif (later := state.times.progress_at + self._least_s) >= now:
                     self._put(state, later)
                 else:
                     idle_since, assignment = None, state.waits_for
@@ -107,9 +107,9 @@ class QuietRequests:
         return [found[request_id] for request_id in states if request_id in found] if found else []
 
     def _put(self, state: RequestState, at: float) -> None:
-        state.ask_at = at
+        state.times.ask_at = at
         self._slots.setdefault(_slot_of(state), {})[state.request.request_id] = state
 
 
 def _slot_of(state: RequestState) -> int:
-    return int(state.ask_at // SLOT_S)
+    return int(state.times.ask_at // SLOT_S)

@@ -49,8 +49,8 @@ def overdue(
     for state, later_s in waits_of(states, workers):
         if not may_move(state, now):
             continue
-        waited_s = now - state.progress_at
-        late_s = max(0.0, waited_s - state.expected_s) if state.expected_s > 0 else 0.0
+        waited_s = now - state.times.progress_at
+        late_s = max(0.0, waited_s - state.times.expected_s) if state.times.expected_s > 0 else 0.0
         if later_s + late_s > LEAST_WAIT_S:
             found.append((state, later_s + late_s + state.forecast.prompt_s))
     return sorted(found, key=lambda one: -one[1])
@@ -60,11 +60,11 @@ def may_move(state: RequestState, now: float) -> bool:
     """Whether nothing has come of a prompt on a prefill worker, and it was not moved often or just now."""
     return (
         not state.done
-        and state.prefill is not None
+        and state.attempts.prefill is not None
         and state.stage is Stage.PREFILL
         and not state.stream.token_ids
-        and state.num_taken_back < MAX_MOVES
-        and now - state.progress_at > LEAST_AGE_S
+        and state.attempts.num_taken_back < MAX_MOVES
+        and now - state.times.progress_at > LEAST_AGE_S
     )
 
 
@@ -118,7 +118,7 @@ class Turns:
 
     def try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
         """Place a waiting request whose turn it is. `chosen` is what `Placement.choose` has just said."""
-        if now < state.not_before or not self._recovery.claim_trial(state):
+        if now < state.times.not_before or not self._recovery.claim_trial(state):
             return False
         if not state.stream.token_ids:  # else its client reads already
             held_s = max(0.0, self._holding.held_s - (state.held_s or 0.0))
@@ -132,7 +132,7 @@ class Turns:
             state.forecast = msgspec.structs.replace(choice.forecast, wait_s=admitted.wait_s)
         self._admission.expect(state, choice, now)
         self._waiting.placed(state)
-        kind = "prefill" if state.decode is None else "remote" if state.prefill else "local"
+        kind = "prefill" if state.attempts.decode is None else "remote" if state.attempts.prefill else "local"
         self._counters.num_choices[kind] += 1
         return True
 
@@ -153,11 +153,11 @@ class Turns:
             else:
                 is_full |= state.held_s is not None
         for state in self._waiting:
-            if now - state.queued_at <= self._config.queue_timeout_s:
+            if now - state.times.queued_at <= self._config.queue_timeout_s:
                 break
             if state.request.continues and state.held_s is not None:
                 continue  # workers exist, but are busy with its siblings
-            waited = f"waited {now - state.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
+            waited = f"waited {now - state.times.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
             self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
         for state in [one for one in self._waiting if one.request.adapter]:
             if self._registry.is_gone(state.request.adapter):  # no worker will ever take it
@@ -173,14 +173,14 @@ class Turns:
         if len(self._registry.ready("prefill")) < 2:
             return
         for state, here_s in overdue(states, self._registry.workers, now)[:MAX_TAKEN_BACK]:
-            prefill = state.prefill
+            prefill = state.attempts.prefill
             chosen = self._placement.choose(state, now, {prefill.address}) if prefill is not None else None
             if prefill is None or chosen is None or not is_worth(here_s, chosen[0].forecast.ttft_s):
                 continue
             priority = state.request.priority
             if self._holding.concerns(chosen[0]) and self._holding.room_in_s(chosen[0], priority, now) > 0:
                 continue
-            state.num_taken_back += 1
+            state.attempts.num_taken_back += 1
             self._counters.num_taken_back += 1
             told = {"wait_here_s": here_s, "wait_there_s": chosen[0].forecast.ttft_s}
             log.info("request %s is taken back from %s", state.request.request_id, prefill.name, extra=told)

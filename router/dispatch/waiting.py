@@ -121,7 +121,7 @@ class WaitingRequests:
     def add(self, state: RequestState, now: float) -> None:
         """Let a request wait; it has waited since `now`. A key that was absent gets no turns for that time."""
         self.discard(state)
-        state.queued_at = now
+        state.times.queued_at = now
         self._states[state.request.request_id] = state
         if state.stream.token_ids:
             self._begun[state.request.request_id] = state
@@ -229,7 +229,7 @@ class WaitingRequests:
     def _elder(self, now: float, seen: set[str]) -> Iterator[RequestState]:
         """The oldest request, when it has a turn before its own."""
         oldest = next(iter(self._states.values()), None)
-        if oldest is None or self._num_turns < ELDER_TURNS - 1 or now - oldest.queued_at <= AGE_CAP_S:
+        if oldest is None or self._num_turns < ELDER_TURNS - 1 or now - oldest.times.queued_at <= AGE_CAP_S:
             return
         if oldest.request.request_id not in seen:
             seen.add(oldest.request.request_id)
@@ -257,8 +257,8 @@ class WaitingRequests:
 
 def _turn(state: RequestState) -> Turn:
     request = state.request
-    begin_at = state.accepted_at + request.ttft_s - (state.held_s or 0.0) if request.ttft_s > 0 else math.inf
-    return begin_at, len(request.prompt_token_ids), state.accepted_at, request.request_id
+    begin_at = state.times.accepted_at + request.ttft_s - (state.held_s or 0.0) if request.ttft_s > 0 else math.inf
+    return begin_at, len(request.prompt_token_ids), state.times.accepted_at, request.request_id
 
 
 HOLD_STEPS, HOLD_S = 3, 0.1

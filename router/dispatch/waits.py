@@ -63,7 +63,7 @@ def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> l
     waits = []
     for address, placed in by_address.items():
         before, worker = StepShape(), workers[address]
-        placed.sort(key=lambda one: one[0].progress_at)
+        placed.sort(key=lambda one: one[0].times.progress_at)
         for index, (state, assignment) in enumerate(placed):
             decode_s = place_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
             prompts_s = worker.load.step_model.steps_s(before, step_tokens(worker)) * worker.estimates.slowness

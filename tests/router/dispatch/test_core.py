@@ -199,8 +199,8 @@ def test_ticks_ask_seldom_of_streams_that_wait(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(silence, "why_left", count)
     for tick in range(1, 13):
         rig.core.on_tick(tick * 0.25)
-    assert asked == [1.25, 2.25, 3.0] and not state.num_failures, "once a second, and when its time is over"
+    assert asked == [1.25, 2.25, 3.0] and not state.attempts.num_failures, "once a second, and when its time is over"
     rig.core.on_tick(3.25)
-    assert asked[3:] == [3.25] and state.num_failures == 1, "as soon as if each tick asked"
+    assert asked[3:] == [3.25] and state.attempts.num_failures == 1, "as soon as if each tick asked"
     rig.core.end(state)
     assert not any(rig.core._quiet._slots.values())

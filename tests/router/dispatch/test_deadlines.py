@@ -209,14 +209,14 @@ async def test_a_worker_that_was_only_silent_makes_nobody_a_suspect(cluster, too
     work = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
     await tools.until(lambda: any(worker.of(DecodeRequest) for worker in cluster.decode))
     (state,) = dispatcher.core.states.values()
-    now, decode = time.monotonic(), state.decode
+    now, decode = time.monotonic(), state.attempts.decode
     state.record_failure(decode, "silent", now, died=True)
     state.record_failure(decode, "silent again", now, died=True)
-    assert state.num_deaths == 1  # one life ends once
+    assert state.attempts.num_deaths == 1  # one life ends once
     state.record_failure(dataclasses.replace(decode, epoch=decode.epoch + 1), "restarted, and silent", now, died=True)
-    assert state.num_deaths == 2 and state.num_fruitless == 3
+    assert state.attempts.num_deaths == 2 and state.attempts.num_fruitless == 3
     dispatcher.on_ready(decode.address)
-    assert state.num_deaths == 1  # its earlier life goes on; the other one does not
+    assert state.attempts.num_deaths == 1  # its earlier life goes on; the other one does not
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
 
@@ -325,5 +325,5 @@ async def test_workers_hear_when_the_first_token_is_due(cluster, tools, ttft_s):
 def test_a_late_first_token_is_still_due(tools):
     """0 would tell the worker that there is no goal."""
     state = RequestState(tools.request(PROMPT, ttft_s=2.0), 10.0)
-    assert [state.first_token_s(now) for now in (10.0, 11.5, 12.0, 99.0)] == [2.0, 0.5, 0.001, 0.001]
-    assert RequestState(tools.request(PROMPT), 10.0).first_token_s(99.0) == 0.0
+    assert [state.times.first_token_s(now) for now in (10.0, 11.5, 12.0, 99.0)] == [2.0, 0.5, 0.001, 0.001]
+    assert RequestState(tools.request(PROMPT), 10.0).times.first_token_s(99.0) == 0.0

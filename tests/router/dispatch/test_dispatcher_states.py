@@ -315,7 +315,12 @@ class DispatcherMachine(RuleBasedStateMachine):
     @invariant()
     def bookings_belong_to_requests(self) -> None:
         states = self.dispatcher.core.states.values()
-        used = [a.booking.serial for f in states for a in (f.prefill, f.decode, f.successor) if a is not None]
+        used = [
+            a.booking.serial
+            for f in states
+            for a in (f.attempts.prefill, f.attempts.decode, f.attempts.successor)
+            if a is not None
+        ]
         booked = [
             serial for worker in self.dispatcher.fleet.registry.workers.values() for serial in worker.bookings.by_serial
         ]
@@ -387,13 +392,15 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def streaming(self) -> list[SteppedWorker]:
         """Decode workers whose tokens come."""
-        decode = [state.decode for state in self.dispatcher.core.states.values() if not state.done]
+        decode = [state.attempts.decode for state in self.dispatcher.core.states.values() if not state.done]
         return [self.by_address[one.address] for one in decode if one is not None and one.delivered]
 
     def transferring(self) -> list[SteppedWorker]:
         """Prefill workers that have sent a first token, of which the decode worker has not told yet."""
         states = [state for state in self.dispatcher.core.states.values() if state.stage == "transfer"]
-        prefill = [self.by_address[state.prefill.address] for state in states if state.prefill is not None]
+        prefill = [
+            self.by_address[state.attempts.prefill.address] for state in states if state.attempts.prefill is not None
+        ]
         return [worker for worker in prefill if worker.alive]
 
     async def consume(self, request: GenerationRequest, asked: Asked) -> None:

@@ -24,7 +24,7 @@ def first_token(admission, prefill, num_tokens, after_s, num_taken_back=0):
     state.forecast = on_prefill(prefill, shape_of(num_tokens), 0.0)
     booking = registry.book(prefill.address, 0.0, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
     state.assign(assignment := Assignment("prefill", prefill.address, "p", 1, 0, booking, 0, 0), 0.0)
-    state.num_taken_back = num_taken_back
+    state.attempts.num_taken_back = num_taken_back
     admission.expect(state, Choice(prefill, None, state.forecast), 0.0)
     admission.learn(state, assignment, after_s)
     state.receive(assignment, TokenDelta("r", 0, 0, (7,)), after_s)

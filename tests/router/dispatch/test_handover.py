@@ -40,7 +40,7 @@ async def streaming(dispatcher, tools, cluster, *, prompt=PROMPT, **options):
 
 
 def assigned(dispatcher, request):
-    decode = dispatcher.core.states[request.request_id].decode
+    decode = dispatcher.core.states[request.request_id].attempts.decode
     return decode if decode is not None else type("Nobody", (), {"delivered": False})
 
 
@@ -132,7 +132,7 @@ async def test_many_streams_leave_a_few_at_a_time(cluster, tools, monkeypatch):
 
     def count(router, order):
         nonlocal most
-        most = max(most, sum(state.successor is not None for state in dispatcher.core.states.values()))
+        most = max(most, sum(state.attempts.successor is not None for state in dispatcher.core.states.values()))
         return False
 
     old.on_handover = count
