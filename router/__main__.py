@@ -22,12 +22,18 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM; 0 after a clean end, 1 when the port is taken, 2 when a setting or the model is refused."""
     config = load(RouterConfig, argv, prog=PROG)
+    # Imported after the command line is parsed, so that --help and refusals are instant.
+    from router.policy import load_policy
+
+    try:  # before the model is fetched, and before other processes start
+        load_policy(config.routing_policy, config.local_prefill_threshold)
+    except ConfigError as error:
+        exit_refused(error, PROG)
     setup_logging("router", config.log_level, json=config.log_json)
     if config.router_processes > 1:
         from router.cli.serve.router_processes import run_together
 
         return run_together(config, PROG)
-    # Imported after the command line is parsed, so that --help and refusals are instant.
     import uvloop
 
     from common.wire import listening

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.simulator.simulation import Simulation
 from benchmarks.simulator.world.scenario import scenario_of
+from router.observe.metrics import RouterMetrics
 from router.policy.plugins import GuardedPolicy
 
 FAILS = """
@@ -72,4 +73,6 @@ async def test_a_policy_that_fails_harms_no_router(modules: str, cluster: Any, t
     request = tools.request()
     tokens, _ = await tools.collect(dispatcher, request)
     assert tokens == tools.expected(list(request.prompt_token_ids), 8)
-    assert dispatcher.load().num_policy_errors > 0
+    assert (num_errors := dispatcher.load().num_policy_errors) > 0
+    page = RouterMetrics("m", dispatcher.load).render().decode()
+    assert re.search(rf"^diptych_routing_policy_errors_total{{.*}} {num_errors}\.0$", page, re.MULTILINE)

@@ -13,6 +13,7 @@ import pytest
 from common.config import RouterConfig
 from common.config.field import fields_of
 from common.errors import ConfigError
+from router.__main__ import main
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState
 from router.policy.plugins import POLICIES, GuardedPolicy, load_policy
@@ -103,6 +104,15 @@ def test_what_is_no_policy_is_refused(module: str, name: str, words: str) -> Non
 def test_what_cannot_be_a_policy_is_refused_with_the_settings(name: str) -> None:
     with pytest.raises(ConfigError, match="routing_policy"):
         RouterConfig(decode=("tcp://127.0.0.1:1",), routing_policy=name)
+
+
+@pytest.mark.parametrize("processes", ("1", "2"))
+def test_a_router_refuses_to_start_with_an_unknown_policy(processes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--decode", "tcp://127.0.0.1:1", "--routing-policy", "best", "--router-processes", processes]
+    with pytest.raises(SystemExit) as exit:
+        main(argv)
+    assert exit.value.code == 2
+    assert "routing_policy='best' is refused: one of diptych, random" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", POLICIES)
