@@ -13,7 +13,6 @@ from common.errors import ConfigError, ModelError
 from common.observe import setup_logging
 
 if TYPE_CHECKING:  # imported late, see `main`
-    from router.policy.routing import RoutingPolicy
     from router.siblings.part import RouterPart
 
 PROG = "diptych router"
@@ -23,12 +22,18 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM; 0 after a clean end, 1 when the port is taken, 2 when a setting or the model is refused."""
     config = load(RouterConfig, argv, prog=PROG)
+    # Imported after the command line is parsed, so that --help and refusals are instant.
+    from router.policy import load_policy
+
+    try:  # before the model is fetched, and before other processes start
+        load_policy(config.routing_policy, config.local_prefill_threshold)
+    except ConfigError as error:
+        exit_refused(error, PROG)
     setup_logging("router", config.log_level, json=config.log_json)
     if config.router_processes > 1:
         from router.cli.serve.router_processes import run_together
 
         return run_together(config, PROG)
-    # Imported after the command line is parsed, so that --help and refusals are instant.
     import uvloop
 
     from common.wire import listening
@@ -46,11 +51,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def run(
-    config: RouterConfig, listener: socket.socket, policy: RoutingPolicy | None = None, part: RouterPart | None = None
-) -> None:
-    """Build the router and serve until a signal, as `part` of several processes or alone; without a `policy`, the
-    usual one routes.
+async def run(config: RouterConfig, listener: socket.socket, part: RouterPart | None = None) -> None:
+    """Build the router and serve until a signal, as `part` of several processes or alone.
 
     Raises ModelError, and ConfigError for a file that a setting names.
     """
@@ -59,7 +61,7 @@ async def run(
     from router.server.serving import Serving
 
     stop = stop_on_signals()
-    serving = Serving(config, policy, part)
+    serving = Serving(config, part)
     collect_seldom()
     try:
         await serving.start()

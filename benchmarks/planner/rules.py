@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks.planner.world import CONTROL_S, Request, Seen
 from common.latency.step_model import StepShape
 from common.wire.message_fields import ROLES, Role
-from router.planner.load_window import LoadWindow
-from router.planner.offered_load import OfferedLoad, SampledRequest
+from router.planner.offered_load import LoadWindow, OfferedLoad, SampledRequest
 from router.planner.planner import Plan, Planner
 from router.planner.pool import Bounds, Fleet, Goals, PoolState, WorkerKind
 from router.planner.sizing import size

@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.load.conditions import conditions
 from benchmarks.load.report import open_console, write_json
 from benchmarks.load.trace import TraceError
-from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.report import Findings, as_json, print_findings
 from benchmarks.simulator.simulation import Run, Simulation
 from benchmarks.simulator.world.scenario import Scenario, read_scenario
 from common.config.sources import exit_refused
 from common.errors import ConfigError
+from router.policy import POLICIES
 
 PROG = "diptych simulate"
 
@@ -31,7 +31,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("scenario", type=Path, help="TOML or JSON file; docs/simulator.md describes it")
     parser.add_argument(
-        "--policy", default="", metavar="NAME[,NAME...]", help=f"instead of the scenario's: {', '.join(POLICIES)}"
+        "--policy",
+        default="",
+        metavar="NAME[,NAME...]",
+        help=f"instead of the scenario's: {', '.join(POLICIES)}, or module:Class",
     )
     parser.add_argument("--seed", type=int, default=-1, help="instead of the scenario's")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write scenario and numbers to this file")

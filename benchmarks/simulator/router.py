@@ -25,8 +25,8 @@ from router.dispatch.turns import Cancel
 from router.fleet.lives import WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
-from router.planner.sizing_forecaster import SizingForecaster
-from router.policy.routing import RoutingPolicy
+from router.planner.split import SizingForecaster
+from router.policy import Policy
 
 CUT_BEATS = 2
 """A worker that could not send a router so many heartbeats in a row takes it for lost, as in life."""
@@ -45,7 +45,7 @@ class SimulatedRouter:
         world: World,
         name: bytes,
         config: RouterConfig,
-        policy: RoutingPolicy,
+        policy: Policy,
         on_over: Callable[[SimulatedRequest], None],
     ) -> None:
         self.world, self.name, self._on_over = world, name, on_over
@@ -167,7 +167,7 @@ class SimulatedRouter:
         """A heartbeat interval has passed."""
         now, workers = self._now, self.registry.workers
         for address in self.quiet:
-            workers[address].last_seen = now
+            workers[address].life.last_seen = now
         self._lives.sweep(now)
         self.index.expire(self._now)
         if sum(len(self.registry.ready(role)) for role in ROLES) < len(self.registry.workers):

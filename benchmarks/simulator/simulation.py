@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from benchmarks.simulator.conservation import Conserved, check_conserved
-from benchmarks.simulator.policies import POLICIES
 from benchmarks.simulator.router import CONNECTION_LOST, SimulatedRouter
 from benchmarks.simulator.workers.decode import SimulatedDecodeWorker
 from benchmarks.simulator.workers.prefill import SimulatedPrefillWorker
@@ -24,7 +23,7 @@ from common.config import RouterConfig
 from common.config.field import fields_of
 from common.errors import ConfigError
 from router.garbage import THRESHOLDS
-from router.policy.routing import RoutingPolicy
+from router.policy import load_policy
 
 SLOTS = 8
 """Workers beat at so many times within an interval; those of a slot beat together."""
@@ -50,6 +49,7 @@ class Run:
     num_retries: Counter[str]
     num_handovers: Counter[str]
     num_role_changes: int
+    num_policy_errors: int
     conserved: Conserved
     others: Sequence[Run] = ()
 
@@ -128,6 +128,7 @@ class Simulation:
             sum((one.num_retries for one in counters), Counter[str]()),
             sum((one.num_handovers for one in counters), Counter[str]()),
             sum(process.num_role_changes for process in self.processes.values()),
+            sum(one.num_policy_errors for one in counters),
             check_conserved(self.world, list(self.processes.values()), self.routers, self.requests),
             others,
         )
@@ -167,12 +168,9 @@ class Simulation:
     def _add_router(self) -> SimulatedRouter:
         scenario, number = self.scenario, len(self.routers)
         name = f"router-{number}".encode()
-        if scenario.policy not in POLICIES:
-            raise ConfigError("policy", scenario.policy, "one of " + ", ".join(POLICIES))
         config = self._router_config()
-        policy: RoutingPolicy = POLICIES[scenario.policy](
-            config.local_prefill_threshold, self.world.chance(f"policy/{number}")
-        )
+        chance = self.world.chance(f"policy/{number}")
+        policy = load_policy(scenario.policy, config.local_prefill_threshold, chance, field="policy")
         router = SimulatedRouter(self.world, name, config, policy, self._on_over)
         self.world.routers[name] = router
         self.routers.append(router)

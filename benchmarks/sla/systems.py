@@ -33,7 +33,7 @@ RULES: Final = ("random", "round-robin", "least-loaded", "prefix-only")
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`policy` is a name of `benchmarks/simulator/policies.py`."""
+    """`policy` is a value of `--routing-policy`."""
 
     policy: str
     kind: Kind
@@ -48,7 +48,7 @@ class System:
 
 OURS: Final = System("diptych", "ours")
 ONE_POOL: Final = System("diptych", "one pool", is_pooled=True)
-BEFORE: Final = System("by-tokens", "before")
+BEFORE: Final = System("benchmarks.sla.by_tokens:ByTokens", "before")
 CHOICES: Final = tuple(System(rule, "choice") for rule in RULES)
 PLAIN_POOL: Final = System("least-loaded", "whole", is_pooled=True)
 WHOLES: Final = (*(System(rule, "whole") for rule in RULES), PLAIN_POOL)

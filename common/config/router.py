@@ -218,6 +218,16 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
         ge=0,
         le=1_000_000_000,
     )
+    routing_policy: str = setting(
+        "diptych",
+        "policy that chooses the workers of each request: diptych (least predicted time), random, round-robin, "
+        "least-loaded (fewest requests), prefix-only (most cached tokens), or a class as module:Class "
+        "(docs/contributing/add-a-routing-policy.md)",
+        group="Workers",
+        pattern=r"[a-z][a-z-]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*",
+        expects="the name of a policy, or module:Class",
+        metavar="NAME",
+    )
     balance_decode: bool = setting(
         True,
         "hand running answers over from a decode worker that runs out of KV blocks, or misses --slo-tpot-ms, to one "

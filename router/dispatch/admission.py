@@ -18,12 +18,10 @@ from common.errors import MAX_RETRY_AFTER_S, RETRY_AFTER_S, Overloaded
 from common.observe import Ewma
 from common.wire import Role
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
-from router.dispatch.decoding import Decoding
-from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
 from router.dispatch.request_state import Assignment, RequestState, Stage
-from router.dispatch.waiting import WaitingRequests
-from router.dispatch.waits import lasting_s, observed_waits_s, wait_for, waits_at_most, waits_of
+from router.dispatch.waiting import Holding, WaitingRequests
+from router.dispatch.waits import Decoding, lasting_s, observed_waits_s, wait_for, waits_at_most, waits_of
 from router.fleet import Worker, WorkerRegistry
 from router.policy import (
     FEW,
@@ -31,8 +29,8 @@ from router.policy import (
     UNKNOWN_LENGTH,
     Choice,
     Patience,
+    Policy,
     RequestShape,
-    RoutingPolicy,
     Shortlist,
     places_of,
     queued_s,
@@ -67,7 +65,7 @@ class Admission:
     def __init__(
         self,
         registry: WorkerRegistry,
-        policy: RoutingPolicy,
+        policy: Policy,
         config: RouterConfig,
         counters: DispatchCounters,
         holding: Holding | None = None,
@@ -89,7 +87,7 @@ class Admission:
         waiting = []
         for state in decoding.open:
             if (worker := state.waits_for) is not None and state.stage is Stage.PREFILL:
-                waiting.append((state.request.priority, worker.address, now - state.progress_at))
+                waiting.append((state.request.priority, worker.address, now - state.times.progress_at))
         waits_from = {
             priority: observed_waits_s((address, waited_s) for level, address, waited_s in waiting if level >= priority)
             for priority in self._priorities[1:]
@@ -154,23 +152,25 @@ class Admission:
     def expect(self, state: RequestState, choice: Choice, now: float) -> None:
         """A request was placed: note when its first token should come, by the worker's own account."""
         priority = state.request.priority
-        state.expected_s, self._placed_at[priority] = 0.0, now
+        state.times.expected_s, self._placed_at[priority] = 0.0, now
         if (assignment := state.waits_for) is None or not choice.forecast.is_known:
             return
-        state.expected_s = queued_s(self._registry.workers[assignment.address], now, priority)
+        state.times.expected_s = queued_s(self._registry.workers[assignment.address], now, priority)
         self._prompt_s.observe(choice.forecast.prompt_s)
 
     def learn(self, state: RequestState, assignment: Assignment, now: float) -> None:
         """The first tokens of `assignment` have come: compare with the prediction, unless others passed since."""
-        expected_s, state.expected_s = state.expected_s, 0.0
+        expected_s, state.times.expected_s = state.times.expected_s, 0.0
         if expected_s <= 0.0 or assignment is not state.waits_for or state.stage is not Stage.PREFILL:
             return
-        if any(at >= state.progress_at and level > state.request.priority for level, at in self._placed_at.items()):
+        if any(
+            at >= state.times.progress_at and level > state.request.priority for level, at in self._placed_at.items()
+        ):
             return
-        took_s, forecast = now - state.progress_at, state.forecast
+        took_s, forecast = now - state.times.progress_at, state.forecast
         if expected_s >= MIN_EXPECTED_S:
             self._registry.on_first_token(assignment.address, (took_s - forecast.lag_s) / expected_s)
-        if forecast.waits_for_none and not state.num_failures and not state.num_taken_back:
+        if forecast.waits_for_none and not state.attempts.num_failures and not state.attempts.num_taken_back:
             self._registry.on_lone_prompt(assignment.role, took_s, forecast.prompt_s)
 
     def shed(self, states: Iterable[RequestState], now: float) -> list[tuple[RequestState, Overloaded]]:
@@ -209,7 +209,7 @@ class Admission:
             log.info("the overload is over", extra=told)
             return []
         shed = [
-            (state, _shed(now - state.progress_at, later_s, limit_s))
+            (state, _shed(now - state.times.progress_at, later_s, limit_s))
             for state, later_s in waits
             if later_s > limit_s and not state.request.continues and self.class_of(state.request).name == name
         ]
@@ -228,7 +228,9 @@ class Admission:
     def _turn_s(self) -> float:
         """Seconds between two requests that a worker begins, while more wait. Of many workers, as of the last tick."""
         if self._least_turn_s is None or len(self._registry.workers) <= FEW:
-            turns_s = (worker.service_s.value / places_of(worker) for worker in self._registry.ready("decode"))
+            turns_s = (
+                worker.estimates.service_s.value / places_of(worker) for worker in self._registry.ready("decode")
+            )
             self._least_turn_s = min(turns_s, default=0.0)
         return max(self._prompt_s.value, self._least_turn_s)
 
@@ -305,7 +307,7 @@ class Admission:
         if token_s <= limit_s:
             return None
         why = f"its tokens would take about {token_s * 1e3:.3g} ms each, the most they may is {limit_s * 1e3:.3g} ms"
-        later_s = worker.service_s.value / max(1, worker.num_requests)
+        later_s = worker.estimates.service_s.value / max(1, worker.load.num_requests)
         return Refusal(Overloaded(why, retry_after_s=_retry_after_s(later_s)), "decode")
 
 

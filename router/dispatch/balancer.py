@@ -79,10 +79,10 @@ class Balancer:
         if not found:
             return found
         for state in states:
-            decode = state.decode
-            if decode is None or decode.address not in found or state.successor is not None or state.done:
+            decode = state.attempts.decode
+            if decode is None or decode.address not in found or state.attempts.successor is not None or state.done:
                 continue
-            if state.stage is not Stage.DECODE or state.stream.has_gap or now < state.handover_after:
+            if state.stage is not Stage.DECODE or state.stream.has_gap or now < state.attempts.handover_after:
                 continue
             if now - self._moved_at.get(state.request.request_id, -SETTLED_S) >= SETTLED_S:
                 found[decode.address].append(state)
@@ -104,13 +104,13 @@ class Balancer:
         request_id = state.request.request_id
         told = {
             "reason": reason,
-            "source_spare_blocks": source.num_spare_blocks,
-            "target_spare_blocks": target.num_spare_blocks,
+            "source_spare_blocks": source.load.num_spare_blocks,
+            "target_spare_blocks": target.load.num_spare_blocks,
             "tokens": state.num_tokens,
         }
         if not self._handovers.begin(state, target, now):
             return False
-        self._open[request_id] = _Open(source.address, target.address, state.attempt)
+        self._open[request_id] = _Open(source.address, target.address, state.attempts.number)
         self._counters.num_balanced[reason] += 1
         log.info("request %s moves from %s to %s", request_id, source.worker_id, target.worker_id, extra=told)
         return True
@@ -119,12 +119,14 @@ class Balancer:
         """Let the workers of moves that are over rest."""
         for request_id, move in list(self._open.items()):
             state = states.get(request_id)
-            if state is not None and state.successor is not None and state.attempt == move.attempt:
+            if state is not None and state.attempts.successor is not None and state.attempts.number == move.attempt:
                 continue
             del self._open[request_id]
-            if state is not None and state.decode is not None and state.decode.address == move.target:
+            if state is not None and state.attempts.decode is not None and state.attempts.decode.address == move.target:
                 self._moved_at[request_id] = now
-            has_failed = state is not None and state.decode is not None and state.decode.address == move.source
+            has_failed = (
+                state is not None and state.attempts.decode is not None and state.attempts.decode.address == move.source
+            )
             num_failed = self._num_failed.pop(move.source, 0) + 1 if has_failed else 0
             if num_failed:
                 self._num_failed[move.source] = num_failed

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from random import Random
 
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, DeadlineExceeded, InvalidRequest, Overloaded, RequestError, Unavailable
@@ -20,23 +21,21 @@ from common.wire.messages import PromptResult, RequestFailed, TokenDelta, TokenO
 from router.dispatch.admission import Admission
 from router.dispatch.balancer import Balancer
 from router.dispatch.client import ANYONE, Caller, GenerationRequest
-from router.dispatch.decoding import Decoding
-from router.dispatch.demand import Demand, DemandMeter
 from router.dispatch.growth import Growth
 from router.dispatch.handover import HandOverOrders
-from router.dispatch.holding import Holding
-from router.dispatch.known_hashes import KnownHashes
-from router.dispatch.load import DispatchCounters
+from router.dispatch.load import Demand, DemandMeter, DispatchCounters
 from router.dispatch.placement import Abort, Placement, Send
-from router.dispatch.quiet import QuietRequests
+from router.dispatch.prompt import KnownHashes
 from router.dispatch.recovery import Recovery, refusal
 from router.dispatch.request_state import Assignment, RequestState
 from router.dispatch.role_changes import RoleChanges
+from router.dispatch.silence import QuietRequests
 from router.dispatch.stream import StreamConflict, TokensDiffer
 from router.dispatch.turns import Cancel, Later, Turns
-from router.dispatch.waiting import OUTPUT_WEIGHT, WaitingRequests
+from router.dispatch.waiting import OUTPUT_WEIGHT, Holding, WaitingRequests
+from router.dispatch.waits import Decoding
 from router.fleet import PrefixIndex, WorkerRegistry, WorkerState
-from router.policy import Choice, RequestShape, RoutingPolicy, SplitForecaster
+from router.policy import Choice, GuardedPolicy, Policy, RequestShape, RoutingPolicy, SplitForecaster, load_policy
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +59,7 @@ class DispatchCore:
     """One router's requests, over the workers of `registry`. Owned by one thread.
 
     `states` has every request between `submit` and `end`, by id; `waiting` those of them that are on no worker.
+    `policy` chooses their workers.
     """
 
     def __init__(
@@ -68,16 +68,20 @@ class DispatchCore:
         registry: WorkerRegistry,
         index: PrefixIndex,
         actions: Actions,
-        policy: RoutingPolicy | None = None,
+        policy: Policy | None = None,
         splits: SplitForecaster | None = None,
         has_prefill: bool = True,
     ) -> None:
-        """Without a `policy`, the usual one routes. `splits` and `has_prefill`: see `Dispatcher`."""
+        """Without a `policy`, that of the configuration routes. `splits` and `has_prefill`: see `Dispatcher`."""
         self._config, self._registry, self._index, self._actions = config, registry, index, actions
         self.states: dict[str, RequestState] = {}
         self.waiting, self.counters = WaitingRequests(), DispatchCounters()
         self._deadlines: dict[str, Cancel] = {}
-        policy = policy or RoutingPolicy(local_prefill_threshold=config.local_prefill_threshold)
+        if policy is None:
+            policy = load_policy(config.routing_policy, config.local_prefill_threshold, Random(registry.router_id))
+        if type(policy) is not RoutingPolicy:
+            policy = GuardedPolicy(policy, self._on_policy_error)
+        self.policy = policy
         self._placement = Placement(registry, policy, self._index, actions.send, actions.abort)
         self.has_prefill = has_prefill and bool(config.prefill or config.prefill_services or config.discovery_file)
         self._demand = DemandMeter(self.has_prefill, config.local_prefill_threshold)
@@ -187,21 +191,21 @@ class DispatchCore:
         state = self.states.get(failed.request_id)
         if state is None or state.done:
             return
-        if state.may_give_up_handover(address, failed.attempt):
+        if state.attempts.may_give_up_handover(address, failed.attempt):
             self._give_up_handover(state, f"worker {failed.worker_id} failed in {failed.phase}: {failed.message}", now)
             return
-        assignment = state.assignment(address, failed.attempt)
+        assignment = state.attempts.of(address, failed.attempt)
         if assignment is None or failed.attempt != assignment.attempt:
             return
         reason = f"{assignment.role} worker {failed.worker_id} failed in {failed.phase}: {failed.message}"
-        if failed.retryable or state.is_through_with(assignment):
+        if failed.retryable or state.attempts.is_through_with(assignment):
             self._recover(state, assignment, reason, now)
         else:
-            self._fail(state, refusal(failed, reason, state.remaining_s(now)))
+            self._fail(state, refusal(failed, reason, state.times.remaining_s(now)))
 
     def on_lost(self, address: str, reason: str, now: float) -> None:
         for state in list(self.states.values()):
-            for assignment in state.assignments:
+            for assignment in state.attempts.all:
                 if assignment.address == address and not state.done:
                     why = f"{assignment.name} {reason}"
                     self._recover(state, assignment, why, now, died=True)
@@ -212,7 +216,7 @@ class DispatchCore:
     def on_ready(self, address: str, now: float) -> None:
         epoch = self._registry.workers[address].epoch
         for state in self.states.values():
-            state.forgive_death(address, epoch)
+            state.attempts.forgive_death(address, epoch)
         self._turns.serve(now)
 
     def on_tick(self, now: float) -> None:
@@ -273,7 +277,7 @@ class DispatchCore:
         worker = self._registry.workers[address]
         current = worker.hello is not None and worker.epoch == epoch
         state = self.states.get(message.request_id)
-        assignment = state.assignment(address, message.attempt) if state and current and not state.done else None
+        assignment = state.attempts.of(address, message.attempt) if state and current and not state.done else None
         if state is not None and assignment is not None and assignment.epoch == epoch:
             return state, assignment
         self.counters.num_stale_deltas += 1
@@ -289,7 +293,7 @@ class DispatchCore:
         if not delta.token_ids and not delta.finish_reason:
             state.renew(assignment, now)
             return
-        if assignment is state.successor:
+        if assignment is state.attempts.successor:
             self._take_over(state, now, moved=False)
         if first:
             self._admission.learn(state, assignment, now)
@@ -304,17 +308,17 @@ class DispatchCore:
             self._registry.on_request_served(assignment.address)
             self._placement.computed(assignment, now)
             self._turns.room_expected(now)
-            if assignment is state.decode:
+            if assignment is state.attempts.decode:
                 self._placement.remember(state, assignment, now)
                 self._placement.spare_prefill(state)
         if state.stream.finish_reason:
             self._finish(state, assignment, now)
-        elif state.decode is None:
+        elif state.attempts.decode is None:
             self._recover(state, assignment, f"{assignment.name} did not end a one-token request", now)
 
     def _on_left(self, state: RequestState, assignment: Assignment, how: str, now: float) -> None:
         """The worker ended a request that is not over: it goes on where it was handed over, or somewhere else."""
-        if how == "moved" and assignment is state.decode and state.successor is not None:
+        if how == "moved" and assignment is state.attempts.decode and state.attempts.successor is not None:
             self._take_over(state, now, moved=True)
         else:
             self._recover(state, assignment, f"{assignment.name} {how} the request", now)
@@ -322,7 +326,7 @@ class DispatchCore:
     def _on_conflict(self, state: RequestState, assignment: Assignment, conflict: StreamConflict, now: float) -> None:
         """The worker is at fault, unless it computed again what another worker had computed before."""
         what = f"{assignment.name} sent {conflict}"
-        if not (isinstance(conflict, TokensDiffer) and state.may_differ):
+        if not (isinstance(conflict, TokensDiffer) and state.attempts.may_differ):
             self._recover(state, assignment, what, now)
             return
         log.info("request %s starts over behind the tokens that were sent: %s", state.request.request_id, what)
@@ -346,36 +350,41 @@ class DispatchCore:
         self._placement.settle(state)
         self._roles.ended(len(state.request.prompt_token_ids), len(state.stream.token_ids))
         self._turns.room_expected(now)
-        decode = state.decode
+        decode = state.attempts.decode
         if last is decode:
             self._placement.remember(state, last, now)
             num_later, predicted_s = len(state.stream.token_ids) - 1, state.forecast.model_token_s
             self._registry.on_request_finished(
-                last.address, last.timeline.decode_s, 0 if state.num_failures else num_later, predicted_s
+                last.address, last.timeline.decode_s, 0 if state.attempts.num_failures else num_later, predicted_s
             )
         if decode is None:
             return
         # A decode worker may read of a second attempt only after it has ended the first: it would start over.
         if last is not decode or decode.attempt > decode.first_attempt:
-            self._actions.abort(decode.address, state.request.request_id, state.attempt)
-        if last is state.prefill:  # else it would offer its KV, and hold the blocks until the lease of that ends
-            self._actions.abort(last.address, state.request.request_id, state.attempt)
+            self._actions.abort(decode.address, state.request.request_id, state.attempts.number)
+        if (
+            last is state.attempts.prefill
+        ):  # else it would offer its KV, and hold the blocks until the lease of that ends
+            self._actions.abort(last.address, state.request.request_id, state.attempts.number)
 
     def _recover(
         self, state: RequestState, assignment: Assignment, reason: str, now: float, *, died: bool = False
     ) -> None:
-        if assignment is state.successor:
+        if assignment is state.attempts.successor:
             self._give_up_handover(state, reason, now)
             return
-        is_moving = state.successor is not None  # it was preempted before the order to hand it over came
+        is_moving = state.attempts.successor is not None  # it was preempted before the order to hand it over came
         worker = self._registry.workers[assignment.address]
-        if worker.ready and not is_moving and not state.is_through_with(assignment):
+        if worker.ready and not is_moving and not state.attempts.is_through_with(assignment):
             self._registry.on_request_failed(assignment.address, now)
         error = self._recovery.recover(state, assignment, reason, now, died=died)
         if error is not None:
             self._fail(state, error)
         elif state in self.waiting:
             self._turns.try_place(state, now)
+
+    def _on_policy_error(self) -> None:
+        self.counters.num_policy_errors += 1
 
     def _on_deadline(self, state: RequestState) -> None:
         if not state.done:

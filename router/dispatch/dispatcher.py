@@ -18,11 +18,10 @@ from common.wire.messages import PromptResult, RequestFailed, ResetPrefixCache, 
 from router.dispatch.adapter_orders import AdapterOrders
 from router.dispatch.client import ANYONE, Caller, GenerationRequest, TokenEvent
 from router.dispatch.core import Actions, DispatchCore
-from router.dispatch.demand import Demand
-from router.dispatch.load import DispatchLoad
+from router.dispatch.load import Demand, DispatchLoad
 from router.dispatch.turns import Cancel
 from router.fleet import CONTROL_HWM, WorkerFleet
-from router.policy import RoutingPolicy, SplitForecaster
+from router.policy import SplitForecaster
 
 PASSED_ON_S = 60.0
 """How long a request that went to another model counts as held here: autoscalers look a few times a minute."""
@@ -36,13 +35,12 @@ class Dispatcher:
         config: RouterConfig,
         *,
         hwm: int = CONTROL_HWM,
-        policy: RoutingPolicy | None = None,
         splits: SplitForecaster | None = None,
         needed: Role = "decode",
         models: Collection[str] = (),
         has_prefill: bool = True,
     ) -> None:
-        """Without a `policy`, the usual one routes. `splits` predicts for changes of roles. `models`: see the fleet.
+        """`splits` predicts for changes of roles. `models`: see the fleet.
 
         Nothing is served without a worker of the role that is `needed`: prefill for a model that generates no text.
         Without `has_prefill` the model has no prefill workers, and none is missed, whatever discovery could find.
@@ -57,7 +55,7 @@ class Dispatcher:
         self.fleet = WorkerFleet(config, self, hwm=hwm, clock=self._clock, models=models)
         self.adapters = AdapterOrders(self.fleet)
         actions = Actions(self.fleet.send, self.fleet.abort, self._later, self._wake)
-        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, policy, splits, has_prefill)
+        self.core = DispatchCore(config, self.fleet.registry, self.fleet.index, actions, None, splits, has_prefill)
 
     # ------------------------------------------------------------ for the front
 

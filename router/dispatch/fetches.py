@@ -9,11 +9,12 @@ from collections.abc import Collection, Iterator, Mapping
 
 from common.latency import WORTHWHILE, StepShape
 from common.wire.messages import KVPeer
-from router.dispatch.candidates import Hits
 from router.dispatch.request_state import RequestState
 from router.fleet import PrefixHits, PrefixIndex, Worker, WorkerRegistry, WorkerState
 from router.policy import Fetch, terms_of
 
+Hits = Mapping[int, PrefixHits]
+"""How much of a prompt each worker holds, by block size."""
 MOST_LENDERS = 8
 """So many of the workers that hold equally much of a prompt are compared as lenders."""
 
@@ -72,7 +73,7 @@ class Fetches:
     def _able(self, addresses: Iterator[str], fingerprint: str) -> Iterator[Worker]:
         for _, address in zip(range(MOST_LENDERS), addresses, strict=False):
             worker = self._registry.workers.get(address)
-            if worker is None or (hello := worker.hello) is None or worker.suspect:
+            if worker is None or (hello := worker.hello) is None or worker.life.suspect:
                 continue
             alive = worker.state in (WorkerState.READY, WorkerState.DRAINING)
             if alive and hello.lend_address and hello.fingerprint == fingerprint:

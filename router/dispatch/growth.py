@@ -46,11 +46,11 @@ class Growth:
         workers = self._registry.workers
         changed: defaultdict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         for state in states:
-            assignment = state.successor or state.decode
+            assignment = state.attempts.successor or state.attempts.decode
             if assignment is None or state.done:
                 continue
             worker = workers.get(assignment.address)
-            booking = worker.bookings.get(assignment.booking.serial) if worker is not None else None
+            booking = worker.bookings.by_serial.get(assignment.booking.serial) if worker is not None else None
             if worker is None or booking is None:
                 continue
             num_output = len(state.stream.token_ids)

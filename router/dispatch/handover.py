@@ -49,19 +49,19 @@ class HandOverOrders:
         if not draining or not targets:
             return
         for state in list(states):
-            decode = state.decode
-            if state.done or decode is None or decode.address not in draining or state.successor is not None:
+            decode = state.attempts.decode
+            if state.done or decode is None or decode.address not in draining or state.attempts.successor is not None:
                 continue
             if not decode.delivered:
                 if self._placement.candidates.usable("decode", state):  # else the draining worker serves it to its end
                     self._place_again(state, now)
-            elif now >= state.handover_after and not state.stream.has_gap:
+            elif now >= state.attempts.handover_after and not state.stream.has_gap:
                 self._begin(state, targets, now)
 
     def begin(self, state: RequestState, target: Worker, now: float) -> bool:
         """Hand a running answer over to `target`. False when a worker takes no messages: it stays where it is."""
         self._open[state.request.request_id] = state
-        state.handover_until = now + TIMEOUT_S
+        state.attempts.handover_until = now + TIMEOUT_S
         if self._placement.hand_over(state, target, _num_reserved(state), now):
             return True
         self.fail(state, "a worker takes no messages", now)
@@ -70,7 +70,7 @@ class HandOverOrders:
     @property
     def workers(self) -> set[str]:
         """Addresses of those that take part in a hand-over under way."""
-        parts = ((state.decode, state.successor) for state in self._open.values())
+        parts = ((state.attempts.decode, state.attempts.successor) for state in self._open.values())
         return {one.address for pair in parts for one in pair if one is not None}
 
     def succeed(self, state: RequestState, now: float, *, moved: bool) -> None:
@@ -86,24 +86,24 @@ class HandOverOrders:
 
     def fail(self, state: RequestState, reason: str, now: float) -> None:
         """Leave the request with the old worker, and abort it on the new one."""
-        successor, state.successor = state.successor, None
+        successor, state.attempts.successor = state.attempts.successor, None
         if successor is not None:
             self._placement.leave(state, successor, abort=True)
-        state.handover_after = now + RETRY_HANDOVER_S
+        state.attempts.handover_after = now + RETRY_HANDOVER_S
         self._close(state, "failed")
         log.info("request %s is not handed over: %s", state.request.request_id, reason)
 
     # ------------------------------------------------------------ inside
 
     def _begin(self, state: RequestState, targets: Sequence[Worker], now: float) -> None:
-        source = self._registry.workers[state.decode.address] if state.decode else None
+        source = self._registry.workers[state.attempts.decode.address] if state.attempts.decode else None
         if source is None:
             return
         num_reserved = _num_reserved(state)
         num_tokens, num_left = state.num_tokens + num_reserved, state.num_remaining - num_reserved
-        busy = Counter(open_.successor.address for open_ in self._open.values() if open_.successor)
+        busy = Counter(open_.attempts.successor.address for open_ in self._open.values() if open_.attempts.successor)
         if adapter := state.request.adapter:
-            targets = [worker for worker in targets if adapter in worker.digests]
+            targets = [worker for worker in targets if adapter in worker.load.digests]
         target = choose_target(targets, source, num_tokens=num_tokens, num_left=num_left, busy=busy)
         if target is not None:
             self.begin(state, target, now)
@@ -115,9 +115,9 @@ class HandOverOrders:
 
     def _expire(self, now: float) -> None:
         for state in list(self._open.values()):
-            if state.done or state.successor is None:  # the answer ended, or its old worker was lost
+            if state.done or state.attempts.successor is None:  # the answer ended, or its old worker was lost
                 self._close(state, "ended")
-            elif now > state.handover_until:
+            elif now > state.attempts.handover_until:
                 self.fail(state, f"no worker reported for {TIMEOUT_S:g} s", now)
 
     def _close(self, state: RequestState, outcome: str) -> None:
@@ -143,21 +143,21 @@ def choose_target(
         return (
             hello.fingerprint == source.identity.fingerprint
             and busy.get(worker.address, 0) < MAX_PER_TARGET
-            and not worker.suspect
-            and worker.num_requests < max(1, hello.max_num_seqs)
+            and not worker.life.suspect
+            and worker.load.num_requests < max(1, hello.max_num_seqs)
             and num_tokens <= worker.max_tokens
-            and worker.num_blocks_of(num_tokens) <= worker.num_available_blocks
+            and worker.num_blocks_of(num_tokens) <= worker.load.num_available_blocks
         )
 
     def cost(worker: Worker) -> tuple[bool, int, int, int, int, str]:
-        crowd = worker.num_requests + busy.get(worker.address, 0)
+        crowd = worker.load.num_requests + busy.get(worker.address, 0)
         cuts = num_tokens + num_left > worker.max_tokens
         return (
             cuts,
             crowd,
-            worker.num_queued_tokens,
-            -worker.num_available_blocks,
-            worker.num_dispatched,
+            worker.load.num_queued_tokens,
+            -worker.load.num_available_blocks,
+            worker.bookings.num_dispatched,
             worker.address,
         )
 

@@ -1,4 +1,8 @@
-"""Where requests are and how the workers are, in numbers: for metrics and for /load."""
+"""Where requests are and how the workers are, in numbers: for metrics, for /load and for autoscalers.
+
+In the load of each pool, `held` and `backlog_s` are this router's own share: add up those of several routers.
+`pressure` and `workers` come from the workers' heartbeats, which every router gets: take the largest.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,120 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from common.cluster import DecodeLoad, backlog_s, pressure, unblocked_share
 from common.config import DEFAULT, RequestClass
-from common.wire import Role
+from common.wire import ROLES, Role
 from router.dispatch.request_state import RequestState, Stage
-from router.fleet import FleetEvent, Worker, WorkerConnection, WorkerFleet
+from router.fleet import FleetEvent, Worker, WorkerConnection, WorkerFleet, WorkerState
 from router.policy import step_tokens, wait_s
+
+STATES = (*(str(state) for state in WorkerState), "withheld")
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """`held`: sequences that find no worker, by role; `backlog_s`: seconds of prompts for one prefill worker;
+    `pressure`: load in decode workers; `workers`: workers by role and state. `num_running` and `num_waiting`: sequences
+    of all ready workers, and those that wait here; `kv_usage`: share of the ready decode workers' blocks in use."""
+
+    held: Mapping[str, int]
+    backlog_s: float
+    pressure: float
+    workers: Mapping[tuple[str, str], int]
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+
+
+@dataclass(slots=True)
+class DemandMeter:
+    """`has_prefill`: a prefill pool is configured, though it may be empty. Prompts of at most `threshold` tokens never
+    need it."""
+
+    has_prefill: bool
+    threshold: int
+    prefill_tokens_per_s: float = 0.0
+
+    def measure(
+        self,
+        states: Iterable[RequestState],
+        queue: Collection[RequestState],
+        workers: Collection[Worker],
+        slo_s: float,
+    ) -> Demand:
+        """The present load. `slo_s` is the goal for the time of a token, or 0."""
+        ready = [worker for worker in workers if worker.ready]
+        self._learn_rate(ready)
+        decode = [worker for worker in ready if worker.role == "decode"]
+        return Demand(
+            {
+                "decode": sum(state.held_s is None for state in queue),
+                "prefill": self._num_without_prefill(states, ready),
+            },
+            self._backlog_s(queue, workers),
+            sum(pressure(_decode_work(worker), slo_s) for worker in decode),
+            _by_state(workers),
+            sum(worker.load.beat.num_running for worker in ready if worker.load.beat),
+            len(queue) + sum(worker.load.beat.num_waiting for worker in ready if worker.load.beat),
+            _pool_usage(decode),
+        )
+
+    def _num_without_prefill(self, states: Iterable[RequestState], ready: Collection[Worker]) -> int:
+        """Sequences that wait, or that a decode worker serves alone, because no prefill worker is ready."""
+        if not self.has_prefill or any(worker.role == "prefill" for worker in ready):
+            return 0
+        return sum(
+            not state.done and state.attempts.prefill is None and len(state.request.prompt_token_ids) > self.threshold
+            for state in states
+        )
+
+    def _backlog_s(self, queue: Iterable[RequestState], workers: Iterable[Worker]) -> float:
+        if not self.has_prefill:
+            return 0.0
+        """Prompts in the queue wait for a decode worker, unless there is no prefill worker to compute them either."""
+        prefill = [worker for worker in workers if worker.role == "prefill"]
+        booked = sum(worker.bookings.total.num_tokens * _unblocked_share(worker) for worker in prefill)
+        lengths = (len(state.request.prompt_token_ids) for state in queue)
+        held = 0 if any(worker.ready for worker in prefill) else sum(n for n in lengths if n > self.threshold)
+        return backlog_s(booked + held, self.prefill_tokens_per_s)
+
+    def _learn_rate(self, ready: Iterable[Worker]) -> None:
+        """The mean rate of prefill workers that have one; while none has, the last known mean stays."""
+        beats = [worker.load.beat for worker in ready if worker.role == "prefill" and worker.load.beat is not None]
+        rates = [beat.full_tokens_per_s for beat in beats if beat.full_tokens_per_s > 0]
+        if rates:
+            self.prefill_tokens_per_s = sum(rates) / len(rates)
+
+
+def _kv_usage(worker: Worker) -> float:
+    total = worker.hello.num_blocks if worker.hello else 0
+    return worker.load.beat.num_owned_blocks / total if worker.load.beat and total else 0.0
+
+
+def _pool_usage(decode: Iterable[Worker]) -> float:
+    heard = [worker for worker in decode if worker.hello and worker.load.beat]
+    total = sum(worker.hello.num_blocks for worker in heard if worker.hello)
+    return sum(worker.load.beat.num_owned_blocks for worker in heard if worker.load.beat) / total if total else 0.0
+
+
+def _unblocked_share(worker: Worker) -> float:
+    beat = worker.load.beat
+    return unblocked_share(_kv_usage(worker), beat.num_running, beat.num_transferring) if beat else 1.0
+
+
+def _decode_work(worker: Worker) -> DecodeLoad:
+    beat = worker.load.beat
+    if beat is None:
+        return DecodeLoad(0.0, 0, 0, 0, 0, worker.load.likely_model)
+    held = beat.num_running + beat.num_transferring
+    return DecodeLoad(
+        _kv_usage(worker), held, beat.num_waiting, beat.num_running, beat.num_context_tokens, worker.load.likely_model
+    )
+
+
+def _by_state(workers: Iterable[Worker]) -> dict[tuple[str, str], int]:
+    counts = Counter((worker.role, worker.shown_state) for worker in workers)
+    return {(role, state): counts[role, state] for role in ROLES for state in STATES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +176,21 @@ class WorkerLoad:
             role=worker.role,
             worker_id=worker.worker_id,
             state=worker.shown_state,
-            num_requests=worker.num_requests,
-            num_queued_tokens=worker.num_queued_tokens,
-            num_available_blocks=worker.num_available_blocks,
+            num_requests=worker.load.num_requests,
+            num_queued_tokens=worker.load.num_queued_tokens,
+            num_available_blocks=worker.load.num_available_blocks,
             num_blocks=worker.hello.num_blocks if worker.hello else 0,
-            num_booked_requests=worker.booked.num_requests,
-            tokens_per_s=worker.beat.tokens_per_s if worker.beat else 0.0,
-            step_time_s=worker.beat.step_time_s if worker.beat else 0.0,
+            num_booked_requests=worker.bookings.total.num_requests,
+            tokens_per_s=worker.load.beat.tokens_per_s if worker.load.beat else 0.0,
+            step_time_s=worker.load.beat.step_time_s if worker.load.beat else 0.0,
             num_dropped_frames=connection.drops.num_dropped,
             num_unsent=connection.counters.num_unsent,
             num_cuts=connection.counters.num_cuts,
             reason=worker.withheld or worker.reason,
             wait_s=wait_s(worker, now) if worker.ready else 0.0,
-            lag_s=worker.lag_s,
-            step_model=msgspec.structs.asdict(worker.step_model),
-            link_model=msgspec.structs.asdict(worker.likely_link),
+            lag_s=worker.estimates.lag_s,
+            step_model=msgspec.structs.asdict(worker.load.step_model),
+            link_model=msgspec.structs.asdict(worker.load.likely_link),
             num_known_blocks=num_known_blocks,
             home=worker.home,
             batch_cap=_batch_cap(worker),
@@ -93,7 +206,7 @@ class WorkerLoad:
 def _batch_cap(worker: Worker) -> int:
     if worker.hello is None:
         return 0
-    return (worker.beat.batch_cap if worker.beat else 0) or worker.hello.max_num_seqs
+    return (worker.load.beat.batch_cap if worker.load.beat else 0) or worker.hello.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +246,7 @@ class ClassLoad:
             len(active),
             len(waiting),
             sum(state.held_s is not None for state in waiting),
-            max((now - state.queued_at for state in waiting), default=0.0),
+            max((now - state.times.queued_at for state in waiting), default=0.0),
             wait_limit_s,
             num_refused,
             share=one.share,
@@ -156,6 +269,7 @@ class DispatchLoad:
     wait_limit_s: float = 0.0
     classes: tuple[ClassLoad, ...] = ()
     num_taken_back: int = 0
+    num_policy_errors: int = 0
     role_changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     events: tuple[FleetEvent, ...] = ()
 
@@ -193,6 +307,7 @@ class DispatchLoad:
                 for name, one in classes.items()
             ),
             counters.num_taken_back,
+            counters.num_policy_errors,
             dict(fleet.registry.role_changes),
             fleet.recent_events(now),
         )
@@ -205,7 +320,7 @@ class DispatchCounters:
     Requests refused for a goal that they would miss, by class, and by the role of which there are too few workers for
     them; prompts taken back from slow workers. Hand-overs by outcome: done; failed (the old worker went on); ended (the
     answer ended, or its old worker). Those begun between ready workers, by what the first had not enough of: blocks, or
-    time for tokens.
+    time for tokens. `num_policy_errors`: decisions that the routing policy failed to make.
     """
 
     num_retries: Counter[str] = field(default_factory=Counter)
@@ -217,3 +332,4 @@ class DispatchCounters:
     num_refused: Counter[str] = field(default_factory=Counter)
     num_refused_for: Counter[Role] = field(default_factory=Counter)
     num_taken_back: int = 0
+    num_policy_errors: int = 0

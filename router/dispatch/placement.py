@@ -1,4 +1,4 @@
-"""Puts a request onto workers and takes it off again: choose, book, send; release, abort.
+"""Puts a request onto workers and takes it off again: find candidates, choose, book, send; release, abort.
 
 Nothing here waits. A worker that cannot take a message now is passed over, and a request that finds no worker stays in
 the queue.
@@ -10,14 +10,154 @@ from collections.abc import Callable, Collection, Sequence
 
 from common.latency import StepShape
 from common.wire import Role
-from common.wire.messages import HandOver, Message
-from router.dispatch.candidates import Candidates, Hits
-from router.dispatch.fetches import Fetches
+from common.wire.messages import DecodeRequest, HandOver, KVTarget, Message, PrefillRequest
+from router.dispatch.fetches import Fetches, Hits
 from router.dispatch.growth import num_more_blocks
-from router.dispatch.orders import decode_request, kv_target, prefill_request
 from router.dispatch.request_state import Assignment, RequestState
 from router.fleet import Booking, PrefixIndex, Worker, WorkerRegistry, WorkerState
-from router.policy import NO_HITS, Choice, OutputLengths, RequestShape, RoutingPolicy, Shortlist
+from router.policy import NO_HITS, Choice, Fetch, OutputLengths, Policy, RequestShape, Shortlist
+
+
+class Candidates:
+    """Finds the workers among which a request's place is chosen: all ready ones, or of many a shortlist."""
+
+    def __init__(self, registry: WorkerRegistry, index: PrefixIndex, shortlist: Shortlist) -> None:
+        self._registry, self._index, self._shortlist = registry, index, shortlist
+
+    def usable(self, role: Role, state: RequestState) -> list[Worker]:
+        """Ready workers with room for the request so far, and with the weights that its answer began with.
+
+        A prefill worker needs room for two more tokens, if the answer may have them; for none if the prompt is pooled.
+        """
+        accept = _accepting(role, state)
+        return [worker for worker in self._registry.ready(role) if accept(worker)]
+
+    def of(self, state: RequestState, deaf: Collection[str], hits: Hits) -> tuple[list[Worker], list[Worker]]:
+        """Usable prefill and decode workers to weigh, without `deaf` ones and those that failed this request.
+
+        When no other worker is left, one that failed gets a second chance. A failed prefill worker gets none beside a
+        decode worker, which can prefill itself.
+        """
+        decode = [] if state.pools else self._weighed("decode", state, deaf, hits)
+        prefill = self._weighed("prefill", state, deaf, hits)
+        if not state.attempts.failed_lives:
+            return prefill, decode
+        spared = [worker for worker in prefill if (worker.address, worker.epoch) not in state.attempts.failed_lives]
+        others = [worker for worker in decode if (worker.address, worker.epoch) not in state.attempts.failed_lives]
+        return (spared if decode else spared or prefill), (others or decode)
+
+    def _weighed(self, role: Role, state: RequestState, deaf: Collection[str], hits: Hits) -> list[Worker]:
+        """All usable workers of a role, or out of many those that are worth a look."""
+        if not self._shortlist.is_needed:
+            return [worker for worker in self.usable(role, state) if worker.address not in deaf]
+        accept = _accepting(role, state, deaf)
+        if state.attempts.failed_lives:
+            others = self._shortlist.workers(role, _sparing(accept, state.attempts.failed_lives), hits)
+            if others:
+                return others
+        return self._shortlist.workers(role, accept, hits)
+
+    def may_decode(self, state: RequestState, deaf: Collection[str]) -> bool:
+        """Whether a decode worker can take the request at all; of many none is asked yet."""
+        if self._shortlist.is_needed:
+            return self._shortlist.has_ready("decode")
+        accept, workers = _accepting("decode", state, deaf), self._registry.workers.values()
+        return any(worker.role == "decode" and worker.ready and accept(worker) for worker in workers)
+
+    def hits(self, state: RequestState) -> Hits:
+        """What workers hold of the prompt, by size of a block."""
+        if state.computes_all or self._index.is_empty:
+            return {}
+        windows = self._shortlist.windows
+        return {size: self._index.hits(state.hashes(size), window) for size, window in windows.items()}
+
+
+def _accepting(role: Role, state: RequestState, deaf: Collection[str] = ()) -> Callable[[Worker], bool]:
+    """Whether a worker has room for the request so far, the weights that its answer began with, and its adapter."""
+    more = 0 if state.pools else 1 if role == "decode" else min(2, state.num_remaining)
+    num_tokens = state.num_tokens + more
+    weights, adapter = state.weights, state.request.adapter
+
+    def accept(worker: Worker) -> bool:
+        if worker.max_tokens < num_tokens or (deaf and worker.address in deaf):
+            return False
+        if adapter and adapter not in worker.load.digests:
+            return False
+        return weights is None or weights == worker.identity.weights
+
+    return accept
+
+
+def _sparing(accept: Callable[[Worker], bool], lives: Collection[tuple[str, int]]) -> Callable[[Worker], bool]:
+    """What `accept` says, but False for a worker whose present life failed the request."""
+    return lambda worker: accept(worker) and (worker.address, worker.epoch) not in lives
+
+
+def decode_request(
+    state: RequestState,
+    source: Worker | None,
+    now: float,
+    *,
+    serial: int,
+    num_output: int | None = None,
+    num_reserved: int = 0,
+    fetch: Fetch | None = None,
+) -> DecodeRequest:
+    """The order for a decode worker, booked as `serial`; the worker `source` computes or has the KV.
+
+    `num_output`: output tokens in the prompt, by default the attempt's. Without `source` it takes `fetch` of it.
+    """
+    request = state.request
+    num_output = state.attempts.num_base_tokens if num_output is None else num_output
+    return DecodeRequest(
+        request_id=request.request_id,
+        attempt=state.attempts.number,
+        prompt=state.packed_prompt(num_output),
+        params=request.params,
+        prefill_worker=source.worker_id if source else "",
+        num_output_tokens=num_output,
+        cache_salt=request.cache_salt,
+        deadline_s=state.times.remaining_s(now),
+        ttft_s=state.times.first_token_s(now),
+        traceparent=request.traceparent,
+        num_reserved_tokens=num_reserved,
+        serial=serial,
+        tpot_s=request.tpot_s,
+        priority=request.priority,
+        adapter=request.adapter,
+        peer=fetch.peer if fetch is not None else None,
+    )
+
+
+def prefill_request(
+    state: RequestState, decode: Worker | None, now: float, *, serial: int, fetch: Fetch | None = None
+) -> PrefillRequest:
+    """The order for a prefill worker, booked as `serial`. `decode` gets the KV; None wants a first token alone."""
+    request = state.request
+    return PrefillRequest(
+        request_id=request.request_id,
+        attempt=state.attempts.number,
+        prompt=state.packed_prompt(state.attempts.num_base_tokens),
+        params=request.params,
+        decode=kv_target(decode) if decode is not None else None,
+        num_output_tokens=state.attempts.num_base_tokens,
+        cache_salt=request.cache_salt,
+        deadline_s=state.times.remaining_s(now),
+        ttft_s=state.times.first_token_s(now),
+        traceparent=request.traceparent,
+        serial=serial,
+        tpot_s=request.tpot_s,
+        priority=request.priority,
+        adapter=request.adapter,
+        peer=fetch.peer if fetch is not None else None,
+    )
+
+
+def kv_target(decode: Worker) -> KVTarget:
+    """Where a decode worker takes KV."""
+    hello = decode.identity
+    return KVTarget(hello.worker_id, hello.epoch, hello.kv_address)
+
 
 Send = Callable[[str, Message], bool]
 Abort = Callable[[str, str, int], None]
@@ -29,14 +169,14 @@ class Placement:
     def __init__(
         self,
         registry: WorkerRegistry,
-        policy: RoutingPolicy,
+        policy: Policy,
         index: PrefixIndex,
         send: Send,
         abort: Abort,
     ) -> None:
         self._registry, self._policy, self._index = registry, policy, index
         self._send, self._abort = send, abort
-        self.shortlist = Shortlist(registry, policy, index)
+        self.shortlist = Shortlist(registry, index, weighs_all=policy.weighs_all)
         self.candidates = Candidates(registry, index, self.shortlist)
         self.lengths = OutputLengths()
         self._fetches = Fetches(registry, index)
@@ -63,7 +203,7 @@ class Placement:
 
         `chosen` is what `choose` has just said.
         """
-        state.num_base_tokens = len(state.stream.token_ids)
+        state.attempts.num_base_tokens = len(state.stream.token_ids)
         if state.wants_prompt_logprobs:  # one worker computes all of them: another may have other weights
             state.stream.drop_prompt_logprobs()
         deaf: set[str] = set()
@@ -82,21 +222,21 @@ class Placement:
 
         The decode worker keeps the blocks that have arrived. False when it cannot take the message.
         """
-        assignment = state.decode
+        assignment = state.attempts.decode
         decode = self._registry.workers[assignment.address] if assignment else None
         if assignment is None or decode is None or decode.state is not WorkerState.READY:
             return False  # a draining worker refuses new attempts
         deaf: set[str] = set()
         while True:
-            state.begin_attempt()
+            state.attempts.begin()
             hits = self.candidates.hits(state)
             partners, _ = self.candidates.of(state, deaf, hits)
             shape = self._shape(state, [*partners, decode], hits, now)
-            prefill = self._policy.choose_prefill(partners, decode, shape, now).prefill
+            prefill = self._policy.choose_prefill(partners, decode, shape, now)
             request = decode_request(state, prefill, now, serial=assignment.booking.serial)
             if not self._send(decode.address, request):
                 return False
-            assignment.attempt = state.attempt
+            assignment.attempt = state.attempts.number
             if prefill is None or self._send_prefill(state, prefill, decode, shape, now):
                 return True
             deaf.add(prefill.address)
@@ -106,10 +246,10 @@ class Placement:
 
         `target` sets blocks aside for `num_reserved_tokens` more. False when one of the two cannot take its message.
         """
-        source = state.decode
+        source = state.attempts.decode
         if source is None:
             return False
-        state.begin_attempt()
+        state.attempts.begin()
         num_output = len(state.stream.token_ids)
         worker = self._registry.workers[source.address]
         serial, num_reserved = self._registry.next_serial, num_reserved_tokens
@@ -127,11 +267,11 @@ class Placement:
             num_tokens=num_tokens,
             num_more=num_more_blocks(target, num_tokens, num_expected),
         )
-        state.successor = _assignment(state, target, booking, num_output)
+        state.attempts.successor = _assignment(state, target, booking, num_output)
         order = HandOver(
             request_id=request.request_id,
             attempt=source.attempt,
-            new_attempt=state.attempt,
+            new_attempt=state.attempts.number,
             target=kv_target(target),
             num_output_tokens=num_output,
             num_reserved_tokens=num_reserved_tokens,
@@ -152,15 +292,15 @@ class Placement:
 
     def spare_prefill(self, state: RequestState) -> None:
         """The decode worker has the KV: abort a replacement prefill worker that is still computing it."""
-        helper, decode = state.prefill, state.decode
-        if helper and decode and not helper.delivered and state.attempt > decode.first_attempt:
-            self._abort(helper.address, state.request.request_id, state.attempt)
+        helper, decode = state.attempts.prefill, state.attempts.decode
+        if helper and decode and not helper.delivered and state.attempts.number > decode.first_attempt:
+            self._abort(helper.address, state.request.request_id, state.attempts.number)
 
     def settle(self, state: RequestState) -> None:
         """The request ended well: release its bookings, and stop a hand-over."""
         if not state.pools:
             self.lengths.observe(state.request.request_class, len(state.stream.token_ids))
-        for assignment in (state.prefill, state.decode):
+        for assignment in (state.attempts.prefill, state.attempts.decode):
             if assignment is not None:
                 self._registry.release(assignment.booking)
         self._drop_successor(state)
@@ -168,12 +308,12 @@ class Placement:
     def remove(self, state: RequestState, assignment: Assignment) -> None:
         """Take the request off one worker."""
         self._registry.release(assignment.booking)
-        self._abort(assignment.address, state.request.request_id, state.attempt)
+        self._abort(assignment.address, state.request.request_id, state.attempts.number)
         state.unassign(assignment)
 
     def withdraw(self, state: RequestState) -> None:
         """Take the request off every worker."""
-        for assignment in (state.prefill, state.decode):
+        for assignment in (state.attempts.prefill, state.attempts.decode):
             if assignment is not None:
                 self.remove(state, assignment)
         self._drop_successor(state)
@@ -181,7 +321,7 @@ class Placement:
     def start_over(self, state: RequestState) -> None:
         """Take the request off every worker and begin a new attempt."""
         self.withdraw(state)
-        state.begin_attempt()
+        state.attempts.begin()
 
     def remember(self, state: RequestState, assignment: Assignment, now: float) -> None:
         """The worker holds the KV of all tokens so far but the last: expect later prompts to hit it."""
@@ -202,8 +342,8 @@ class Placement:
         ready = self._registry.ready(role)
         if not ready or self.candidates.usable(role, state):
             missing = self._registry.missing(role, now)
-            return state.last_failure or missing or "workers take no messages"
-        if (adapter := state.request.adapter) and not any(adapter in worker.digests for worker in ready):
+            return state.attempts.last_failure or missing or "workers take no messages"
+        if (adapter := state.request.adapter) and not any(adapter in worker.load.digests for worker in ready):
             return f"no ready {role} worker has its adapter"
         same = [worker for worker in ready if state.weights in (None, worker.identity.weights)]
         if not same:
@@ -215,14 +355,14 @@ class Placement:
     # ------------------------------------------------------------ inside
 
     def _drop_successor(self, state: RequestState) -> None:
-        successor, state.successor = state.successor, None
+        successor, state.attempts.successor = state.attempts.successor, None
         if successor is not None:
             self.leave(state, successor, abort=True)
 
     def _shape(
         self, state: RequestState, workers: Sequence[Worker], hits: Hits, now: float, held_s: float = 0.0
     ) -> RequestShape:
-        num_remaining = state.request.params.max_tokens - state.num_base_tokens
+        num_remaining = state.request.params.max_tokens - state.attempts.num_base_tokens
         known = {size: held for size, held in hits.items() if held}  # nothing is known of most new prompts
         tokens = {}
         for worker in workers if known else ():
@@ -230,14 +370,16 @@ class Placement:
             if size in known and (num_blocks := known[size].num_blocks(address)):
                 tokens[address] = size * num_blocks
         return RequestShape(
-            len(state.request.prompt_token_ids) + state.num_base_tokens,
+            len(state.request.prompt_token_ids) + state.attempts.num_base_tokens,
             num_remaining,
             tokens or NO_HITS,
             alone=state.wants_prompt_logprobs,
-            num_expected=self.lengths.expected_more(state.request.request_class, state.num_base_tokens, num_remaining),
+            num_expected=self.lengths.expected_more(
+                state.request.request_class, state.attempts.num_base_tokens, num_remaining
+            ),
             priority=state.request.priority,
             held_s=held_s,
-            ttft_s=state.first_token_s(now),
+            ttft_s=state.times.first_token_s(now),
             tpot_s=state.request.tpot_s,
             fetches=self._fetches.of(state, workers, known, now) if known else None,
         )
@@ -286,7 +428,7 @@ class Placement:
             num_tokens=shape.num_tokens,
             num_more=num_more_blocks(worker, shape.num_tokens, shape.num_expected) if worker.role == "decode" else 0,
         )
-        state.assign(_assignment(state, worker, booking, state.num_base_tokens), now)
+        state.assign(_assignment(state, worker, booking, state.attempts.num_base_tokens), now)
 
 
 def _assignment(state: RequestState, worker: Worker, booking: Booking, num_base_tokens: int) -> Assignment:
@@ -296,9 +438,9 @@ def _assignment(state: RequestState, worker: Worker, booking: Booking, num_base_
         address=worker.address,
         worker_id=worker.worker_id,
         epoch=worker.epoch,
-        first_attempt=state.attempt,
+        first_attempt=state.attempts.number,
         booking=booking,
-        attempt=state.attempt,
+        attempt=state.attempts.number,
         num_base_tokens=num_base_tokens,
         weights=worker.identity.weights,
     )

@@ -53,16 +53,16 @@ class Recovery:
         self, state: RequestState, failed: Assignment, reason: str, now: float, *, died: bool = False
     ) -> RequestError | None:
         """Go on without a worker that failed, or `died`. Returns the error that ends the request, or None."""
-        decode = state.decode
-        if state.is_through_with(failed):
+        decode = state.attempts.decode
+        if state.attempts.is_through_with(failed):
             self._placement.computed(failed, now)
             return None
         state.record_failure(failed, reason, now, died=died)
-        if state.num_fruitless > self._max_retries:
+        if state.attempts.num_fruitless > self._max_retries:
             return _given_up(state)
         self._counters.num_retries[failed.role] += 1
         log.info("request %s moves: %s", state.request.request_id, reason)
-        if failed is state.prefill and decode is not None and self.claim_trial(state):
+        if failed is state.attempts.prefill and decode is not None and self.claim_trial(state):
             self._placement.remove(state, failed)
             if self._placement.replace_prefill(state, now):
                 return None
@@ -71,17 +71,17 @@ class Recovery:
 
     def continue_behind(self, state: RequestState, differing: Assignment, now: float) -> None:
         """Sound workers disagree: the tokens that were sent become part of the prompt of a new attempt."""
-        if state.is_through_with(differing):
+        if state.attempts.is_through_with(differing):
             self._placement.computed(differing, now)
             return
         self._requeue(state, now)
 
     def claim_trial(self, state: RequestState) -> bool:
         """Let a request be placed: a suspect goes on trial. False for a suspect while another one is on trial."""
-        if state.num_deaths < SUSPECT_DEATHS:
+        if state.attempts.num_deaths < SUSPECT_DEATHS:
             return True
         other = self._on_trial
-        if other is not None and other is not state and not other.done and not other.got_further:
+        if other is not None and other is not state and not other.done and not other.attempts.got_further:
             return False
         self._on_trial = state
         return True
@@ -90,16 +90,20 @@ class Recovery:
         """Queue the request again: at once the first time, then with a growing delay, to spare a sick worker."""
         self._placement.start_over(state)
         state.stream.drop_ahead()
-        if state.num_fruitless > 1:
-            state.not_before = now + min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (state.num_fruitless - 2))
+        if state.attempts.num_fruitless > 1:
+            state.times.not_before = now + min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** (state.attempts.num_fruitless - 2))
         self._waiting.add(state, now)
 
 
 def _given_up(state: RequestState) -> RequestError:
-    number = state.num_fruitless
-    if state.num_deaths == number > 1:
-        return FatalRequest(f"{number} workers in a row died with this request; the last: {state.last_failure}")
-    return Unavailable(f"gave up after {number} attempts; the last: {state.last_failure}", retry_after_s=RETRY_AFTER_S)
+    number = state.attempts.num_fruitless
+    if state.attempts.num_deaths == number > 1:
+        return FatalRequest(
+            f"{number} workers in a row died with this request; the last: {state.attempts.last_failure}"
+        )
+    return Unavailable(
+        f"gave up after {number} attempts; the last: {state.attempts.last_failure}", retry_after_s=RETRY_AFTER_S
+    )
 
 
 def refusal(failed: RequestFailed, reason: str, remaining_s: float) -> RequestError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import zip_longest
 
 from msgspec.structs import replace
 
@@ -12,13 +13,38 @@ from common.blocks import BlockHasher
 from common.errors import RequestError
 from common.wire import Role, pack_tokens
 from common.wire.messages import PooledOutput, PromptResult, Timeline, TokenDelta
-from router.dispatch.client import GenerationRequest, RequestTimeline, TokenEvent
-from router.dispatch.known_hashes import KnownHashes
-from router.dispatch.prompt import Prompt
+from router.dispatch.client import DraftCounts, GenerationRequest, RequestTimeline, TokenEvent
+from router.dispatch.prompt import KnownHashes, Prompt
 from router.dispatch.stream import TokenStream
-from router.dispatch.timelines import added, drafts_of, waited_s
 from router.fleet import Booking
 from router.policy import Forecast
+
+
+def added(past: Timeline, spent: Timeline) -> Timeline:
+    """What adds up over the decode workers of a request, one after the other."""
+    places = zip_longest(past.accepted_places, spent.accepted_places, fillvalue=0)
+    return Timeline(
+        decode_s=past.decode_s + spent.decode_s,
+        num_preemptions=past.num_preemptions + spent.num_preemptions,
+        num_drafts=past.num_drafts + spent.num_drafts,
+        num_draft_tokens=past.num_draft_tokens + spent.num_draft_tokens,
+        accepted_places=tuple(map(sum, places)),
+    )
+
+
+def waited_s(report: Timeline, sent_at: float, answered_at: float) -> float:
+    """Seconds that a prompt, sent at `sent_at`, waited for its worker's first step, whose first token came then.
+
+    A worker reads its messages between two steps, so it sees none of the wait for the step that it is in.
+    """
+    if not sent_at or not report.prefill_s:
+        return report.queue_s
+    return max(report.queue_s, answered_at - sent_at - report.prefill_s)
+
+
+def drafts_of(timeline: Timeline) -> DraftCounts:
+    return DraftCounts(timeline.num_drafts, timeline.num_draft_tokens, timeline.accepted_places)
+
 
 MIN_PROGRESS = 4
 """Output tokens that count as progress after a move: a prefill worker alone makes one each time."""
@@ -66,17 +92,200 @@ class Assignment:
         return f"{self.role} worker {self.worker_id}"
 
 
-class RequestState:
-    """A request's state. The core changes it, and wakes the consumer, who takes the next event.
+class Attempts:
+    """The workers of a request, attempt by attempt, and the failures of those before.
 
-    Raises OverflowError or TypeError for prompt tokens that are not 32-bit token ids.
+    `number` is that of the present attempt: messages under an older number are dropped. `prefill` and `decode` have the
+    present parts, `successor` is the decode worker that the present one hands over to. Its prompts end with the first
+    `num_base_tokens` tokens of the output. `failed_lives` are (address, epoch) of workers that failed the request.
+    """
+
+    def __init__(self, stream: TokenStream, now: float) -> None:
+        self.number = 0
+        self.prefill: Assignment | None = None
+        self.decode: Assignment | None = None
+        self.successor: Assignment | None = None
+        self.num_base_tokens = 0
+        self.handover_until = self.handover_after = now
+        self.num_failures = self.num_fruitless = self.num_taken_back = 0
+        self.failed_lives: set[tuple[str, int]] = set()
+        self.last_failure = ""
+        self._stream = stream
+        self._deaths: set[tuple[str, int]] = set()
+        self._num_tokens_at_move = 0
+
+    @property
+    def all(self) -> tuple[Assignment, ...]:
+        """The present parts, that of the worker that takes the request over first."""
+        return tuple(one for one in (self.successor, self.prefill, self.decode) if one is not None)
+
+    @property
+    def got_further(self) -> bool:
+        """Whether the output grew by more than a few prefills make since the last failure."""
+        return len(self._stream.token_ids) - self._num_tokens_at_move >= MIN_PROGRESS
+
+    @property
+    def num_deaths(self) -> int:
+        """How many workers died with the request since it last made progress."""
+        return len(self._deaths)
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether sound workers may disagree on tokens: a second prefill worker computed some of them again."""
+        return self.decode is not None and self.number > self.decode.first_attempt
+
+    def of(self, address: str, attempt: int) -> Assignment | None:
+        """The present assignment of the worker at `address`, if it covers this attempt."""
+        for one in (self.successor, self.prefill, self.decode):  # no call: once for each token
+            if one is not None and one.address == address and one.first_attempt <= attempt <= one.attempt:
+                return one
+        return None
+
+    def may_give_up_handover(self, address: str, attempt: int) -> bool:
+        """Whether the worker is one of the two of a hand-over under this attempt."""
+        successor, decode = self.successor, self.decode
+        if successor is None or decode is None or attempt != successor.attempt:
+            return False
+        return address in (successor.address, decode.address)
+
+    def is_through_with(self, assignment: Assignment) -> bool:
+        """Whether a prefill worker's part is over: the decode worker sends tokens, or took over a running stream."""
+        decode = self.decode
+        if decode is None or assignment is not self.prefill:
+            return False
+        return decode.delivered or decode.first_attempt > assignment.attempt
+
+    def begin(self) -> None:
+        """Drop all messages of earlier attempts, except from assignments that are extended to the new one."""
+        self.number += 1
+
+    def add(self, assignment: Assignment) -> None:
+        """A worker was sent its part."""
+        if assignment.role == "prefill":
+            self.prefill = assignment
+        else:
+            self.decode = assignment
+
+    def remove(self, assignment: Assignment) -> None:
+        """The worker's part has ended."""
+        if assignment is self.prefill:
+            self.prefill = None
+        elif assignment is self.decode:
+            self.decode = None
+
+    def record_failure(self, failed: Assignment, reason: str, *, died: bool) -> None:
+        """A worker failed the request, or `died`: count it as fruitless unless the request made progress before."""
+        self.num_failures += 1
+        if self.got_further:
+            self.num_fruitless = 0
+            self._deaths.clear()
+        else:
+            self.num_fruitless += 1
+            if died:
+                self._deaths.add((failed.address, failed.epoch))
+        self._num_tokens_at_move = len(self._stream.token_ids)
+        self.last_failure = reason
+        self.failed_lives.add((failed.address, failed.epoch))
+
+    def forgive_death(self, address: str, epoch: int) -> None:
+        """A worker that was silent, and counted as dead, goes on with the same life."""
+        self._deaths.discard((address, epoch))
+
+
+@dataclass(slots=True)
+class Times:
+    """When what happened to a request, and is due. `ask_at`: when it is to be asked whether its worker is silent.
+
+    `ttft_s` is the goal for its first token, 0 for none. `expected_s`: predicted from its placement to its first
+    token; 0: unknown. It is not placed before `not_before`.
+    """
+
+    accepted_at: float
+    deadline: float
+    ttft_s: float
+    queued_at: float
+    progress_at: float
+    renewed_at: float
+    ask_at: float
+    not_before: float
+    expected_s: float = 0.0
+
+    def remaining_s(self, now: float) -> float:
+        """Seconds until the request's deadline."""
+        return max(0.0, self.deadline - now)
+
+    def first_token_s(self, now: float) -> float:
+        """Seconds until its first token is due: at least `LATE_S` once it is late, and 0 without a goal."""
+        return max(LATE_S, self.accepted_at + self.ttft_s - now) if self.ttft_s > 0 else 0.0
+
+
+class Reports:
+    """What the workers of a request report of its phases, put together; decoding time is summed over all of them."""
+
+    def __init__(self) -> None:
+        self.queue_s = 0.0
+        self.names = {"prefill": "", "decode": ""}
+        self._past = NO_TIMELINE
+        self._timeline = RequestTimeline()  # made of `_parts`
+        self._parts: tuple[object, ...] = ()
+
+    def end(self, assignment: Assignment) -> None:
+        """The worker's part has ended; the time that it spent decoding still counts."""
+        self._past = added(self._past, assignment.timeline)
+        self.names[assignment.role] = ""
+
+    def timeline(self, attempts: Attempts, forecast: Forecast) -> RequestTimeline:
+        """The router's own wait, and the reports of the last workers."""
+        prefill = attempts.prefill.timeline if attempts.prefill else NO_TIMELINE
+        decode = attempts.decode.timeline if attempts.decode else NO_TIMELINE
+        names, first, by = (
+            self.names,
+            prefill if attempts.prefill else decode,
+            attempts.prefill or attempts.decode,
+        )
+        # Most tokens change nothing of it.
+        parts = (
+            *(prefill, decode, first, names["prefill"], names["decode"]),
+            *(attempts.num_failures, self._past, self.queue_s, forecast),
+        )
+        if parts == self._parts:
+            return self._timeline
+        self._parts = parts
+        self._timeline = RequestTimeline(
+            prefill_worker=names["prefill"],
+            decode_worker=names["decode"],
+            num_attempts=attempts.num_failures + 1,
+            num_preemptions=self._past.num_preemptions + prefill.num_preemptions + decode.num_preemptions,
+            queue_s=self.queue_s + (waited_s(first, by.sent_at, by.delivered_at) if by else 0.0),
+            prefill_s=first.prefill_s,
+            grant_wait_s=max(prefill.grant_wait_s, decode.grant_wait_s),
+            transfer_s=max(prefill.transfer_s, decode.transfer_s),
+            exposed_transfer_s=max(prefill.exposed_transfer_s, decode.exposed_transfer_s),
+            decode_s=self._past.decode_s + decode.decode_s,
+            forecast=forecast,
+            transfer_bytes=decode.transfer_bytes,
+            drafts=drafts_of(added(self._past, decode)),
+        )
+        return self._timeline
+
+
+class RequestState:
+    """A request's state: what was asked (`request`), its workers (`attempts`), its tokens (`stream`) and its `times`.
+
+    The core changes it, and wakes the consumer, who takes the next event. `weights` are those of the worker that began
+    the answer; None before its first token. `forecast` is that of its latest placement. `held_s` is what its prompt
+    takes; None while it is not held behind other prompts. `on_move` is called when a worker's part begins or ends.
     """
 
     def __init__(self, request: GenerationRequest, now: float, known: KnownHashes | None = None) -> None:
-        """`known`: the hashes of prompts before it."""
+        """`known`: the hashes of prompts before it.
+
+        Raises OverflowError or TypeError for prompt tokens that are not 32-bit token ids.
+        """
         self.request = request
         self._prompt = request.prompt or Prompt(request.prompt_token_ids, request.cache_salt, request.adapter)
         self._packed, self._known = self._prompt.packed, known or KnownHashes()
+        self._hashers: dict[int, BlockHasher] = {}
         self.num_prompt_tokens = len(request.prompt_token_ids)
         params = request.params
         self.stream = TokenStream(
@@ -85,58 +294,29 @@ class RequestState:
             num_prompt_logprobs=len(request.prompt_token_ids) - 1 if params.prompt_logprobs >= 0 else 0,
             pooled_width=request.pooled_width,
         )
-        self._attempt = 0
-        self.weights: str | None = None  # of the worker that began the answer; None before its first token
-        self.num_failures = self.num_fruitless = 0
-        self._deaths: set[tuple[str, int]] = set()
-        self._num_tokens_at_move = 0
-        self.num_base_tokens = 0
-        self.accepted_at, self.deadline = now, now + request.deadline_s
-        self.prefill: Assignment | None = None
-        self.decode: Assignment | None = None
-        self.successor: Assignment | None = None  # the decode worker that the present one hands over to
-        self.handover_until = self.handover_after = now
-        self.failed_lives: set[tuple[str, int]] = set()
-        self.last_failure = ""
-        self.queued_at = self.progress_at = self.renewed_at = now
-        self.ask_at = now  # when it is to be asked whether its worker is silent
-        self.forecast = Forecast()  # of its latest placement
-        self.expected_s = 0.0  # predicted from its placement to its first token; 0: unknown
-        self.not_before = now
-        self.held_s: float | None = None  # what its prompt takes; None while it is not held behind other prompts
-        self.num_taken_back = 0
+        self.attempts = Attempts(self.stream, now)
+        self.times = Times(now, now + request.deadline_s, request.ttft_s, now, now, now, now, now)
+        self.weights: str | None = None
+        self.forecast = Forecast()
+        self.held_s: float | None = None
         self.num_cached_tokens = 0
         self.done = False
+        self.on_move: Callable[[RequestState], None] = _nothing
         self._error: RequestError | None = None
-        self._hashers: dict[int, BlockHasher] = {}
-        self._queue_s = 0.0
-        self._past = NO_TIMELINE
-        self._names = {"prefill": "", "decode": ""}
-        self._timeline = RequestTimeline()  # made of `_timeline_parts`
-        self._timeline_parts: tuple[object, ...] = ()
-        self.on_move: Callable[[RequestState], None] = _nothing  # called when a worker's part begins or ends
+        self._reports = Reports()
 
     # ------------------------------------------------------------ questions
-
-    @property
-    def attempt(self) -> int:
-        """The number of the present attempt: messages under an older number are dropped."""
-        return self._attempt
-
-    @property
-    def assignments(self) -> tuple[Assignment, ...]:
-        """The workers of the request, the one that takes it over first."""
-        return tuple(one for one in (self.successor, self.prefill, self.decode) if one is not None)
 
     @property
     def stage(self) -> Stage:
         if self.done:
             return Stage.DONE
-        if self.prefill is None and self.decode is None:
+        attempts = self.attempts
+        if attempts.prefill is None and attempts.decode is None:
             return Stage.QUEUE
-        if len(self.stream.token_ids) <= self.num_base_tokens:
+        if len(self.stream.token_ids) <= attempts.num_base_tokens:
             return Stage.PREFILL
-        if self.decode is not None and not self.decode.delivered:
+        if attempts.decode is not None and not attempts.decode.delivered:
             return Stage.TRANSFER
         return Stage.DECODE
 
@@ -153,7 +333,7 @@ class RequestState:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether a worker must compute log-probabilities of the whole prompt."""
-        return self.request.params.prompt_logprobs >= 0 and not self.num_base_tokens
+        return self.request.params.prompt_logprobs >= 0 and not self.attempts.num_base_tokens
 
     @property
     def pools(self) -> bool:
@@ -164,16 +344,6 @@ class RequestState:
     def computes_all(self) -> bool:
         """Whether a worker must compute the whole prompt: the cache has neither logits nor hidden states."""
         return self.wants_prompt_logprobs or self.request.params.pooling == "mean"
-
-    @property
-    def got_further(self) -> bool:
-        """Whether the output grew by more than a few prefills make since the last failure."""
-        return len(self.stream.token_ids) - self._num_tokens_at_move >= MIN_PROGRESS
-
-    @property
-    def num_deaths(self) -> int:
-        """How many workers died with the request since it last made progress."""
-        return len(self._deaths)
 
     def packed_prompt(self, num_output_tokens: int) -> bytes:
         """The prompt of an attempt: the request's own, and the first tokens of its output."""
@@ -190,128 +360,72 @@ class RequestState:
             return hasher.hashes
         return self._prompt.extend(hasher, self.stream.token_ids)
 
-    def assignment(self, address: str, attempt: int) -> Assignment | None:
-        """The present assignment of the worker at `address`, if it covers this attempt."""
-        for one in (self.successor, self.prefill, self.decode):  # no call: once for each token
-            if one is not None and one.address == address and one.first_attempt <= attempt <= one.attempt:
-                return one
-        return None
-
     def needs(self, address: str) -> bool:
         """Whether the request needs the worker. A prefill worker's part ends when the decode worker sends tokens."""
-        needed = self.assignments if self.stage is not Stage.DECODE else (self.decode, self.successor)
+        attempts = self.attempts
+        needed = attempts.all if self.stage is not Stage.DECODE else (attempts.decode, attempts.successor)
         return any(one is not None and one.address == address for one in needed)
-
-    def may_give_up_handover(self, address: str, attempt: int) -> bool:
-        """Whether the worker is one of the two of a hand-over under this attempt."""
-        successor, decode = self.successor, self.decode
-        if successor is None or decode is None or attempt != successor.attempt:
-            return False
-        return address in (successor.address, decode.address)
-
-    def is_through_with(self, assignment: Assignment) -> bool:
-        """Whether a prefill worker's part is over: the decode worker sends tokens, or took over a running stream."""
-        decode = self.decode
-        if decode is None or assignment is not self.prefill:
-            return False
-        return decode.delivered or decode.first_attempt > assignment.attempt
-
-    @property
-    def may_differ(self) -> bool:
-        """Whether sound workers may disagree on tokens: a second prefill worker computed some of them again."""
-        return self.decode is not None and self.attempt > self.decode.first_attempt
 
     @property
     def waits_for(self) -> Assignment | None:
         """The worker that must send the next token."""
-        prefill = self.prefill
-        if prefill is None or prefill.delivered or self.stage is not Stage.PREFILL or self.is_through_with(prefill):
-            return self.decode
+        attempts = self.attempts
+        prefill = attempts.prefill
+        if prefill is None or prefill.delivered or self.stage is not Stage.PREFILL or attempts.is_through_with(prefill):
+            return attempts.decode
         return prefill
 
     @property
     def decoded_on(self) -> Assignment | None:
         """The worker whose tokens come, in the decode stage; None in every other. Quicker than asking for the stage."""
-        decode = self.decode
-        if decode is None or not decode.delivered or self.done or len(self.stream.token_ids) <= self.num_base_tokens:
+        attempts = self.attempts
+        decode = attempts.decode
+        if decode is None or not decode.delivered or self.done:
             return None
-        return decode
-
-    def remaining_s(self, now: float) -> float:
-        """Seconds until the request's deadline."""
-        return max(0.0, self.deadline - now)
-
-    def first_token_s(self, now: float) -> float:
-        """Seconds until its first token is due: at least `LATE_S` once it is late, and 0 without a goal."""
-        goal_s = self.request.ttft_s
-        return max(LATE_S, self.accepted_at + goal_s - now) if goal_s > 0 else 0.0
+        return decode if len(self.stream.token_ids) > attempts.num_base_tokens else None
 
     # ------------------------------------------------------------ changes
 
-    def begin_attempt(self) -> None:
-        """Drop all messages of earlier attempts, except from assignments that are extended to the new one."""
-        self._attempt += 1
-
     def assign(self, assignment: Assignment, now: float) -> None:
         """A worker was sent its part."""
-        if self.prefill is None and self.decode is None:
-            self._queue_s += now - self.queued_at
-        if assignment.role == "prefill":
-            self.prefill = assignment
-        else:
-            self.decode = assignment
-        self._names[assignment.role] = assignment.worker_id
-        self.progress_at = assignment.sent_at = now
+        if self.attempts.prefill is None and self.attempts.decode is None:
+            self._reports.queue_s += now - self.times.queued_at
+        self.attempts.add(assignment)
+        self._reports.names[assignment.role] = assignment.worker_id
+        self.times.progress_at = assignment.sent_at = now
+        self.on_move(self)
+
+    def unassign(self, assignment: Assignment) -> None:
+        """End the worker's part."""
+        self._reports.end(assignment)
+        self.attempts.remove(assignment)
         self.on_move(self)
 
     def record_failure(self, failed: Assignment, reason: str, now: float, *, died: bool) -> None:
-        """A worker failed the request, or `died`: count it as fruitless unless the request made progress before."""
-        self.num_failures += 1
-        if self.got_further:
-            self.num_fruitless = 0
-            self._deaths.clear()
-        else:
-            self.num_fruitless += 1
-            if died:
-                self._deaths.add((failed.address, failed.epoch))
-        self._num_tokens_at_move = len(self.stream.token_ids)
-        self.progress_at = now
-        self.last_failure = reason
-        self.failed_lives.add((failed.address, failed.epoch))
+        """A worker failed the request, or `died`."""
+        self.attempts.record_failure(failed, reason, died=died)
+        self.times.progress_at = now
         self.stream.drop_ahead()
-
-    def forgive_death(self, address: str, epoch: int) -> None:
-        """A worker that was silent, and counted as dead, goes on with the same life."""
-        self._deaths.discard((address, epoch))
-
-    def unassign(self, assignment: Assignment) -> None:
-        """End the worker's part; the time that it spent decoding still counts."""
-        self._past = added(self._past, assignment.timeline)
-        self._names[assignment.role] = ""
-        if assignment is self.prefill:
-            self.prefill = None
-        elif assignment is self.decode:
-            self.decode = None
-        self.on_move(self)
 
     def succeed(self, now: float) -> tuple[Assignment, Assignment]:
         """Put the worker that took over the stream in place of the one before; both of them, the old one first."""
-        before, successor = self.decode, self.successor
+        attempts = self.attempts
+        before, successor = attempts.decode, attempts.successor
         if before is None or successor is None:
             raise RuntimeError(f"request {self.request.request_id} is not being handed over")
         before.timeline = replace(before.timeline, decode_s=now - before.delivered_at)
         self.unassign(before)
         self.stream.drop_ahead()
-        self.decode, self.successor = successor, None
-        self._names["decode"] = successor.worker_id
-        self.num_base_tokens = successor.num_base_tokens
-        self.progress_at = now
+        attempts.decode, attempts.successor = successor, None
+        self._reports.names["decode"] = successor.worker_id
+        attempts.num_base_tokens = successor.num_base_tokens
+        self.times.progress_at = now
         return before, successor
 
     def renew(self, assignment: Assignment, now: float) -> None:
         """The worker reports progress without a token."""
         if assignment is self.waits_for:
-            self.renewed_at = now
+            self.times.renewed_at = now
 
     def receive(self, assignment: Assignment, delta: TokenDelta, now: float) -> bool:
         """Merge tokens that a worker sent; True when the stream grew or ended. Raises StreamConflict."""
@@ -324,8 +438,8 @@ class RequestState:
                 self.weights = assignment.weights
         if not assignment.delivered:
             assignment.delivered, assignment.delivered_at = True, now
-        self.progress_at = now
-        if self.num_base_tokens == 0:
+        self.times.progress_at = now
+        if self.attempts.num_base_tokens == 0:
             cached = min(delta.num_cached_tokens, len(self.request.prompt_token_ids))
             self.num_cached_tokens = max(self.num_cached_tokens, cached)
         return grew
@@ -336,7 +450,7 @@ class RequestState:
             self.stream.add_pooled(result.values)
         else:
             self.stream.add_prompt_logprobs(result.start, result.logprobs)
-        self.progress_at = now
+        self.times.progress_at = now
 
     def fail(self, error: RequestError) -> None:
         """End the stream with an error, behind the tokens that came before."""
@@ -344,55 +458,25 @@ class RequestState:
 
     def take_event(self) -> TokenEvent | None:
         """All tokens that came since the last call, or None. Raises the request's error behind the last of them."""
-        if self.stream.num_pending or self.stream.finish_reason:
-            return self._take()
+        stream = self.stream
+        if stream.num_pending or stream.finish_reason:
+            token_ids, logprobs = stream.take()
+            return TokenEvent(
+                token_ids,
+                logprobs,
+                stream.finish_reason,
+                self.num_cached_tokens,
+                self.timeline(),
+                stream.take_prompt_logprobs(),
+                stream.pooled,
+            )
         if self._error is not None:
             raise self._error
         return None
 
-    # ------------------------------------------------------------ inside
-
-    def _take(self) -> TokenEvent:
-        token_ids, logprobs = self.stream.take()
-        return TokenEvent(
-            token_ids,
-            logprobs,
-            self.stream.finish_reason,
-            self.num_cached_tokens,
-            self.timeline(),
-            self.stream.take_prompt_logprobs(),
-            self.stream.pooled,
-        )
-
     def timeline(self) -> RequestTimeline:
-        """The router's own wait and the reports of the last workers; decoding time is summed over all of them."""
-        prefill = self.prefill.timeline if self.prefill else NO_TIMELINE
-        decode = self.decode.timeline if self.decode else NO_TIMELINE
-        names, first, by = self._names, prefill if self.prefill else decode, self.prefill or self.decode
-        # Most tokens change nothing of it.
-        parts = (
-            *(prefill, decode, first, names["prefill"], names["decode"]),
-            *(self.num_failures, self._past, self._queue_s, self.forecast),
-        )
-        if parts == self._timeline_parts:
-            return self._timeline
-        self._timeline_parts = parts
-        self._timeline = RequestTimeline(
-            prefill_worker=names["prefill"],
-            decode_worker=names["decode"],
-            num_attempts=self.num_failures + 1,
-            num_preemptions=self._past.num_preemptions + prefill.num_preemptions + decode.num_preemptions,
-            queue_s=self._queue_s + (waited_s(first, by.sent_at, by.delivered_at) if by else 0.0),
-            prefill_s=first.prefill_s,
-            grant_wait_s=max(prefill.grant_wait_s, decode.grant_wait_s),
-            transfer_s=max(prefill.transfer_s, decode.transfer_s),
-            exposed_transfer_s=max(prefill.exposed_transfer_s, decode.exposed_transfer_s),
-            decode_s=self._past.decode_s + decode.decode_s,
-            forecast=self.forecast,
-            transfer_bytes=decode.transfer_bytes,
-            drafts=drafts_of(added(self._past, decode)),
-        )
-        return self._timeline
+        """The request's life so far."""
+        return self._reports.timeline(self.attempts, self.forecast)
 
 
 def _nothing(state: RequestState) -> None:

@@ -105,7 +105,7 @@ class RoleChanges:
                 self._policy.refused(role, now)
         self._follow(now)
         prefill, decode = self._registry.ready("prefill"), self._registry.ready("decode")
-        named = {worker.beat.planner for worker in (*prefill, *decode) if worker.beat is not None}
+        named = {worker.load.beat.planner for worker in (*prefill, *decode) if worker.load.beat is not None}
         if self._open or named != {self._router_id}:
             return
         forecast = self._predicted(len(prefill) + len(decode), num_waiting, now)

@@ -1,29 +1,77 @@
-"""Gives the requests that wait their places, in turn, and takes prompts back that wait long at a slow worker.
+"""Places waiting requests in turn, and revokes prompts that wait long at a slow worker.
 
     submit ─> place? ─ no worker, or all have prompts enough ─> waiting ─ a first token came, a tick, a timer ─> in turn
 
 Nothing here waits: `later` is a timer, and `fail` ends a request.
+
+The router does not know the order inside a worker. A prompt counts as not begun while the prompts that were placed
+there before it take long. A wrong move costs what was computed of it, so a gain must be large, and each prompt is
+revoked rarely.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, ModelNotFound, RequestError, Unavailable
 from router.dispatch.admission import Admission
-from router.dispatch.holding import Holding
 from router.dispatch.load import DispatchCounters
 from router.dispatch.placement import Placement
 from router.dispatch.recovery import Recovery
-from router.dispatch.request_state import RequestState
-from router.dispatch.take_back import is_worth, overdue
-from router.dispatch.waiting import WaitingRequests
-from router.fleet import WorkerRegistry
+from router.dispatch.request_state import RequestState, Stage
+from router.dispatch.waiting import Holding, WaitingRequests
+from router.dispatch.waits import waits_of
+from router.fleet import Worker, WorkerRegistry
 from router.policy import Choice, RequestShape
+
+LEAST_WAIT_S = 1.0
+"""A prompt whose turn comes sooner stays: to move it costs messages, and it may have begun."""
+LEAST_AGE_S = 0.5
+"""A prompt that was placed so recently stays: its worker has not reported on it."""
+GAIN = 0.5
+"""Elsewhere a prompt must take at most this share of the time that it takes here."""
+MAX_MOVES = 2
+"""How often one prompt is taken back at most."""
+
+
+def overdue(
+    states: Iterable[RequestState], workers: Mapping[str, Worker], now: float
+) -> list[tuple[RequestState, float]]:
+    """Prompts on prefill workers that wait long, with the seconds until their first tokens there; the longest first.
+
+    By how much a first token is late already, it will be late again.
+    """
+    found = []
+    for state, later_s in waits_of(states, workers):
+        if not may_move(state, now):
+            continue
+        waited_s = now - state.times.progress_at
+        late_s = max(0.0, waited_s - state.times.expected_s) if state.times.expected_s > 0 else 0.0
+        if later_s + late_s > LEAST_WAIT_S:
+            found.append((state, later_s + late_s + state.forecast.prompt_s))
+    return sorted(found, key=lambda one: -one[1])
+
+
+def may_move(state: RequestState, now: float) -> bool:
+    """Whether nothing has come of a prompt on a prefill worker, and it was not moved often or just now."""
+    return (
+        not state.done
+        and state.attempts.prefill is not None
+        and state.stage is Stage.PREFILL
+        and not state.stream.token_ids
+        and state.attempts.num_taken_back < MAX_MOVES
+        and now - state.times.progress_at > LEAST_AGE_S
+    )
+
+
+def is_worth(here_s: float, there_s: float) -> bool:
+    """Whether a prompt should move."""
+    return there_s < GAIN * here_s and here_s - there_s > LEAST_WAIT_S
+
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +118,7 @@ class Turns:
 
     def try_place(self, state: RequestState, now: float, chosen: tuple[Choice, RequestShape] | None = None) -> bool:
         """Place a waiting request whose turn it is. `chosen` is what `Placement.choose` has just said."""
-        if now < state.not_before or not self._recovery.claim_trial(state):
+        if now < state.times.not_before or not self._recovery.claim_trial(state):
             return False
         if not state.stream.token_ids:  # else its client reads already
             held_s = max(0.0, self._holding.held_s - (state.held_s or 0.0))
@@ -84,7 +132,7 @@ class Turns:
             state.forecast = msgspec.structs.replace(choice.forecast, wait_s=admitted.wait_s)
         self._admission.expect(state, choice, now)
         self._waiting.placed(state)
-        kind = "prefill" if state.decode is None else "remote" if state.prefill else "local"
+        kind = "prefill" if state.attempts.decode is None else "remote" if state.attempts.prefill else "local"
         self._counters.num_choices[kind] += 1
         return True
 
@@ -105,11 +153,11 @@ class Turns:
             else:
                 is_full |= state.held_s is not None
         for state in self._waiting:
-            if now - state.queued_at <= self._config.queue_timeout_s:
+            if now - state.times.queued_at <= self._config.queue_timeout_s:
                 break
             if state.request.continues and state.held_s is not None:
                 continue  # workers exist, but are busy with its siblings
-            waited = f"waited {now - state.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
+            waited = f"waited {now - state.times.queued_at:.1f} s for a worker: {self._obstacle(state, now)}"
             self._fail(state, Unavailable(waited, retry_after_s=RETRY_AFTER_S))
         for state in [one for one in self._waiting if one.request.adapter]:
             if self._registry.is_gone(state.request.adapter):  # no worker will ever take it
@@ -125,14 +173,14 @@ class Turns:
         if len(self._registry.ready("prefill")) < 2:
             return
         for state, here_s in overdue(states, self._registry.workers, now)[:MAX_TAKEN_BACK]:
-            prefill = state.prefill
+            prefill = state.attempts.prefill
             chosen = self._placement.choose(state, now, {prefill.address}) if prefill is not None else None
             if prefill is None or chosen is None or not is_worth(here_s, chosen[0].forecast.ttft_s):
                 continue
             priority = state.request.priority
             if self._holding.concerns(chosen[0]) and self._holding.room_in_s(chosen[0], priority, now) > 0:
                 continue
-            state.num_taken_back += 1
+            state.attempts.num_taken_back += 1
             self._counters.num_taken_back += 1
             told = {"wait_here_s": here_s, "wait_there_s": chosen[0].forecast.ttft_s}
             log.info("request %s is taken back from %s", state.request.request_id, prefill.name, extra=told)

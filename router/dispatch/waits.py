@@ -1,9 +1,16 @@
-"""How long new requests wait at workers, and how long others have waited there. Pure."""
+"""How long new requests wait at workers, how long others have waited there, and which answers are decoded where. Pure.
+
+`Decoding` is kept up to date by events, so that no tick looks at all requests:
+
+    add ─> open ── look: tokens of its decode worker come ─> decoded ── it moves ─> open
+                                                            └────── it ends ─> gone
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from statistics import median_high
 
 from common.latency import StepShape
@@ -56,10 +63,10 @@ def waits_of(states: Iterable[RequestState], workers: Mapping[str, Worker]) -> l
     waits = []
     for address, placed in by_address.items():
         before, worker = StepShape(), workers[address]
-        placed.sort(key=lambda one: one[0].progress_at)
+        placed.sort(key=lambda one: one[0].times.progress_at)
         for index, (state, assignment) in enumerate(placed):
             decode_s = place_s(worker, num_after=len(placed) - index) if worker.role == "decode" else 0.0
-            prompts_s = worker.step_model.steps_s(before, step_tokens(worker)) * worker.slowness
+            prompts_s = worker.load.step_model.steps_s(before, step_tokens(worker)) * worker.estimates.slowness
             waits.append((state, max(prompts_s, decode_s)))
             before += assignment.booking.prompt
     return waits
@@ -88,8 +95,8 @@ def wait_for(
 def waits_at_most(worker: Worker, limit_s: float, now: float, priority: int) -> bool:
     """Whether a prompt waits no longer at a worker, by `wait_for`, nor its answer if that is a decode worker."""
     terms = terms_of(worker)
-    all_s = max(worker.observed_s, (terms.waiting_s + terms.fresh_s) * worker.slowness)
-    if all_s <= limit_s and terms.num_requests < terms.num_places and not worker.observed_from:  # as a rule
+    all_s = max(worker.estimates.observed_s, (terms.waiting_s + terms.fresh_s) * worker.estimates.slowness)
+    if all_s <= limit_s and terms.num_requests < terms.num_places and not worker.estimates.observed_from:  # as a rule
         return True
     if _prompts_s(worker, now, priority) > limit_s:
         return False
@@ -97,6 +104,72 @@ def waits_at_most(worker: Worker, limit_s: float, now: float, priority: int) -> 
 
 
 def _prompts_s(worker: Worker, now: float, priority: int) -> float:
-    if worker.step_model.is_known:
+    if worker.load.step_model.is_known:
         return wait_s(worker, now, priority)
-    return worker.observed_from.get(priority, worker.observed_s)
+    return worker.estimates.observed_from.get(priority, worker.estimates.observed_s)
+
+
+class Decoding:
+    """The requests of a router in two parts: those that a worker decodes, and the `open` ones, which are few."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._open: dict[str, tuple[int, RequestState]] = {}
+        self._number_of: dict[str, int] = {}
+        self._begun: dict[str, dict[str, float]] = {}  # by address of a decode worker, by id
+        self._address_of: dict[str, str] = {}
+
+    def add(self, state: RequestState) -> None:
+        """A new request, until it is discarded."""
+        request_id = state.request.request_id
+        number = self._number_of[request_id] = next(self._numbers)
+        self._open[request_id] = (number, state)
+        state.on_move = self._reopen
+
+    def discard(self, state: RequestState) -> None:
+        """The request is over."""
+        request_id = state.request.request_id
+        self._number_of.pop(request_id, None)
+        self._open.pop(request_id, None)
+        self._forget(request_id)
+
+    def look(self) -> None:
+        """Count the open requests that are decoded by now as such; before the two questions below."""
+        for _, state in list(self._open.values()):
+            if (decode := state.decoded_on) is not None:
+                request_id = state.request.request_id
+                del self._open[request_id]
+                self._begun.setdefault(decode.address, {})[request_id] = decode.delivered_at
+                self._address_of[request_id] = decode.address
+
+    @property
+    def open(self) -> list[RequestState]:
+        """Requests that were not being decoded at the last look or have moved since, in the order of their coming."""
+        return [state for _, state in sorted(self._open.values(), key=_number)]
+
+    @property
+    def begun(self) -> Mapping[str, Mapping[str, float]]:
+        """When the worker's first token came of each answer that it decodes, by its address and the request's id."""
+        return self._begun
+
+    # ------------------------------------------------------------ inside
+
+    def _reopen(self, state: RequestState) -> None:
+        """It changed workers."""
+        request_id = state.request.request_id
+        number = self._number_of.get(request_id)
+        if number is not None and request_id not in self._open:
+            self._forget(request_id)
+            self._open[request_id] = (number, state)
+
+    def _forget(self, request_id: str) -> None:
+        address = self._address_of.pop(request_id, None)
+        if address is not None:
+            begun = self._begun[address]
+            del begun[request_id]
+            if not begun:
+                del self._begun[address]
+
+
+def _number(one: tuple[int, RequestState]) -> int:
+    return one[0]

@@ -3,9 +3,9 @@
 from router.fleet.adapters import FleetAdapters, KnownAdapter, Outcome
 from router.fleet.booking import Booking
 from router.fleet.census import ModelCensus
-from router.fleet.discovery_status import DiscoveryStatus
-from router.fleet.events import FleetEvent
+from router.fleet.discovery import DiscoveryStatus
 from router.fleet.fleet import CONTROL_HWM, MAX_DISCOVERED, WorkerFleet
+from router.fleet.lives import FleetEvent
 from router.fleet.prefix_index import PrefixHits, PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker, WorkerState, by_fingerprint

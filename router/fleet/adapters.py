@@ -95,12 +95,12 @@ class FleetAdapters:
         """All adapters that clients may ask for."""
         for name, order in sorted(self._newest.items()):
             if order.path and (digest := self.digest_of(name)):
-                ready = any(digest in worker.digests for role in ROLES for worker in self._registry.ready(role))
+                ready = any(digest in worker.load.digests for role in ROLES for worker in self._registry.ready(role))
                 yield KnownAdapter(name, order.path, digest, ready)
 
     def is_gone(self, digest: str) -> bool:
         """Whether no name stands for these weights any more, and no worker has them."""
-        if any(digest in worker.digests for worker in self._alive()):
+        if any(digest in worker.load.digests for worker in self._alive()):
             return False
         return all(self.digest_of(name) != digest for name in self._newest)
 
@@ -127,7 +127,7 @@ class FleetAdapters:
         newest = self._newest.get(order.name)
         missing, failures, digests = [], [], Counter[str]()
         for worker in self._alive():
-            state = next((one for one in worker.adapters if one.name == order.name), None)
+            state = next((one for one in worker.load.adapters if one.name == order.name), None)
             has_none = state is None and not order.path  # never heard of a name that stands for nothing
             if has_none or (state is not None and state.version > order.version):
                 continue
@@ -171,7 +171,7 @@ class FleetAdapters:
         """How many workers have loaded which weights as this version of a name."""
         found: Counter[str] = Counter()
         for worker in self._alive():
-            for state in worker.adapters:
+            for state in worker.load.adapters:
                 if state.name == name and state.version == version and state.status == "loaded":
                     found[state.digest] += 1
         return found
@@ -180,5 +180,5 @@ class FleetAdapters:
         return any(
             state.name == order.name and state.version == order.version and state.status == "loading"
             for worker in self._alive()
-            for state in worker.adapters
+            for state in worker.load.adapters
         )

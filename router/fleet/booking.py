@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from common.latency import NOTHING, StepShape
 
@@ -38,7 +39,7 @@ class Booking(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class Load:
+class BookedWork:
     """Sums over bookings: requests, uncached prompt tokens, KV blocks now and `num_more` that will come. `prompt` is
     all of the prompts as one step.
 
@@ -134,6 +135,101 @@ class PromptSizes:
 
 def _size_class(num_tokens: int) -> int:
     return int(SIZE_CLASSES * math.log2(num_tokens)) if num_tokens > 0 else 0
+
+
+@dataclass(slots=True)
+class Bookings:
+    """What this router has booked on one worker.
+
+    `total` are the sums of all bookings, `fresh` of those that the worker's last report does not count yet; `ended` is
+    what that report counts and has ended since. `sizes`: those of booked prompts that are not computed.
+
+    `fresh_since`: from when on the worker can have computed what is left of the prompts in `fresh`, unless others came
+    before them. `turned_at`: when a prompt was computed, or came to an idle worker: a step began. `num_dispatched`:
+    all bookings since the worker was found.
+    """
+
+    by_serial: dict[int, Booking] = field(default_factory=dict)
+    total: BookedWork = field(default_factory=BookedWork)
+    fresh: BookedWork = field(default_factory=BookedWork)
+    ended: BookedWork = field(default_factory=BookedWork)
+    sizes: PromptSizes = field(default_factory=PromptSizes)
+    fresh_since: float = 0.0
+    turned_at: float = 0.0
+    num_dispatched: int = 0
+    reported_serial: int = -1
+    """The last booking that the worker's last report counts; -1 without a report."""
+
+    def __len__(self) -> int:
+        """The number of bookings that have not ended."""
+        return len(self.by_serial)
+
+    def add(self, booking: Booking, now: float) -> None:
+        """Work is sent to the worker."""
+        self.by_serial[booking.serial] = booking
+        if not self.total.num_tokens:
+            self.turned_at = now
+        self.total.add(booking)
+        self.sizes.add(booking.prompt.num_tokens)
+        if not self.fresh.num_tokens:
+            self.fresh_since = now
+        self.fresh.add(booking)
+        self.num_dispatched += 1
+
+    def computed(self, booking: Booking, now: float) -> Booking | None:
+        """The prompt is computed: drop it from the booking, and return what is left; None if it has ended."""
+        if (known := self.by_serial.get(booking.serial)) is None:
+            return None
+        after = self.by_serial[booking.serial] = replace(known, prompt=NOTHING)
+        self.total.computed(known)
+        self.sizes.remove(known.prompt.num_tokens)
+        self.fresh_since = self.turned_at = now
+        if self.is_fresh(known):
+            self.fresh.computed(known)
+        else:
+            self.ended.prompt += known.prompt
+        return after
+
+    def resize(self, serial: int, num_grown: int, num_more: int) -> None:
+        """Set how many blocks a booking has gained and will gain, if it has not ended."""
+        if (before := self.by_serial.get(serial)) is None:
+            return
+        after = self.by_serial[serial] = replace(before, num_grown=num_grown, num_more=num_more)
+        self.total.resize(before, after)
+        if self.is_fresh(after):
+            self.fresh.resize(before, after)
+
+    def release(self, booking: Booking) -> bool:
+        """The work has ended. False if it had ended before."""
+        if (known := self.by_serial.pop(booking.serial, None)) is None:
+            return False
+        self.total.remove(known)
+        self.sizes.remove(known.prompt.num_tokens)
+        if self.is_fresh(known):
+            self.fresh.remove(known)
+        else:
+            self.ended.add(known)
+        return True
+
+    def reported(self, serial: int, now: float) -> None:
+        """The worker reports, and counts all bookings up to this one."""
+        self.reported_serial, self.fresh_since = serial, now
+        self.fresh.clear()
+        self.ended.clear()
+        for booking in reversed(self.by_serial.values()):
+            if booking.serial <= serial:
+                break
+            self.fresh.add(booking)
+
+    def clear(self) -> None:
+        """The worker's life has ended, and with it all that was booked there."""
+        self.by_serial.clear()
+        self.total, self.fresh, self.ended = BookedWork(), BookedWork(), BookedWork()
+        self.sizes, self.reported_serial = PromptSizes(), -1
+
+    def is_fresh(self, booking: Booking) -> bool:
+        """Whether the last report does not count the booking yet."""
+        return booking.serial > self.reported_serial
 
 
 def peak_growth(bookings: Iterable[Booking]) -> int:

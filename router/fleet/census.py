@@ -19,10 +19,9 @@ import zmq.asyncio
 from common.config import RouterConfig
 from common.wire import Curve, Role
 from common.wire.messages import RouterHello, ToRouter, WorkerHello
-from router.fleet.absence import SHOWN
-from router.fleet.endpoint import Endpoint, Publish
-from router.fleet.endpoint_source import open_source
+from router.fleet.discovery import Endpoint, Publish, open_source
 from router.fleet.fleet import CLOSE_LINGER_MS, MAX_DISCOVERED, SOCKETS_PER_WORKER
+from router.fleet.readiness import SHOWN
 from router.fleet.worker_connection import ConnectionEvents, WorkerConnection
 
 log = logging.getLogger(__name__)

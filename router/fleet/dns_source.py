@@ -10,8 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from common.wire import Role
-from router.fleet.discovery_status import DiscoveryStatus
-from router.fleet.endpoint import Endpoint, Publish
+from router.fleet.discovery import DiscoveryStatus, Endpoint, Publish
 
 LOOKUP_TIMEOUT_S = 5.0
 """How long one round waits for its lookups."""

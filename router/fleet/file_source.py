@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from common.wire import Role
-from router.fleet.discovery_status import DiscoveryStatus
-from router.fleet.endpoint import Endpoint, Publish
+from router.fleet.discovery import DiscoveryStatus, Endpoint, Publish
 
 INTERVAL_S = 0.2
 """Between two readings: the file is small and local."""

@@ -14,13 +14,10 @@ import zmq.asyncio
 from common.config import RouterConfig
 from common.wire import Curve, Role, warn_of_readers
 from common.wire.messages import Message, RouterHeartbeat, RouterHello, ToRouter, WorkerHello
-from router.fleet.endpoint import Endpoint
-from router.fleet.endpoint_source import open_source
-from router.fleet.events import FleetEvent
-from router.fleet.lives import FleetListener, WorkerLives
-from router.fleet.pairing import Pairing
-from router.fleet.panic import believed
+from router.fleet.discovery import Endpoint, believed, open_source
+from router.fleet.lives import FleetEvent, FleetListener, WorkerLives
 from router.fleet.prefix_index import PrefixIndex
+from router.fleet.readiness import Pairing
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.fleet.worker_connection import ConnectionEvents, WorkerConnection

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping
 
 from common.cluster import KubernetesClient, KubernetesError
 from common.wire import Role
-from router.fleet.discovery_status import DiscoveryStatus
-from router.fleet.endpoint import Publish
+from router.fleet.discovery import DiscoveryStatus, Publish
 from router.fleet.slices import (
     SERVICE_LABEL,
     EndpointSlice,

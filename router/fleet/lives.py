@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from common.wire.messages import (
@@ -21,10 +23,49 @@ from common.wire.messages import (
     WorkerHello,
 )
 from router.fleet.adapters import FleetAdapters
-from router.fleet.block_reports import BlockReports
-from router.fleet.events import FleetEvents
-from router.fleet.prefix_index import PrefixIndex
+from router.fleet.prefix_index import BlockReports, PrefixIndex
 from router.fleet.registry import WorkerRegistry
+from router.fleet.worker import Worker
+
+NUM_KEPT = 50
+"""Events, for the page at /dashboard."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetEvent:
+    """What happened to a worker, `age_s` seconds ago. `role` is the one that it had then.
+
+    `kind`: found, gone (discovery), withheld, back (no new work, and again), ready, lost, role (it changed its role).
+    """
+
+    kind: str
+    worker: str
+    role: str
+    detail: str = ""
+    age_s: float = 0.0
+
+
+class FleetEvents:
+    """Keeps the last `NUM_KEPT` events."""
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[float, FleetEvent]] = deque(maxlen=NUM_KEPT)
+        self._names: dict[str, str] = {}  # by address: a lost worker's hello is forgotten
+
+    def add(self, kind: str, worker: Worker, now: float, detail: str = "") -> None:
+        """It happens now."""
+        address = worker.address
+        if worker.worker_id:
+            self._names[address] = worker.worker_id
+        name = self._names.get(address, address)
+        if kind == "gone":
+            self._names.pop(address, None)
+        self._events.append((now, FleetEvent(kind, name, worker.role, detail)))
+
+    def recent(self, now: float) -> tuple[FleetEvent, ...]:
+        """The newest first."""
+        return tuple(replace(event, age_s=max(0.0, now - at)) for at, event in reversed(self._events))
+
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +148,7 @@ class WorkerLives:
                 self._greet(address)
             return
         worker = self._registry.workers[address]
-        started, had_served, role = worker.known_epoch != hello.epoch, worker.has_served, worker.role
+        started, had_served, role = worker.life.known_epoch != hello.epoch, worker.life.has_served, worker.role
         ended = self._registry.on_hello(address, hello, now)
         if worker.role != role:
             log.info("worker %s (%s) has changed from %s to %s", hello.worker_id, address, role, worker.role)
@@ -145,7 +186,7 @@ class WorkerLives:
 
     def _lost(self, address: str, now: float) -> None:
         worker = self._registry.workers[address]
-        self._end_life(address, worker.reason, worker.has_served, now)
+        self._end_life(address, worker.reason, worker.life.has_served, now)
 
     def _end_life(self, address: str, reason: str, had_served: bool, now: float) -> None:
         self.events.add("lost", self._registry.workers[address], now, reason)

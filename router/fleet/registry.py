@@ -8,22 +8,75 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from types import MappingProxyType
 
-from common.latency import LinkModel, StepModel
+from msgspec.structs import replace
+
+from common.latency import NOTHING, LinkModel, StepModel, StepShape
 from common.observe import Ewma
 from common.wire import ROLES, Role
 from common.wire.messages import WorkerHeartbeat, WorkerHello
-from router.fleet.absence import absence_of
-from router.fleet.booked_workers import BookedWorkers
-from router.fleet.booking import Load, PromptSizes
-from router.fleet.first_token_lag import FirstTokenLag
-from router.fleet.rivals import Rivals
-from router.fleet.token_pace import TokenPace
+from router.fleet.booking import Booking
+from router.fleet.estimates import FirstTokenLag, Rivals, TokenPace
+from router.fleet.readiness import absence_of
 from router.fleet.worker import SMOOTHING, Worker, WorkerState, order_of
 
-# A worker that failed so many requests in a row is a suspect, the longer the more often.
-MAX_STRIKES = 3
-SUSPECT_S, MAX_SUSPECT_S = 5.0, 60.0
-"""How long a worker that failed too often gets no requests: twice as long each time, up to the second number."""
+
+class BookedWorkers:
+    """Workers by address, and the books of what is booked on each."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.next_serial = 1
+        self.on_changed: Callable[[Worker], None] = lambda worker: None
+        """Is told of a worker whose state, report or bookings changed, or that is gone and thus not ready."""
+
+    def book(
+        self,
+        address: str,
+        now: float,
+        *,
+        prompt: StepShape,
+        num_blocks: int,
+        priority: int = 0,
+        num_tokens: int = 0,
+        num_more: int = 0,
+    ) -> Booking:
+        """Count work that is sent under `next_serial`: `prompt` to compute, `num_blocks` of KV to hold.
+
+        They hold `num_tokens` tokens, cached ones included, and the answer will probably need `num_more` blocks.
+        """
+        worker = self.workers[address]
+        booking = Booking(self.next_serial, address, prompt, num_blocks, priority, num_tokens, 0, num_more)
+        self.next_serial += 1
+        worker.bookings.add(booking, now)
+        self._changed(worker)
+        return booking
+
+    def computed(self, booking: Booking, now: float) -> Booking:
+        """The prompt is computed: drop it from the booking, and return what is left of that."""
+        worker = self.workers.get(booking.address)
+        after = worker.bookings.computed(booking, now) if worker is not None else None
+        if worker is None or after is None:
+            return replace(booking, prompt=NOTHING)
+        self._changed(worker)
+        return after
+
+    def resize(self, address: str, sizes: Mapping[int, tuple[int, int]]) -> None:
+        """Set how many blocks bookings have gained, and will gain, by serial. Those that have ended are left out."""
+        worker = self.workers[address]
+        for serial, (num_grown, num_more) in sizes.items():
+            worker.bookings.resize(serial, num_grown, num_more)
+        self._changed(worker)
+
+    def release(self, booking: Booking) -> None:
+        """The work has ended. Does nothing the second time, and once the worker's life has ended."""
+        worker = self.workers.get(booking.address)
+        if worker is not None and worker.bookings.release(booking):
+            self._changed(worker)
+
+    def _changed(self, worker: Worker) -> None:
+        worker.terms = None
+        self.on_changed(worker)
+
 
 MAX_SLOWNESS = 8.0
 """How many times later than predicted a first token counts at most."""
@@ -96,17 +149,18 @@ class WorkerRegistry(BookedWorkers):
         A dead worker that says hello again stays dead until a heartbeat shows that its engine turns.
         """
         worker = self.workers[address]
-        new_life = worker.known_epoch != hello.epoch
-        worker.last_seen = now
+        new_life = worker.life.known_epoch != hello.epoch
+        worker.life.last_seen = now
         ended = new_life and worker.hello is not None
         if new_life:
             self._forget(worker)
-            worker.num_strikes, worker.suspect, worker.has_served = 0, False, False
-            worker.lateness = Ewma(SMOOTHING, start=0.0)
+            worker.life.begin()
+            worker.estimates.lateness = Ewma(SMOOTHING, start=0.0)
         if worker.hello is None or new_life:
-            worker.state, worker.reason, worker.step_changed = WorkerState.CONNECTED, NOT_READY, now
+            worker.state, worker.reason, worker.life.step_changed = WorkerState.CONNECTED, NOT_READY, now
         self._follow_role(worker, hello)
-        worker.hello, worker.known_epoch = hello, hello.epoch
+        worker.introduce(hello)
+        worker.life.known_epoch = hello.epoch
         self._regroup()
         if misfit := worker.misfit:
             worker.state, worker.reason = WorkerState.UNKNOWN, misfit
@@ -116,37 +170,28 @@ class WorkerRegistry(BookedWorkers):
     def on_heartbeat(self, address: str, beat: WorkerHeartbeat, now: float) -> bool:
         """The worker reports. True when its epoch is another than in its hello, which ends a life."""
         worker = self.workers[address]
-        worker.last_seen, worker.unreadable = now, ""
+        worker.life.last_seen, worker.life.unreadable = now, ""
         if worker.hello is None:
             return False
         if beat.epoch != worker.hello.epoch:
             self._end(worker, WorkerState.UNKNOWN, f"restarted (epoch {beat.epoch} after {worker.hello.epoch})")
-            worker.hello = None
+            worker.introduce(None)
             return True
-        if worker.beat is None or worker.beat.step != beat.step or not worker.beat.ready:
-            worker.step_changed = now
-        worker.beat, worker.beat_at, worker.fresh_since = beat, now, now
-        if worker.adapters != beat.adapters:
-            worker.adapters = beat.adapters
-            worker.digests = frozenset(one.digest for one in beat.adapters if one.status == "loaded")
-        worker.fresh.clear()
-        worker.ended.clear()
+        if worker.load.beat is None or worker.load.beat.step != beat.step or not worker.load.beat.ready:
+            worker.life.step_changed = now
+        worker.load.report(beat, now)
         if beat.step_model.is_known:
             self._models[worker.role] = beat.step_model
         else:
-            worker.pool_model = self._models.get(worker.role, StepModel())
+            worker.load.pool_model = self._models.get(worker.role, StepModel())
         if (link := beat.links.usual).is_known:
             self._links[worker.role] = link
         else:
-            worker.pool_link = self._links.get(worker.role, LinkModel())
-        for booking in reversed(worker.bookings.values()):
-            if booking.serial <= beat.serial:
-                break
-            worker.fresh.add(booking)
-        if worker.num_reported_requests:
-            worker.idle_since = None
-        elif worker.idle_since is None:
-            worker.idle_since = now
+            worker.load.pool_link = self._links.get(worker.role, LinkModel())
+        if worker.load.num_reported_requests:
+            worker.life.idle_since = None
+        elif worker.life.idle_since is None:
+            worker.life.idle_since = now
         died = self._judge(worker, now)
         self._changed(worker)
         return died
@@ -156,7 +201,7 @@ class WorkerRegistry(BookedWorkers):
         worker = self.workers[address]
         had_life = worker.hello is not None and worker.state is not WorkerState.DEAD
         self._end(worker, WorkerState.UNKNOWN, "not reachable")
-        worker.hello = None
+        worker.introduce(None)
         return had_life
 
     def on_forgotten(self, address: str) -> bool:
@@ -169,7 +214,7 @@ class WorkerRegistry(BookedWorkers):
         )
         if had_life:
             self._end(worker, WorkerState.UNKNOWN, "had lost this router")
-            worker.hello = None
+            worker.introduce(None)
         return had_life
 
     def on_refused(self, address: str, why: str) -> None:
@@ -180,29 +225,24 @@ class WorkerRegistry(BookedWorkers):
 
     def on_unreadable(self, address: str, why: str) -> None:
         """A frame of the worker was dropped."""
-        self.workers[address].unreadable = why
+        self.workers[address].life.unreadable = why
 
     def on_request_failed(self, address: str, now: float) -> None:
         """A living worker failed a request: after a few in a row, others are preferred for a while."""
         worker = self.workers[address]
-        worker.num_strikes += 1
-        if worker.num_strikes >= MAX_STRIKES:
-            worker.suspect = True
-            worker.suspect_until = now + min(MAX_SUSPECT_S, SUSPECT_S * 2.0 ** (worker.num_strikes - MAX_STRIKES))
+        if worker.life.failed(now):
             self._changed(worker)
 
     def on_request_served(self, address: str) -> None:
         """Tokens came from the worker."""
         worker = self.workers[address]
-        was_suspect = worker.suspect
-        worker.num_strikes, worker.suspect = 0, False
-        if was_suspect:
+        if worker.life.served():
             self._changed(worker)
 
     def on_first_token(self, address: str, slowness: float) -> None:
         """A first token took `slowness` times as long as predicted."""
         bounded = min(MAX_SLOWNESS, max(1.0 / MAX_SLOWNESS, slowness))
-        self.workers[address].lateness.observe(math.log(bounded))
+        self.workers[address].estimates.lateness.observe(math.log(bounded))
 
     def on_lone_prompt(self, role: Role, measured_s: float, predicted_s: float) -> None:
         """A prompt that waited for no other had its first token after `measured_s`, by the model `predicted_s`."""
@@ -219,14 +259,14 @@ class WorkerRegistry(BookedWorkers):
         `waits_from`: how long those of at least such a priority have waited.
         """
         for worker in self._observed:
-            worker.observed_s, worker.lasting_s, worker.observed_from = 0.0, 0.0, NOTHING_OBSERVED
+            worker.estimates.observe(0.0, 0.0, NOTHING_OBSERVED)
         waits_from = waits_from or {}
         addresses = {*waits_s, *lasting_s, *chain.from_iterable(waits_from.values())}  # a few of a thousand
         self._observed = [self.workers[address] for address in addresses if address in self.workers]
         for worker in self._observed:
             address = worker.address
-            worker.observed_s, worker.lasting_s = waits_s.get(address, 0.0), lasting_s.get(address, 0.0)
-            worker.observed_from = {priority: found.get(address, 0.0) for priority, found in waits_from.items()}
+            wait_from = {priority: found.get(address, 0.0) for priority, found in waits_from.items()}
+            worker.estimates.observe(waits_s.get(address, 0.0), lasting_s.get(address, 0.0), wait_from)
 
     def on_request_finished(self, address: str, decode_s: float, num_tokens: int = 0, predicted_s: float = 0.0) -> None:
         """The worker decoded a request, from its first token to its last, in `decode_s` seconds.
@@ -235,8 +275,10 @@ class WorkerRegistry(BookedWorkers):
         """
         worker = self.workers[address]
         self._pace.observe(decode_s, num_tokens, predicted_s)
-        if decode_s or worker.service_s.value:  # 0 stands for unknown until the first request that took any time
-            worker.service_s.observe(decode_s)
+        if (
+            decode_s or worker.estimates.service_s.value
+        ):  # 0 stands for unknown until the first request that took any time
+            worker.estimates.service_s.observe(decode_s)
 
     def sweep(self, now: float) -> list[Worker]:
         """Workers that just died of silence or of a stuck engine.
@@ -248,20 +290,20 @@ class WorkerRegistry(BookedWorkers):
         self._last_sweep, timeout_s, dead = now, self._worker_timeout_s, WorkerState.DEAD
         died = []
         for worker in self.workers.values():
-            if worker.suspect and now >= worker.suspect_until:
-                worker.suspect = False
+            if worker.life.suspect and now >= worker.life.suspect_until:
+                worker.life.suspect = False
                 self._changed(worker)
             if worker.hello is None or worker.state is dead:
                 continue
             if late:
-                worker.step_changed = min(now, worker.step_changed + held_up_s - timeout_s / 2)
-                if worker.forgive(now, MAX_FORGIVEN * timeout_s):
+                worker.life.step_changed = min(now, worker.life.step_changed + held_up_s - timeout_s / 2)
+                if worker.life.forgive(now, MAX_FORGIVEN * timeout_s):
                     continue
-            beat = worker.beat
-            if now - (worker.last_seen or 0.0) > timeout_s:
-                self._end(worker, dead, worker.silence(timeout_s))
+            beat = worker.load.beat
+            if now - (worker.life.last_seen or 0.0) > timeout_s:
+                self._end(worker, dead, worker.life.silence(timeout_s))
                 died.append(worker)
-            elif beat is None or now - worker.step_changed <= beat.turn_limit_s:  # as a rule: no call for each
+            elif beat is None or now - worker.life.step_changed <= beat.turn_limit_s:  # as a rule: no call for each
                 continue
             elif worker.is_stuck(now) and self._judge(worker, now):
                 died.append(worker)
@@ -269,13 +311,16 @@ class WorkerRegistry(BookedWorkers):
         rivals, pace = self._rivals.value, self._pace.value
         lags_s = {role: lag.seconds for role, lag in self._lags.items()}
         for worker in self.workers.values():
-            worker.rivals, worker.token_pace, worker.lag_s = rivals, pace, lags_s[worker.role]
+            estimates = worker.estimates
+            estimates.rivals, estimates.token_pace, estimates.lag_s = rivals, pace, lags_s[worker.role]
         return died
 
     def is_in_doubt(self, now: float) -> bool:
         """Whether a sweep would come late or find a worker silent: read its messages first."""
         known = [worker for worker in self.workers.values() if worker.hello and worker.state is not WorkerState.DEAD]
-        return self._is_late(now) or any(now - (worker.last_seen or 0.0) > self._worker_timeout_s for worker in known)
+        return self._is_late(now) or any(
+            now - (worker.life.last_seen or 0.0) > self._worker_timeout_s for worker in known
+        )
 
     def needs_hello(self, address: str) -> bool:
         """Whether to send the worker a hello rather than a heartbeat."""
@@ -320,9 +365,9 @@ class WorkerRegistry(BookedWorkers):
         role = next((role for role in ROLES if role == hello.role), None)
         if role is None or role == worker.role or hello.home != worker.home:
             return
-        if worker.known_epoch is not None:  # else it had changed before this router knew it
+        if worker.life.known_epoch is not None:  # else it had changed before this router knew it
             self.role_changes[worker.role, role] += 1
-        worker.role, worker.pool_model = role, self._models.get(role, StepModel())
+        worker.role, worker.load.pool_model = role, self._models.get(role, StepModel())
 
     def _is_late(self, now: float) -> bool:
         """Whether the last sweep is so long ago that messages may be unread."""
@@ -330,7 +375,7 @@ class WorkerRegistry(BookedWorkers):
 
     def _judge(self, worker: Worker, now: float) -> bool:
         """Set the state that the last heartbeat implies. True when the worker died of it."""
-        beat, was = worker.beat, worker.state
+        beat, was = worker.load.beat, worker.state
         alive = was is not WorkerState.DEAD
         if beat is None or worker.misfit:
             return False
@@ -342,7 +387,7 @@ class WorkerRegistry(BookedWorkers):
         if beat.draining:
             worker.state, worker.reason = WorkerState.DRAINING, "draining"
         elif beat.ready:
-            worker.state, worker.reason, worker.has_served = WorkerState.READY, "", True
+            worker.state, worker.reason, worker.life.has_served = WorkerState.READY, "", True
         else:
             worker.state, worker.reason = WorkerState.CONNECTED, NOT_READY
         if worker.state is not was:
@@ -350,15 +395,14 @@ class WorkerRegistry(BookedWorkers):
         return False
 
     def _end(self, worker: Worker, state: WorkerState, reason: str, *, keep_beat: bool = False) -> None:
-        beat, step_changed = worker.beat, worker.step_changed
+        beat, step_changed = worker.load.beat, worker.life.step_changed
         self._forget(worker)
         worker.state, worker.reason = state, reason
         self._regroup()
         if keep_beat:  # a stuck engine that still sends heartbeats stays dead until its step moves
-            worker.beat, worker.step_changed = beat, step_changed
+            worker.load.beat, worker.life.step_changed = beat, step_changed
         self._changed(worker)
 
     def _forget(self, worker: Worker) -> None:
-        worker.beat, worker.idle_since = None, None
+        worker.load.beat, worker.life.idle_since = None, None
         worker.bookings.clear()
-        worker.booked, worker.fresh, worker.ended, worker.sizes = Load(), Load(), Load(), PromptSizes()

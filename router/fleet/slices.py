@@ -11,7 +11,7 @@ import msgspec
 
 from common.cluster import KubernetesError
 from common.wire import Role
-from router.fleet.endpoint import Endpoint
+from router.fleet.discovery import Endpoint
 
 SERVICE_LABEL = "kubernetes.io/service-name"
 PORT_NAME = "control"

@@ -37,6 +37,11 @@ class LoadCollector(Collector):
         yield counter("diptych_failures", "Sequences given up, by error class", _by(load.num_failures), ("reason",))
         yield counter("diptych_placements", "Sequences placed, by kind of place", _by(load.num_choices), ("kind",))
         yield counter(
+            "diptych_routing_policy_errors",
+            "Decisions that --routing-policy failed to make and the built-in policy made",
+            load.num_policy_errors,
+        )
+        yield counter(
             "diptych_handovers", "Running answers handed over between workers", _by(load.num_handovers), ("outcome",)
         )
         yield counter(

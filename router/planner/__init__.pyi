@@ -1,11 +1,10 @@
 """How many workers each pool should have: from the offered load and the goals, by predicted waiting."""
 
 from router.planner.budget import Budget
-from router.planner.load_window import LoadWindow
 from router.planner.loop import Outlook, PlanLoop, budget_of, goals_of, scaler_of
-from router.planner.offered_load import SampledRequest
+from router.planner.offered_load import LoadWindow, SampledRequest
 from router.planner.pool import Goals
-from router.planner.sizing_forecaster import SizingForecaster
+from router.planner.split import SizingForecaster
 
 __all__ = [
     "Budget",

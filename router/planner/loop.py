@@ -20,13 +20,10 @@ from common.observe import REMIND_S
 from common.wire import Role
 from router.fleet import Worker
 from router.planner.budget import Budget
-from router.planner.load_window import LoadWindow
-from router.planner.offered_load import OfferedLoad
+from router.planner.offered_load import LoadWindow, OfferedLoad
 from router.planner.planner import ASSUMED_START_S, Plan, Planner
-from router.planner.pool import Bounds, Fleet, Goals
-from router.planner.pool_observer import PoolObserver
+from router.planner.pool import Bounds, Fleet, Goals, PoolObserver, StartTimes
 from router.planner.scaler import Scaler
-from router.planner.start_times import StartTimes
 
 log = logging.getLogger(__name__)
 

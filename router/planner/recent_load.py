@@ -12,8 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from router.planner.load_window import averages, burstiness
-from router.planner.offered_load import OfferedLoad, SampledRequest
+from router.planner.offered_load import OfferedLoad, SampledRequest, averages, burstiness
 from router.policy import OutputLengths
 
 FINE_SLOT_S, NUM_FINE_SLOTS = 0.5, 60

@@ -1,18 +1,19 @@
 """Decisions of the router, pure: workers, clients and `now` in, a decision out. `router.dispatch` carries them out.
 
-routing            which workers serve a request
+policy             interface of a routing policy
+plugins            routing policies by name, or from any module
+plain              round robin, least loaded and others
+routing            the built-in routing policy
 shortlist          out of many workers, those that are weighed
-forecast, arrival  the times of a request at a place, now and when its KV arrives
+forecast           the times of a request at a place, now and when its KV arrives
 output_lengths     how much a request will generate
 patience           how long a request may wait
 token_counters     whose turn it is
 balance            which answer moves
-roles, split       which worker changes its role
+roles              which worker changes its role
 """
 
-from router.policy.arrival import token_s_at
 from router.policy.balance import Running, choose_move, why_leave
-from router.policy.fetch import Fetch
 from router.policy.forecast import (
     STRANGE,
     Forecast,
@@ -23,15 +24,26 @@ from router.policy.forecast import (
     rows_of,
     step_tokens,
     terms_of,
+    token_s_at,
     wait_s,
 )
 from router.policy.output_lengths import UNKNOWN_LENGTH, OutputLengths
 from router.policy.patience import Patience
-from router.policy.request_shape import NO_HITS, RequestShape
-from router.policy.roles import CHANGE_AFTER_S, CHANGE_INTERVAL_S, RoleChange, RoleLimits, RolePolicy
-from router.policy.routing import Choice, RoutingPolicy
+from router.policy.plain import PlainPolicy
+from router.policy.plugins import POLICIES, GuardedPolicy, load_policy
+from router.policy.policy import Choice, Policy, possible_choices, predict
+from router.policy.request_shape import NO_HITS, Fetch, RequestShape
+from router.policy.roles import (
+    CHANGE_AFTER_S,
+    CHANGE_INTERVAL_S,
+    RoleChange,
+    RoleLimits,
+    RolePolicy,
+    SplitForecast,
+    SplitForecaster,
+)
+from router.policy.routing import RoutingPolicy
 from router.policy.shortlist import FEW, Shortlist
-from router.policy.split import SplitForecast, SplitForecaster
 from router.policy.token_counters import TokenCounters
 
 __all__ = [
@@ -41,9 +53,13 @@ __all__ = [
     "FEW",
     "Fetch",
     "Forecast",
+    "GuardedPolicy",
     "NO_HITS",
     "OutputLengths",
+    "POLICIES",
     "Patience",
+    "PlainPolicy",
+    "Policy",
     "RequestShape",
     "RoleChange",
     "RoleLimits",
@@ -57,9 +73,12 @@ __all__ = [
     "TokenCounters",
     "UNKNOWN_LENGTH",
     "choose_move",
+    "load_policy",
     "model_of",
     "place_s",
     "places_of",
+    "possible_choices",
+    "predict",
     "queued_s",
     "rows_of",
     "step_tokens",

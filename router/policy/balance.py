@@ -58,7 +58,7 @@ def until_full_s(worker: Worker) -> float:
     if terms.num_spare_blocks >= 0 or not terms.is_known or not terms.rows.num_rows:
         return math.inf
     blocks_a_s = terms.rows.num_rows / terms.step_s / terms.block_size
-    return worker.num_available_blocks / blocks_a_s
+    return worker.load.num_available_blocks / blocks_a_s
 
 
 def why_leave(worker: Worker, tpot_s: float) -> str:
@@ -113,9 +113,9 @@ def _takes(target: Worker, source: Worker, answer: Running, limit_s: float) -> b
     there = terms_of(target)
     if target.address == source.address or target.identity.fingerprint != source.identity.fingerprint:
         return False
-    if target.suspect or there.num_requests >= there.num_places:
+    if target.life.suspect or there.num_requests >= there.num_places:
         return False
-    if answer.adapter and answer.adapter not in target.digests:
+    if answer.adapter and answer.adapter not in target.load.digests:
         return False
     num_tokens = answer.num_tokens + answer.num_expected
     left = there.num_spare_blocks - target.num_blocks_of(num_tokens)

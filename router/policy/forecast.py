@@ -1,11 +1,22 @@
-"""What a place would mean for a request: predicted times, term by term. Pure.
+"""Predicted times of a request at a place, now and when its KV arrives, term by term. Pure.
 
 Routing, local prefill and admission all ask here, so they cannot contradict each other. The times come from the models
 that workers fit to their own steps (`StepModel`). A worker that has computed nothing yet is taken for one like others
 of its pool; in a new pool for `UNKNOWN`, whose costs only tell more work from less.
+
+Order of prompts (`turn_s`): without goals workers compute the shortest prompt first (`prompt_ordering.py`), and a step
+takes as many tokens as it can hold and is not stopped. First come, first served would predict three times the wait of a
+short prompt in a queue of long ones. With goals a prompt that passes takes from the slack of the others, so there all
+of them count: fewer prompts go to a side on which they would make others late.
+
+Arrival (`token_s_at`): to judge a decode worker by its present load makes two pools oscillate. Many requests are
+refused while it is full, and none while their prompts are still being computed (Qin et al., "Mooncake", FAST 2025,
+early rejection based on prediction).
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
@@ -14,7 +25,23 @@ from common.wire import MAX_PRIORITY
 from common.wire.messages import WorkerHeartbeat
 from router.fleet import Worker
 from router.policy.request_shape import RequestShape
-from router.policy.turn import turn_s
+
+
+def turn_s(all_s: float, own_s: float, shorter_share: float, step_s: float, running_for_s: float) -> float:
+    """Seconds that a prompt of `own_s` waits where all that are there take `all_s`, of which shorter ones a share.
+
+    A step that takes `step_s` has run for `running_for_s`; 0 for `step_s`: all of them are in one step. The step that
+    ends the new prompt is a full one as long as others are left to fill it: that wait counts, too.
+    """
+    if step_s <= 0.0 or all_s <= 0.0:
+        return max(0.0, all_s)
+    running_s = min(all_s, step_s - running_for_s % step_s)
+    waiting_s = all_s - running_s
+    before_s = waiting_s * shorter_share
+    needed_s = before_s + own_s
+    filled_s = min(waiting_s + own_s, step_s * math.ceil(needed_s / step_s))
+    return running_s + max(needed_s, filled_s) - own_s
+
 
 UNKNOWN = StepModel(fixed_s=1e-3, token_s=1e-4, row_s=1e-4, context_s=1e-8)
 TRANSFER_TOKEN_S = 2e-6
@@ -102,9 +129,9 @@ def terms_of(worker: Worker) -> Terms:
     """The worker's terms, computed once between two of its changes."""
     terms = worker.terms
     if not isinstance(terms, Terms):
-        beat, hello, fresh, own = worker.beat, worker.hello, worker.fresh, worker.step_model
-        num_requests, model, max_step_tokens = worker.num_requests, model_of(worker), step_tokens(worker)
-        num_likely = num_requests + int(worker.rivals * fresh.num_requests)  # see `likely_requests`
+        beat, hello, fresh, own = worker.load.beat, worker.hello, worker.bookings.fresh, worker.load.step_model
+        num_requests, model, max_step_tokens = worker.load.num_requests, model_of(worker), step_tokens(worker)
+        num_likely = num_requests + int(worker.estimates.rivals * fresh.num_requests)  # see `likely_requests`
         rows = _rows(beat, num_likely)
         beside = rows_beside(worker, rows)
         fresh_s = model.steps_s(fresh.prompt, max_step_tokens, beside)
@@ -118,15 +145,15 @@ def terms_of(worker: Worker) -> Terms:
             fresh_s,
             num_requests,
             places_of(worker),
-            worker.num_spare_blocks,
+            worker.load.num_spare_blocks,
             own.knows_prompts,
             beat.waiting_s if beat is not None else 0.0,
             hello.block_size if hello is not None else 1,
             worker.max_tokens if hello is not None else 0,
             worker.window.span_blocks(1) if hello is not None and hello.window else NO_BOUND,
-            worker.rivals * fresh_s,
+            worker.estimates.rivals * fresh_s,
             num_likely,
-            worker.likely_link,
+            worker.load.likely_link,
             beat.links.disk if beat is not None else LinkModel(),
             beat.links.peer if beat is not None else LinkModel(),
         )
@@ -134,7 +161,7 @@ def terms_of(worker: Worker) -> Terms:
 
 
 def model_of(worker: Worker) -> StepModel:
-    model = worker.likely_model
+    model = worker.load.likely_model
     return model if model.num_steps else UNKNOWN
 
 
@@ -144,12 +171,12 @@ def likely_requests(worker: Worker) -> int:
     They heard the same reports and choose by the same rule, so for each of this router's they sent as many as usual.
     Without that each would fill the emptiest worker by itself.
     """
-    return worker.num_requests + int(worker.rivals * worker.fresh.num_requests)
+    return worker.load.num_requests + int(worker.estimates.rivals * worker.bookings.fresh.num_requests)
 
 
 def rows_of(worker: Worker) -> StepShape:
     """What each step of a decode worker computes beside prompts."""
-    return _rows(worker.beat, likely_requests(worker))
+    return _rows(worker.load.beat, likely_requests(worker))
 
 
 def _rows(beat: WorkerHeartbeat | None, num_requests: int) -> StepShape:
@@ -170,7 +197,7 @@ def rows_beside(worker: Worker, rows: StepShape) -> StepShape:
 
 def step_tokens(worker: Worker) -> int:
     """Prompt tokens that a step of the worker computes at most, as it says."""
-    beat, hello = worker.beat, worker.hello
+    beat, hello = worker.load.beat, worker.hello
     now = beat.step_tokens if beat is not None else 0
     return now or (hello.max_step_tokens if hello is not None else 0) or 512
 
@@ -178,12 +205,12 @@ def step_tokens(worker: Worker) -> int:
 def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     """Seconds until the worker has computed the prompts of at least `priority` that it has, by its model and report."""
     terms = terms_of(worker)
-    left_s = terms.waiting_s - max(0.0, now - worker.beat_at) if terms.waiting_s else 0.0
+    left_s = terms.waiting_s - max(0.0, now - worker.load.beat_at) if terms.waiting_s else 0.0
     fresh_s = terms.fresh_s
     if fresh_s and left_s <= 0.0:  # their turn has come: what was computed of them since is not left
-        fresh_s -= max(0.0, now - max(worker.fresh_since, worker.beat_at + terms.waiting_s))
+        fresh_s -= max(0.0, now - max(worker.bookings.fresh_since, worker.load.beat_at + terms.waiting_s))
     all_s = max(0.0, fresh_s) + max(0.0, left_s)
-    lower, _ = worker.booked.below(priority)
+    lower, _ = worker.bookings.total.below(priority)
     if not lower.num_tokens:
         return all_s
     return max(0.0, all_s - terms.model.steps_s(lower, terms.max_step_tokens, rows_beside(worker, terms.rows)))
@@ -191,8 +218,8 @@ def queued_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float
 
 def wait_s(worker: Worker, now: float, priority: int = -MAX_PRIORITY) -> float:
     """The same, corrected by how late first tokens came lately, and by how long others wait already."""
-    observed_s = worker.observed_from.get(priority, worker.observed_s)
-    return max(queued_s(worker, now, priority) * worker.slowness, observed_s)
+    observed_s = worker.estimates.observed_from.get(priority, worker.estimates.observed_s)
+    return max(queued_s(worker, now, priority) * worker.estimates.slowness, observed_s)
 
 
 def before_s(worker: Worker, shape: RequestShape, own_s: float, now: float) -> float:
@@ -201,10 +228,10 @@ def before_s(worker: Worker, shape: RequestShape, own_s: float, now: float) -> f
     if all_s <= 0.0:
         return 0.0
     terms = terms_of(worker)
-    if shape.ttft_s > 0.0 or worker.booked.num_tokens <= terms.max_step_tokens:
+    if shape.ttft_s > 0.0 or worker.bookings.total.num_tokens <= terms.max_step_tokens:
         return all_s
-    shorter_share = worker.sizes.shorter_share(shape.uncached(worker))
-    return turn_s(all_s, own_s, shorter_share, terms.full_s, now - worker.turned_at)
+    shorter_share = worker.bookings.sizes.shorter_share(shape.uncached(worker))
+    return turn_s(all_s, own_s, shorter_share, terms.full_s, now - worker.bookings.turned_at)
 
 
 def place_s(
@@ -218,20 +245,20 @@ def place_s(
     """
     terms = terms_of(worker)
     num_before = terms.num_requests - num_after + 1 - terms.num_places
-    if num_before > 1 and (num_lower := worker.booked.below(priority)[1]):
-        num_before = max(1, num_before - num_before * num_lower // worker.booked.num_requests)
+    if num_before > 1 and (num_lower := worker.bookings.total.below(priority)[1]):
+        num_before = max(1, num_before - num_before * num_lower // worker.bookings.total.num_requests)
     num_before += num_more
     if num_before <= 0:
         return 0.0
-    return num_before * max(worker.service_s.value, worker.lasting_s, least_s) / terms.num_places
+    return num_before * max(worker.estimates.service_s.value, worker.estimates.lasting_s, least_s) / terms.num_places
 
 
 def places_of(worker: Worker) -> int:
     """Places in a worker's batch; while blocks are scarce, the places that are taken."""
-    beat, hello = worker.beat, worker.hello
+    beat, hello = worker.load.beat, worker.hello
     if beat is None or hello is None:
         return 1
-    if beat.num_waiting and worker.num_available_blocks < SCARCE * hello.num_blocks:
+    if beat.num_waiting and worker.load.num_available_blocks < SCARCE * hello.num_blocks:
         return max(1, beat.num_running + beat.num_transferring)
     return beat.batch_cap or hello.max_num_seqs or 1
 
@@ -242,7 +269,7 @@ def on_prefill(worker: Worker, shape: RequestShape, now: float) -> Forecast:
     fetch_s = shape.fetch_s(worker)
     own_s = terms.model.steps_s(shape.prompt(worker), terms.max_step_tokens) + fetch_s
     waits_s = before_s(worker, shape, own_s, now) + shape.held_s
-    return Forecast(waits_s, own_s, is_known=terms.knows_prompts, fetch_s=fetch_s, lag_s=worker.lag_s)
+    return Forecast(waits_s, own_s, is_known=terms.knows_prompts, fetch_s=fetch_s, lag_s=worker.estimates.lag_s)
 
 
 def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
@@ -253,7 +280,7 @@ def on_decode(worker: Worker, shape: RequestShape) -> Forecast:
     own_s = model.row_s + model.context_s * (shape.num_tokens + num_expected // 2)  # of each step: one row more
     delay_s = num_rows * num_expected * own_s
     step_s = terms.step_s + own_s
-    token_s, stall_s = step_s * worker.token_pace, 0.0
+    token_s, stall_s = step_s * worker.estimates.token_pace, 0.0
     has_place = terms.num_requests < terms.num_places  # no call of `place_s`: each heartbeat asks
     batch_s = 0.0 if has_place else place_s(worker, num_expected * token_s, priority=shape.priority)
     uncached = shape.uncached(worker)
@@ -285,10 +312,12 @@ def room_s(worker: Worker, num_blocks: int) -> float:
 
     The youngest answer is preempted first, and waits for them.
     """
-    booked = worker.booked
+    booked = worker.bookings.total
     if not booked.num_requests:
         return 0.0
-    freed_a_s = (booked.num_blocks + booked.num_more) / max(worker.service_s.value, worker.lasting_s, LEAST_SERVICE_S)
+    freed_a_s = (booked.num_blocks + booked.num_more) / max(
+        worker.estimates.service_s.value, worker.estimates.lasting_s, LEAST_SERVICE_S
+    )
     return num_blocks / max(1.0, freed_a_s)
 
 
@@ -318,7 +347,7 @@ def computed_there(
         *(waits_s, prompt_s, remote.place_s, remote.token_s, delay_s, is_known, remote.stall_s),
         model_token_s=remote.model_token_s,
         fetch_s=fetch_s,
-        lag_s=worker.lag_s,
+        lag_s=worker.estimates.lag_s,
     )
 
 
@@ -358,3 +387,30 @@ def joined(first: Forecast, then: Forecast) -> Forecast:
         fetch_s=first.fetch_s,
         lag_s=first.lag_s,
     )
+
+
+def rows_at(worker: Worker, after_s: float, num_prompt_tokens: int) -> StepShape:
+    """What each step decodes in `after_s` seconds: sequences that will still run, and those that come until then.
+
+    How long a sequence still runs does not depend on how long it has run already, so that so many of them end in each
+    second. Those of which nothing is known have `num_prompt_tokens` tokens.
+    """
+    beat = worker.load.beat
+    num_running = min(beat.num_running, worker.load.num_requests) if beat is not None else 0
+    num_coming = worker.load.num_requests - num_running
+    span_s = max(worker.estimates.service_s.value, worker.estimates.lasting_s)
+    num_left = num_running * math.exp(-after_s / span_s) if span_s > 0 else float(num_running)
+    num_rows = min(places_of(worker), round(num_left + num_coming))
+    each = beat.num_context_tokens / beat.num_running if beat is not None and beat.num_running else num_prompt_tokens
+    return StepShape.of_rows(num_rows, round(num_rows * each))
+
+
+def token_s_at(worker: Worker, after_s: float, num_tokens: int) -> tuple[float, float]:
+    """Seconds that a token of a new answer takes once its prompt of `num_tokens` tokens arrives, and if it ran alone.
+
+    0 of a worker that has computed nothing yet.
+    """
+    if not worker.load.step_model.is_known:
+        return 0.0, 0.0
+    model, own = model_of(worker), StepShape.of_rows(1, num_tokens)
+    return model.seconds(rows_at(worker, after_s, num_tokens) + own), model.seconds(own)

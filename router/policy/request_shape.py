@@ -1,4 +1,4 @@
-"""The sides of a request that are weighed when a place for it is chosen. Pure."""
+"""A request as routing weighs it, with what a worker fetches of its prompt from a disk or a peer. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ from types import MappingProxyType
 import msgspec
 
 from common.latency import StepShape
+from common.wire.messages import KVPeer
 from router.fleet import Worker
-from router.policy.fetch import Fetch
+
+
+class Fetch(msgspec.Struct, frozen=True, gc=False):
+    """The worker has the prompt's first `end` tokens after `seconds`.
+
+    `peer` lends them, at the control address `lender`, which is busy with that for `lending_s`; None: they come from
+    the worker's own disk.
+    """
+
+    end: int
+    seconds: float
+    peer: KVPeer | None = None
+    lender: str = ""
+    lending_s: float = 0.0
+
 
 NO_HITS: Mapping[str, int] = MappingProxyType({})
 

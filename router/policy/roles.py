@@ -1,7 +1,8 @@
 """Which workers should change their role, and when. Pure: `now` comes in, orders or none come out.
 
-With goals, a forecast says what each split of the workers would miss (`split.py`). The policy goes to the one that is
-predicted to miss least, by as many workers at once as that takes, if it saves more than the change costs.
+With goals, a forecast has what each split of the workers would miss. The policy moves to the split that is predicted to
+miss least, by as many workers at once as that takes, if it saves more than the change costs. The planner makes the
+forecast (`router/planner/split.py`). The dispatcher is a layer below the planner and only gets its results.
 
 Without a forecast, or while it sees nothing amiss, what is measured decides, one worker at a time. A pool is behind
 while its load is above 1, and may give a worker while it would do well without it. In between lies a gap, so a change
@@ -17,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from common.cluster import KV_TARGET
 from common.latency import StepShape
@@ -26,7 +28,48 @@ from common.observe import Ewma
 from common.wire import Role
 from router.fleet import Worker
 from router.policy.forecast import model_of, queued_s, rows_of, terms_of, transfer_s, wait_s
-from router.policy.split import SplitForecast
+
+
+@dataclass(frozen=True, slots=True)
+class SplitForecast:
+    """Of the `num_offered` requests of the next `seconds`, and of answers that run now, `num_missed` would miss a goal:
+    a number for each number of prefill workers that was looked at, the present one among them.
+
+    The load was estimated from `num_seen` requests and will probably last for `lasting_s`. `load` describes it.
+    """
+
+    num_missed: Mapping[int, float]
+    num_offered: float
+    seconds: float
+    lasting_s: float
+    num_seen: int
+    load: str
+
+
+class SplitForecaster(Protocol):
+    """Sees each request when it comes and when it has been answered, and predicts when it is asked."""
+
+    def arrived(self, num_prompt: int, num_cached: int, most_output: int, now: float) -> None:
+        """A request came, whatever becomes of it; it may have an answer of `most_output` tokens."""
+        ...
+
+    def turned_away(self, now: float) -> None:
+        """A request was refused before it was read."""
+        ...
+
+    def ended(self, num_prompt: int, num_output: int) -> None:
+        """A request was answered with so many tokens."""
+        ...
+
+    def forecast(
+        self, workers: Collection[Worker], num_waiting: int, least: int, most: int, now: float
+    ) -> SplitForecast | None:
+        """What splits with `least` to `most` prefill workers would miss; None without goals or data.
+
+        `workers` are all that are known, ready or not; `num_waiting` requests are on none of them.
+        """
+        ...
+
 
 ALLOWED_SHARE, ALLOWED_S = 0.5, 1.0
 """How long prompts may wait: this share of the goal for a first token; without a goal so many seconds."""
@@ -122,7 +165,7 @@ class RolePolicy:
         """
         if (order := self._next(prefill, decode, now)) is not None:
             return order
-        self._busy.observe(sum(bool(worker.num_queued_tokens) for worker in prefill) / max(1, len(prefill)))
+        self._busy.observe(sum(bool(worker.load.num_queued_tokens) for worker in prefill) / max(1, len(prefill)))
         found = self._by_forecast(prefill, decode, forecast, now) if forecast is not None else []
         if not found and (one := self._by_signals(prefill, decode, forecast, now)) is not None:
             found = [one]
@@ -263,9 +306,9 @@ def drain_of(worker: Worker, now: float) -> float:
 
 def _load_of(worker: Worker, share: float, tpot_s: float) -> float:
     hello, rows = worker.identity, rows_of(worker)
-    places = worker.num_requests / max(1, hello.max_num_seqs)
+    places = worker.load.num_requests / max(1, hello.max_num_seqs)
     # Cached blocks count as free, and requests that are on their way count with what was booked for them.
-    blocks = (hello.num_blocks - worker.num_available_blocks) / max(1, hello.num_blocks) / KV_TARGET
+    blocks = (hello.num_blocks - worker.load.num_available_blocks) / max(1, hello.num_blocks) / KV_TARGET
     load = share * max(places, blocks)
     model = model_of(worker)
     # A goal that one sequence alone misses counts for nothing: no number of workers would meet it.
@@ -310,7 +353,7 @@ def _donors(workers: Sequence[Worker], role: Role, num: int, now: float) -> list
     able = [
         worker
         for worker in workers
-        if worker.identity.changes_role and not worker.suspect and drain_of(worker, now) <= MAX_DRAIN_S
+        if worker.identity.changes_role and not worker.life.suspect and drain_of(worker, now) <= MAX_DRAIN_S
     ]
     found: list[Worker] = []
     for worker in sorted(able, key=lambda worker: (worker.home != role, drain_of(worker, now), worker.address)):

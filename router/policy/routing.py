@@ -9,7 +9,6 @@ of its own, so that routers do not choose the same worker between two of its rep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -28,6 +27,7 @@ from router.policy.forecast import (
     terms_of,
 )
 from router.policy.output_lengths import UNKNOWN_LENGTH
+from router.policy.policy import Choice, Policy
 from router.policy.request_shape import NO_HITS, RequestShape
 
 TOLERANCE, MOST_TOLERANCE, TOLERANCE_S = 0.1, 0.5, 1e-3
@@ -48,19 +48,6 @@ USUAL = RequestShape(2048, UNKNOWN_LENGTH, NO_HITS)
 """A request by whose cost workers are compared before one is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Without `prefill` the decode worker prefills itself; without `decode` the answer has one token."""
-
-    prefill: Worker | None
-    decode: Worker | None
-    forecast: Forecast = Forecast()
-
-    @property
-    def local(self) -> bool:
-        return self.prefill is None
-
-
 class _Place(msgspec.Struct, frozen=True, gc=False):
     """A worker, the forecast there, and what decides between it and others: the least rank, then the least cost."""
 
@@ -76,24 +63,19 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
         """Which of equal places is taken: the least. Tokens that are there already count as so many requests less."""
         worker = self.worker
         spared = min(MOST_SPARED, self.hits // HIT_TOKENS)
-        return (self.terms.num_likely - spared, worker.num_dispatched, worker.order, worker.address)
+        return (self.terms.num_likely - spared, worker.bookings.num_dispatched, worker.order, worker.address)
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingPolicy:
-    """A prompt with at most `local_prefill_threshold` uncached tokens is computed by its decode worker, a longer one
-    by a prefill worker, unless the other is predicted to be better: to cost less, or, where there are goals, to give a
-    first token in time that would be about late.
+class RoutingPolicy(Policy):
+    """The built-in policy: the least predicted cost.
 
-    With a threshold of 0 decode workers compute no prompt while a prefill worker is ready.
+    A prompt with at most `local_prefill_threshold` uncached tokens is computed by its decode worker, a longer one by a
+    prefill worker, unless the other is predicted to be better: to cost less, or, where there are goals, to give a first
+    token in time that would be about late. With a threshold of 0 decode workers compute no prompt while a prefill
+    worker is ready.
     """
 
-    local_prefill_threshold: int = 64
-
-    @property
-    def weighs_all(self) -> bool:
-        """Whether `choose` must be given every ready worker, however many there are, and not a shortlist."""
-        return False
+    weighs_all = False
 
     def choose(
         self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
@@ -109,18 +91,11 @@ class RoutingPolicy:
         ]
         return min(found, key=lambda pair: pair[0], default=(None, None))[1]
 
-    def choose_prefill(self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape, now: float) -> Choice:
-        """The prefill worker for a request on `decode`, or that `decode` should prefill itself."""
+    def choose_prefill(
+        self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape, now: float
+    ) -> Worker | None:
         partners = [] if shape.alone else by_fingerprint(prefill).get(decode.identity.fingerprint, [])
-        return self._pair(partners, [decode], shape, now)[1]
-
-    def usual_cost(self, worker: Worker) -> tuple[bool, float]:
-        """What a usual request would cost on a worker at its last report: whether it does not fit well, and seconds."""
-        if worker.role == "prefill":
-            place = _prefill_place(worker, USUAL, worker.beat_at)
-        else:
-            place = _decode_place(worker, USUAL)
-        return True in place.rank, place.cost_s
+        return self._pair(partners, [decode], shape, now)[1].prefill
 
     def _pair(
         self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
@@ -185,6 +160,13 @@ class RoutingPolicy:
         return _Place(place.worker, place.terms, there, place.rank, cost_s, place.hits)
 
 
+def usual_cost(worker: Worker) -> tuple[bool, float]:
+    """What a usual request would cost on a worker at its last report: whether it does not fit well, and seconds."""
+    is_prefill = worker.role == "prefill"
+    place = _prefill_place(worker, USUAL, worker.load.beat_at) if is_prefill else _decode_place(worker, USUAL)
+    return True in place.rank, place.cost_s
+
+
 def _is_late_there(there: Forecast, first: Forecast, shape: RequestShape) -> bool:
     """Whether a first token would be about late on a decode worker, whose batch it must join, but not elsewhere."""
     there_s = there.ttft_s + there.place_s
@@ -196,7 +178,7 @@ def _decode_place(worker: Worker, shape: RequestShape) -> _Place:
     terms, forecast, uncached = terms_of(worker), on_decode(worker, shape), shape.uncached(worker)
     cuts = shape.num_tokens + shape.num_remaining > terms.max_tokens  # an answer of full length
     lacks_room = num_lacking_blocks(terms, uncached + shape.num_expected) > 0
-    rank, hits = (cuts, worker.suspect, lacks_room), shape.num_tokens - uncached
+    rank, hits = (cuts, worker.life.suspect, lacks_room), shape.num_tokens - uncached
     return _Place(worker, terms, forecast, rank, _decode_cost_s(forecast, shape), hits)
 
 
@@ -233,7 +215,7 @@ def _is_better(cost_s: float, other_s: float) -> bool:
 def _prefill_place(worker: Worker, shape: RequestShape, now: float) -> _Place:
     terms, forecast = terms_of(worker), on_prefill(worker, shape, now)
     cost_s = forecast.ttft_s + terms.rivals_s
-    return _Place(worker, terms, forecast, (False, worker.suspect, False), cost_s)
+    return _Place(worker, terms, forecast, (False, worker.life.suspect, False), cost_s)
 
 
 def _alone(place: _Place) -> tuple[tuple[object, ...], Choice]:

@@ -18,7 +18,7 @@ from random import Random
 from common.blocks import Window
 from common.wire import ROLES, Role
 from router.fleet import PrefixHits, PrefixIndex, Worker, WorkerRegistry
-from router.policy.routing import RoutingPolicy
+from router.policy.routing import usual_cost
 
 FEW = 32
 """Up to so many workers all are weighed."""
@@ -40,10 +40,11 @@ Layout = tuple[Role, str]
 class Shortlist:
     """Keeps the rankings of one router up to date: one for each role and layout, of its ready workers."""
 
-    def __init__(self, registry: WorkerRegistry, policy: RoutingPolicy, index: PrefixIndex) -> None:
-        self._registry, self._policy, self._index = registry, policy, index
+    def __init__(self, registry: WorkerRegistry, index: PrefixIndex, *, weighs_all: bool = False) -> None:
+        """`weighs_all`: see `Policy`."""
+        self._registry, self._index = registry, index
         self._random = Random(registry.router_id)
-        self._weighs_all = policy.weighs_all
+        self._weighs_all = weighs_all
         self._rankings: dict[Layout, list[Entry]] = {}
         self._of_roles: dict[Role, list[tuple[Layout, list[Entry]]]] = {}  # emptied when a ranking comes or goes
         self._places: dict[str, tuple[Layout, Entry]] = {}
@@ -153,7 +154,7 @@ class Shortlist:
             if before is not None:
                 self._take_out(*before)
             return
-        unfit, cost_s = self._policy.usual_cost(worker)
+        unfit, cost_s = usual_cost(worker)
         entry = (unfit, cost_s, worker.order, worker.address)
         layout = (worker.role, worker.identity.fingerprint)
         if before is not None:

@@ -64,6 +64,7 @@ def joined(loads: Sequence[DispatchLoad]) -> DispatchLoad:
         wait_limit_s=min(load.wait_limit_s for load in loads),
         classes=tuple(_joined_class(of_class) for of_class in zip(*(load.classes for load in loads), strict=True)),
         num_taken_back=sum(load.num_taken_back for load in loads),
+        num_policy_errors=sum(load.num_policy_errors for load in loads),
         role_changes=_sum(load.role_changes for load in loads),
         events=tuple(sorted((event for load in loads for event in load.events), key=lambda event: event.age_s)),
     )

@@ -10,7 +10,6 @@ from router.dispatch import AdapterOrders, Dispatcher
 from router.generation import ServingClient
 from router.observe import ENGINE, MeasuredClient, PlanCollector, PoolCollector, RouterMetrics, SLOWindow
 from router.planner import Budget, LoadWindow, Outlook, PlanLoop, SizingForecaster, scaler_of
-from router.policy import RoutingPolicy
 from router.text import TextPipeline, TextThreads
 
 
@@ -23,7 +22,6 @@ class ServedModel:
         files: ModelFiles,
         threads: TextThreads,
         *,
-        policy: RoutingPolicy | None = None,
         front: RouterMetrics | None = None,
         models: Collection[str] = (),
         budget: Budget | None = None,
@@ -42,9 +40,7 @@ class ServedModel:
         if self.text.grammars is not None and files.eos_token_ids:
             self.text.grammars.start()
         splits = SizingForecaster.of(config)
-        self.dispatcher = Dispatcher(
-            config, policy=policy, splits=splits, needed=needed, models=models, has_prefill=has_prefill
-        )
+        self.dispatcher = Dispatcher(config, splits=splits, needed=needed, models=models, has_prefill=has_prefill)
         self.metrics = RouterMetrics(self.name, self.dispatcher.load, front=front)
         window = SLOWindow.of(config.classes)
         labels = {"model_name": self.name, "engine": ENGINE}

@@ -30,7 +30,6 @@ from router.models import (
 )
 from router.observe import ENGINE, DiscoveryCollector, RouterMetrics
 from router.planner import Outlook, budget_of
-from router.policy import RoutingPolicy
 from router.server.adapter_follower import AdapterFollower
 from router.server.app import build_app
 from router.server.every_model import EveryModel
@@ -47,10 +46,8 @@ NO_MODEL = ""
 class Serving:
     """Owned by the router's event loop: `start`, serve `app`, `close`."""
 
-    def __init__(
-        self, config: RouterConfig, policy: RoutingPolicy | None = None, part: RouterPart | None = None
-    ) -> None:
-        """Without a `policy`, the usual one routes. `part`: which process of a router this is, of several.
+    def __init__(self, config: RouterConfig, part: RouterPart | None = None) -> None:
+        """`part`: which process of a router this is, of several.
 
         Raises ModelError and ConfigError.
         """
@@ -66,7 +63,7 @@ class Serving:
         configs = settings_of(config, self.catalog.entries)
         check_planned(config, configs)
         if len(files) == 1:
-            alone = ServedModel(configs[0], files[0], threads, policy=policy, has_prefill=table.models[0].has_prefill)
+            alone = ServedModel(configs[0], files[0], threads, has_prefill=table.models[0].has_prefill)
             self.models: tuple[ServedModel, ...] = (alone,)
             self.app = app_of_one(self.catalog, self.models[0], lambda: self.failure, self.tracing, part)
         else:
@@ -77,7 +74,6 @@ class Serving:
                     one,
                     own,
                     threads,
-                    policy=policy,
                     front=front,
                     models=known,
                     budget=budget,

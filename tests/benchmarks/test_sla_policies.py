@@ -95,7 +95,7 @@ def test_a_plain_system_predicts_nothing_and_keeps_the_order(tmp_path: Path) -> 
     assert {request.outcome for request in run.requests} == {"ok", "Unavailable"}  # for the bound, not for a goal
     assert set(run.num_choices) == {"remote"}
     workers = simulation.routers[0].registry.workers.values()
-    assert all(worker.beat is not None and not worker.beat.step_model.is_known for worker in workers)
+    assert all(worker.load.beat is not None and not worker.load.beat.step_model.is_known for worker in workers)
 
 
 def test_ours_refuses_by_prediction_and_lets_short_prompts_pass(tmp_path: Path) -> None:

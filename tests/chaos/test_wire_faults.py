@@ -45,7 +45,7 @@ from common.wire.messages import (
     WorkerHeartbeat,
     WorkerHello,
 )
-from router.fleet.block_reports import ASK_AGAIN_S
+from router.fleet.prefix_index import ASK_AGAIN_S
 
 from .rig import DECODE_FLAGS, PREFILL_FLAGS, ROUTER_FLAGS, WORKER_FLAGS, Rig, long_asks, of_length, some_asks
 from .streams import Ask

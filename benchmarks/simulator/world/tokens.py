@@ -12,8 +12,7 @@ from itertools import repeat
 from typing import SupportsIndex, overload
 
 from common.blocks.block_hash import BlockHasher
-from router.dispatch.known_hashes import KnownHashes
-from router.dispatch.prompt import Prompt
+from router.dispatch.prompt import KnownHashes, Prompt
 
 _DIGEST = struct.Struct("<QQ")
 _OWN = 1 << 63

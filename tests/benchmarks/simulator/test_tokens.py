@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulator.world.tokens import Content, CountedPrompt, CountedTokens, InjectedHasher
-from router.dispatch.known_hashes import KnownHashes
+from router.dispatch.prompt import KnownHashes
 
 
 def test_counted_tokens_are_a_list_of_zeros() -> None:

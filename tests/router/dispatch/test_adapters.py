@@ -81,7 +81,10 @@ def test_two_files_of_one_version_are_never_mixed(fleet: Fleet) -> None:
     fleet.say("d1", loaded(digest=OTHER))
     digest = fleet.adapters.digest_of("a")
     assert digest == OTHER
-    assert [worker.address for worker in fleet.registry.workers.values() if digest in worker.digests] == ["d0", "d1"]
+    assert [worker.address for worker in fleet.registry.workers.values() if digest in worker.load.digests] == [
+        "d0",
+        "d1",
+    ]
 
 
 def test_the_outcome_of_an_order(fleet: Fleet) -> None:

@@ -30,7 +30,7 @@ async def crowd(cluster, tools, **options):
 
 def state_of(dispatcher, request):
     state = dispatcher.core.states.get(request.request_id)
-    return state.decode if state is not None else None
+    return state.attempts.decode if state is not None else None
 
 
 def hurry(cluster):

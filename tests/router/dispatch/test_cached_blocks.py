@@ -80,7 +80,7 @@ async def test_a_restarted_worker_holds_nothing(cluster: Any, tools: Any) -> Non
     worker.die()
     worker.beat = {}
     await worker.restart()
-    await tools.until(lambda: dispatcher.fleet.registry.workers[worker.address].known_epoch == worker.epoch)
+    await tools.until(lambda: dispatcher.fleet.registry.workers[worker.address].life.known_epoch == worker.epoch)
     assert num_hits(dispatcher, worker) == 0
 
 

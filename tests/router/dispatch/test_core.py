@@ -18,7 +18,7 @@ from common.wire.messages import (
     TokenOutput,
 )
 from common.wire.sampling_params import SamplingParams
-from router.dispatch import quiet
+from router.dispatch import silence
 from router.dispatch.client import GenerationRequest
 from router.dispatch.core import Actions, DispatchCore
 from router.dispatch.silence import why_left
@@ -196,11 +196,11 @@ def test_ticks_ask_seldom_of_streams_that_wait(monkeypatch: pytest.MonkeyPatch) 
         asked.append(cast(float, values[-1]))
         return why_left(*values)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(quiet, "why_left", count)
+    monkeypatch.setattr(silence, "why_left", count)
     for tick in range(1, 13):
         rig.core.on_tick(tick * 0.25)
-    assert asked == [1.25, 2.25, 3.0] and not state.num_failures, "once a second, and when its time is over"
+    assert asked == [1.25, 2.25, 3.0] and not state.attempts.num_failures, "once a second, and when its time is over"
     rig.core.on_tick(3.25)
-    assert asked[3:] == [3.25] and state.num_failures == 1, "as soon as if each tick asked"
+    assert asked[3:] == [3.25] and state.attempts.num_failures == 1, "as soon as if each tick asked"
     rig.core.end(state)
     assert not any(rig.core._quiet._slots.values())

@@ -209,14 +209,14 @@ async def test_a_worker_that_was_only_silent_makes_nobody_a_suspect(cluster, too
     work = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
     await tools.until(lambda: any(worker.of(DecodeRequest) for worker in cluster.decode))
     (state,) = dispatcher.core.states.values()
-    now, decode = time.monotonic(), state.decode
+    now, decode = time.monotonic(), state.attempts.decode
     state.record_failure(decode, "silent", now, died=True)
     state.record_failure(decode, "silent again", now, died=True)
-    assert state.num_deaths == 1  # one life ends once
+    assert state.attempts.num_deaths == 1  # one life ends once
     state.record_failure(dataclasses.replace(decode, epoch=decode.epoch + 1), "restarted, and silent", now, died=True)
-    assert state.num_deaths == 2 and state.num_fruitless == 3
+    assert state.attempts.num_deaths == 2 and state.attempts.num_fruitless == 3
     dispatcher.on_ready(decode.address)
-    assert state.num_deaths == 1  # its earlier life goes on; the other one does not
+    assert state.attempts.num_deaths == 1  # its earlier life goes on; the other one does not
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
 
@@ -225,7 +225,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(cluster, to
     dispatcher = await cluster.start(queue_timeout_s=2.0)
     cluster.prefill[0].beat |= {"num_waiting": 30, "num_waiting_tokens": 10_000} | busy_for(10.0)
     registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
-    await tools.until(lambda: registered.num_queued_tokens)
+    await tools.until(lambda: registered.load.num_queued_tokens)
     with pytest.raises(Overloaded, match="would wait about 10.0 s") as caught:
         await tools.collect(dispatcher, tools.request(PROMPT))
     assert caught.value.retry_after_s == pytest.approx(8.0, abs=0.1)
@@ -238,7 +238,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once(cluster, to
     short = [1, 2, 3]  # the decode worker computes it itself
     assert (await tools.collect(dispatcher, tools.request(short)))[0] == tools.expected(short, 8)
     cluster.prefill[0].beat.clear()
-    await tools.until(lambda: not registered.num_queued_tokens)
+    await tools.until(lambda: not registered.load.num_queued_tokens)
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
 
 
@@ -246,7 +246,7 @@ async def test_an_slo_refuses_what_would_miss_it(cluster, tools):
     dispatcher = await cluster.start(slo_ttft_ms=500.0)
     cluster.prefill[0].beat |= {"num_waiting": 3, "num_waiting_tokens": 1000} | busy_for(1.0)
     registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
-    await tools.until(lambda: registered.num_queued_tokens)
+    await tools.until(lambda: registered.load.num_queued_tokens)
     with pytest.raises(Overloaded, match="the most it may is 0.5 s"):
         await tools.collect(dispatcher, tools.request(PROMPT))
 
@@ -275,12 +275,12 @@ async def test_a_queue_that_does_not_move_refuses_what_comes_next(cluster, tools
     keep_busy(cluster.prefill[0])
     waiting = [asyncio.create_task(tools.collect(dispatcher, tools.request([n, *PROMPT]))) for n in range(4)]
     registered = dispatcher.fleet.registry.workers[cluster.prefill[0].address]
-    await tools.until(lambda: registered.observed_s > 0.3)
+    await tools.until(lambda: registered.estimates.observed_s > 0.3)
     with pytest.raises(Overloaded, match="would wait about"):
         await tools.collect(dispatcher, tools.request(PROMPT))
     for task in waiting:
         task.cancel()
-    await tools.until(lambda: not registered.observed_s)
+    await tools.until(lambda: not registered.estimates.observed_s)
     cluster.prefill[0].serving = True
     assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
 
@@ -294,7 +294,7 @@ async def test_when_more_comes_than_can_be_served_who_waits_too_long_hears_so(cl
     worker.beat |= {"step_model": StepModel(token_s=0.011, num_steps=100)}
     keep_busy(worker)
     registered = dispatcher.fleet.registry.workers[worker.address]
-    await tools.until(lambda: registered.beat.step_model.is_known)
+    await tools.until(lambda: registered.load.beat.step_model.is_known)
     asks = [tools.request([n, *PROMPT[1:]]) for n in range(4)]  # 0.13 s each
     waiting = [asyncio.create_task(tools.collect(dispatcher, ask)) for ask in asks]
     await tools.until(lambda: len(worker.of(PrefillRequest)) == 4)
@@ -325,5 +325,5 @@ async def test_workers_hear_when_the_first_token_is_due(cluster, tools, ttft_s):
 def test_a_late_first_token_is_still_due(tools):
     """0 would tell the worker that there is no goal."""
     state = RequestState(tools.request(PROMPT, ttft_s=2.0), 10.0)
-    assert [state.first_token_s(now) for now in (10.0, 11.5, 12.0, 99.0)] == [2.0, 0.5, 0.001, 0.001]
-    assert RequestState(tools.request(PROMPT), 10.0).first_token_s(99.0) == 0.0
+    assert [state.times.first_token_s(now) for now in (10.0, 11.5, 12.0, 99.0)] == [2.0, 0.5, 0.001, 0.001]
+    assert RequestState(tools.request(PROMPT), 10.0).times.first_token_s(99.0) == 0.0

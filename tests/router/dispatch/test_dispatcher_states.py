@@ -174,7 +174,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         core, asked = self.dispatcher.core, []
         for state in core.states.values():
             if not state.done and (assignment := state.waits_for) is not None:
-                idle_since = workers[assignment.address].idle_since
+                idle_since = workers[assignment.address].life.idle_since
                 asked.append((state, assignment, why_left(state, assignment, core._config, idle_since, now)))
         found = self.silent(ids, workers, now)
         told = [(state.request.request_id, why) for state, _, why in found]
@@ -315,8 +315,15 @@ class DispatcherMachine(RuleBasedStateMachine):
     @invariant()
     def bookings_belong_to_requests(self) -> None:
         states = self.dispatcher.core.states.values()
-        used = [a.booking.serial for f in states for a in (f.prefill, f.decode, f.successor) if a is not None]
-        booked = [serial for worker in self.dispatcher.fleet.registry.workers.values() for serial in worker.bookings]
+        used = [
+            a.booking.serial
+            for f in states
+            for a in (f.attempts.prefill, f.attempts.decode, f.attempts.successor)
+            if a is not None
+        ]
+        booked = [
+            serial for worker in self.dispatcher.fleet.registry.workers.values() for serial in worker.bookings.by_serial
+        ]
         assert set(booked) <= set(used)
         assert len(used) == len(set(used))
 
@@ -363,7 +370,11 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert not self.dispatcher.core.states
             assert not self.dispatcher.core.waiting
             for known in self.dispatcher.fleet.registry.workers.values():
-                assert (known.booked.num_requests, known.booked.num_tokens, known.booked.num_blocks) == (0, 0, 0)
+                assert (
+                    known.bookings.total.num_requests,
+                    known.bookings.total.num_tokens,
+                    known.bookings.total.num_blocks,
+                ) == (0, 0, 0)
         finally:
             for asked in self.asked:
                 if asked.task is not None:
@@ -381,13 +392,15 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def streaming(self) -> list[SteppedWorker]:
         """Decode workers whose tokens come."""
-        decode = [state.decode for state in self.dispatcher.core.states.values() if not state.done]
+        decode = [state.attempts.decode for state in self.dispatcher.core.states.values() if not state.done]
         return [self.by_address[one.address] for one in decode if one is not None and one.delivered]
 
     def transferring(self) -> list[SteppedWorker]:
         """Prefill workers that have sent a first token, of which the decode worker has not told yet."""
         states = [state for state in self.dispatcher.core.states.values() if state.stage == "transfer"]
-        prefill = [self.by_address[state.prefill.address] for state in states if state.prefill is not None]
+        prefill = [
+            self.by_address[state.attempts.prefill.address] for state in states if state.attempts.prefill is not None
+        ]
         return [worker for worker in prefill if worker.alive]
 
     async def consume(self, request: GenerationRequest, asked: Asked) -> None:

@@ -24,7 +24,7 @@ def first_token(admission, prefill, num_tokens, after_s, num_taken_back=0):
     state.forecast = on_prefill(prefill, shape_of(num_tokens), 0.0)
     booking = registry.book(prefill.address, 0.0, prompt=StepShape.of_prompt(0, num_tokens), num_blocks=1)
     state.assign(assignment := Assignment("prefill", prefill.address, "p", 1, 0, booking, 0, 0), 0.0)
-    state.num_taken_back = num_taken_back
+    state.attempts.num_taken_back = num_taken_back
     admission.expect(state, Choice(prefill, None, state.forecast), 0.0)
     admission.learn(state, assignment, after_s)
     state.receive(assignment, TokenDelta("r", 0, 0, (7,)), after_s)
@@ -50,7 +50,7 @@ def test_a_new_worker_at_the_address_is_taken_at_its_word():
     admission = admission_of(prefill, decode())
     for _ in range(30):
         first_token(admission, prefill, 100, after_s=1.5)
-    beat = prefill.beat
+    beat = prefill.load.beat
     admission._registry.on_hello(prefill.address, replace(prefill.identity, epoch=2), 1.0)
     admission._registry.on_heartbeat(prefill.address, replace(beat, epoch=2), 1.0)
     assert not refuses(admission, 100)
@@ -61,7 +61,7 @@ def test_a_short_prediction_that_proves_wrong_says_nothing():
     admission = admission_of(prefill, decode())
     for _ in range(30):
         first_token(admission, prefill, 40, after_s=2.0)
-    assert prefill.slowness == 1.0
+    assert prefill.estimates.slowness == 1.0
 
 
 def test_a_prompt_that_waits_for_no_other_says_how_late_first_tokens_come():
@@ -71,7 +71,7 @@ def test_a_prompt_that_waits_for_no_other_says_how_late_first_tokens_come():
         first_token(admission, prefill, 100, after_s=0.12)
     admission._registry.sweep(0.1)
     assert on_prefill(prefill, shape_of(100), 0.0).lag_s == pytest.approx(0.02, rel=0.01)
-    assert prefill.slowness < 1.2, "what is lag makes no worker slow"
+    assert prefill.estimates.slowness < 1.2, "what is lag makes no worker slow"
 
 
 @pytest.mark.parametrize(("num_waiting", "num_taken_back"), [(400, 0), (0, 1)])
@@ -79,4 +79,4 @@ def test_other_prompts_say_nothing_of_it(num_waiting, num_taken_back):
     prefill = worker(num_waiting_tokens=num_waiting, full_tokens_per_s=1000.0)
     first_token(admission := admission_of(prefill, decode()), prefill, 100, 0.9, num_taken_back)
     admission._registry.sweep(0.1)
-    assert prefill.lag_s == 0.0
+    assert prefill.estimates.lag_s == 0.0

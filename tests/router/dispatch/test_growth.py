@@ -71,13 +71,13 @@ def test_blocks_that_running_answers_will_take_are_not_spare():
     registry = registry_of(D)
     booking = book(registry, num_more=30)
     worker = registry.workers[D]
-    assert (worker.num_available_blocks, worker.num_spare_blocks) == (90, 60)
+    assert (worker.load.num_available_blocks, worker.load.num_spare_blocks) == (90, 60)
     registry.on_heartbeat(D, beat(90, step=2, serial=booking.serial), 0.1)
     registry.resize(D, {booking.serial: (12, 18)})
     registry.on_heartbeat(D, beat(78, step=3, serial=booking.serial), 0.2)
-    assert (worker.num_available_blocks, worker.num_spare_blocks) == (78, 60), "it grew as was predicted"
+    assert (worker.load.num_available_blocks, worker.load.num_spare_blocks) == (78, 60), "it grew as was predicted"
     registry.release(booking)
-    assert worker.num_spare_blocks == 100
+    assert worker.load.num_spare_blocks == 100
 
 
 def test_a_resize_of_a_booking_that_has_ended_changes_nothing():
@@ -85,7 +85,7 @@ def test_a_resize_of_a_booking_that_has_ended_changes_nothing():
     booking = book(registry, num_more=30)
     registry.release(booking)
     registry.resize(D, {booking.serial: (5, 5)})
-    assert registry.workers[D].num_spare_blocks == 100
+    assert registry.workers[D].load.num_spare_blocks == 100
 
 
 steps = st.lists(st.tuples(st.sampled_from(["book", "resize", "computed", "release", "beat"]), st.integers(0, 9)))
@@ -109,13 +109,17 @@ def test_blocks_of_bookings_are_conserved(actions):
             registry.computed(bookings[number % len(bookings)], 0.0)
         elif bookings:
             registry.release(bookings.pop(number % len(bookings)))
-        known = worker.bookings.values()
-        assert worker.booked.num_blocks == sum(one.num_held for one in known)
-        assert worker.booked.num_more == sum(one.num_more for one in known)
-        assert worker.fresh.num_blocks == sum(one.num_held for one in known if worker.is_fresh(one))
+        known = worker.bookings.by_serial.values()
+        assert worker.bookings.total.num_blocks == sum(one.num_held for one in known)
+        assert worker.bookings.total.num_more == sum(one.num_more for one in known)
+        assert worker.bookings.fresh.num_blocks == sum(one.num_held for one in known if worker.bookings.is_fresh(one))
     for booking in bookings:
         registry.release(booking)
-    assert (worker.booked.num_requests, worker.booked.num_blocks, worker.booked.num_more) == (0, 0, 0)
+    assert (worker.bookings.total.num_requests, worker.bookings.total.num_blocks, worker.bookings.total.num_more) == (
+        0,
+        0,
+        0,
+    )
 
 
 def test_a_worker_whose_answers_will_fill_it_is_avoided_although_it_has_room_now():
@@ -125,7 +129,7 @@ def test_a_worker_whose_answers_will_fill_it_is_avoided_although_it_has_room_now
         book(registry, E, num_tokens=num_tokens)
     shape = RequestShape(160, 200, {}, num_expected=100)
     decode = registry.ready("decode")
-    assert registry.workers[D].num_available_blocks > registry.workers[E].num_available_blocks
+    assert registry.workers[D].load.num_available_blocks > registry.workers[E].load.num_available_blocks
     choice = RoutingPolicy().choose([], decode, shape, 0.0)
     assert choice is not None and choice.decode is registry.workers[E]
 
@@ -153,12 +157,12 @@ def test_all_answers_have_their_turn_however_many_they_are(monkeypatch):
     grown = []
     for _ in range(4):
         growth.tick(states)
-        grown.append(sum(booking.num_grown == 10 for booking in worker.bookings.values()))
+        grown.append(sum(booking.num_grown == 10 for booking in worker.bookings.by_serial.values()))
     assert grown == [3, 6, 9, 10]
     for state in states[:5]:
         state.done = True
     growth.tick(states[5:])
-    assert sum(booking.num_grown for booking in worker.bookings.values()) == 100
+    assert sum(booking.num_grown for booking in worker.bookings.by_serial.values()) == 100
 
 
 def test_a_window_bounds_what_a_sequence_is_booked_with():

@@ -40,7 +40,7 @@ async def streaming(dispatcher, tools, cluster, *, prompt=PROMPT, **options):
 
 
 def assigned(dispatcher, request):
-    decode = dispatcher.core.states[request.request_id].decode
+    decode = dispatcher.core.states[request.request_id].attempts.decode
     return decode if decode is not None else type("Nobody", (), {"delivered": False})
 
 
@@ -132,7 +132,7 @@ async def test_many_streams_leave_a_few_at_a_time(cluster, tools, monkeypatch):
 
     def count(router, order):
         nonlocal most
-        most = max(most, sum(state.successor is not None for state in dispatcher.core.states.values()))
+        most = max(most, sum(state.attempts.successor is not None for state in dispatcher.core.states.values()))
         return False
 
     old.on_handover = count
@@ -352,7 +352,9 @@ async def test_a_hand_over_of_which_nothing_is_heard(cluster, tools, monkeypatch
 
 def worker(name, *, beat=None, **hello):
     about, load = hello_of(name, **hello), heartbeat_of(name, **(beat or {}))
-    return Worker(name, "decode", WorkerState.READY, hello=about, beat=load)
+    made = Worker(name, "decode", WorkerState.READY, hello=about)
+    made.load.report(load, 0.0)
+    return made
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ async def test_impossible_numbers_in_heartbeats_do_not_stop_the_router(lied_to, 
     liar.beat |= numbers
     (name,) = numbers
     worker = dispatcher.fleet.registry.workers[liar.address]
-    await tools.until(lambda: worker.beat and getattr(worker.beat, name) == numbers[name])
+    await tools.until(lambda: worker.load.beat and getattr(worker.load.beat, name) == numbers[name])
     for _ in range(4):
         assert (await tools.collect(dispatcher, tools.request(PROMPT)))[0] == tools.expected(PROMPT, 8)
     assert dispatcher.fleet.failure == ""

@@ -52,7 +52,7 @@ def test_a_request_goes_to_a_worker_of_each_role(placing: Placing) -> None:
     choice = placing.place(state)
     assert choice is not None and choice.prefill is not None and choice.decode is not None
     assert sorted(placing.sent) == sorted([choice.prefill.address, choice.decode.address])
-    assert state.prefill is not None and state.decode is not None
+    assert state.attempts.prefill is not None and state.attempts.decode is not None
 
 
 def test_a_worker_that_holds_the_prompt_computes_the_rest(placing: Placing) -> None:
@@ -81,11 +81,11 @@ def test_deaf_workers_are_passed_over(placing: Placing) -> None:
 
 def test_workers_that_failed_the_request_come_last(placing: Placing) -> None:
     state = placing.state()
-    state.failed_lives = {(f"d{number}", 1) for number in range(39)}
+    state.attempts.failed_lives = {(f"d{number}", 1) for number in range(39)}
     choice = placing.place(state)
     assert choice is not None and choice.decode is not None and choice.decode.address == "d39"
     state = placing.state()
-    state.failed_lives = {(f"{role}{number}", 1) for role in "pd" for number in range(40)}
+    state.attempts.failed_lives = {(f"{role}{number}", 1) for role in "pd" for number in range(40)}
     choice = placing.place(state)
     assert choice is not None and choice.local, "a decode worker gets a second chance, a prefill worker none beside it"
 

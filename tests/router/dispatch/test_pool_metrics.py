@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.latency.step_model import StepModel
-from router.fleet.discovery_status import DiscoveryStatus
-from router.fleet.endpoint import Endpoint
+from router.fleet.discovery import DiscoveryStatus, Endpoint
 from router.observe.collectors import PoolCollector
 from router.observe.slo import SLOWindow
 
@@ -43,7 +42,7 @@ async def test_requests_held_wake_both_pools(cluster: Any, tools: Any) -> None:
     prefill, decode = cluster.workers
     prefill.beat["full_tokens_per_s"] = 200.0
     scrape = Scraper(dispatcher)
-    await tools.until(lambda: dispatcher.fleet.registry.workers[prefill.address].beat.full_tokens_per_s == 200.0)
+    await tools.until(lambda: dispatcher.fleet.registry.workers[prefill.address].load.beat.full_tokens_per_s == 200.0)
     assert scrape()["pool_workers prefill ready"] == 1
     dispatcher.fleet.reconcile([])
     await tools.until(lambda: not dispatcher.fleet.connections)

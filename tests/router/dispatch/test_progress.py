@@ -110,9 +110,11 @@ async def test_progress_is_no_token(cluster, tools):
     dispatcher = await cluster.start(prefill_timeout_s=LIMIT_S)
     slow(cluster.prefill[0], words=1000)
     task = asyncio.create_task(tools.collect(dispatcher, tools.request(PROMPT)))
-    await tools.until(lambda: any(f.renewed_at > f.progress_at + LIMIT_S for f in dispatcher.core.states.values()))
+    await tools.until(
+        lambda: any(f.times.renewed_at > f.times.progress_at + LIMIT_S for f in dispatcher.core.states.values())
+    )
     (state,) = dispatcher.core.states.values()
-    assert state.stage == "prefill" and not state.prefill.delivered
-    assert dispatcher.fleet.registry.workers[state.prefill.address].booked.num_tokens
+    assert state.stage == "prefill" and not state.attempts.prefill.delivered
+    assert dispatcher.fleet.registry.workers[state.attempts.prefill.address].bookings.total.num_tokens
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

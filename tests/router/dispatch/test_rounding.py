@@ -28,7 +28,7 @@ async def streaming(dispatcher, tools, **options):
 
 
 def strikes(dispatcher):
-    return [worker.num_strikes for worker in dispatcher.fleet.registry.workers.values()]
+    return [worker.life.num_strikes for worker in dispatcher.fleet.registry.workers.values()]
 
 
 async def begun_by_one_that_dies(cluster, tools, num_prefill):
@@ -160,7 +160,7 @@ async def test_two_that_disagree_in_one_attempt_are_at_fault(cluster, tools):
     assert tokens == tools.expected(PROMPT, 8)
     assert last.timeline.decode_worker != liar.worker_id
     assert dispatcher.load().num_retries == {"decode": 1}
-    assert dispatcher.fleet.registry.workers[liar.address].num_strikes == 1
+    assert dispatcher.fleet.registry.workers[liar.address].life.num_strikes == 1
 
 
 async def test_a_request_that_kills_its_workers_still_ends(cluster, tools):

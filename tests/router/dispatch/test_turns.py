@@ -85,10 +85,10 @@ class Rig:
 
     def first_token(self, state: RequestState) -> None:
         """Its prefill worker has computed the prompt."""
-        assert state.prefill is not None
-        delta = TokenDelta(state.request.request_id, state.attempt, 0, (7,))
-        output = TokenOutput(worker_id=state.prefill.worker_id, epoch=1, outputs=(delta,))
-        self.core.on_output(state.prefill.address, output, self.now)
+        assert state.attempts.prefill is not None
+        delta = TokenDelta(state.request.request_id, state.attempts.number, 0, (7,))
+        output = TokenOutput(worker_id=state.attempts.prefill.worker_id, epoch=1, outputs=(delta,))
+        self.core.on_output(state.attempts.prefill.address, output, self.now)
 
     @property
     def placed(self) -> list[str]:
@@ -114,7 +114,7 @@ def test_a_prompt_waits_in_the_router_while_every_worker_has_enough() -> None:
     assert demand.held["decode"] == 0, "to be held is not to lack a worker"
     rig.first_token(first[1])
     rig.run(rig.now + 0.001)
-    assert rig.sent[-1][0] == first[1].prefill.address and rig.placed[-1] == "next" and not rig.held
+    assert rig.sent[-1][0] == first[1].attempts.prefill.address and rig.placed[-1] == "next" and not rig.held
 
 
 def test_it_has_its_turn_when_the_worker_should_have_room_though_none_says_so() -> None:
@@ -275,19 +275,19 @@ def test_a_token_that_would_take_too_long_is_refused_by_what_runs_when_its_promp
 
 def test_a_prompt_that_a_slow_worker_has_not_begun_goes_elsewhere() -> None:
     rig, first = full(2)
-    slow, quick = (state.prefill.address for state in first)
+    slow, quick = (state.attempts.prefill.address for state in first)
     state = first[0]
     rig.first_token(first[1])
     rig.run(1.0)
     rig.beat(slow, waiting_s=0.3, num_waiting=1)
     rig.core.on_tick(rig.now)
-    assert state.num_taken_back == 0, "0.7 s late is not late enough"
+    assert state.attempts.num_taken_back == 0, "0.7 s late is not late enough"
     rig.run(3.0)
     rig.core.on_tick(rig.now)
-    assert (state.num_taken_back, state.prefill.address, state.num_failures) == (1, quick, 0)
+    assert (state.attempts.num_taken_back, state.attempts.prefill.address, state.attempts.num_failures) == (1, quick, 0)
     assert (slow, "first-0") in rig.aborted and rig.core.counters.num_taken_back == 1
     rig.core.on_tick(rig.now)
-    assert state.num_taken_back == 1, "it has just been moved"
+    assert state.attempts.num_taken_back == 1, "it has just been moved"
 
 
 def test_where_all_are_slow_no_prompt_moves() -> None:
@@ -296,4 +296,4 @@ def test_where_all_are_slow_no_prompt_moves() -> None:
     for address in rig.addresses:
         rig.beat(address, waiting_s=3.0, num_waiting=1)
     rig.core.on_tick(rig.now)
-    assert [state.num_taken_back for state in first] == [0, 0]
+    assert [state.attempts.num_taken_back for state in first] == [0, 0]

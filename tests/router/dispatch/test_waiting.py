@@ -32,7 +32,7 @@ def request(
 def queue_of(*states: RequestState) -> WaitingRequests:
     queue = WaitingRequests()
     for state in states:
-        queue.add(state, state.accepted_at)
+        queue.add(state, state.times.accepted_at)
     return queue
 
 

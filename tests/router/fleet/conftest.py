@@ -11,10 +11,11 @@ import pytest
 
 from common.cluster.access import ClusterAccess
 from common.cluster.api import KubernetesClient
-from router.fleet.endpoint import Endpoint
+from router.fleet.discovery import Endpoint
 from router.fleet.kubernetes_source import KubernetesSource
 
 from ...kubernetes_api import KubernetesAPI
+from ..cluster import cluster, tools  # noqa: F401
 
 WAIT_S = 60.0
 SERVICES = {"prefill": "prefill", "decode": "decode"}

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from router.fleet.discovery import Endpoint
 from router.fleet.dns_source import DNSSource, resolve
-from router.fleet.endpoint import Endpoint
 
 P, D = "p.example:7001", "d.example:7002"
 

@@ -9,7 +9,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import ConfigError
-from router.fleet.endpoint import Endpoint
+from router.fleet.discovery import Endpoint
 from router.fleet.file_source import FileSource
 
 A, B = "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"

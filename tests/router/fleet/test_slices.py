@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from router.fleet.endpoint import Endpoint
+from router.fleet.discovery import Endpoint
 from router.fleet.slices import EndpointSlice, SliceStore, parse
 
 from ...kubernetes_api import endpoint

@@ -16,11 +16,9 @@ from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import WorkerHeartbeat, WorkerHello
 from router.fleet.registry import WorkerRegistry
 from router.observe.collectors import PlanCollector
-from router.planner.load_window import LoadWindow
 from router.planner.loop import PlanLoop
-from router.planner.offered_load import SampledRequest
-from router.planner.pool_observer import PoolObserver
-from router.planner.start_times import StartTimes
+from router.planner.offered_load import LoadWindow, SampledRequest
+from router.planner.pool import PoolObserver, StartTimes
 
 from ...fake_worker import heartbeat_of, hello_of
 

@@ -18,8 +18,7 @@ from router.fleet.registry import WorkerRegistry
 from router.planner import sizing_forecaster
 from router.planner.offered_load import OfferedLoad, SampledRequest
 from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
-from router.planner.sizing_forecaster import SizingForecaster
-from router.planner.split import Splits, UnderWay
+from router.planner.split import SizingForecaster, Splits, UnderWay
 
 from ...fake_worker import heartbeat_of, hello_of
 

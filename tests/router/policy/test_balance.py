@@ -53,7 +53,7 @@ def test_a_worker_knows_when_its_blocks_run_out() -> None:
 
 def test_a_worker_with_time_left_is_left_alone() -> None:
     worker = fleet(a=(2, 10, 45)).workers[A]
-    assert worker.num_spare_blocks < 0
+    assert worker.load.num_spare_blocks < 0
     assert until_full_s(worker) > HORIZON_S and why_leave(worker, 0.0) == ""
 
 

@@ -16,8 +16,7 @@ from router.dispatch.load import DispatchCounters
 from router.dispatch.role_changes import ANSWER_S, RoleChanges
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
-from router.policy.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy, drain_of
-from router.policy.split import SplitForecast
+from router.policy.roles import REFUSED_S, RoleChange, RoleLimits, RolePolicy, SplitForecast, drain_of
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -148,7 +147,7 @@ def test_an_empty_prefill_pool_is_filled_by_what_waits_on_decode_workers() -> No
     pools = Pools(0, 2)
     pools.waits_s = 3.0
     for worker in pools.of["decode"]:
-        worker.observed_s = 3.0
+        worker.estimates.observed_s = 3.0
     assert [order.role for order in pools.run(5.0)] == ["prefill"]
 
 
@@ -365,5 +364,5 @@ def test_the_drain_of_a_worker_is_that_of_the_link_that_it_has() -> None:
     pools.beat()
     unknown_s = drain_of(worker, pools.now)
     slow = LinkModel(latency_s=0.5, byte_s=1e-9, block_bytes=1000, num_transfers=9)
-    worker.pool_link, worker.terms = slow, None
+    worker.load.pool_link, worker.terms = slow, None
     assert drain_of(worker, pools.now) > unknown_s + 5 * 0.5 - 0.1

@@ -230,7 +230,7 @@ def test_a_router_counts_on_others_that_fill_the_emptiest_worker_as_it_does():
     loads = {"d0": {"num_running": 4, "num_context_tokens": 4000}, "d1": {"num_running": 1, "num_context_tokens": 1000}}
     registry, picks = reported(**loads), Counter()
     for worker in registry.workers.values():
-        worker.rivals = 3.0
+        worker.estimates.rivals = 3.0
     for _ in range(4):
         picks[(decode := choose(registry).decode).address] += 1
         registry.book(decode.address, 0.0, prompt=StepShape(), num_blocks=1)
@@ -244,18 +244,18 @@ def test_how_much_other_routers_send_is_seen_in_reports():
     for now in range(40):
         for address in ("d0", "d1"):
             report(registry, address, num_running=4, num_context_tokens=400, serial=serial)
-            registry.workers[address].last_seen = float(now)
+            registry.workers[address].life.last_seen = float(now)
         for address in ("p0", "p1"):
-            registry.workers[address].last_seen = float(now)
+            registry.workers[address].life.last_seen = float(now)
         registry.sweep(float(now))
-    assert registry.workers["d0"].rivals == pytest.approx(3.0, rel=0.01)
+    assert registry.workers["d0"].estimates.rivals == pytest.approx(3.0, rel=0.01)
     for address in ("d0", "d1"):
         report(registry, address, num_running=1, num_context_tokens=100, serial=serial)
     for now in range(40, 58):
         for worker in registry.workers.values():
-            worker.last_seen = float(now)
+            worker.life.last_seen = float(now)
         registry.sweep(float(now))
-    assert registry.workers["d0"].rivals < 0.1, "it is alone again"
+    assert registry.workers["d0"].estimates.rivals < 0.1, "it is alone again"
 
 
 ROWS_ONLY = {"model": StepModel(fixed_s=5e-3, row_s=1e-4, num_steps=100)}
@@ -317,8 +317,8 @@ def test_a_new_worker_has_the_link_of_its_pool():
     registry = pool()
     report(registry, "d0", **linked(1e-7))
     report(registry, "d1")
-    assert registry.workers["d1"].likely_link == registry.workers["d0"].likely_link
-    assert not registry.workers["p0"].likely_link.is_known
+    assert registry.workers["d1"].load.likely_link == registry.workers["d0"].load.likely_link
+    assert not registry.workers["p0"].load.likely_link.is_known
 
 
 def test_prefill_hides_most_of_a_transfer():

@@ -29,7 +29,7 @@ class Rig:
             [f"p{i}" for i in range(num)], [f"d{i}" for i in range(num)], worker_timeout_s=1.0, router_id=router_id
         )
         self.policy, self.index = RoutingPolicy(), PrefixIndex()
-        self.shortlist = Shortlist(self.registry, self.policy, self.index)
+        self.shortlist = Shortlist(self.registry, self.index)
         for address in self.registry.workers:
             self.report(address)
 
@@ -116,7 +116,7 @@ def test_a_worker_that_is_not_ready_is_not_weighed(end: str) -> None:
         rig.registry.remove("d5")
     else:
         for address, worker in rig.registry.workers.items():
-            worker.last_seen = 0.0 if address == "d5" else 5.0
+            worker.life.last_seen = 0.0 if address == "d5" else 5.0
         rig.registry.sweep(5.0)
     assert not any("d5" in rig.names() for _ in range(10))
     if end in ("cut", "drain"):

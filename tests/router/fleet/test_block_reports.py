@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from common.engine.kv.block_log import BlockLog
 from common.wire.messages import BlockEvents, WorkerHeartbeat
-from router.fleet.block_reports import ASK_AGAIN_S, BlockReports
 from router.fleet.lives import WorkerLives
-from router.fleet.prefix_index import PrefixIndex
+from router.fleet.prefix_index import ASK_AGAIN_S, BlockReports, PrefixIndex
 from router.fleet.registry import WorkerRegistry
 
 from ...fake_worker import heartbeat_of, hello_of

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from router.planner.load_window import LoadWindow
-from router.planner.offered_load import SampledRequest
+from router.planner.offered_load import LoadWindow, SampledRequest
 
 
 def offer(window: LoadWindow, seconds: int, rate: float, start: float = 0.0, seed: int = 1) -> float:

@@ -69,7 +69,7 @@ def test_silence_of_a_worker_whose_frames_are_dropped_says_so(alive):
         "silent for more than 2 s, because its messages cannot be read: Expected `float` <= 1000000.0"
     )
     alive.on_heartbeat(D, beat(step=2), 3.0)
-    assert alive.workers[D].ready and alive.workers[D].unreadable == ""
+    assert alive.workers[D].ready and alive.workers[D].life.unreadable == ""
 
 
 def test_a_router_that_was_held_up_blames_nobody(alive):
@@ -133,7 +133,7 @@ def test_a_long_turn_gets_the_time_that_its_worker_says(alive):
 def test_a_new_epoch_ends_the_old_life(alive):
     alive.book(D, 0.0, prompt=StepShape.of_prompt(0, 10), num_blocks=1)
     assert alive.on_heartbeat(D, beat(epoch=2), 0.1)
-    assert alive.workers[D].booked.num_requests == 0
+    assert alive.workers[D].bookings.total.num_requests == 0
     assert alive.needs_hello(D)
 
 
@@ -176,13 +176,15 @@ def test_a_report_counts_what_the_worker_had_when_it_wrote_it(alive):
     worker = alive.workers[D]
     prompt = StepShape.of_prompt(0, 10)
     first = alive.book(D, 0.0, prompt=prompt, num_blocks=1)
-    assert (worker.num_requests, worker.num_queued_tokens) == (1, 10)
+    assert (worker.load.num_requests, worker.load.num_queued_tokens) == (1, 10)
     alive.on_heartbeat(D, beat(num_running=5, num_waiting_tokens=70), 0.1)
-    assert (worker.num_requests, worker.num_queued_tokens) == (6, 80), "five are other routers'; ours is under way"
+    assert (worker.load.num_requests, worker.load.num_queued_tokens) == (6, 80), (
+        "five are other routers'; ours is under way"
+    )
     alive.on_heartbeat(D, beat(num_running=6, num_waiting_tokens=80, serial=first.serial), 0.2)
-    assert (worker.num_requests, worker.num_queued_tokens) == (6, 80)
+    assert (worker.load.num_requests, worker.load.num_queued_tokens) == (6, 80)
     alive.book(D, 0.0, prompt=prompt, num_blocks=1)
-    assert (worker.num_requests, worker.num_queued_tokens) == (7, 90)
+    assert (worker.load.num_requests, worker.load.num_queued_tokens) == (7, 90)
 
 
 def test_what_ended_since_the_report_makes_room_at_once(alive):
@@ -190,29 +192,29 @@ def test_what_ended_since_the_report_makes_room_at_once(alive):
     mine = alive.book(D, 0.0, prompt=StepShape.of_prompt(0, 10), num_blocks=40)
     alive.on_heartbeat(D, beat(num_running=3, num_waiting_tokens=70, num_free_blocks=20, serial=mine.serial), 0.1)
     mine = alive.computed(mine, 0.0)
-    assert (worker.num_requests, worker.num_queued_tokens) == (3, 60)
+    assert (worker.load.num_requests, worker.load.num_queued_tokens) == (3, 60)
     alive.release(mine)
-    assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (2, 60, 60)
+    assert (worker.load.num_requests, worker.load.num_queued_tokens, worker.load.num_available_blocks) == (2, 60, 60)
     alive.on_heartbeat(D, beat(num_running=2, num_waiting_tokens=55, num_free_blocks=60, serial=mine.serial), 0.2)
-    assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (2, 55, 60)
+    assert (worker.load.num_requests, worker.load.num_queued_tokens, worker.load.num_available_blocks) == (2, 55, 60)
 
 
 def test_what_ends_before_any_report_counts_it_is_gone(alive):
     worker = alive.workers[D]
     mine = alive.book(D, 0.0, prompt=StepShape.of_prompt(0, 10), num_blocks=40)
     alive.on_heartbeat(D, beat(num_running=3, num_waiting_tokens=70, num_free_blocks=50), 0.1)
-    assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (4, 80, 10)
+    assert (worker.load.num_requests, worker.load.num_queued_tokens, worker.load.num_available_blocks) == (4, 80, 10)
     alive.release(alive.computed(mine, 0.0))
-    assert (worker.num_requests, worker.num_queued_tokens, worker.num_available_blocks) == (3, 70, 50)
+    assert (worker.load.num_requests, worker.load.num_queued_tokens, worker.load.num_available_blocks) == (3, 70, 50)
 
 
 def test_a_worker_that_fails_in_a_row_is_suspect_for_a_while(alive):
     for _ in range(3):
         alive.on_request_failed(D, 0.0)
     alive.sweep(1.0)
-    assert alive.workers[D].suspect
+    assert alive.workers[D].life.suspect
     alive.sweep(5.1)
-    assert not alive.workers[D].suspect
+    assert not alive.workers[D].life.suspect
 
 
 steps = st.lists(st.sampled_from(["book", "release", "computed", "beat", "restart"]), max_size=40)
@@ -237,10 +239,10 @@ def test_bookings_never_leak(actions):
             registry.release(bookings.pop(0))
     for booking in bookings * 2:
         registry.release(booking)
-    load = registry.workers[D].booked
+    load = registry.workers[D].bookings.total
     assert (load.num_requests, load.num_tokens, load.num_blocks) == (0, 0, 0)
     registry.on_heartbeat(D, beat(epoch=epoch), 0.0)
-    fresh = registry.workers[D].fresh
+    fresh = registry.workers[D].bookings.fresh
     assert (fresh.num_requests, fresh.num_tokens, fresh.num_blocks) == (0, 0, 0)
 
 
@@ -320,10 +322,14 @@ def test_draining_workers_are_known_until_they_are_no_longer_so(alive):
 def test_what_is_no_longer_observed_counts_no_more(alive):
     alive.on_observed({D: 2.0}, {D: 5.0}, {1: {D: 1.0}})
     worker = alive.workers[D]
-    assert (worker.observed_s, worker.lasting_s, worker.observed_from) == (2.0, 5.0, {1: 1.0})
+    assert (worker.estimates.observed_s, worker.estimates.lasting_s, worker.estimates.observed_from) == (
+        2.0,
+        5.0,
+        {1: 1.0},
+    )
     alive.on_observed({P: 3.0}, {}, {})
-    assert (worker.observed_s, worker.lasting_s, worker.observed_from) == (0.0, 0.0, {})
-    assert alive.workers[P].observed_s == 3.0
+    assert (worker.estimates.observed_s, worker.estimates.lasting_s, worker.estimates.observed_from) == (0.0, 0.0, {})
+    assert alive.workers[P].estimates.observed_s == 3.0
 
 
 def test_rivals_are_what_workers_report_beside_our_own(alive):
@@ -331,4 +337,4 @@ def test_rivals_are_what_workers_report_beside_our_own(alive):
     for step in range(2, 40):
         alive.on_heartbeat(D, beat(step=step, num_running=4, serial=booking.serial), 0.1 * step)
         alive.sweep(0.1 * step)
-    assert alive.workers[D].rivals == pytest.approx(3.0, rel=0.01), "one request of ours, three of others"
+    assert alive.workers[D].estimates.rivals == pytest.approx(3.0, rel=0.01), "one request of ours, three of others"

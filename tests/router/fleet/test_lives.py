@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.fleet.events import NUM_KEPT, FleetEvents
-from router.fleet.lives import WorkerLives
+from router.fleet.lives import NUM_KEPT, FleetEvents, WorkerLives
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 

@@ -13,17 +13,18 @@ from common.wire.messages import SHORT_HASH_BYTES
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest
 from router.dispatch.fetches import Fetches
-from router.dispatch.orders import decode_request, prefill_request
+from router.dispatch.placement import decode_request, prefill_request
 from router.dispatch.request_state import RequestState
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import WorkerState
-from router.policy.fetch import Fetch
 from router.policy.forecast import computed_there, on_decode, on_prefill
-from router.policy.request_shape import RequestShape
+from router.policy.request_shape import Fetch, RequestShape
+from router.policy.routing import RoutingPolicy
 
 from ...fake_worker import heartbeat_of, hello_of
-from .test_routing import REMOTE
+
+REMOTE = RoutingPolicy(local_prefill_threshold=0)
 
 DISK = LinkModel(latency_s=1e-3, byte_s=1e-9, block_bytes=10**6, num_transfers=9)
 PEER = LinkModel(latency_s=2e-3, byte_s=1e-9, block_bytes=10**6, num_transfers=9)
@@ -151,7 +152,7 @@ def test_a_dead_or_suspect_worker_lends_nothing_and_a_draining_one_does() -> Non
     assert fleet.of("p1")
     worker.state = WorkerState.DEAD
     assert not fleet.of("p1")
-    worker.state, worker.suspect = WorkerState.READY, True
+    worker.state, worker.life.suspect = WorkerState.READY, True
     assert not fleet.of("p1")
 
 

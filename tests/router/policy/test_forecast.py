@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from common.latency.step_model import StepModel, StepShape
 from router.fleet.booking import PromptSizes
+from router.fleet.estimates import LEAST, MOST, TokenPace
 from router.fleet.registry import WorkerRegistry
-from router.fleet.token_pace import LEAST, MOST, TokenPace
-from router.policy.forecast import on_decode, on_prefill
+from router.policy.forecast import on_decode, on_prefill, turn_s
 from router.policy.request_shape import NO_HITS, RequestShape
-from router.policy.turn import turn_s
 
 from ...fake_worker import heartbeat_of, hello_of
 
@@ -92,7 +91,7 @@ def test_a_short_prompt_waits_for_the_step_and_not_for_long_prompts():
 
 def test_a_prompt_that_is_computed_makes_the_wait_shorter_for_those_behind_it():
     registry = prefill_worker(1000)
-    first = next(iter(registry.workers[P].bookings.values()))
+    first = next(iter(registry.workers[P].bookings.by_serial.values()))
     for _ in range(2):
         registry.book(P, 0.0, prompt=StepShape.of_prompt(0, 1000), num_blocks=1)
     before = wait_of(registry, 1000, now=0.9)

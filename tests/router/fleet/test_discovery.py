@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from common.wire.message_fields import Role
-from router.fleet.endpoint import Endpoint
-from router.fleet.panic import believed
+from router.fleet.discovery import Endpoint, believed
 
 
 def at(role: Role, number: int, **conditions: bool) -> Endpoint:

@@ -3,7 +3,7 @@
 import pytest
 
 from common.latency.step_model import StepModel, StepShape
-from router.fleet.first_token_lag import LEAST_S, MOST_S, FirstTokenLag
+from router.fleet.estimates import LEAST_S, MOST_S, FirstTokenLag
 from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 from router.policy.forecast import on_prefill, queued_s, step_tokens
@@ -57,10 +57,10 @@ def test_prompts_that_pass_each_other_make_no_worker_slow() -> None:
     for _ in range(50):
         for times in (4.0, 0.25):
             registry.on_first_token("p0", times)
-    assert worker.slowness == pytest.approx(1.0, abs=0.2)
+    assert worker.estimates.slowness == pytest.approx(1.0, abs=0.2)
     for _ in range(50):
         registry.on_first_token("p0", 3.0)
-    assert worker.slowness == pytest.approx(3.0, rel=0.05)
+    assert worker.estimates.slowness == pytest.approx(3.0, rel=0.05)
 
 
 def test_the_lag_of_first_tokens_follows_prompts_that_wait_for_none() -> None:

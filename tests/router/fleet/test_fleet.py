@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.wire.messages import AbortRequest, DecodeRequest
-from router.fleet.endpoint import Endpoint
+from router.fleet.discovery import Endpoint
 from router.fleet.fleet import MAX_DISCOVERED
 
 
@@ -216,7 +216,7 @@ async def test_only_the_loss_of_a_worker_that_served_is_a_warning(
     loading.beat["ready"] = False
     dispatcher = await cluster.start(0, 0, wait=False)
     states = dispatcher.fleet.registry.workers
-    await tools.until(lambda: is_ready(dispatcher, served) and states[loading.address].beat is not None)
+    await tools.until(lambda: is_ready(dispatcher, served) and states[loading.address].load.beat is not None)
 
     def level_of(line: str) -> int:
         return next((record.levelno for record in caplog.records if record.getMessage().startswith(line)), 0)
@@ -277,6 +277,6 @@ async def test_whatever_discovery_says_each_request_is_answered_once(cluster: An
     for request, (tokens, _) in zip(requests, answers, strict=True):
         assert tokens == tools.expected(request.prompt_token_ids, 25)
     await tools.until(lambda: all(is_ready(dispatcher, worker) for worker in cluster.workers))
-    booked = [worker.booked for worker in dispatcher.fleet.registry.workers.values()]
+    booked = [worker.bookings.total for worker in dispatcher.fleet.registry.workers.values()]
     assert [(load.num_requests, load.num_tokens, load.num_blocks) for load in booked] == [(0, 0, 0)] * 5
     assert not dispatcher.fleet.failure

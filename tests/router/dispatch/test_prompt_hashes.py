@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.blocks.block_hash import BlockHasher, block_hashes
 from common.wire.message_fields import pack_tokens
-from router.dispatch.known_hashes import ALTERNATIVES, TAIL_BLOCKS, KnownHashes
+from router.dispatch.prompt import ALTERNATIVES, TAIL_BLOCKS, KnownHashes
 
 SIZE = 16
 LONG = [number % 49_000 for number in range(5000)]
