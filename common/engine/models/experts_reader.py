@@ -9,17 +9,8 @@ from torch import Tensor
 
 from common.engine.models.mlp import MixtureOfExperts, SharedExpert
 from common.engine.models.tensor_reader import TensorReader, reordered
-from common.model_files.architecture import STACKS, ExpertsConfig, ExpertStack
+from common.model_files.architecture import ExpertsConfig, ExpertStack
 from kernels import Expert, Experts, Linear, Routing, Weight
-
-MIXTRAL = ("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2")
-QWEN = ("mlp.gate", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
-GPT_OSS = ("mlp.router", "mlp.experts", ("gate_proj", "up_proj"), "down_proj")
-GRANITE = ("block_sparse_moe.router.layer", "block_sparse_moe.experts", ("gate_proj", "up_proj"), "down_proj")
-LAYOUTS = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "gpt_oss": GPT_OSS, "granitemoe": GRANITE}
-"""By model type: names of the router and of the experts, and of each expert's gate, up and down; Qwen's for others."""
-CORRECTIONS = {"minimax_m2": "block_sparse_moe", "exaone_moe": "mlp", "ernie4_5_moe": "mlp.moe_statics"}
-"""By model type: the module that holds the correction of each expert's score; the router for others."""
 
 
 class ExpertsReader:
@@ -28,14 +19,14 @@ class ExpertsReader:
     def __init__(self, reader: TensorReader, config: ExpertsConfig, prefix: str) -> None:
         self.reader, self.config, self.prefix = reader, config, prefix
         self.hidden, self.inner = reader.config.hidden_size, config.intermediate_size
-        self.router, self.place, self.gates, self.down = LAYOUTS.get(reader.config.model_type, QWEN)
+        self.names = reader.config.family.experts
 
     def read(self) -> MixtureOfExperts:
         config, source = self.config, self.reader
-        name = self.prefix + self.router
+        name = self.prefix + self.names.router
         bias = source.bias({f"{name}.bias": config.count}) if config.biased else None
         router = source.product(Linear, source.matrix(f"{name}.weight", config.count, self.hidden), bias)
-        stack = STACKS.get(source.config.model_type)
+        stack = self.names.stack
         if stack is not None and source.source.has(self.prefix + stack.gate_up):
             experts = self._stacked(stack)
         else:  # so do GGUF files of any family
@@ -47,8 +38,8 @@ class ExpertsReader:
         config, source = self.config, self.reader
         correction: Tensor | None = None
         if config.corrected:
-            own = CORRECTIONS.get(source.config.model_type)
-            holder = router if own is None else f"{self.prefix}{own}"
+            own = self.names.correction
+            holder = f"{self.prefix}{own}" if own else router
             found = source.checked(f"{holder}.e_score_correction_bias", (config.count,), (1, config.count)).flatten()
             correction = found.to(device=source.device, dtype=torch.float32).contiguous()
         return Routing(
@@ -63,13 +54,13 @@ class ExpertsReader:
 
     def _expert(self, index: int) -> Expert:
         """One whose matrices are tensors of their own."""
-        source, name = self.reader, f"{self.prefix}{self.place}.{index}."
-        gates = {f"{name}{part}": self.inner for part in self.gates}
+        source, name = self.reader, f"{self.prefix}{self.names.module}.{index}."
+        gates = {f"{name}{part}": self.inner for part in self.names.gates}
         return Expert(
             source.weight(_named(gates, "weight"), self.hidden, source.quantization),
-            source.weight({f"{name}{self.down}.weight": self.hidden}, self.inner, source.quantization),
+            source.weight({f"{name}{self.names.down}.weight": self.hidden}, self.inner, source.quantization),
             source.bias(_named(gates, "bias")) if self.config.biased else None,
-            source.bias({f"{name}{self.down}.bias": self.hidden}) if self.config.biased else None,
+            source.bias({f"{name}{self.names.down}.bias": self.hidden}) if self.config.biased else None,
         )
 
     def _stacked(self, stack: ExpertStack) -> list[Expert]:

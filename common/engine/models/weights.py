@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,37 +14,15 @@ from common.engine.models.mlp import FeedForward
 from common.engine.models.rope import rotation_order
 from common.engine.models.tensor_reader import TensorReader
 from common.model_files import Quantization
+from common.model_files.families import NormPlace
 from kernels import Embedding, Linear
-
-NormPlace = Literal["before_attention", "after_attention", "before_mlp", "after_mlp"]
-BEFORE: Mapping[NormPlace, str] = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
-NORMS: Mapping[str, Mapping[NormPlace, str]] = {
-    "llama": BEFORE,
-    "deepseek": BEFORE,
-    "gemma": {
-        "before_attention": "input_layernorm",
-        "after_attention": "post_attention_layernorm",
-        "before_mlp": "pre_feedforward_layernorm",
-        "after_mlp": "post_feedforward_layernorm",
-    },
-    "glm4": {
-        "before_attention": "input_layernorm",
-        "after_attention": "post_self_attn_layernorm",
-        "before_mlp": "post_attention_layernorm",
-        "after_mlp": "post_mlp_layernorm",
-    },
-    "olmo": {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
-    "eagle": {"before_mlp": "post_attention_layernorm"},
-    "eagle3": {"before_mlp": "post_attention_layernorm"},
-}
-"""By family: where a layer has norms of hidden states, and what its file calls them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one layer. Norm weights are float32; weights that a family lacks are None.
 
-    norms: of hidden states, in the places that `NORMS` names for the family.
+    norms: of hidden states, in the places where the family has them.
     qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim; with `latent` to the queries alone.
     q_norm, k_norm: of each head, or with `wide_qk_norm` of all heads.
     """
@@ -102,17 +79,25 @@ class Assembler(TensorReader):
         weight = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
         return Embedding(table), self.product(Linear, weight)
 
-    def layer(self, index: int, number: int | None = None, columns: int | None = None) -> LayerWeights:
+    def layer(
+        self,
+        index: int,
+        number: int | None = None,
+        columns: int | None = None,
+        norms: Mapping[NormPlace, str] | None = None,
+    ) -> LayerWeights:
         """Layer `index` of the configuration; `number`: which one it is in the file, if that is another.
 
-        `columns`: of the matrices of keys, values and queries, if they read more than hidden states.
+        `columns`: of the matrices of keys, values and queries, if they read more than hidden states. `norms`: names by
+        place, if they are not those of the family.
         """
         config, hidden = self.config, self.config.hidden_size
         prefix, q = f"model.layers.{index if number is None else number}.", config.num_heads * config.value_dim
         order = None if config.latent else rotation_order(config.layer_ropes[index], config.head_dim)
         latents = None if config.latent is None else LatentReader(self, config.latent, f"{prefix}self_attn.")
+        names = config.family.norms if norms is None else norms
         return LayerWeights(
-            norms={place: self.norm(f"{prefix}{name}.weight", hidden) for place, name in NORMS[config.family].items()},
+            norms={place: self.norm(f"{prefix}{name}.weight", hidden) for place, name in names.items()},
             qkv=self.attention_inputs(prefix, order, columns or hidden) if latents is None else latents.queries(),
             output=self.linear(Linear, prefix, {"self_attn.o_proj": hidden}, q, config.output_bias),
             mlp=self.feed_forward(index, prefix),

@@ -18,7 +18,7 @@ from common.engine.models import WeightSource
 from common.engine.weights import SafetensorsWeights
 from common.errors import ConfigError, ModelError
 from common.model_files import ModelConfig, Quantization
-from common.model_files.architecture import STACKS, ExpertStack, Shard
+from common.model_files.architecture import ExpertStack, Shard
 from kernels import QuantisedWeight, rounding_group
 
 GATES, DOWNS = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
@@ -52,7 +52,7 @@ class CutRules:
         config, shard = self._config, self._shard
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
-        stack = STACKS.get(config.model_type)
+        stack = config.family.experts.stack
         if stack is not None and (at := name.find(stack.gate_up)) >= 0:
             return self._of_gates(stack, name[at + len(stack.gate_up) :] == "_bias", shape, quantised)
         if stack is not None and name.endswith(stack.down):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.engine.models.draft_heads.eagle3_form import Eagle3Form
 from common.engine.models.draft_heads.eagle3_head import Eagle3Weights
+from common.engine.models.draft_heads.head_files import EAGLE_NORMS
 from common.engine.models.tensor_reader import WeightSource
 from common.engine.models.weights import Assembler
 from common.engine.weights import SafetensorsWeights
@@ -43,7 +44,7 @@ class Eagle3Reader:
                 "draft_head", reader.source.label, "the folder of an EAGLE-3 head: it has no tensor fc.weight"
             )
         return Eagle3Weights(
-            layer=reader.layer(reader.config.num_layers - 1, number=0, columns=2 * hidden),
+            layer=reader.layer(reader.config.num_layers - 1, number=0, columns=2 * hidden, norms=EAGLE_NORMS),
             fold=reader.linear(Linear, "", {"fc": hidden}, columns, reader.source.has("fc.bias")),
             state_norms=self._state_norms(columns),
             embedding_norm=reader.norm(f"{LAYER}input_layernorm.weight", hidden),

@@ -16,8 +16,8 @@ from gguf.constants import GGMLQuantizationType
 from common.engine.models.load import load_model
 from common.engine.weights.formats.quantization_config import read_kv_scheme, read_quantization_config
 from common.errors import ModelError
-from common.model_files.architecture.families import HF_FAMILIES
 from common.model_files.config import from_hf
+from common.model_files.families import FAMILIES
 from common.model_files.resolve import resolve_model
 from common.model_files.task import served_task
 from common.model_files.template import ChatTemplate
@@ -70,7 +70,7 @@ def refused(folder: Path, *uses: Callable[[], object], what: str) -> int:
 
 
 @pytest.mark.slow_except("qwen3")
-@pytest.mark.parametrize("model_type", HF_FAMILIES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_wrong_values_in_a_configuration(tmp_path: Path, model_type: str) -> None:
     _, fields, *_ = published(model_type)
     path, count = tmp_path / "config.json", 0
