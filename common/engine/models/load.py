@@ -20,7 +20,7 @@ from common.engine.models.olmo import Olmo
 from common.engine.models.tensor_reader import StoredWeights, WeightSource
 from common.engine.models.weights import Assembler
 from common.engine.weights import GGUFWeights, QuantisedSafetensors, SafetensorsWeights
-from common.engine.weights.formats import KVForm, read_quantization_config
+from common.engine.weights.formats import KVForm, read_weight_format
 from common.errors import ModelError
 from common.model_files import ModelConfig, Quantization, TensorFacts, from_gguf, from_hf
 from common.model_files.families import DecoderName
@@ -143,7 +143,7 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, StoredWeights]:
         config = from_gguf(file.metadata, facts, file.path)
         return config, GGUFWeights(file, config)
     path = files.config or files.weights[0].with_name("config.json")
-    config, quantised = from_hf(path), read_quantization_config(path)
+    config, quantised = from_hf(path), read_weight_format(path)
     source: StoredWeights = (
         SafetensorsWeights(files.weights) if quantised is None else QuantisedSafetensors(files.weights, quantised)
     )

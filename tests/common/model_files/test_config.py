@@ -14,8 +14,8 @@ from common.errors import ModelError
 from common.model_files.config import ModelConfig, from_hf
 from common.model_files.families import FAMILIES, WRAPPERS
 
-from ....families import CASES
-from .generation import SIZES
+from ...families import CASES
+from ..engine.models.generation import SIZES
 
 OF_OTHER_NAME = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not have, and the one whose configuration they share."""
