@@ -11,8 +11,7 @@ from common.engine.kv import torch_dtype
 from common.engine.models.draft_heads.draft_head import DraftHead
 from common.engine.models.draft_heads.drafting_model import DraftingModel
 from common.engine.models.draft_heads.eagle3_form import Eagle3Form
-from common.engine.models.draft_heads.eagle3_head import Eagle3Head
-from common.engine.models.draft_heads.eagle3_reader import Eagle3Reader, Eagle3Tensors
+from common.engine.models.draft_heads.eagle3_head import Eagle3Head, Eagle3Reader, Eagle3Tensors
 from common.engine.models.draft_heads.head_files import EAGLE_NORMS, MTP, HeadFiles, find_head, has_plain_logits
 from common.engine.models.draft_heads.merging_head import HeadWeights, MergingHead
 from common.engine.models.llama import Llama
