@@ -26,8 +26,6 @@ EQUAL_BY_CHANCE = {
     ("POLL_S", 0.2): "each loop has its own reason",
     ("SMOOTHING", 0.1): "each average has its own memory",
     ("SMOOTHING", 0.2): "each average has its own memory",
-    ("SWIGLU_ALPHA", 1.702): "built into kernels; the router refuses checkpoints with another value, without torch",
-    ("SWIGLU_LIMIT", 7.0): "built into kernels; the router refuses checkpoints with another value, without torch",
     ("TILE", 4096): "each kernel is tuned separately",
 }
 

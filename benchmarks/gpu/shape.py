@@ -49,7 +49,6 @@ class GPUShape:
     @property
     def config(self) -> ModelConfig:
         return ModelConfig(
-            family="llama",
             model_type="llama",
             num_layers=self.num_layers,
             num_heads=self.num_heads,

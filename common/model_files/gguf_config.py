@@ -10,50 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.model_files.architecture.experts import SIGMOID_GATING, read_gguf_experts
-from common.model_files.architecture.families import HF_FAMILIES, INTERLEAVED, WIDE_NORMS
 from common.model_files.architecture.fields import FieldReader
 from common.model_files.architecture.latent import LatentConfig, latent_scale, read_gguf_latent
 from common.model_files.architecture.rope import RopeConfig, RopeReader
 from common.model_files.config import ModelConfig, checked
+from common.model_files.families import Family, GGUFFacts, gguf_family
 
-MODEL_TYPES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "gpt-oss": "gpt_oss",
-    "phi3": "phi3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "smollm3": "smollm3",
-    "granite": "granite",
-    "seed_oss": "seed_oss",
-    "ernie4_5": "ernie4_5",
-    "glm4": "glm4",
-    "olmo2": "olmo2",
-    "exaone4": "exaone4",
-    "mistral3": "ministral3",
-    "glm4moe": "glm4_moe",
-    "minimax-m2": "minimax_m2",
-    "dots1": "dots1",
-    "ernie4_5-moe": "ernie4_5_moe",
-    "olmoe": "olmoe",
-    "granitemoe": "granitemoe",
-    "deepseek2": "deepseek_v2",
-}
-"""Hugging Face's names of GGUF's architectures.
-
-A llama with experts is a mixtral, an olmo2 with a window an olmo3, a deepseek2 whose experts have sigmoids a V3.
-"""
-WINDOWS = {"gemma2": (4096, 2), "gemma3_text": (None, 6), "gpt_oss": (None, 2), "olmo3": (None, 4), "exaone4": (0, 4)}
-"""By model type: the default of the window, and which layer of each few sees everything: the last of so many."""
-UNROTATED_EVERY = {"smollm3": 4}
-"""By model type: the last layer of so many rotates nothing."""
-SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3_text", 62)}
-"""The 27B models, by their layers, scale attention by hidden_size / num_heads in place of a head's size."""
-SOFTCAPS = {"gemma2": (50.0, 30.0)}
 SCALINGS = ("none", "linear", "yarn")
 
 
@@ -94,38 +56,26 @@ class GGUFReader(FieldReader):
     def __init__(self, fields: Mapping[str, Any], facts: TensorFacts, path: Path) -> None:
         architecture = str(fields.get("general.architecture"))
         super().__init__(fields, path, f"{architecture}.")
-        if architecture not in MODEL_TYPES:
-            raise self.refuse(f"GGUF architecture {architecture!r}", ", ".join(MODEL_TYPES))
         self.facts = facts
-        self.model_type = self._model_type(architecture)
-        self.gemma = HF_FAMILIES[self.model_type] == "gemma"
-
-    def _model_type(self, architecture: str) -> str:
-        if architecture == "llama" and self.number("expert_count", 0):
-            return "mixtral"
-        if architecture == "olmo2" and self.number("attention.sliding_window", 0):
-            return "olmo3"
-        if architecture == "deepseek2" and self.number("expert_gating_func", 0) == SIGMOID_GATING:
-            return "deepseek_v3"
-        return MODEL_TYPES[architecture]
+        self.family: Family = gguf_family(architecture, self)
+        assert self.family.gguf is not None
+        self.of_gguf: GGUFFacts = self.family.gguf
 
     def read(self) -> ModelConfig:
-        model_type, gemma, gpt_oss = self.model_type, self.gemma, self.model_type == "gpt_oss"
+        family = self.family
         heads, hidden = (self.count(name) for name in ("attention.head_count", "embedding_length"))
         extra = self.whole("nextn_predict_layers", 0)
         layers = self.layers("block_count") - extra
         if layers < 1:
             raise self.wrong("nextn_predict_layers", extra, f"fewer than the {layers + extra} of block_count")
-        latent = read_gguf_latent(self) if HF_FAMILIES[model_type] == "deepseek" else None
+        latent = read_gguf_latent(self) if family.latents else None
         head_dim = self._head_dim(hidden // heads) if latent is None else latent.key_dim
         windows = self._windows(layers)
-        experts = read_gguf_experts(self, model_type, layers)
-        attention_softcap, final_softcap = SOFTCAPS.get(model_type, (0.0, 0.0))
+        experts = family.experts.read_gguf(self, layers)
         residual = self.positive("residual_scale", 1.0)  # see `HFReader`
         rope_dim = head_dim if latent is None else latent.rope_dim
         config = ModelConfig(
-            family=HF_FAMILIES[model_type],
-            model_type=model_type,
+            model_type=family.model_type,
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=self.count("attention.head_count_kv", heads) if latent is None else 1,
@@ -138,24 +88,32 @@ class GGUFReader(FieldReader):
             layer_windows=windows,
             layer_ropes=self._ropes(windows, rope_dim),
             attention_scale=self._attention_scale(layers, hidden // heads, head_dim, latent),
-            activation="clamped_swiglu" if gpt_oss else "gelu_tanh" if gemma else "silu",
+            activation=family.activation,
             tie_embeddings=self.facts.tied,
             qkv_bias=self.facts.qkv_bias,
-            output_bias=gpt_oss,
-            qk_norm=self.facts.head_norms and model_type not in WIDE_NORMS,
-            wide_qk_norm=model_type in WIDE_NORMS,
-            sinks=gpt_oss,
-            fused_qkv=model_type == "phi3",
-            fused_gate_up=model_type in ("phi3", "glm4"),
+            output_bias=self.of_gguf.output_bias,
+            qk_norm=self.facts.head_norms and family.qk_norm != "heads",
+            wide_qk_norm=family.qk_norm == "heads",
+            sinks=family.sinks,
+            fused_qkv=family.fused_qkv,
+            fused_gate_up=family.fused_gate_up,
             experts=experts,
-            embedding_scale=hidden**0.5 if gemma else self.number("embedding_scale", 1.0) / residual,
-            attention_softcap=self.number("attn_logit_softcapping", attention_softcap),
-            final_softcap=self.number("final_logit_softcapping", final_softcap),
+            embedding_scale=self._embedding_scale(hidden, residual),
+            attention_softcap=self._softcap("attn_logit_softcapping"),
+            final_softcap=self._softcap("final_logit_softcapping"),
             logits_divisor=self.positive("logit_scale", 1.0),
             latent=latent,
             extra_layers=extra,
         )
         return checked(config, self.path)
+
+    def _embedding_scale(self, hidden: int, residual: float) -> float:
+        scale: float = hidden**0.5
+        return scale if self.family.embeds_by_width else self.number("embedding_scale", 1.0) / residual
+
+    def _softcap(self, name: str) -> float:
+        """By default what config.json has by default."""
+        return self.number(name, self.family.defaults.get(name) or 0.0)
 
     def _head_dim(self, width: int) -> int:
         head_dim = self.count("attention.key_length", width)
@@ -167,16 +125,16 @@ class GGUFReader(FieldReader):
         """What multiplies scores; `width`: hidden_size / num_heads."""
         if latent is not None:
             return latent_scale(latent, self._rope_fields(latent.rope_dim), self.path)
-        scale: float = (width if (self.model_type, layers) in SCALED_BY_WIDTH else head_dim) ** -0.5
+        scale: float = (width if layers == self.of_gguf.width_scaled_layers else head_dim) ** -0.5
         return self.number("attention.scale", scale)
 
     def _windows(self, layers: int) -> tuple[int, ...]:
-        if self.model_type == "phi3":  # of all layers, or 0
-            return (int(self.number("attention.sliding_window", 0)),) * layers
-        if self.model_type not in WINDOWS:
+        if self.of_gguf.window is None:
             return (0,) * layers
-        default, pattern = WINDOWS[self.model_type]
+        default, pattern = self.of_gguf.window
         window = int(self.number("attention.sliding_window", default))
+        if not pattern:
+            return (window,) * layers
         if not window:
             return (0,) * layers
         given = self.fields.get(self.prefix + "attention.sliding_window_pattern")
@@ -191,7 +149,7 @@ class GGUFReader(FieldReader):
         """Of each layer, for heads of which rotary embedding sees `rope_dim` numbers."""
         reader = RopeReader({}, self.path, rope_dim, self.count("context_length"))
         full = reader.read(self._rope_fields(rope_dim), self.number("rope.freq_base", 10000.0))
-        full = replace(full, interleaved=self.model_type in INTERLEAVED)
+        full = replace(full, interleaved=self.family.neighbours)
         return tuple(self._rope(layer, window, full) for layer, window in enumerate(windows))
 
     def _rope_fields(self, rope_dim: int) -> dict[str, Any]:
@@ -208,26 +166,23 @@ class GGUFReader(FieldReader):
             fields |= {"factor": self.number("rope.scaling.factor")}
         if kind in ("longrope", "yarn"):
             original = self.count("rope.scaling.original_context_length")
-            fields |= {"original_max_position_embeddings": original, "truncate": self.model_type != "gpt_oss"}
+            fields |= {"original_max_position_embeddings": original, "truncate": self.of_gguf.truncates}
         if kind == "longrope":
             fields |= {f"{length}_factor": list(each) for length, each in factors.items()}
             fields |= {"attention_factor": self.fields.get(self.prefix + "rope.scaling.attn_factor")}
         if kind == "yarn" and (log_multiplier := self.number("rope.scaling.yarn_log_multiplier", 0.0)):
-            # llama.cpp's converter writes a tenth of it for DeepSeek, all of it for Ministral.
-            mscale = log_multiplier * (10.0 if HF_FAMILIES[self.model_type] == "deepseek" else 1.0)
+            mscale = log_multiplier * self.of_gguf.mscale
             fields |= {"mscale": mscale, "mscale_all_dim": mscale}
         fields |= {"llama_4_scaling_beta": self.number("attention.temperature_scale", 0.0)}
         return fields
 
     def _rope(self, layer: int, window: int, full: RopeConfig) -> RopeConfig:
         """Of one layer with such a window, where `full` is that of layers that see everything."""
-        every = UNROTATED_EVERY.get(self.model_type)
-        if every is not None and (layer + 1) % every == 0:
+        rotates, has_windows = self.family.rotates, self.fields.get(self.prefix + "attention.sliding_window")
+        if rotates == "listed" and (layer + 1) % self.family.defaults["no_rope_layer_interval"] == 0:
             return RopeConfig(full.theta, "off")
-        if self.model_type == "exaone4" and self.fields.get(self.prefix + "attention.sliding_window") and not window:
+        if rotates == "window" and has_windows and not window:
             return RopeConfig(full.theta, "off")
-        if window and self.model_type == "gemma3_text":
-            return RopeConfig(self.number("rope.freq_base_swa", 10000.0), rotary_dim=full.rotary_dim)
-        if window and self.model_type == "olmo3":
-            return RopeConfig(full.theta)
+        if window and self.of_gguf.local_rope is not None:
+            return self.of_gguf.local_rope(self, full)
         return full

@@ -7,17 +7,20 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.compare.checkpoints import BLOCK, FORMATS
-from common.engine.weights.formats.quantization_config import CheckpointLayout, QuantizationConfig
-from common.engine.weights.quantised_safetensors import QuantisedSafetensors
+from common.engine.weights.formats.awq import AWQ
+from common.engine.weights.formats.compressed_tensors import CompressedTensors
+from common.engine.weights.formats.float8 import Float8
+from common.engine.weights.formats.gptq import GPTQ
+from common.engine.weights.safetensors_weights import QuantisedSafetensors
 
 LAYOUTS = {
-    "GPTQ": QuantizationConfig(CheckpointLayout.GPTQ, zero_shift=1),
-    "AWQ": QuantizationConfig(CheckpointLayout.AWQ),
-    "W4A16": QuantizationConfig(CheckpointLayout.COMPRESSED),
-    "W8A8": QuantizationConfig(CheckpointLayout.COMPRESSED),
-    "fp8 by tensor": QuantizationConfig(CheckpointLayout.COMPRESSED),
-    "fp8 by channel": QuantizationConfig(CheckpointLayout.COMPRESSED),
-    "fp8 by block": QuantizationConfig(CheckpointLayout.FLOAT8, block=(BLOCK, BLOCK)),
+    "GPTQ": GPTQ(zero_shift=1),
+    "AWQ": AWQ(),
+    "W4A16": CompressedTensors(),
+    "W8A8": CompressedTensors(),
+    "fp8 by tensor": CompressedTensors(),
+    "fp8 by channel": CompressedTensors(),
+    "fp8 by block": Float8(block=(BLOCK, BLOCK)),
 }
 
 

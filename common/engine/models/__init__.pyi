@@ -1,9 +1,9 @@
-"""Decoders in torch, one file per family, and how a model is loaded."""
+"""Decoders in torch, one file per forward pass, and how a model is loaded."""
 
 from common.engine.models.batch import NO_PLACE, ROW_BEFORE, ForwardBatch, HiddenRows, SequenceChunk, check_chunk
 from common.engine.models.decoder import Decoder
 from common.engine.models.load import (
-    FAMILIES,
+    DECODERS,
     check_batch_invariant,
     effective_quantization,
     kv_form,
@@ -24,8 +24,8 @@ from common.engine.models.weights import Assembler
 __all__ = [
     "Assembler",
     "Collectives",
+    "DECODERS",
     "Decoder",
-    "FAMILIES",
     "ForwardBatch",
     "HiddenRows",
     "LayerSites",

@@ -83,7 +83,7 @@ class Decoder(ABC):
         self.config, self.weights = config, weights
         self.dtype, self.device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = config.embedding_scale
-        if config.family == "gemma":  # rounded as transformers does
+        if config.family.embeds_by_width:  # rounded as transformers does
             self._embedding_scale = float(torch.tensor(config.embedding_scale).to(self.dtype))
         self._ropes = {
             rope: RopeTable(rope, config.rope_dim, config.max_model_len, self.device, weights.rope_factors)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from common.engine.models.decoder import Step
-from common.engine.models.latent_reader import LatentWeights
 from common.engine.models.llama import Llama
-from common.engine.models.weights import LayerWeights
+from common.engine.models.weights import LatentWeights, LayerWeights
 from common.errors import ModelError
 from common.model_files.architecture import NORM_EPS
 from kernels import paged_attention, rms_norm, write_latents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,9 +20,10 @@ from common.engine.models.olmo import Olmo
 from common.engine.models.tensor_reader import StoredWeights, WeightSource
 from common.engine.models.weights import Assembler
 from common.engine.weights import GGUFWeights, QuantisedSafetensors, SafetensorsWeights
-from common.engine.weights.formats import KVForm, read_quantization_config
+from common.engine.weights.formats import KVForm, read_weight_format
 from common.errors import ModelError
 from common.model_files import ModelConfig, Quantization, TensorFacts, from_gguf, from_hf
+from common.model_files.families import DecoderName
 from common.model_files.gguf import GGUFFile, rope_factors
 from common.observe import ByteProgress, in_bytes
 from kernels import has_own_kernels, prepare
@@ -31,13 +32,8 @@ if TYPE_CHECKING:
     from common.model_files import ModelFiles
 
 log = logging.getLogger(__name__)
-FAMILIES: dict[str, type[Decoder]] = {
-    "llama": Llama,
-    "deepseek": DeepSeek,
-    "gemma": Gemma,
-    "glm4": Gemma,
-    "olmo": Olmo,
-}
+DECODERS: Mapping[DecoderName, type[Decoder]] = {"llama": Llama, "deepseek": DeepSeek, "gemma": Gemma, "olmo": Olmo}
+"""Forward passes by the `decoder` of a family."""
 
 
 def load_model(
@@ -72,7 +68,7 @@ def load_model(
     with reading(files, assembler, source, config):
         weights = assembler.assemble(with_head=with_head)
     log_treated(files, assembler)
-    return FAMILIES[config.family](config, weights)
+    return DECODERS[config.family.decoder](config, weights)
 
 
 @contextmanager
@@ -147,7 +143,7 @@ def open_model(files: ModelFiles) -> tuple[ModelConfig, StoredWeights]:
         config = from_gguf(file.metadata, facts, file.path)
         return config, GGUFWeights(file, config)
     path = files.config or files.weights[0].with_name("config.json")
-    config, quantised = from_hf(path), read_quantization_config(path)
+    config, quantised = from_hf(path), read_weight_format(path)
     source: StoredWeights = (
         SafetensorsWeights(files.weights) if quantised is None else QuantisedSafetensors(files.weights, quantised)
     )

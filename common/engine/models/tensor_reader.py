@@ -46,7 +46,7 @@ class WeightSource(Protocol):
 
     @property
     def norm_offset(self) -> float:
-        """Added to Gemma's norm weights: 1.0 where the file stores them as offsets from one."""
+        """Added to norm weights of families with `offset_norms`: 1.0 where the file stores them less one."""
 
 
 class StoredWeights(WeightSource, Protocol):
@@ -149,7 +149,7 @@ class TensorReader:
 
     def norm(self, name: str, size: int) -> Tensor:
         weight = self.checked(name, (size,)).float()
-        return (weight + (self.source.norm_offset if self.config.family == "gemma" else 0.0)).to(self.device)
+        return (weight + (self.source.norm_offset if self.config.family.offset_norms else 0.0)).to(self.device)
 
     def checked(self, name: str, shape: Sequence[int], *others: Sequence[int]) -> Tensor:
         """The tensor, which must be of floats and have that shape, or one of the others."""

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from common.engine.models.experts_reader import ExpertsReader
-from common.engine.models.latent_reader import LatentReader, LatentWeights
-from common.engine.models.mlp import FeedForward
+from common.engine.models.mlp import FeedForward, MixtureOfExperts, SharedExpert
 from common.engine.models.rope import rotation_order
-from common.engine.models.tensor_reader import TensorReader
+from common.engine.models.tensor_reader import TensorReader, reordered
 from common.model_files import Quantization
-from kernels import Embedding, Linear
+from common.model_files.architecture import ExpertsConfig, ExpertStack, LatentConfig
+from common.model_files.families import NormPlace
+from kernels import Embedding, Expert, Experts, HeadLinear, Linear, Routing, Weight
 
-NormPlace = Literal["before_attention", "after_attention", "before_mlp", "after_mlp"]
-BEFORE: Mapping[NormPlace, str] = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
-NORMS: Mapping[str, Mapping[NormPlace, str]] = {
-    "llama": BEFORE,
-    "deepseek": BEFORE,
-    "gemma": {
-        "before_attention": "input_layernorm",
-        "after_attention": "post_attention_layernorm",
-        "before_mlp": "pre_feedforward_layernorm",
-        "after_mlp": "post_feedforward_layernorm",
-    },
-    "glm4": {
-        "before_attention": "input_layernorm",
-        "after_attention": "post_self_attn_layernorm",
-        "before_mlp": "post_attention_layernorm",
-        "after_mlp": "post_mlp_layernorm",
-    },
-    "olmo": {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
-    "eagle": {"before_mlp": "post_attention_layernorm"},
-    "eagle3": {"before_mlp": "post_attention_layernorm"},
-}
-"""By family: where a layer has norms of hidden states, and what its file calls them."""
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Beside the queries' matrix, `LayerWeights.qkv`.
+
+    query_down and query_norm: hidden states to the latents that queries are made of; both None where there are none.
+    down: hidden states to rank + rope_dim; norm: of the first `rank`. absorb: each head's `nope_dim` numbers of a query
+    to `rank`, by the transpose of what makes keys of latents; expand: `rank` sums to `value_dim`.
+    """
+
+    query_down: Linear | None
+    query_norm: Tensor | None
+    down: Linear
+    norm: Tensor
+    absorb: HeadLinear
+    expand: HeadLinear
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one layer. Norm weights are float32; weights that a family lacks are None.
 
-    norms: of hidden states, in the places that `NORMS` names for the family.
+    norms: of hidden states, in the places where the family has them.
     qkv: hidden to (num_heads + 2 * num_kv_heads) * head_dim; with `latent` to the queries alone.
     q_norm, k_norm: of each head, or with `wide_qk_norm` of all heads.
     """
@@ -102,17 +95,25 @@ class Assembler(TensorReader):
         weight = self.weight({name: config.vocab_size}, config.hidden_size, self.quantization.head)
         return Embedding(table), self.product(Linear, weight)
 
-    def layer(self, index: int, number: int | None = None, columns: int | None = None) -> LayerWeights:
+    def layer(
+        self,
+        index: int,
+        number: int | None = None,
+        columns: int | None = None,
+        norms: Mapping[NormPlace, str] | None = None,
+    ) -> LayerWeights:
         """Layer `index` of the configuration; `number`: which one it is in the file, if that is another.
 
-        `columns`: of the matrices of keys, values and queries, if they read more than hidden states.
+        `columns`: of the matrices of keys, values and queries, if they read more than hidden states. `norms`: names by
+        place, if they are not those of the family.
         """
         config, hidden = self.config, self.config.hidden_size
         prefix, q = f"model.layers.{index if number is None else number}.", config.num_heads * config.value_dim
         order = None if config.latent else rotation_order(config.layer_ropes[index], config.head_dim)
         latents = None if config.latent is None else LatentReader(self, config.latent, f"{prefix}self_attn.")
+        names = config.family.norms if norms is None else norms
         return LayerWeights(
-            norms={place: self.norm(f"{prefix}{name}.weight", hidden) for place, name in NORMS[config.family].items()},
+            norms={place: self.norm(f"{prefix}{name}.weight", hidden) for place, name in names.items()},
             qkv=self.attention_inputs(prefix, order, columns or hidden) if latents is None else latents.queries(),
             output=self.linear(Linear, prefix, {"self_attn.o_proj": hidden}, q, config.output_bias),
             mlp=self.feed_forward(index, prefix),
@@ -154,3 +155,139 @@ class Assembler(TensorReader):
         if order is None:
             return weight
         return weight.view(count, config.head_dim)[:, order.to(weight.device)].flatten()
+
+
+class LatentReader:
+    """Reads the attention of one layer, whose tensors' names begin with `prefix`.
+
+    Rows of rotated elements are put in the order in which kernels rotate them: element i with i + rope_dim / 2.
+    """
+
+    def __init__(self, reader: TensorReader, latent: LatentConfig, prefix: str) -> None:
+        self.reader, self.latent, self.prefix = reader, latent, prefix
+        self.heads, self.hidden = reader.config.num_heads, reader.config.hidden_size
+        places = torch.arange(latent.rope_dim)
+        self.order = torch.cat((places[0::2], places[1::2])) if latent.interleaved else places
+
+    def queries(self) -> Linear:
+        """To num_heads * query_dim, of hidden states or of latents."""
+        latent = self.latent
+        each = torch.cat((torch.arange(latent.nope_dim), latent.nope_dim + self.order))
+        rows = (torch.arange(self.heads)[:, None] * latent.query_dim + each).flatten()
+        name, width = ("q_b_proj", latent.query_rank) if latent.query_rank else ("q_proj", self.hidden)
+        return self.reader.linear(Linear, self.prefix, {name: len(rows)}, width, False, rows)
+
+    def read(self) -> LatentWeights:
+        latent, source = self.latent, self.reader
+        query_down: Linear | None = None
+        query_norm: Tensor | None = None
+        biased = source.config.output_bias
+        if latent.query_rank:
+            query_down = source.linear(Linear, self.prefix, {"q_a_proj": latent.query_rank}, self.hidden, biased)
+            query_norm = source.norm(f"{self.prefix}q_a_layernorm.weight", latent.query_rank)
+        rows = torch.cat((torch.arange(latent.rank), latent.rank + self.order))
+        down = source.linear(
+            Linear, self.prefix, {"kv_a_proj_with_mqa": latent.key_dim}, self.hidden, biased, order=rows
+        )
+        norm = source.norm(f"{self.prefix}kv_a_layernorm.weight", latent.rank)
+        return LatentWeights(query_down, query_norm, down, norm, *self._heads())
+
+    def _heads(self) -> tuple[HeadLinear, HeadLinear]:
+        """`absorb` and `expand`, which the file holds as one matrix; in the model's type, whatever the file's is."""
+        latent, each = self.latent, self.latent.nope_dim + self.latent.value_dim
+        whole = self.reader.matrix(f"{self.prefix}kv_b_proj.weight", self.heads * each, latent.rank)
+        whole = whole.view(self.heads, each, latent.rank)
+        keys, values = whole[:, : latent.nope_dim], whole[:, latent.nope_dim :]
+        parts, invariant = (keys.transpose(1, 2).contiguous(), values.contiguous()), self.reader.batch_invariant
+        return HeadLinear(parts[0], batch_invariant=invariant), HeadLinear(parts[1], batch_invariant=invariant)
+
+
+class ExpertsReader:
+    """Reads the experts of one layer, whose tensors' names begin with `prefix`."""
+
+    def __init__(self, reader: TensorReader, config: ExpertsConfig, prefix: str) -> None:
+        self.reader, self.config, self.prefix = reader, config, prefix
+        self.hidden, self.inner = reader.config.hidden_size, config.intermediate_size
+        self.names = reader.config.family.experts
+
+    def read(self) -> MixtureOfExperts:
+        config, source = self.config, self.reader
+        name = self.prefix + self.names.router
+        bias = source.bias({f"{name}.bias": config.count}) if config.biased else None
+        router = source.product(Linear, source.matrix(f"{name}.weight", config.count, self.hidden), bias)
+        stack = self.names.stack
+        if stack is not None and source.source.has(self.prefix + stack.gate_up):
+            experts = self._stacked(stack)
+        else:  # so do GGUF files of any family
+            experts = [self._expert(i) for i in range(config.count)]
+        made = Experts(experts, dtype=source.dtype, batch_invariant=source.batch_invariant)
+        return MixtureOfExperts(router, made, self._routing(name), self._shared())
+
+    def _routing(self, router: str) -> Routing:
+        config, source = self.config, self.reader
+        correction: Tensor | None = None
+        if config.corrected:
+            own = self.names.correction
+            holder = f"{self.prefix}{own}" if own else router
+            found = source.checked(f"{holder}.e_score_correction_bias", (config.count,), (1, config.count)).flatten()
+            correction = found.to(device=source.device, dtype=torch.float32).contiguous()
+        return Routing(
+            config.per_token,
+            config.normalised,
+            config.sigmoid,
+            correction,
+            config.groups,
+            config.kept_groups,
+            config.scale,
+        )
+
+    def _expert(self, index: int) -> Expert:
+        """One whose matrices are tensors of their own."""
+        source, name = self.reader, f"{self.prefix}{self.names.module}.{index}."
+        gates = {f"{name}{part}": self.inner for part in self.names.gates}
+        return Expert(
+            source.weight(_named(gates, "weight"), self.hidden, source.quantization),
+            source.weight({f"{name}{self.names.down}.weight": self.hidden}, self.inner, source.quantization),
+            source.bias(_named(gates, "bias")) if self.config.biased else None,
+            source.bias({f"{name}{self.names.down}.bias": self.hidden}) if self.config.biased else None,
+        )
+
+    def _stacked(self, stack: ExpertStack) -> list[Expert]:
+        """One tensor of all experts, by whose name and "_bias" that of their biases is called."""
+        count, gates, downs = self.config.count, self.prefix + stack.gate_up, self.prefix + stack.down
+        gate_up = self._matrices(stack, gates, 2 * self.inner, self.hidden)
+        down = self._matrices(stack, downs, self.hidden, self.inner)
+        biases: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * count
+        if self.config.biased:
+            of_gates = self.reader.matrix(f"{gates}_bias", count, 2 * self.inner)
+            of_downs = self.reader.matrix(f"{downs}_bias", count, self.hidden)
+            biases = list(zip(of_gates, of_downs, strict=True))
+        if stack.alternating:
+            rows = torch.arange(2 * self.inner, device=self.reader.device).view(self.inner, 2).T.flatten()
+            gate_up = [reordered(one, rows) for one in gate_up]  # gates, then ups
+            biases = [(None if first is None else first[rows], second) for first, second in biases]
+        return [Expert(gate_up[i], down[i], *biases[i]) for i in range(count)]
+
+    def _matrices(self, stack: ExpertStack, name: str, outputs: int, inputs: int) -> Sequence[Weight]:
+        """[out, in] of each expert."""
+        reader, count = self.reader, self.config.count
+        if (held := reader.held_stack(name, count, outputs, inputs)) is not None:
+            return held
+        in_file = reader.source.is_quantised(name)
+        dense = reader.checked(name, (count, outputs, inputs), *([] if in_file else [(count, inputs, outputs)]))
+        if not in_file and stack.is_turned(dense.shape, outputs, inputs):
+            dense = dense.transpose(1, 2)
+        return [reader.as_asked(one, in_file) for one in dense]
+
+    def _shared(self) -> SharedExpert | None:
+        if not self.config.shared_size:
+            return None
+        if not self.config.shared_gated:
+            return SharedExpert(self.reader.mlp(f"{self.prefix}mlp.shared_experts.", self.config.shared_size), None)
+        gate = self.reader.matrix(f"{self.prefix}mlp.shared_expert_gate.weight", 1, self.hidden)
+        mlp = self.reader.mlp(f"{self.prefix}mlp.shared_expert.", self.config.shared_size)
+        return SharedExpert(mlp, self.reader.product(Linear, gate))
+
+
+def _named(parts: Mapping[str, int], kind: str) -> dict[str, int]:
+    return {f"{part}.{kind}": rows for part, rows in parts.items()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.engine.kv import torch_dtype
 from common.engine.models import (
-    FAMILIES,
+    DECODERS,
     Assembler,
     Collectives,
     Decoder,
@@ -60,7 +60,7 @@ def load_shard(
     assembler = Assembler(held, sliced, torch_dtype(dtype), place, wanted, batch_invariant=batch_invariant)
     with nullcontext() if shard.rank else reading(files, assembler, source, config):
         weights = assembler.assemble(with_head=with_head)
-    decoder = FAMILIES[config.family](own, weights)
+    decoder = DECODERS[config.family.decoder](own, weights)
     if not shard.rank:
         log_treated(files, assembler)
     decoder.join_ranks(TensorParallel(shard, config.vocab_size, collectives))

@@ -18,10 +18,9 @@ from common.engine.models import WeightSource
 from common.engine.weights import SafetensorsWeights
 from common.errors import ConfigError, ModelError
 from common.model_files import ModelConfig, Quantization
-from common.model_files.architecture import STACKS, ExpertStack, Shard
+from common.model_files.architecture import ExpertStack, Shard
 from kernels import QuantisedWeight, rounding_group
 
-GATES, DOWNS = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
 VOCABULARY = ("embed_tokens", "lm_head")
 ROWS, COLUMNS = 0, 1
 
@@ -45,6 +44,8 @@ class CutRules:
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         """`config` is that of the whole model."""
         self._config, self._shard = config, shard
+        experts = config.family.experts
+        self._gates, self._downs = ("gate_proj", "up_proj", *experts.gates), ("down_proj", experts.down)
         self._inner = config.experts.intermediate_size if config.experts is not None else 0
 
     def of(self, name: str, shape: Sequence[int], *, quantised: bool = False) -> Cut | None:
@@ -52,7 +53,7 @@ class CutRules:
         config, shard = self._config, self._shard
         module, _, kind = name.rpartition(".")
         last = module.rpartition(".")[2]
-        stack = STACKS.get(config.model_type)
+        stack = config.family.experts.stack
         if stack is not None and (at := name.find(stack.gate_up)) >= 0:
             return self._of_gates(stack, name[at + len(stack.gate_up) :] == "_bias", shape, quantised)
         if stack is not None and name.endswith(stack.down):
@@ -80,15 +81,15 @@ class CutRules:
                 half = shape[0] // 2
                 part = shard.part(half)
                 return Cut(ROWS, (part, range(half + part.start, half + part.stop)), shape[0])
-        if last in GATES or last in VOCABULARY:
+        if last in self._gates or last in VOCABULARY:
             return Cut(ROWS, (shard.part(shape[0]),), shape[0])
-        if last in DOWNS and kind == "weight":
+        if last in self._downs and kind == "weight":
             return Cut(COLUMNS, (shard.part(shape[1]),), shape[1], of_inputs=True)
         return None
 
     def is_added_once(self, name: str) -> bool:
         """Whether a tensor belongs to rank 0 alone: the bias of a sum over all ranks."""
-        biases = tuple(f".{last}.bias" for last in ("o_proj", *DOWNS))
+        biases = tuple(f".{last}.bias" for last in ("o_proj", *self._downs))
         return name.endswith((*biases, ".experts.down_proj_bias"))
 
     def _of_gates(self, stack: ExpertStack, is_bias: bool, shape: Sequence[int], quantised: bool) -> Cut:

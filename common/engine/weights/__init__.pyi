@@ -1,8 +1,7 @@
 """Tensors of checkpoints: read from safetensors and GGUF files, cut for a rank, dequantised where needed."""
 
 from common.engine.weights.gguf_weights import GGUFWeights
-from common.engine.weights.quantised_safetensors import QuantisedSafetensors
-from common.engine.weights.safetensors_weights import SafetensorsWeights
+from common.engine.weights.safetensors_weights import QuantisedSafetensors, SafetensorsWeights
 
 __all__ = [
     "GGUFWeights",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ TOP = {
     "rope_factors": "rope_freqs.weight",
 }
 LAYER = {
-    "input_layernorm": "attn_norm",
     "self_attn.qkv_proj": "attn_qkv",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -40,10 +39,6 @@ LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
@@ -52,42 +47,7 @@ LAYER = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
-OTHERS = {
-    "self_attn.sinks": "attn_sinks.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
-}
-"""Tensors whose names end in nothing that GGUF has."""
-EXPERT: Final = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
-EXPERT_PARTS = {
-    **dict.fromkeys(("gate_proj", "w1"), "ffn_gate_exps"),
-    **dict.fromkeys(("up_proj", "w3"), "ffn_up_exps"),
-    **dict.fromkeys(("down_proj", "w2"), "ffn_down_exps"),
-}
-LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
-NORMS = {
-    **dict.fromkeys(("gpt_oss", "glm4_moe", "seed_oss"), {"post_attention_layernorm": "post_attention_norm"}),
-    **dict.fromkeys(
-        ("gemma2", "gemma3_text"),
-        {
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_feedforward_layernorm": "ffn_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
-        },
-    ),
-    **dict.fromkeys(
-        ("olmo2", "olmo3", "exaone4"),
-        {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
-    ),
-    "glm4": {
-        "post_self_attn_layernorm": "post_attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "post_mlp_layernorm": "post_ffw_norm",
-    },
-}
-INTERLEAVED = ("llama", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
-"""Model types of which llama.cpp reorders the rows of each head of q and k."""
+EXPERT_PARTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 class Stored(NamedTuple):
@@ -105,7 +65,17 @@ class GGUFWeights:
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self.file, self.config = file, config
         self.label = str(file.path)
-        self._norms = NORMS.get(config.model_type, LLAMA_NORMS)
+        family = config.family
+        assert family.gguf is not None
+        self._interleaves, experts = family.gguf.interleaves, family.experts
+        norms = {name: family.gguf.norms[place] for place, name in family.norms.items()}
+        self._layer = LAYER | {experts.router: "ffn_gate_inp"} | norms
+        self._expert = re.compile(rf"{re.escape(experts.module)}\.(\d+)\.(\w+)")
+        self._expert_parts = dict(zip((*experts.gates, experts.down), EXPERT_PARTS, strict=True))
+        self._others = {
+            "self_attn.sinks": "attn_sinks.weight",
+            f"{experts.correction or experts.router}.e_score_correction_bias": "exp_probs_b.bias",
+        }  # names that end in nothing that GGUF has
 
     def has(self, name: str) -> bool:
         stored = self._stored(name)
@@ -181,7 +151,7 @@ class GGUFWeights:
 
     def _interleaved_heads(self, name: str) -> int:
         """How many heads llama.cpp has reordered the rows of; 0 for none."""
-        if self.config.model_type not in INTERLEAVED or not name.endswith(("q_proj.weight", "k_proj.weight")):
+        if not self._interleaves or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return 0
         return self.config.num_heads if "q_proj" in name else self.config.num_kv_heads
 
@@ -194,12 +164,12 @@ class GGUFWeights:
         if name in TOP:
             return Stored(TOP[name])
         _, _, index, rest = name.split(".", 3)
-        if rest in OTHERS:
-            return Stored(f"blk.{index}.{OTHERS[rest]}")
+        if rest in self._others:
+            return Stored(f"blk.{index}.{self._others[rest]}")
         part, _, suffix = rest.rpartition(".")
-        if (expert := EXPERT.fullmatch(part)) is not None:
-            return Stored(f"blk.{index}.{EXPERT_PARTS[expert[2]]}.{suffix}", int(expert[1]))
-        found = self._norms.get(part) or LAYER.get(part)
+        if (expert := self._expert.fullmatch(part)) is not None:
+            return Stored(f"blk.{index}.{self._expert_parts[expert[2]]}.{suffix}", int(expert[1]))
+        found = self._layer.get(part)
         return None if found is None else Stored(f"blk.{index}.{found}.{suffix}")
 
 

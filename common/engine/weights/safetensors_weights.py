@@ -1,4 +1,4 @@
-"""A Hugging Face folder's safetensors files as one source of named, memory-mapped tensors."""
+"""A Hugging Face folder's safetensors files as one source of named, memory-mapped tensors, quantised or not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.engine.weights.formats.stored import StoredTensor, bytes_of, plain_tensor
-from common.engine.weights.formats.tensors import TensorHead
+from common.engine.weights.formats.format import WeightFormat
+from common.engine.weights.formats.stored import StoredTensor, TensorHead, bytes_of, plain_tensor
 from common.errors import ModelError
 from kernels import QuantisedWeight
 
+SUFFIX = ".weight"
 WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.")
 """How names begin in a checkpoint of a model without its head."""
 
@@ -111,3 +112,77 @@ class SafetensorsWeights:
                 "or of another model, fetch the model again"
             )
         return self._files[name]
+
+
+class QuantisedSafetensors(SafetensorsWeights):
+    """What the file holds decides, matrix by matrix: modules that a configuration ignores are plain tensors in it.
+
+    ModelError at once where the parts of a quantised matrix do not fit together: no weight is read for that.
+    """
+
+    def __init__(self, paths: Sequence[Path], format: WeightFormat) -> None:
+        super().__init__(paths)
+        self.format = format
+        self.tensors = StoredTensors(self)
+        modules = {format.module(name) for name in self._files}
+        self._quantised = {module for module in modules if format.holds(self.tensors, module)}
+        if not self._quantised:
+            raise ModelError(
+                f"{self.label}: its configuration names {format.name} weights, and none of its {len(self._files)} "
+                "tensors is one: fetch the model again"
+            )
+        for module in sorted(self._quantised):
+            self.format.check(self.tensors, module)
+
+    def has(self, name: str) -> bool:
+        return super().has(name) or self.is_quantised(name)
+
+    def is_quantised(self, name: str) -> bool:
+        return name.removesuffix(SUFFIX) in self._quantised
+
+    @property
+    def has_quantised(self) -> bool:
+        return True
+
+    def stored(self) -> list[StoredTensor]:
+        plain = [name for name in self._files if not self._is_part(name)]
+        return [
+            *(plain_tensor(name, self.head(name)) for name in plain),
+            *(self.format.stored(self.tensors, module) for module in sorted(self._quantised)),
+        ]
+
+    def stored_bytes(self, name: str) -> int:
+        if not self.is_quantised(name):
+            return super().stored_bytes(name)
+        return self.format.stored(self.tensors, name.removesuffix(SUFFIX)).num_bytes
+
+    def _is_part(self, name: str) -> bool:
+        """Whether a tensor of the file belongs to a quantised module."""
+        return self.format.module(name) in self._quantised
+
+    def read(self, name: str) -> Tensor:
+        if not self.is_quantised(name):
+            return super().read(name)
+        return self.format.read(self.tensors, name.removesuffix(SUFFIX)).dense()
+
+    def read_quantised(self, name: str, *, floats: bool = False) -> QuantisedWeight | None:
+        module = name.removesuffix(SUFFIX)
+        if module not in self._quantised or not (floats or self.format.holds_integers(self.tensors, module)):
+            return None
+        return self.format.read(self.tensors, module).held()
+
+
+class StoredTensors:
+    """The tensors as the files hold them, whatever they stand for."""
+
+    def __init__(self, files: SafetensorsWeights) -> None:
+        self._files, self.label = files, files.label
+
+    def has(self, name: str) -> bool:
+        return SafetensorsWeights.has(self._files, name)
+
+    def head(self, name: str) -> TensorHead:
+        return self._files.head(name)
+
+    def tensor(self, name: str) -> Tensor:
+        return SafetensorsWeights.read(self._files, name)

@@ -10,9 +10,6 @@ from typing import Any
 
 from common.model_files.architecture.fields import FieldReader
 
-LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4")
-"""Model types whose layers attend to latents; Kimi K2 and GLM-4.7-Flash are DeepSeek V3s of other sizes,
-and Mistral Small 4 is one whose experts are chosen otherwise."""
 NORM_EPS = 1e-6
 """Of the norms of latents, whatever `rms_norm_eps` says: DeepSeek's code and transformers' have it fixed."""
 
@@ -45,11 +42,11 @@ class LatentConfig:
         return self.nope_dim + self.rope_dim
 
 
-def read_latent(model_type: str, fields: Mapping[str, Any], path: Path) -> LatentConfig | None:
-    """The latents of a model; None where its cache holds keys and values. ModelError if they are not supported."""
-    if model_type not in LATENT_TYPES:
-        return None
-    reader = FieldReader(fields, path)
+def read_latent(reader: FieldReader, *, neighbours: bool) -> LatentConfig:
+    """The latents of a model, whose rotated parts are `neighbours` whatever `rope_interleave` says.
+
+    ModelError if they are not supported.
+    """
     heads = reader.count("num_attention_heads")
     if (kv_heads := reader.count("num_key_value_heads", heads)) != heads:
         raise reader.refuse(
@@ -59,14 +56,16 @@ def read_latent(model_type: str, fields: Mapping[str, Any], path: Path) -> Laten
     if rope_dim % 2:
         raise reader.refuse(f"qk_rope_head_dim {rope_dim}", "an even qk_rope_head_dim")
     if (share := reader.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise reader.refuse(f"partial_rotary_factor {share:g} of {model_type}", "partial_rotary_factor 1")
+        raise reader.refuse(
+            f"partial_rotary_factor {share:g} of {reader.fields['model_type']}", "partial_rotary_factor 1"
+        )
     return LatentConfig(
         query_rank=reader.whole("q_lora_rank"),
         rank=reader.count("kv_lora_rank"),
         nope_dim=reader.count("qk_nope_head_dim"),
         rope_dim=rope_dim,
         value_dim=reader.count("v_head_dim"),
-        interleaved=model_type == "deepseek_v2" or reader.flag("rope_interleave"),
+        interleaved=neighbours or reader.flag("rope_interleave"),
     )
 
 

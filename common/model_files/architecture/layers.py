@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import shown
-from common.model_files.architecture.families import ASKED_FOR_WINDOWS, WINDOWED
 from common.model_files.architecture.fields import FieldReader
 from common.model_files.architecture.rope import RopeConfig, RopeReader
 
+if TYPE_CHECKING:
+    from common.model_files.families.family import Family
+
 KINDS = {"sliding_attention", "full_attention"}
-PATTERNS = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}
-"""Period of the layers by model type: the last layer of each period has full attention, the others a window."""
 
 
 class LayerReader(FieldReader):
     """Reads the attention of each layer of a model whose fields are complete."""
 
     def __init__(
-        self, fields: Mapping[str, Any], path: Path, *, num_layers: int, rope_dim: int, interleaved: bool
+        self, fields: Mapping[str, Any], path: Path, family: Family, *, num_layers: int, rope_dim: int
     ) -> None:
-        """`rope_dim`: numbers of a head that rotary embedding sees, as neighbours if `interleaved`."""
+        """`rope_dim`: numbers of a head that rotary embedding sees."""
         super().__init__(fields, path)
-        self.num_layers, self.model_type = num_layers, str(fields["model_type"])
+        self.num_layers, self.family = num_layers, family
         self.max_len = self.count("max_position_embeddings")
-        self._rope_dim, self._interleaved = rope_dim, interleaved
+        self._rope_dim = rope_dim
 
     def windows(self) -> tuple[int, ...]:
         """Tokens that each layer looks back to, itself included; 0: all."""
@@ -40,11 +40,11 @@ class LayerReader(FieldReader):
         """The rotary embedding of each layer."""
         reader = RopeReader(self.fields, self.path, self._rope_dim, self.max_len)
         theta = self.positive("rope_theta")
-        if self.model_type in ("gemma3_text", "olmo3"):
-            found = self._by_kind(reader, theta)
+        if self.family.local_theta is not None:
+            found = self._by_kind(reader, theta, self.family.local_theta)
         else:
             found = (reader.read(self.mapping("rope_parameters"), theta),) * self.num_layers
-        found = tuple(replace(rope, interleaved=self._interleaved) for rope in found)
+        found = tuple(replace(rope, interleaved=self.family.neighbours) for rope in found)
         return tuple(
             rope if rotates else RopeConfig(rope.theta, "off")
             for rope, rotates in zip(found, self._rotates(), strict=True)
@@ -52,15 +52,16 @@ class LayerReader(FieldReader):
 
     def _slides(self) -> bool:
         """Whether some layer has a window."""
-        if self.model_type not in WINDOWED or not self.fields.get("sliding_window"):
+        windows = self.family.windows
+        if windows is None or not self.fields.get("sliding_window"):
             return False
-        return not self.model_type.startswith(ASKED_FOR_WINDOWS) or self.flag("use_sliding_window")
+        return not windows.asked_for or self.flag("use_sliding_window")
 
     def _rotates(self) -> list[bool]:
         """Whether each layer rotates queries and keys."""
-        if self.model_type.startswith("exaone"):
+        if self.family.rotates == "window":
             return [not self._slides() or kind == "sliding_attention" for kind in self._kinds()]
-        if self.model_type != "smollm3":
+        if self.family.rotates == "all":
             return [True] * self.num_layers
         given = self.fields.get("no_rope_layers")  # 1: the layer rotates
         if not isinstance(given, list):
@@ -70,16 +71,17 @@ class LayerReader(FieldReader):
             raise self.refuse(f"no_rope_layers of {len(given)} layers", f"one of {self.num_layers}")
         return [bool(each) for each in given[: self.num_layers]]
 
-    def _by_kind(self, reader: RopeReader, theta: float) -> tuple[RopeConfig, ...]:
+    def _by_kind(
+        self, reader: RopeReader, theta: float, local: Callable[[FieldReader, float], float]
+    ) -> tuple[RopeConfig, ...]:
         """Those of a model whose layers with a window have another one than the others."""
         parameters = self.mapping("rope_parameters")
         by_kind = FieldReader(parameters, self.path, "")
         far, near = parameters, dict[str, Any]()
         if parameters.keys() & KINDS:
             far, near = by_kind.mapping("full_attention"), by_kind.mapping("sliding_attention")
-        local_theta = theta if self.model_type == "olmo3" else self.positive("rope_local_base_freq")
-        full, local = reader.read(far, theta), reader.read(near, local_theta)
-        return tuple(local if kind == "sliding_attention" else full for kind in self._kinds())
+        far_rope, near_rope = reader.read(far, theta), reader.read(near, local(self, theta))
+        return tuple(near_rope if kind == "sliding_attention" else far_rope for kind in self._kinds())
 
     def _kinds(self) -> list[str]:
         """The attention of each layer, sliding_attention or full_attention."""
@@ -89,16 +91,14 @@ class LayerReader(FieldReader):
                 named = shown(sorted(set(map(str, kinds))))
                 raise self.refuse(f"layer_types {named} of {layers} layers", "sliding or full attention")
             return kinds
-        model_type, pattern = self.model_type, PATTERNS.get(self.model_type, 0)
-        if model_type in ("gemma3_text", "exaone4", "exaone_moe"):
-            pattern = self.count("sliding_window_pattern")
-        if pattern:
-            return ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
-        if model_type == "smollm3":
+        windows = self.family.windows
+        period = 0 if windows is None else windows.period
+        if isinstance(period, str):
+            period = self.count(period)
+        if period:
+            return ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
+        if self.family.rotates == "listed":
             return ["full_attention" if rotates else "sliding_attention" for rotates in self._rotates()]
         first = self.whole("max_window_layers")
-        if model_type in ("qwen2", "qwen3", "dots1"):
-            return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-        if model_type == "qwen2_moe":
-            return ["full_attention" if i % 2 or i >= first else "sliding_attention" for i in range(layers)]
-        return ["sliding_attention"] * layers
+        slides = [windows is None or windows.slides(i, first) for i in range(layers)]
+        return ["sliding_attention" if each else "full_attention" for each in slides]

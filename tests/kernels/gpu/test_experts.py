@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.engine.models.load import load_model
 from common.engine.run.kernel_check import expert_checks
-from common.engine.weights.quantised_safetensors import QuantisedSafetensors
+from common.engine.weights.safetensors_weights import QuantisedSafetensors
 from kernels.backends import FOUND
 from kernels.gpu.products.experts import BLOCK_K, BLOCK_N, FEW_ROWS, MANY_ROWS, experts, rows_of_tile
 from kernels.interface.held_weight import HeldWeight

@@ -7,7 +7,7 @@ what differs in EAGLE-3 is told in `eagle3_form.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from common.engine.models.draft_heads.eagle3_form import Eagle3Form, is_eagle3, 
 from common.errors import ConfigError
 from common.model_files import HFReader, ModelConfig, ModelFiles, hash_weights, read_json, weight_files
 from common.model_files.architecture import RopeConfig
+from common.model_files.families import FAMILIES, NormPlace
 
 MTP = "mtp"
-MTP_TYPES = ("deepseek_v3", "glm4_moe")
+MTP_TYPES = tuple(family.model_type for family in FAMILIES.values() if family.mtp == "drafts")
 """Model types whose MTP layers have the form that is known here."""
+EAGLE_NORMS: Mapping[NormPlace, str] = {"before_mlp": "post_attention_layernorm"}
+"""Of the layer of an EAGLE or EAGLE-3 head."""
 EAGLE_TYPES = ("llama",)
 """Model types of an EAGLE head's layer."""
 EAGLE3_SIZES = ("num_kv_heads", "head_dim", "vocab_size")
@@ -78,7 +81,6 @@ def _eagle(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
     index, window = config.num_layers, whole.layer_windows[-1]
     layer = replace(
         own,
-        family="eagle3" if is_third else "eagle",
         num_layers=index + 1,
         layer_ropes=(own.layer_ropes[0],) * (index + 1),
         layer_windows=(window,) * (index + 1),
@@ -90,12 +92,12 @@ def _eagle(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
 
 def is_read_by_eagle(config: ModelConfig) -> bool:
     """Whether EAGLE heads read its hidden states, which they turn into logits as the model does."""
-    return config.family == "llama" and config.embedding_scale == 1.0 and has_plain_logits(config)
+    return config.family.decoder == "llama" and config.embedding_scale == 1.0 and has_plain_logits(config)
 
 
 def is_read_by_eagle3(config: ModelConfig) -> bool:
     """Whether EAGLE-3 heads read its hidden states: they are not scaled here as Granite's are, see `HFReader`."""
-    is_scaled = config.logits_divisor != 1.0 or (config.embedding_scale != 1.0 and config.family != "gemma")
+    is_scaled = config.logits_divisor != 1.0 or (config.embedding_scale != 1.0 and not config.family.embeds_by_width)
     return config.latent is None and not is_scaled
 
 

@@ -11,12 +11,11 @@ from common.engine.kv import torch_dtype
 from common.engine.models.draft_heads.draft_head import DraftHead
 from common.engine.models.draft_heads.drafting_model import DraftingModel
 from common.engine.models.draft_heads.eagle3_form import Eagle3Form
-from common.engine.models.draft_heads.eagle3_head import Eagle3Head
-from common.engine.models.draft_heads.eagle3_reader import Eagle3Reader, Eagle3Tensors
-from common.engine.models.draft_heads.head_files import MTP, HeadFiles, find_head, has_plain_logits
+from common.engine.models.draft_heads.eagle3_head import Eagle3Head, Eagle3Reader, Eagle3Tensors
+from common.engine.models.draft_heads.head_files import EAGLE_NORMS, MTP, HeadFiles, find_head, has_plain_logits
 from common.engine.models.draft_heads.merging_head import HeadWeights, MergingHead
 from common.engine.models.llama import Llama
-from common.engine.models.load import FAMILIES, effective_quantization, log_treated, open_model, reading, torch_device
+from common.engine.models.load import DECODERS, effective_quantization, log_treated, open_model, reading, torch_device
 from common.engine.models.weights import Assembler, ModelWeights
 from common.engine.weights import SafetensorsWeights
 from common.errors import ConfigError
@@ -49,7 +48,7 @@ def load_drafting_model(
     log_treated(files, assembler)
     lm_head = weights.lm_head
     assert lm_head is not None  # it was asked for
-    body = FAMILIES[config.family](config, replace(weights, lm_head=None))
+    body = DECODERS[config.family.decoder](config, replace(weights, lm_head=None))
     head = _load_head(found, assembler, weights, lm_head)
     body.keep_states(head.reads_layers)
     log.info("draft head: %s", found.name if found.weights else f"layer {config.num_layers} of the checkpoint (MTP)")
@@ -65,7 +64,8 @@ def _load_head(found: HeadFiles, served: Assembler, weights: ModelWeights, lm_he
         source, weights = SafetensorsWeights(found.weights), replace(weights, rope_factors=None)
     of_head = Assembler(found.layer, source, served.dtype, served.device, served.quantization)
     parts = _eagle(of_head, lm_head) if found.weights else _mtp(of_head, lm_head)
-    return MergingHead(FAMILIES[served.config.family](found.layer, replace(weights, layers=(parts.layer,))), parts)
+    decoder = DECODERS[served.config.family.decoder]
+    return MergingHead(decoder(found.layer, replace(weights, layers=(parts.layer,))), parts)
 
 
 def _eagle3(
@@ -115,7 +115,7 @@ def _eagle(reader: Assembler, lm_head: Linear) -> HeadWeights:
         allowed = f"an EAGLE or EAGLE-2 head, whose fc reads {2 * hidden} numbers: this one reads {width}"
         raise ConfigError("draft_head", source.label, allowed)
     return HeadWeights(
-        layer=reader.layer(reader.config.num_layers - 1, number=0),
+        layer=reader.layer(reader.config.num_layers - 1, number=0, norms=EAGLE_NORMS),
         merge=reader.linear(Linear, "", {"fc": hidden}, 2 * hidden, source.has("fc.bias")),
         embedding_norm=None,
         hidden_norm=None,

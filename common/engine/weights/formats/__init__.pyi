@@ -1,14 +1,15 @@
 """Formats of quantised checkpoints, one file each."""
 
 from common.engine.weights.formats.kv_scales import KVForm
-from common.engine.weights.formats.quantization_config import read_quantization_config
+from common.engine.weights.formats.registry import FORMATS, read_weight_format
 from common.engine.weights.formats.stored import HEAD, TABLE, StoredForm, StoredTensor
 
 __all__ = [
+    "FORMATS",
     "HEAD",
     "KVForm",
     "StoredForm",
     "StoredTensor",
     "TABLE",
-    "read_quantization_config",
+    "read_weight_format",
 ]

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Self
 
 import torch
 
-from common.engine.weights.formats.bit_fields import WORD_BITS, bit_fields
-from common.engine.weights.formats.grouped_integers import GroupedIntegers
-from common.engine.weights.formats.tensors import PACKED, SCALE_TYPES, CheckpointTensors, expect
+from common.engine.weights.formats.format import SCALE_TYPES, CheckpointTensors, ConfigReader, WeightFormat, expect
+from common.engine.weights.formats.integers import PACKED, WORD_BITS, GroupedIntegers, bit_fields, stored_words
+from common.engine.weights.formats.stored import StoredTensor
 from common.errors import ModelError
 
 BITS: Final = 4
@@ -19,8 +20,18 @@ BITS: Final = 4
 FIELD_OF_OUTPUT: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-class AWQLayout:
-    """Reads modules of one checkpoint."""
+@dataclass(frozen=True)
+class AWQ(WeightFormat):
+    """4-bit integers with zero points."""
+
+    name, methods = "awq", ("awq",)
+
+    @classmethod
+    def configured(cls, reader: ConfigReader) -> Self:
+        reader.allow("bits" if "bits" in reader.fields else "w_bit", (BITS,))
+        reader.allow("zero_point", (True,))
+        reader.allow("version", (None, "gemm", "GEMM"))
+        return cls()
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
         return tensors.has(module + PACKED)
@@ -29,13 +40,15 @@ class AWQLayout:
         return True
 
     def check(self, tensors: CheckpointTensors, module: str) -> None:
-        """ModelError where the heads of a module's tensors do not fit together."""
         columns, words = expect(tensors, module + PACKED, ("I32",)).shape
         groups = expect(tensors, f"{module}.scales", SCALE_TYPES).shape[0]
         expect(tensors, f"{module}.qzeros", ("I32",), (groups, words))
         expect(tensors, f"{module}.scales", SCALE_TYPES, (groups, words * WORD_BITS // BITS))
         if columns % groups:
             raise ModelError(f"{tensors.label}: {module} has {columns} inputs in {groups} groups, which are not whole")
+
+    def stored(self, tensors: CheckpointTensors, module: str) -> StoredTensor:
+        return stored_words(tensors, module)
 
     def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers:
         fields = bit_fields(tensors.tensor(module + PACKED), BITS, FIELD_OF_OUTPUT)

@@ -11,28 +11,57 @@ of quantising activations is not followed: the kernels quantise them in their ow
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 
-from common.engine.weights.formats.bit_fields import WORD_BITS, bit_fields, centred
-from common.engine.weights.formats.float8 import Float8Layout, ScaledFloats
+from common.engine.weights.formats.float8 import Float8, ScaledFloats
+from common.engine.weights.formats.format import SCALE_TYPES, CheckpointTensors, ConfigReader, WeightFormat, expect
 from common.engine.weights.formats.gptq import activation_order
-from common.engine.weights.formats.grouped_integers import GroupedIntegers
-from common.engine.weights.formats.quantization_config import BITS
-from common.engine.weights.formats.tensors import SCALE_TYPES, CheckpointTensors, expect
+from common.engine.weights.formats.integers import BITS, WORD_BITS, GroupedIntegers, bit_fields, centred
+from common.engine.weights.formats.stored import KERNEL_GROUP, StoredForm, StoredTensor, bytes_of
 from common.errors import ModelError
 
 PACKED, INT8 = "weight_packed", "I8"
 ZERO_TYPES: Final = ("I32", "I8")
 
+FORMATS: Final = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense"),
+)
+INT_STRATEGIES: Final = ("tensor", "channel", "group")
+FLOAT_STRATEGIES: Final = ("tensor", "channel", "block")
 
-class CompressedLayout:
-    """Reads modules of one checkpoint, each by its tensors: a checkpoint may mix formats."""
 
-    def __init__(self, block: tuple[int, int] | None) -> None:
-        self.float8 = Float8Layout(block)
+@dataclass(frozen=True)
+class CompressedTensors(WeightFormat):
+    """Reads each module by its tensors: a checkpoint may mix formats. `block`: as of `Float8`."""
+
+    name, methods = "compressed-tensors", ("compressed-tensors",)
+    block: tuple[int, int] | None = None
+
+    @property
+    def float8(self) -> Float8:
+        return Float8(self.block)
+
+    @classmethod
+    def configured(cls, reader: ConfigReader) -> Self:
+        reader.allow("format", (None, *FORMATS))
+        sparsity = reader.object_at("sparsity_config")
+        if sparsity.get("format", "dense") != "dense":
+            raise reader.refusal("sparsity_config.format", sparsity["format"], ("dense",))
+        if transforms := reader.object_at("transform_config").get("config_groups"):
+            named = list(transforms) if isinstance(transforms, dict) else transforms
+            raise reader.refusal("transform_config.config_groups", named, ("none",))
+        groups = reader.fields.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise reader.refusal("config_groups", groups, ("an object with a group of weights at least",))
+        blocks = {_group_block(reader, f"config_groups.{name}", group) for name, group in groups.items()} - {None}
+        if len(blocks) > 1:
+            raise reader.refusal("block_structure", sorted(blocks, key=str), ("one for all groups",))
+        return cls(block=blocks.pop() if blocks else None)
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
         if tensors.has(f"{module}.{PACKED}") or self.float8.holds(tensors, module):
@@ -43,7 +72,6 @@ class CompressedLayout:
         return not self.float8.holds(tensors, module)
 
     def check(self, tensors: CheckpointTensors, module: str) -> None:
-        """ModelError where the heads of a module's tensors do not fit together."""
         if self.float8.holds(tensors, module):
             return self.float8.check(tensors, module)
         if tensors.has(f"{module}.{PACKED}"):
@@ -63,6 +91,18 @@ class CompressedLayout:
             if expect(tensors, f"{module}.weight_zero_point", ZERO_TYPES).dtype == "I32":
                 expect(tensors, f"{module}.weight_zero_point", ZERO_TYPES, (packed_rows, groups))
         return None
+
+    def stored(self, tensors: CheckpointTensors, module: str) -> StoredTensor:
+        if self.float8.holds(tensors, module):
+            return self.float8.stored(tensors, module)
+        name = f"{module}.weight"
+        if tensors.has(f"{module}.{PACKED}"):
+            head = tensors.head(f"{module}.{PACKED}")
+            rows, columns = tensors.tensor(f"{module}.weight_shape").tolist()
+            bits = 8 if head.shape[1] * WORD_BITS >= columns * 8 else 4
+            return StoredTensor(name, bytes_of(head), rows * columns, bits, StoredForm.INTEGERS, KERNEL_GROUP)
+        head = tensors.head(name)
+        return StoredTensor(name, bytes_of(head), math.prod(head.shape), 8, StoredForm.INTEGERS, KERNEL_GROUP)
 
     def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers | ScaledFloats:
         if self.float8.holds(tensors, module):
@@ -113,3 +153,17 @@ class CompressedLayout:
         if values.dim() < 2 or values.shape[0] == 1:
             values = values.reshape(-1, 1)
         return values.expand(rows, -1).contiguous()
+
+
+def _group_block(reader: ConfigReader, name: str, group: Any) -> tuple[int, int] | None:
+    """Checks a group of modules; returns the block of its scales, if they have one."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise reader.refusal(f"{name}.weights", weights, ("an object",))
+    inner = reader.of(f"{name}.weights", weights)
+    if group.get("format") is not None:
+        reader.of(name, group).allow("format", FORMATS)
+    kind = inner.allow("type", ("int", "float"))
+    inner.allow("num_bits", BITS if kind == "int" else (8,))
+    strategy = inner.allow("strategy", INT_STRATEGIES if kind == "int" else FLOAT_STRATEGIES)
+    return inner.block("block_structure", weights.get("block_structure")) if strategy == "block" else None

@@ -6,13 +6,15 @@ scales `weight_scale`. Scales of activations (`input_scale`) are not used: activ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
-from common.engine.weights.formats.tensors import CheckpointTensors, expect
+from common.engine.weights.formats.format import CheckpointTensors, ConfigReader, WeightFormat, expect
+from common.engine.weights.formats.stored import StoredForm, StoredTensor, bytes_of
 from kernels import QuantisedWeight
 
 WEIGHT_TYPE: Final = "F8_E4M3"
@@ -44,11 +46,18 @@ class ScaledFloats:
         return QuantisedWeight(8, group, self.numbers.view(torch.uint8), scale, None)
 
 
-class Float8Layout:
-    """Reads modules of one checkpoint. `block`: outputs and inputs that share a scale, None for whole outputs."""
+@dataclass(frozen=True)
+class Float8(WeightFormat):
+    """`block`: outputs and inputs that share a scale, None for whole outputs."""
 
-    def __init__(self, block: tuple[int, int] | None) -> None:
-        self.block = block
+    name, methods = "fp8", ("fp8", "fbgemm_fp8")
+    block: tuple[int, int] | None = None
+
+    @classmethod
+    def configured(cls, reader: ConfigReader) -> Self:
+        reader.allow("fmt", (None, "e4m3", "float8_e4m3fn"))
+        block = reader.fields.get("weight_block_size")
+        return cls() if block is None else cls(reader.block("weight_block_size", block))
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
         return tensors.has(f"{module}.weight") and tensors.head(f"{module}.weight").dtype == WEIGHT_TYPE
@@ -57,12 +66,16 @@ class Float8Layout:
         return False
 
     def check(self, tensors: CheckpointTensors, module: str) -> None:
-        """ModelError where the heads of a module's tensors do not fit together."""
         rows, columns = expect(tensors, f"{module}.weight", (WEIGHT_TYPE,)).shape
         shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (rows,), (rows, 1)]
         if self.block is not None:
             shapes.append(grid(rows, columns, self.block))
         expect(tensors, self._scale(tensors, module), SCALE_TYPES, *shapes, why=f"a matrix of {rows} x {columns}")
+
+    def stored(self, tensors: CheckpointTensors, module: str) -> StoredTensor:
+        name = f"{module}.weight"
+        head = tensors.head(name)
+        return StoredTensor(name, bytes_of(head), math.prod(head.shape), 8, StoredForm.SMALL_FLOATS)
 
     def read(self, tensors: CheckpointTensors, module: str) -> ScaledFloats:
         scale = tensors.tensor(self._scale(tensors, module)).float()

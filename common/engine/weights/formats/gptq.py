@@ -6,20 +6,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 
-from common.engine.weights.formats.bit_fields import WORD_BITS, bit_fields, centred
-from common.engine.weights.formats.grouped_integers import GroupedIntegers
-from common.engine.weights.formats.quantization_config import BITS
-from common.engine.weights.formats.tensors import PACKED, SCALE_TYPES, CheckpointTensors, expect
+from common.engine.weights.formats.format import SCALE_TYPES, CheckpointTensors, ConfigReader, WeightFormat, expect
+from common.engine.weights.formats.integers import (
+    BITS,
+    PACKED,
+    WORD_BITS,
+    GroupedIntegers,
+    bit_fields,
+    centred,
+    stored_words,
+)
+from common.engine.weights.formats.stored import StoredTensor
 from common.errors import ModelError
 
 
-class GPTQLayout:
-    """Reads modules of one checkpoint. `zero_shift` is added to stored zero points."""
+@dataclass(frozen=True)
+class GPTQ(WeightFormat):
+    """`zero_shift` is added to stored zero points."""
 
-    def __init__(self, zero_shift: int) -> None:
-        self.zero_shift = zero_shift
+    name, methods = "gptq", ("gptq",)
+    zero_shift: int = 0
+
+    @classmethod
+    def configured(cls, reader: ConfigReader) -> Self:
+        reader.allow("bits", BITS)
+        reader.allow("pack_dtype", (None, "int32"))
+        reader.allow("is_marlin_format", (None, False))
+        layout = reader.allow("checkpoint_format", (None, "", "gptq", "gptq_v2"))
+        return cls(zero_shift=0 if layout == "gptq_v2" else 1)
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
         return tensors.has(module + PACKED)
@@ -28,8 +47,10 @@ class GPTQLayout:
         return True
 
     def check(self, tensors: CheckpointTensors, module: str) -> None:
-        """ModelError where the heads of a module's tensors do not fit together."""
         self._bits(tensors, module)
+
+    def stored(self, tensors: CheckpointTensors, module: str) -> StoredTensor:
+        return stored_words(tensors, module)
 
     def read(self, tensors: CheckpointTensors, module: str) -> GroupedIntegers:
         bits, columns = self._bits(tensors, module)

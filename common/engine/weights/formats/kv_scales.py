@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
 from common.engine.kv import SMALL_DTYPES
-from common.engine.weights.formats.quantization_config import read_kv_scheme
+from common.engine.weights.formats.format import quantization_fields
 from common.errors import ModelError
 from kernels import UNSCALED, KVScales
 
@@ -33,6 +33,22 @@ NAMES: Final = (
 )
 """Of a layer's scales, behind `self_attn.`: the first pair of which a file has any is read."""
 REMEDY: Final = "fetch the model again, or give --kv-cache-dtype native"
+
+KV_SCHEME: Final[Mapping[str, Sequence[Any]]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("tensor", None),
+    "dynamic": (False, None),
+    "symmetric": (True, None),
+}
+"""What is read of a `kv_cache_scheme`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVScheme:
+    """How a checkpoint wants keys and values cached: in fp8 with a scale a layer for each, or by what is `unread`."""
+
+    unread: str = ""
 
 
 class ScaleSource(Protocol):
@@ -84,6 +100,16 @@ class KVForm:
         if not self.scales:
             return self
         return KVForm(self.dtype, (*self.scales, *(UNSCALED,) * (num_layers - len(self.scales)))[:num_layers])
+
+
+def read_kv_scheme(path: Path) -> KVScheme | None:
+    """The `kv_cache_scheme` of a config.json; None where it has none. The word of old files of AutoFP8 is none."""
+    _, fields = quantization_fields(path)
+    scheme = fields.get("kv_cache_scheme") if isinstance(fields, dict) else None
+    if not isinstance(scheme, dict):
+        return None
+    others = (f"{name} {scheme.get(name)!r}" for name, read in KV_SCHEME.items() if scheme.get(name) not in read)
+    return KVScheme(next(others, ""))
 
 
 def read_kv_scales(source: ScaleSource, num_layers: int, *, required: bool = False) -> tuple[KVScales, ...]:

@@ -7,12 +7,13 @@ in / 32], the exponent plus 127 (OCP Microscaling Formats, version 1.0).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
-from common.engine.weights.formats.tensors import CheckpointTensors, expect
+from common.engine.weights.formats.format import CheckpointTensors, ConfigReader, WeightFormat, expect
+from common.engine.weights.formats.stored import StoredForm, StoredTensor, bytes_of
 from kernels import QuantisedWeight
 
 MXFP4_GROUP: Final = 32
@@ -46,8 +47,18 @@ def microscaled(codes: Tensor, exponents: Tensor) -> QuantisedWeight:
     )  # bfloat16 has all powers of two that these can be
 
 
-class MXFP4Layout:
-    """Reads tensors of one checkpoint, stacks of experts' matrices: [experts, out, in]."""
+@dataclass(frozen=True)
+class MXFP4(WeightFormat):
+    """A "module" is a stack of experts' matrices, [experts, out, in], whose name has no suffix."""
+
+    name, methods = "mxfp4", ("mxfp4",)
+
+    @classmethod
+    def configured(cls, reader: ConfigReader) -> Self:
+        return cls()
+
+    def module(self, name: str) -> str:
+        return name.removesuffix("_blocks")
 
     def holds(self, tensors: CheckpointTensors, module: str) -> bool:
         return tensors.has(f"{module}_blocks")
@@ -56,10 +67,13 @@ class MXFP4Layout:
         return False
 
     def check(self, tensors: CheckpointTensors, module: str) -> None:
-        """ModelError where the heads of a tensor's parts do not fit together."""
         blocks = expect(tensors, f"{module}_blocks", ("U8",)).shape
         expect(tensors, f"{module}_blocks", ("U8",), (*blocks[:-1], MXFP4_GROUP // 2))
         expect(tensors, f"{module}_scales", ("U8",), blocks[:-1])
+
+    def stored(self, tensors: CheckpointTensors, module: str) -> StoredTensor:
+        head = tensors.head(f"{module}_blocks")
+        return StoredTensor(module, bytes_of(head), 2 * bytes_of(head), 4, StoredForm.SMALL_FLOATS)
 
     def read(self, tensors: CheckpointTensors, module: str) -> MicroscaledFloats:
         return MicroscaledFloats(tensors.tensor(f"{module}_blocks"), tensors.tensor(f"{module}_scales"))

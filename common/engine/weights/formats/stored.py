@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from common.engine.weights.formats.bit_fields import WORD_BITS
-from common.engine.weights.formats.tensors import PACKED, CheckpointTensors, TensorHead
-
 ITEM_BYTES: Final = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -24,6 +21,14 @@ COPIES: Final = ("embed_tokens.weight", "shared_head.head.weight")
 """In MTP layers, of what the model has."""
 KERNEL_GROUP: Final = 64
 """Weights that share a scale at most, where kernels multiply integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """Type, by safetensors' name, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class StoredForm(StrEnum):
@@ -77,25 +82,3 @@ def plain_tensor(name: str, head: TensorHead) -> StoredTensor:
     count, bits = math.prod(head.shape), 8 * ITEM_BYTES.get(head.dtype, 1)
     dtype = {"F32": "float32", "BF16": "bfloat16"}.get(head.dtype, "")
     return StoredTensor(name, bytes_of(head), count, bits, dtype=dtype, is_matrix=len(head.shape) > 1)
-
-
-def module_tensor(tensors: CheckpointTensors, module: str) -> StoredTensor:
-    """A quantised module by its largest part; scales are left out."""
-    name = f"{module}.weight"
-    if tensors.has(module + PACKED):  # AWQ and GPTQ
-        head, outputs = tensors.head(module + PACKED), tensors.head(f"{module}.scales").shape[1]
-        bits = tensors.head(f"{module}.qzeros").shape[1] * WORD_BITS // outputs
-        count = math.prod(head.shape) * WORD_BITS // bits
-        return StoredTensor(name, bytes_of(head), count, bits, StoredForm.INTEGERS, KERNEL_GROUP)
-    if tensors.has(f"{module}.weight_packed"):
-        head = tensors.head(f"{module}.weight_packed")
-        rows, columns = tensors.tensor(f"{module}.weight_shape").tolist()
-        bits = 8 if head.shape[1] * WORD_BITS >= columns * 8 else 4
-        return StoredTensor(name, bytes_of(head), rows * columns, bits, StoredForm.INTEGERS, KERNEL_GROUP)
-    if tensors.has(f"{module}_blocks"):  # MXFP4
-        head = tensors.head(f"{module}_blocks")
-        return StoredTensor(module, bytes_of(head), 2 * bytes_of(head), 4, StoredForm.SMALL_FLOATS)
-    head = tensors.head(name)
-    form = StoredForm.INTEGERS if head.dtype == "I8" else StoredForm.SMALL_FLOATS
-    group = KERNEL_GROUP if form is StoredForm.INTEGERS else 0
-    return StoredTensor(name, bytes_of(head), math.prod(head.shape), 8, form, group)

@@ -147,7 +147,9 @@ def test_gemma3_rope_in_both_layouts(tmp_path: Path, layout: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(base | (old if layout == "old" else new)))
     config = from_hf(path)
-    assert config.layer_windows == (32, 32, 32, 32, 32, 0) and config.tie_embeddings and config.family == "gemma"
+    assert (
+        config.layer_windows == (32, 32, 32, 32, 32, 0) and config.tie_embeddings and config.family.decoder == "gemma"
+    )
     assert [rope.theta for rope in config.layer_ropes] == [2e4] * 5 + [5e5]
     assert [rope.factor for rope in config.layer_ropes] == [1.0] * 5 + [8.0]
 

@@ -14,19 +14,20 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 
 from common.engine.models.load import load_model
-from common.engine.weights.formats.quantization_config import read_kv_scheme, read_quantization_config
+from common.engine.weights.formats.kv_scales import read_kv_scheme
+from common.engine.weights.formats.registry import read_weight_format
 from common.errors import ModelError
-from common.model_files.architecture.families import HF_FAMILIES
 from common.model_files.config import from_hf
+from common.model_files.families import FAMILIES
 from common.model_files.resolve import resolve_model
 from common.model_files.task import served_task
 from common.model_files.template import ChatTemplate
 from common.model_files.tiny import make_tiny_model
 from kernels import prepare
 
+from ...model_files.test_config import published
 from .generation import random_checkpoint
 from .gguf_checkpoint import write_gguf
-from .test_config_defaults import published
 
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 3, 1.5, 2**31, 10**400, float("nan"), float("inf")),
@@ -70,7 +71,7 @@ def refused(folder: Path, *uses: Callable[[], object], what: str) -> int:
 
 
 @pytest.mark.slow_except("qwen3")
-@pytest.mark.parametrize("model_type", HF_FAMILIES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_wrong_values_in_a_configuration(tmp_path: Path, model_type: str) -> None:
     _, fields, *_ = published(model_type)
     path, count = tmp_path / "config.json", 0
@@ -85,7 +86,7 @@ def test_wrong_values_in_a_quantization_config(tmp_path: Path, method: str) -> N
     path, count = tmp_path / "config.json", 0
     for what, document in changed({"model_type": "llama", "quantization_config": QUANTISED[method]}):
         path.write_text(json.dumps(document))
-        count += refused(tmp_path, lambda: read_quantization_config(path), lambda: read_kv_scheme(path), what=what)
+        count += refused(tmp_path, lambda: read_weight_format(path), lambda: read_kv_scheme(path), what=what)
     assert count > 10
 
 

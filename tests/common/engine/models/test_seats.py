@@ -26,7 +26,7 @@ VOCAB, SIZE, NUM_BLOCKS, NUM_SEATS, LONGEST = 97, 4, 40, 6, 64
 
 def config_of(window: int = 0) -> ModelConfig:
     return ModelConfig(
-        family="llama", model_type="llama", num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, hidden_size=16,
+        model_type="llama", num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, hidden_size=16,
         intermediate_size=16, vocab_size=VOCAB, max_model_len=LONGEST, rms_norm_eps=1e-5, layer_windows=(window,),
         layer_ropes=(RopeConfig(10_000.0),), attention_scale=0.25,
     )  # fmt: skip

@@ -38,7 +38,7 @@ class Model:
 
     def __init__(self) -> None:
         self.config = ModelConfig(
-            family="llama", model_type="llama", num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, hidden_size=16,
+            model_type="llama", num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, hidden_size=16,
             intermediate_size=16, vocab_size=VOCAB, max_model_len=LONGEST, rms_norm_eps=1e-5, layer_windows=(0,),
             layer_ropes=(RopeConfig(10_000.0),), attention_scale=0.25,
         )  # fmt: skip

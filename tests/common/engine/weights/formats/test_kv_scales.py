@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from common.engine.models.load import kv_form, load_model, open_model
-from common.engine.weights.formats.kv_scales import NAMES, KVForm
-from common.engine.weights.formats.quantization_config import KVScheme, read_kv_scheme, read_quantization_config
+from common.engine.weights.formats.kv_scales import NAMES, KVForm, KVScheme, read_kv_scheme
+from common.engine.weights.formats.registry import read_weight_format
 from common.errors import ModelError
 from kernels import UNSCALED, KVScales
 
@@ -65,7 +65,7 @@ def test_a_scheme_is_for_quantised_weights_as_well(tiny_folder: Path, tmp_path: 
 
 def test_a_scheme_alone_leaves_weights_in_floats(tiny_folder: Path, tmp_path: Path) -> None:
     folder = with_kv_scales(tiny_folder, tmp_path / "scaled", scale_tensors(SCALES))
-    assert read_quantization_config(folder / "config.json") is None
+    assert read_weight_format(folder / "config.json") is None
     assert not open_model(files_of(folder))[1].has_quantised
     assert read_kv_scheme(folder / "config.json") == KVScheme()
     assert read_kv_scheme(tiny_folder / "config.json") is None

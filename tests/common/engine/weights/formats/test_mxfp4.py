@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from common.engine.weights.formats.quantization_config import CheckpointLayout, QuantizationConfig
-from common.engine.weights.quantised_safetensors import QuantisedSafetensors
+from common.engine.weights.formats.mxfp4 import MXFP4
+from common.engine.weights.safetensors_weights import QuantisedSafetensors
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -31,7 +31,7 @@ def test_experts_are_what_their_blocks_stand_for(tmp_path: Path) -> None:
     router = torch.randn(2, 96)
     tensors = {f"{EXPERTS}_blocks": torch.from_numpy(blocks), f"{EXPERTS}_scales": torch.from_numpy(scales)}
     save_file(tensors | {"model.layers.0.mlp.router.weight": router}, path)
-    weights = QuantisedSafetensors([path], QuantizationConfig(CheckpointLayout.MXFP4))
+    weights = QuantisedSafetensors([path], MXFP4())
     assert weights.has(EXPERTS) and weights.is_quantised(EXPERTS) and weights.read_quantised(EXPERTS) is None
     assert torch.equal(weights.read(EXPERTS), torch.from_numpy(expected).float())
     assert torch.equal(weights.read("model.layers.0.mlp.router.weight"), router)

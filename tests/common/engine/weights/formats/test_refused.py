@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.engine.models.load import open_model
-from common.engine.weights.formats.quantization_config import (
-    CheckpointLayout,
-    QuantizationConfig,
-    read_quantization_config,
-)
+from common.engine.weights.formats.compressed_tensors import CompressedTensors
+from common.engine.weights.formats.format import WeightFormat
+from common.engine.weights.formats.gptq import GPTQ
+from common.engine.weights.formats.registry import read_weight_format
 from common.errors import ModelError
 
 from ...models.generation import files_of
@@ -55,19 +54,17 @@ def test_a_configuration_is_refused(tmp_path: Path, name: str) -> None:
         configured(tmp_path, fields)
 
 
-def configured(folder: Path, fields: dict[str, Any], key: str = "quantization_config") -> QuantizationConfig | None:
+def configured(folder: Path, fields: dict[str, Any], key: str = "quantization_config") -> WeightFormat | None:
     (folder / "config.json").write_text(json.dumps({key: fields}))
-    return read_quantization_config(folder / "config.json")
+    return read_weight_format(folder / "config.json")
 
 
 def test_configurations_are_understood_wherever_they_stand(tmp_path: Path) -> None:
     old = {name: value for name, value in compressed("pack-quantized", **INT4).items() if name != "quant_method"}
-    assert configured(tmp_path, old, "compression_config") == QuantizationConfig(CheckpointLayout.COMPRESSED)
-    assert configured(tmp_path, {"quantization_config": gptq_config(4, 128)}, "text_config") == QuantizationConfig(
-        CheckpointLayout.GPTQ, zero_shift=1
-    )
+    assert configured(tmp_path, old, "compression_config") == CompressedTensors()
+    assert configured(tmp_path, {"quantization_config": gptq_config(4, 128)}, "text_config") == GPTQ(zero_shift=1)
     blocks = compressed("float-quantized", **FP8, strategy="block", block_structure=[128, 64])
-    assert configured(tmp_path, blocks) == QuantizationConfig(CheckpointLayout.COMPRESSED, block=(128, 64))
+    assert configured(tmp_path, blocks) == CompressedTensors(block=(128, 64))
     assert configured(tmp_path, {}) is None
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from common.errors import ModelError
-from common.model_files.architecture.families import DEFAULTS, HF_FAMILIES, WRAPPERS
 from common.model_files.config import ModelConfig, from_hf
+from common.model_files.families import FAMILIES, WRAPPERS
 
-from ....families import CASES
-from .generation import SIZES
+from ...families import CASES
+from ..engine.models.generation import SIZES
 
 OF_OTHER_NAME = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not have, and the one whose configuration they share."""
@@ -71,7 +71,7 @@ def without_one(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.slow_except("qwen3", "gpt_oss")
-@pytest.mark.parametrize("model_type", HF_FAMILIES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_field_that_is_left_out_or_null_means_what_transformers_makes_of_it(tmp_path: Path, model_type: str) -> None:
     compared = 0
     least, first, *others = published(model_type)
@@ -137,8 +137,3 @@ def test_gemma_3_as_published_names_neither_vocabulary_nor_context(tmp_path: Pat
     assert (config.vocab_size, config.max_model_len) == (262208, 131072)
     assert config.num_heads == GEMMA3[size].get("num_attention_heads", 8)
     assert config.layer_windows[:6] == (1024,) * 5 + (0,) and config.layer_ropes[5].factor == 8.0
-
-
-def test_every_model_type_has_defaults() -> None:
-    assert DEFAULTS.keys() == HF_FAMILIES.keys()
-    assert {*WRAPPERS.values()} <= HF_FAMILIES.keys()

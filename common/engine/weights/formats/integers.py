@@ -1,15 +1,25 @@
-"""A matrix of small integers with a scale, and perhaps a zero point, for every group of inputs."""
+"""Matrices of small integers with a scale, and perhaps a zero point, for every group of inputs; and packed integers."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from common.engine.weights.formats.format import CheckpointTensors
+from common.engine.weights.formats.stored import KERNEL_GROUP, StoredForm, StoredTensor, bytes_of
 from kernels import QuantisedWeight
 
+BITS: Final = (4, 8)
+"""Of the integers that GPTQ and compressed-tensors write, and the kernels read."""
+PACKED: Final = ".qweight"
+"""Ends the name of a tensor of words of AWQ and of GPTQ."""
+WORD_BITS: Final = 32
+"""Of the int32 that every tool packs into."""
 KERNEL_GROUPS: Final = (64, 32)
 """Inputs that share a scale in the kernels' formats, which quantise the inputs of a product by the same groups."""
 HALF_ROUNDING: Final = 2.0**-10
@@ -74,3 +84,27 @@ def _repeated(values: Tensor, times: int) -> Tensor:
 
 def _fits_half(values: Tensor) -> bool:
     return bool(((values.half().float() - values).abs() <= HALF_ROUNDING * values.abs()).all())
+
+
+def bit_fields(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """int32 [rows, words] to uint8 [rows, words * 32 / bits], 0 .. 2^bits - 1.
+
+    Field `order[i]` of a word, counted from its lowest bits, is the i-th integer; without an order field i is.
+    """
+    count = WORD_BITS // bits
+    shifts = torch.tensor(order or range(count), dtype=torch.int32) * bits
+    fields = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return fields.to(torch.uint8).view(words.shape[0], -1)
+
+
+def centred(fields: Tensor) -> Tensor:
+    """uint8 as int8, 128 less."""
+    return (fields ^ 128).view(torch.int8)
+
+
+def stored_words(tensors: CheckpointTensors, module: str) -> StoredTensor:
+    """A module of AWQ or GPTQ, whose bits follow from the shape of its zero points."""
+    head, outputs = tensors.head(module + PACKED), tensors.head(f"{module}.scales").shape[1]
+    bits = tensors.head(f"{module}.qzeros").shape[1] * WORD_BITS // outputs
+    count = math.prod(head.shape) * WORD_BITS // bits
+    return StoredTensor(f"{module}.weight", bytes_of(head), count, bits, StoredForm.INTEGERS, KERNEL_GROUP)

@@ -15,7 +15,7 @@ from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.model_files.task import GENERATES, ServedTask, served_task
 
-from ....pooling_models import MODULES, write_modules
+from ...pooling_models import MODULES, write_modules
 
 Change = Callable[[Path], object]
 WIDTH = 64

@@ -1,0 +1,7 @@
+"""Facts about model families, one file per maker, and the registry of all of them. No torch."""
+
+from __future__ import annotations
+
+from common.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
