@@ -168,8 +168,14 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.fixture(scope="session")
 def forge(request: pytest.FixtureRequest) -> Iterator[None]:
     """Stacks fork their workers and routers from processes that have imported what these need."""
-    with forged_processes(getattr(request.config, "workerinput", {}).get("forges", "")):
+    if (given := getattr(request.config, "workerinput", None)) is not None:
+        with forged_processes(given["forges"]):
+            yield
+        return
+    own = SharedForges()
+    with forged_processes(own.folder):
         yield
+    own.close()
 
 
 @pytest.fixture
