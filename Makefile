@@ -32,7 +32,7 @@ help:
 	@echo "make gpu        what a GPU node can tell, in ten minutes, into a folder (OUT=build/gpu ARGS='--parts first'; --help)"
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"
-	@echo "make test-all   lint and every test that this machine can run"
+	@echo "make test-all   lint and every test that this machine can run, but for make clients"
 	@echo "make clients    every client of docs/compatibility.md, in environments of their own (ARGS='-k aider')"
 	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
 	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
@@ -114,7 +114,7 @@ test: lint
 
 # Storms and chips come last and alone: they are about what happens while nothing else takes the cores.
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 -m "not chaos and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --longest-first --durations=30 -m "not chaos and not gpu and not clients" $(ARGS)
 	$(BIN)/pytest -m "chaos or gpu" $(ARGS)
 
 clients: $(VENV)/.dev

@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,16 +58,41 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
 
 
+def case_of(item: pytest.Item) -> str:
+    """The id of a test's parameters; "" without parameters."""
+    return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+
+
+def is_case(case: str, name: str) -> bool:
+    return case == name or (name.endswith("*") and case.startswith(name[:-1]))
+
+
 def is_slow_case(item: pytest.Item) -> bool:
     """Whether `slow_cases` or `slow_except` selects the parameters of a test."""
-    case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    case = case_of(item)
 
     def is_named(marker: pytest.Mark) -> bool:
-        return any(case == name or (name.endswith("*") and case.startswith(name[:-1])) for name in marker.args)
+        return any(is_case(case, name) for name in marker.args)
 
     return any(is_named(marker) for marker in item.iter_markers("slow_cases")) or any(
         not is_named(marker) for marker in item.iter_markers("slow_except")
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Fail to collect a test whose `slow_cases` or `slow_except` names parameters that do not exist."""
+    made = yield
+    items = [item for item in made if isinstance(item, pytest.Function)] if isinstance(made, list) else []
+    cases = [case_of(item) for item in items]
+    for marker in items[0].own_markers if items else ():
+        if marker.name in ("slow_cases", "slow_except"):
+            absent = [name for name in marker.args if not any(is_case(case, name) for case in cases)]
+            if absent:
+                raise pytest.Collector.CollectError(
+                    f"{items[0].originalname}: {marker.name} names {absent}, which are not among its ids: {cases}"
+                )
+    return made
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -143,8 +168,14 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.fixture(scope="session")
 def forge(request: pytest.FixtureRequest) -> Iterator[None]:
     """Stacks fork their workers and routers from processes that have imported what these need."""
-    with forged_processes(getattr(request.config, "workerinput", {}).get("forges", "")):
+    if (given := getattr(request.config, "workerinput", None)) is not None:
+        with forged_processes(given["forges"]):
+            yield
+        return
+    own = SharedForges()
+    with forged_processes(own.folder):
         yield
+    own.close()
 
 
 @pytest.fixture

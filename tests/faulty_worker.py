@@ -2,6 +2,7 @@
 
     hang=FILE             once FILE exists, the next step never ends; if FILE contains "0.3", each step takes 0.3 s
                           longer, and with "0.3 a token" 0.3 s longer for each of its tokens
+    longest-step=SECONDS  how long a step of which nothing is known may take, instead of a minute
     slow-start=FILE       while FILE exists, the event loop blocks before the engine starts
     slow-vocabulary=FILE  the vocabulary of grammars is built only once FILE exists
     poison=IDS            the worker kills itself if a prompt starts with these token ids, separated by commas
@@ -40,6 +41,12 @@ def hang(value: str) -> None:
         return run(self, *arguments)
 
     ModelRunner.run = run_or_hang  # type: ignore[method-assign]
+
+
+def longest_step(value: str) -> None:
+    from common.engine.worker import step_times
+
+    step_times.LONGEST_S = float(value)  # type: ignore[misc]
 
 
 def slow_start(value: str) -> None:
@@ -101,6 +108,7 @@ def cuda(_: str) -> None:
 
 FAULTS = {
     "hang": hang,
+    "longest-step": longest_step,
     "slow-start": slow_start,
     "slow-vocabulary": slow_vocabulary,
     "poison": poison,

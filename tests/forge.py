@@ -8,8 +8,8 @@ another form, is started as ever.
     Forge ── {"argv", "env", "log"} ──> the process of this file ── fork ──> worker
           <── pid, then its exit status when asked
 
-Where tests run side by side, all their processes connect to the same two of this file (`SharedForges`), which import
-once and fork a process for each of them that forks on.
+All processes of a test run connect to the same two of this file (`SharedForges`), which import once and fork a process
+for each connection, which forks on.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ POLL_S = 0.01
 
 
 @contextlib.contextmanager
-def forged_processes(shared: str = "") -> Iterator[None]:
-    """Within it every stack forks its workers and routers. `shared` is the folder of `SharedForges`, "" without."""
+def forged_processes(folder: str) -> Iterator[None]:
+    """Within it every stack forks its workers and routers. `folder` is that of `SharedForges`."""
     from benchmarks.stack import StackProcess
 
-    forges, before = (Forge("workers", shared), Forge("routers", shared)), StackProcess.spawn
+    forges, before = (Forge("workers", folder), Forge("routers", folder)), StackProcess.spawn
 
     def spawn(command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
         environment = dict(os.environ if env is None else env)
@@ -87,7 +87,7 @@ class SharedForges:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(Path(self.folder, kind)))
             listener.listen()
-            command = [*PLAIN[:2], str(Path(__file__)), kind, str(listener.fileno()), "shared"]
+            command = [*PLAIN[:2], str(Path(__file__)), kind, str(listener.fileno())]
             return subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
 
     def close(self) -> None:
@@ -98,12 +98,11 @@ class SharedForges:
 
 
 class Forge:
-    """Starts processes of one kind, "workers" or "routers", from a process that the first of them starts."""
+    """Starts processes of one kind, "workers" or "routers"; connects to the process that forks them when first used."""
 
-    def __init__(self, kind: str, shared: str = "") -> None:
-        self._kind, self._shared, self._lock = kind, shared, threading.Lock()
+    def __init__(self, kind: str, folder: str) -> None:
+        self._kind, self._path, self._lock = kind, Path(folder, kind), threading.Lock()
         self._socket: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
 
     def makes(self, command: Sequence[str], environment: dict[str, str]) -> bool:
         """Whether it can start this, and a fork would be the same."""
@@ -119,8 +118,10 @@ class Forge:
         """One question and its answer. Raises OSError when the forge has ended, TimeoutError when it hangs."""
         with self._lock:
             if self._socket is None:
-                self._start()
-            assert self._socket is not None
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._socket.connect(str(self._path))
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+                self._socket.settimeout(ANSWER_S)
             self._socket.send(json.dumps(order).encode())
             answer = self._socket.recv(MAX_MESSAGE_BYTES)
         if not answer:
@@ -128,25 +129,10 @@ class Forge:
         return int(json.loads(answer))
 
     def close(self) -> None:
-        """End the process that forks; what it forked ends with it."""
+        """End the process at the other end, and with it what it forked."""
         if self._socket is not None:
             self._socket.close()
-        if self._process is not None:
-            self._process.wait(ANSWER_S)
-        self._socket = self._process = None
-
-    def _start(self) -> None:
-        if self._shared:
-            ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.connect(str(Path(self._shared, self._kind)))
-        else:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [*PLAIN[:2], str(Path(__file__)), self._kind, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-            theirs.close()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
-        ours.settimeout(ANSWER_S)
-        self._socket = ours
+        self._socket = None
 
 
 class Forked:
@@ -275,11 +261,6 @@ def _become(order: dict[str, Any], orders: socket.socket) -> NoReturn:
 
 
 if __name__ == "__main__":
-    kind, descriptor, *shared = sys.argv[1:]
-    given = socket.socket(fileno=int(descriptor))
-    if shared:
-        accept(kind, given)
-    else:
-        import_all(kind)
-        serve(given)
+    kind, descriptor = sys.argv[1:]
+    accept(kind, socket.socket(fileno=int(descriptor)))
     os._exit(0)  # to take torch apart would take a second or two

@@ -53,7 +53,7 @@ class Program(ChildProcess):
             time.sleep(POLL_S)
 
 
-def wait_until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+def wait_until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
     """Poll a condition. Fails with `what` after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while not true():
@@ -103,7 +103,7 @@ def samples(worker: StackProcess, name: str, label: str = "") -> list[float]:
     return [
         float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
-        if line.startswith((f"{name}{{", f"{name} ", f"{name}_total{{")) and label in line
+        if line.startswith((f"{name}{{", f"{name} ", f"{name}_total{{", f"{name}_total ")) and label in line
     ]
 
 

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.stack import StackProcess
 
-from .storm import Load
 from .streams import Client, answers, plan
+from .test_storm import Load
 from .watch import counter, settle
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(0)]

@@ -309,22 +309,17 @@ async def suffer(rig: Rig, kind: type[Message], fault: Fault, seed: int = 0) -> 
     await rig.struck(rule)
 
 
-every_fault = pytest.mark.parametrize("fault", [fault for fault in Fault if fault not in FRAME_FAULTS])
+THROUGH_MEMORY = {KVOpen, KVGrant, KVBlocks, KVDone, KVAck, KVFailed}
+"""Kinds that differ when blocks pass through shared memory. Half of their faults strike there, the others over TCP."""
+FAULTS = [fault for fault in Fault if fault not in FRAME_FAULTS]
+CASES = [
+    pytest.param("shm" if kind in THROUGH_MEMORY and (i + j) % 2 else "tcp", kind, fault, id=f"{kind.__name__}-{fault}")
+    for i, kind in enumerate(KINDS)
+    for j, fault in enumerate(FAULTS)
+]
 
 
 @pytest.mark.slow
-@only_tcp
-@every_fault
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("shared_rig", "kind", "fault"), CASES, indirect=["shared_rig"])
 async def test_every_fault_on_every_kind_of_message(rig: Rig, kind: type[Message], fault: Fault) -> None:
-    await suffer(rig, kind, fault)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shared_rig", ["shm"], indirect=True)
-@every_fault
-@pytest.mark.parametrize("kind", [KVOpen, KVGrant, KVBlocks, KVDone, KVAck, KVFailed], ids=lambda kind: kind.__name__)
-async def test_every_fault_on_messages_of_a_transfer_through_shared_memory(
-    rig: Rig, kind: type[Message], fault: Fault
-) -> None:
     await suffer(rig, kind, fault)

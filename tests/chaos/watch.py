@@ -11,7 +11,8 @@ import psutil
 
 from benchmarks.stack import Stack, StackProcess
 
-PROBE_TIMEOUT_S = 30.0
+from ..rig import PROBE_TIMEOUT_S, samples, why_busy
+
 POLL_S = 0.05
 PATIENCE_S = 90.0
 
@@ -38,33 +39,17 @@ async def is_ready(process: StackProcess) -> bool:
 
 async def counter(processes: Sequence[StackProcess], name: str, label: str = "") -> float:
     """The sum of a metric's samples over processes, of those samples that have `label` among their labels."""
-    total = 0.0
-    for process in processes:
-        for line in (await fetch(process, "/metrics")).text.splitlines():
-            if line.startswith((f"{name}{{", f"{name} ", f"{name}_total{{", f"{name}_total ")) and label in line:
-                total += float(line.rsplit(" ", 1)[1])
-    return total
+    found = [await asyncio.to_thread(samples, process, name, label) for process in processes]
+    return sum(map(sum, found))
 
 
 async def still_held(stack: Stack) -> str:
-    """Which worker owns blocks or is not healthy, and which router has requests; "" when none is or has.
-
-    A worker that has just woken up calls itself stuck until its engine has turned.
-    """
-    held = []
-    for worker in stack.workers():
-        reply = await fetch(worker, "/health")
-        if reply.status_code != 200:
-            held.append(f"{worker.name} is not healthy: {reply.text}\n{worker.log_tail()}")
-            continue
-        owned = reply.json().get("blocks", {}).get("owned", 0)  # none while it loads
-        if owned:
-            held.append(f"{worker.name} owns {owned} blocks")
+    """Which worker owns blocks or is not healthy, and which router has requests; "" when none is or has."""
+    held = {worker.name: await asyncio.to_thread(why_busy, worker) for worker in stack.workers()}
     for router in stack.routers:
         stages = (await fetch(router, "/load")).json()["stages"]
-        if any(stages.values()):
-            held.append(f"{router.name} has {stages}")
-    return ", ".join(held)
+        held[router.name] = f"has {stages}" if any(stages.values()) else ""
+    return ", ".join(f"{name} {why}" for name, why in held.items() if why)
 
 
 async def settle(stack: Stack, within_s: float = 60.0) -> float:

@@ -33,7 +33,7 @@ def test_every_command_is_a_module(command: str) -> None:
     assert importlib.util.find_spec(COMMANDS[command][0])
 
 
-@pytest.mark.slow_except("prefill-worker", "top", "units", "keygen", "fetch", "size")
+@pytest.mark.slow_except("prefill-worker", "top", "keygen", "fetch", "size")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_needs_no_torch(command: str) -> None:
     program = (

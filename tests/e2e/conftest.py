@@ -37,7 +37,10 @@ Systems = Callable[..., System]
 
 @pytest.fixture(scope="module")
 def systems(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[Systems]:
-    """Starts a system, or gives back the module's running one with the same shape; at most one runs at a time."""
+    """Start a system, or return the module's running one with the same shape; at most one runs at a time.
+
+    `prepare`, a function of a module, changes the stack before it starts.
+    """
     running: dict[str, System] = {}
 
     def stop_all() -> None:
@@ -45,11 +48,20 @@ def systems(tmp_path_factory: pytest.TempPathFactory, forge: None) -> Iterator[S
             system.stack.stop()
         running.clear()
 
-    def start(prefill: int = 1, decode: int = 1, *, model: str = "tiny-random", **options: Any) -> System:
-        key = repr((prefill, decode, model, sorted(options.items())))
+    def start(
+        prefill: int = 1,
+        decode: int = 1,
+        *,
+        model: str = "tiny-random",
+        prepare: Callable[[Stack], None] | None = None,
+        **options: Any,
+    ) -> System:
+        key = repr((prefill, decode, model, prepare, sorted(options.items())))
         if key not in running:
             stop_all()
             stack = make_stack(tmp_path_factory.mktemp("stack"), prefill, decode, model=model, **options)
+            if prepare is not None:
+                prepare(stack)
             stack.start()
             running[key] = System(stack)
             running[key].wait_for_workers()

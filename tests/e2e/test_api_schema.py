@@ -51,4 +51,4 @@ def test_the_boundaries_of_every_field(short: Stack, tmp_path: Path) -> None:
 
 
 def test_random_requests(short: Stack, tmp_path: Path) -> None:
-    run(short, tmp_path, "--phases", "fuzzing", "--max-time", "60", timeout_s=300)
+    run(short, tmp_path, "--phases", "fuzzing", "--max-time", "30", timeout_s=300)

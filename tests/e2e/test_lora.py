@@ -298,12 +298,12 @@ def name_adapters(file: Path, **folders: Path) -> None:
     new.rename(file)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
 def test_workers_hold_what_a_file_names(
-    system_of: Any, adapted: Adapted, random_prompts: Any, followed_file: Path, processes: str
+    system_of: Any, adapted: Adapted, random_prompts: Any, followed_file: Path
 ) -> None:
+    """With a router of two processes, of which one follows the file."""
     name_adapters(followed_file, a=adapted.folders["a"])
-    flags = (*ROUTER_FLAGS, "--lora-file", str(followed_file), "--router-processes", processes)
+    flags = (*ROUTER_FLAGS, "--lora-file", str(followed_file), "--router-processes", "2")
     system = system_of(1, 1, router_flags=flags, worker_flags=("--max-loras", "3", "--dtype", "float32"))
     prompts = random_prompts((30, 30), vocab_size=256, seed=6)
 
