@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.transfer.remote_reads import READ_S
+from common.engine.transfer.transports.nixl import READ_S
 from common.model_files.cache_folder import locked
 
 from .test_same_answer import LENGTHS, NUM_TOKENS, Case
