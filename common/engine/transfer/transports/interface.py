@@ -64,7 +64,7 @@ class Transport(ABC):
         """Create the receiving end; None where only frames are accepted. Raises ConfigError."""
 
     def pulls(self, kv: KVCache) -> tuple[KVOffer | None, IncomingEnd[Any] | None]:
-        """What pullers of cached blocks are offered, and the receiving end of this worker's own pulls.
+        """Return the offer to pullers of cached blocks, and the receiving end of this worker's own pulls.
 
         That end accepts `ReadableMemory`. (None, None): pulls use frames.
         """
@@ -84,12 +84,12 @@ class OutgoingEnd(ABC):
     @property
     @abstractmethod
     def offer(self) -> KVOffer:
-        """What receivers need to reach the blocks; the same for all of them until `close`."""
+        """Details that receivers need to reach the blocks. Constant until `close`."""
 
     @property
     @abstractmethod
     def in_words(self) -> str:
-        """How blocks travel, for the log: "KV to d-0 goes ..."."""
+        """Description for the log line "KV to d-0 goes ..."."""
 
     @abstractmethod
     def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel | None:
@@ -99,20 +99,20 @@ class OutgoingEnd(ABC):
         """
 
     def undo(self, transfer: OutgoingTransfer, parcel: Parcel) -> None:  # noqa: B027 - not every end lends places
-        """The parcel was not sent."""
+        """Take back what `ship` lent for a parcel that was not sent."""
 
     def taken(self, transfer: OutgoingTransfer, places: Sequence[int]) -> bool:
-        """The receiver does not read these places any more. False unless they were lent to its transfer.
+        """Take back places that the receiver has copied. Returns False unless they were lent to its transfer.
 
         A receiver also reports blocks that arrived too late, whether or not they are in places.
         """
         return True
 
     def end(self, transfer: OutgoingTransfer) -> None:  # noqa: B027 - not every end lends places
-        """The transfer is over, however it ended."""
+        """Take back everything that was lent to a transfer, which is over."""
 
     def close(self) -> None:  # noqa: B027 - not every end owns something
-        """Nothing is shipped any more."""
+        """Withdraw the offer. Nothing is shipped afterwards."""
 
 
 class IncomingEnd(ABC, Generic[Details]):
@@ -128,19 +128,19 @@ class IncomingEnd(ABC, Generic[Details]):
 
     @property
     def poll_ms(self) -> int | None:
-        """When to call `ended` again; None: when something else happens."""
+        """Milliseconds until `ended` must be called again; None: no deadline."""
         return None
 
     def ended(self) -> Iterator[ReadEnded]:
-        """Each read of a memory that `reads_ahead` since the last call, done or failed."""
+        """Yield the reads, of memory that `reads_ahead`, that have succeeded or failed since the last call."""
         return iter(())
 
     def close(self) -> None:
-        """The receiver's thread ends."""
+        """Release all resources. All memories are closed before."""
 
 
 class BlockSource(Protocol):
-    """Blocks that a receiver copies into its cache."""
+    """Source of blocks that a receiver copies into its cache."""
 
     def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
         """Copy and verify the blocks that `header` names. Does not raise for what a sender can cause."""
@@ -155,34 +155,34 @@ class SenderMemory(ABC):
     process: int | None = None
     """A file descriptor that turns readable when the sender has died; the memory is closed then."""
     failed = ""
-    """Why nothing is read from it any more, or ""."""
+    """Reason why nothing is read from it any more, or ""."""
 
     @property
     @abstractmethod
     def is_ring(self) -> bool:
-        """Whether blocks are in places that the sender fills again once they were given back."""
+        """Whether blocks are in places that the sender reuses once they are given back."""
 
     @property
     @abstractmethod
     def in_words(self) -> str:
-        """How blocks travel, for the log: "KV from p-0 ..."."""
+        """Description for the log line "KV from p-0 ..."."""
 
     @abstractmethod
     def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
         """Copy and verify the blocks that `header` names. Does not raise for what a sender can cause."""
 
     def begin(self, peer: bytes, header: KVBlocks) -> str:
-        """Start to read the blocks that `header` names. What is wrong with them, or ""."""
+        """Start to read the blocks that `header` names. Returns what is wrong with them, or ""."""
         raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing is copied any more."""
+        """Release the memory. Nothing is copied afterwards."""
 
 
 @dataclass(slots=True, eq=False)
 class ReadEnded:
-    """A read of the blocks that one message names. `problem`: why `landed` is None, or ""."""
+    """Result of reading the blocks that one message names: `landed`, or the `problem`."""
 
     peer: bytes
     header: KVBlocks

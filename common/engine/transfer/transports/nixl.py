@@ -215,7 +215,7 @@ class LandedBlocks:
 
 @dataclass(slots=True, eq=False)
 class RemoteRead:
-    """A read of the blocks that one message names, into a slot. `ended` is what the receiver gets of it."""
+    """A read of the blocks that one message names, into a slot. `ended` is its result for the receiver."""
 
     ended: ReadEnded
     memory: RemoteMemory

@@ -24,7 +24,7 @@ class NumberedBlocks(OutgoingEnd):
         self.ring, self.is_required = ring, is_required
 
     def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel | None:
-        """Where other receivers hold every place, one that could wait for them only gets frames."""
+        """Fall back to frames for a receiver that holds no place itself while others hold all of them."""
         blocks = [transfer.blocks[index] for index in indices]
         if self.ring is None:
             views = self.frames.read(blocks)

@@ -67,7 +67,7 @@ class SharedMemoryTransport(Transport):
 
 
 def shared_ring(blocks: OutgoingBlocks, num_blocks: int) -> BlockRing | None:
-    """A ring of places for a cache that cannot be mapped. None where it can, or where there is no memory to share."""
+    """Create a ring of places for a cache that cannot be mapped; None if it can, or without memory to share."""
     if not isinstance(blocks, StagedOutgoing):
         return None
     try:
@@ -121,7 +121,7 @@ class SharedReads(IncomingEnd[KVMemory]):
         return memory
 
     def _reached(self, memory: PeerMemory, reach: Callable[[PeerMemory], Reached]) -> str:
-        """Let the device reach a ring, if it can: how blocks get from there into the cache, for the log."""
+        """Let the device reach a ring, if it can. Returns how blocks get into the cache, for the log."""
         if not memory.is_ring:
             return " and this worker's own buffers: it is a whole cache, too much to pin"
         if memory.offer.num_bytes > MOST_REACHED:

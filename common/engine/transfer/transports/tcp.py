@@ -41,7 +41,7 @@ class Frames:
         return self.views(blocks) if self.views is not None else [self.view(block) for block in blocks]
 
     def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel:
-        """The blocks `indices` of a transfer, of 8-bit numbers if it is quantised."""
+        """Prepare the blocks `indices` of a transfer, as 8-bit numbers if it is quantised."""
         blocks = [transfer.blocks[index] for index in indices]
         quantise = self.quantise if transfer.quantised else None
         views = quantise(blocks) if quantise is not None else self.read(blocks)

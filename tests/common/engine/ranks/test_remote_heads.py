@@ -18,12 +18,12 @@ from common.engine.kv.checksums import checksum
 from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.quantised_staging import quantised_incoming, quantised_outgoing
 from common.engine.kv.sharded_cache import ShardedCache, segments
-from common.engine.kv.staging import GatheredOutgoing, ReachedPlaces, StagedIncoming, incoming_blocks, outgoing_blocks
+from common.engine.kv.staging import GatheredOutgoing, StagedIncoming, incoming_blocks, outgoing_blocks
 from common.engine.ranks import remote_heads
 from common.engine.ranks.channel import Channel
 from common.engine.ranks.connection import tuned
 from common.engine.ranks.remote_heads import CLEAR, READ, WRITE, HeadsOverWire, lend_heads
-from common.engine.transfer.transports.shm import PeerMemory
+from common.engine.transfer.transports.shm import PeerMemory, ReachedPlaces
 from common.errors import RankLost
 from common.model_files.architecture.shard import Shard
 from common.model_files.config import ModelConfig, from_hf
