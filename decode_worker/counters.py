@@ -46,7 +46,7 @@ class DecodeCounters:
         self._metrics.skipped_blocks.inc(num_hits)
         self._metrics.count_transfer(transfer.transport)
         self._count_prompt(sequence, num_hits * self._block_size)
-        if transfer.num_bytes and transfer.transport != "nixl":  # which reads several messages at once
+        if transfer.num_bytes and not transfer.reads_ahead:
             self._metrics.transfer_rate.observe(transfer.num_bytes / max(transfer.busy_s, 1e-6))
 
     def prefilled(self, sequence: DecodeSequence) -> None:

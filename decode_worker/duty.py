@@ -5,21 +5,13 @@ from __future__ import annotations
 import logging
 
 from common.config import DecodeWorkerConfig
-from common.engine.kv import (
-    SMALL_DTYPES,
-    DeviceReads,
-    IncomingBlocks,
-    ReachedPlaces,
-    StagedIncoming,
-    incoming_blocks,
-    quantised_incoming,
-)
+from common.engine.kv import SMALL_DTYPES, incoming_blocks, quantised_incoming
 from common.engine.run import GraphRunner, LoadedModel, ModelRunner, StepLauncher, StepThread
 from common.engine.sampling import Sampler, max_prompt_logprobs
 from common.engine.sequences import EngineParts, HiddenPlaces, hidden_places
 from common.engine.transfer import (
+    KVListener,
     KVReceiver,
-    RemoteReads,
     TransferAdvanced,
     TransferCompleted,
     TransferEnded,
@@ -27,7 +19,7 @@ from common.engine.transfer import (
     TransferOpened,
     blocks_per_message,
 )
-from common.engine.worker import Duty, DutyOffer, Engine, Send, WorkerParts, nixl_works
+from common.engine.worker import Duty, DutyOffer, Engine, Send, WorkerParts
 from common.grammar import Grammars
 from common.model_files import ModelFiles
 from decode_worker.drafting.draft_cache import DraftCache
@@ -51,41 +43,27 @@ class DecodeDuty(Duty):
     def __init__(self, config: DecodeWorkerConfig, parts: WorkerParts) -> None:
         super().__init__(config, parts)
         self.settings = config
+        self._listener: KVListener | None = None
         self._receiver: KVReceiver | None = None
-        self._blocks: IncomingBlocks  # set when the engine is built, before the receiver starts
 
     def bind_kv(self) -> str:
-        self._receiver = KVReceiver(
-            self.parts.context,
-            self.settings.host,
-            self.settings.kv_port,
-            lambda index: self._blocks.view(index),
-            self._on_transfer,
-            share=self.settings.maps_memory,
-            commit=lambda blocks: self._blocks.commit(blocks),
-            curve=self.parts.curve,
-        )
-        return self._receiver.address
+        self._listener = KVListener(self.parts.context, self.settings.host, self.settings.kv_port, self.parts.curve)
+        return self._listener.address
 
     def close_kv(self) -> None:
         super().close_kv()
         if self._receiver is not None:
             self._receiver.close()
+        elif self._listener is not None:
+            self._listener.close()
 
     def build_engine(self, files: ModelFiles, loaded: LoadedModel, grammars: Grammars, send: Send) -> Engine:
-        settings, receiver = self.settings, self._receiver
-        assert receiver is not None  # bound before the engine is built
-        in_message = blocks_per_message(loaded.kv.wire_bytes)
-        self._blocks = blocks = incoming_blocks(loaded.kv, in_message)
-        if isinstance(blocks, StagedIncoming):
-            receiver.reach_with(lambda memory: ReachedPlaces(blocks, memory))
-        if self.nixl is not None:
-            with nixl_works():
-                receiver.read_with(RemoteReads(self.nixl, loaded.kv.wire_bytes))
-        if settings.exports_kv:
-            receiver.import_with(DeviceReads(loaded.kv).open)
+        assert self._listener is not None  # bound before the engine is built
+        settings, in_message = self.settings, blocks_per_message(loaded.kv.wire_bytes)
+        blocks, quantised = incoming_blocks(loaded.kv, in_message), None
+        incoming = self.transport.incoming(loaded.kv, blocks)
         if loaded.kv.dtype not in SMALL_DTYPES.values():  # else blocks are of 8 bits already
-            receiver.take_quantised(quantised_incoming(loaded.kv, in_message))
+            quantised = quantised_incoming(loaded.kv, in_message)
         pool = self.new_pool(loaded)
         tiers = self.new_tiers(loaded, pool, lambda event: self._engine.notify(event))
         places = settings.places_within(loaded.kv.num_blocks * loaded.kv.block_size)
@@ -100,11 +78,19 @@ class DecodeDuty(Duty):
             usual_chunk=settings.usual_step_tokens,
             window=loaded.window,
         )
+        self._receiver = receiver = KVReceiver(
+            self.parts.context,
+            self._listener,
+            blocks,
+            self._on_transfer,
+            transports=() if incoming is None else (incoming,),
+            quantised=quantised,
+        )
         transfers = IncomingTransfers(
             receiver,
             epoch=self.parts.identity.epoch,
             fingerprint=loaded.fingerprint,
-            require_shared=settings.kv_transport == "shm",
+            require_shared=self.transport.is_required,
         )
         sender = self.new_sender(
             loaded,

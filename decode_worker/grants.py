@@ -77,7 +77,7 @@ class IncomingTransfers:
         blocks = tuple(sequence.blocks)
         token = secrets.randbits(COUNT_BITS)
         shared = memory is not None
-        quantised = sequence.quantised and not shared and self._receiver.takes_quantised
+        quantised = sequence.quantised and not shared and self._receiver.accepts_quantised
         transfer = IncomingTransfer(request_id, attempt, sequence.peer, blocks, first_block, now, now)
         transfer.memory, transfer.token, transfer.quantised = memory, token, quantised
         sequence.lent = True

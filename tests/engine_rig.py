@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
@@ -23,14 +23,14 @@ from common.engine.kv.tiers.copies import copied_incoming, copied_outgoing
 from common.engine.kv.tiers.host_slots import HostSlots
 from common.engine.kv.tiers.tier import BlockTier
 from common.engine.models.decoder import Decoder
-from common.engine.transfer.lendable import Lendable
-from common.engine.transfer.lender import KVLender, LenderIdentity
-from common.engine.transfer.peer_caches import PeerCaches
-from common.engine.transfer.puller import KVPuller
+from common.engine.transfer.lender import KVLender, Lendable, LenderIdentity
+from common.engine.transfer.puller import KVPuller, PeerCaches
+from common.engine.transfer.transports.shm import SharedBlocks, SharedReads
+from common.engine.transfer.transports.tcp import Frames
 from common.engine.worker.engine import RequestReceived
 from common.grammar.checks import Verdict
 from common.grammar.grammars import Grammars
-from common.wire.messages import KVPeer, Message, RequestFailed, TokenDelta, TokenOutput
+from common.wire.messages import KVOffer, KVPeer, Message, RequestFailed, TokenDelta, TokenOutput
 from common.wire.sampling_params import SamplingParams
 
 from .oracle import generate
@@ -203,11 +203,31 @@ def peer_caches(
 ) -> PeerCaches:
     """Started; `share`: out of memory, where the caches are shared."""
     lender = KVLender(context, "127.0.0.1", 0)
-    puller = KVPuller(context, LAYOUT, kv.block_bytes, copied_incoming(kv), notify, share=share)
-    memory = kv.shared.offer if kv.shared is not None else None
-    lender.start(LenderIdentity(*identity, LAYOUT, memory), Lendable(pool, outgoing_blocks(kv), kv.block_bytes, tiers))
+    transport = SharedReads() if share else None
+    puller = KVPuller(context, LAYOUT, kv.block_bytes, copied_incoming(kv), notify, transport=transport)
+    offer = KVOffer.of("shm", kv.shared.offer) if kv.shared is not None else None
+    lender.start(LenderIdentity(*identity, LAYOUT, offer), Lendable(pool, outgoing_blocks(kv), kv.block_bytes, tiers))
     puller.start()
     return PeerCaches(lender, puller)
+
+
+class PlainBlocks:
+    """Implements `IncomingBlocks`: the rows of uint8 [blocks, block_bytes]."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def view(self, index: int) -> memoryview:
+        return memoryview(self._memory[index])
+
+    def commit(self, indices: Sequence[int]) -> None:
+        """Nothing to copy."""
+
+
+def sending(kv: KVCache, *, is_required: bool = False) -> tuple[Frames, SharedBlocks | None]:
+    """What a sender of this cache needs: frames, and its memory if that is shared."""
+    frames = Frames(kv.block)
+    return frames, SharedBlocks(frames, kv.shared.offer, is_required=is_required) if kv.shared is not None else None
 
 
 def as_peer(caches: PeerCaches, identity: tuple[str, int], num_blocks: int) -> KVPeer:

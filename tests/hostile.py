@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from common.engine.kv.shared_memory import KVMemory
 from common.wire.codec import encode, seal
 from common.wire.message_fields import MAX_MESSAGE_BYTES, pack_tokens
 from common.wire.messages import (
@@ -22,7 +23,7 @@ from common.wire.messages import (
     KVDone,
     KVFailed,
     KVGrant,
-    KVMemory,
+    KVOffer,
     KVOpen,
     KVPeer,
     KVPull,
@@ -87,11 +88,11 @@ def forged(request_id: str, attempt: int = 0, *, worker_id: str = "mallory", epo
         KVPull(**name, epoch=epoch, fingerprint="layout", hashes=b"x" * 17, shared=True),
         KVOpen(
             **name, worker_id=worker_id, epoch=epoch, decode_epoch=7, fingerprint="layout", num_blocks=3,
-            memory=KVMemory(1, 1, 2**50, b"n" * 16),
+            offer=KVOffer.of("shm", KVMemory(1, 1, 2**50, b"n" * 16)),
         ),
         KVOpen(
             **name, worker_id=worker_id, epoch=epoch, decode_epoch=7, fingerprint="layout", num_blocks=3,
-            ring=KVMemory(1, 1, 2**50, b"n" * 16),
+            offer=KVOffer.of("shm", KVMemory(1, 1, 2**50, b"n" * 16, True)),
         ),
         KVBlocks(**name, first_block=0, checksums=(0, 0, 0), sources=(BIG, BIG, BIG)),
         KVBlocks(**name, first_block=BIG, checksums=(-1,) * 256),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from common.engine.kv.block_ring import BlockRing
 from common.engine.kv.copy_stream import CopyStream, NotRegistered
-from common.engine.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
+from common.engine.kv.staging import StagedIncoming, StagedOutgoing
+from common.engine.transfer.transports.shm import ReachedPlaces
 
 NUM_PARTS = 4
 

@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
-from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.engine.transfer.outgoing import TransferEnded
-from common.engine.transfer.receiver import KVReceiver
-from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
+from common.engine.transfer.receiver import (
+    IncomingTransfer,
+    KVReceiver,
+    TransferCompleted,
+    TransferFailed,
+    TransferOpened,
+)
+from common.engine.transfer.sender import KVSender, TransferEnded
+from common.engine.transfer.transports.interface import OutgoingEnd
+from common.engine.transfer.transports.tcp import Frames
 from common.wire.messages import KVDone, KVGrant, KVTarget
-
-if TYPE_CHECKING:
-    from common.engine.kv.block_ring import BlockRing
-    from common.engine.kv.device_copies import OfferedDevice
 
 TIMEOUT_S = 60.0
 
@@ -49,7 +50,7 @@ def grant_all(pipe: Connection, receiver: KVReceiver, events: Events) -> None:
         match events.get():
             case TransferOpened(peer, opened, now, memory):
                 name, attempt, blocks = opened.request_id, opened.attempt, range(opened.num_blocks)
-                if (opened.memory or opened.ring or opened.remote or opened.device) is not None and memory is None:
+                if opened.offer is not None and memory is None:
                     raise RuntimeError("the sender's memory cannot be read here")
                 receiver.expect(IncomingTransfer(name, attempt, peer, blocks, 0, now, now, memory=memory))
                 grant = KVGrant(request_id=name, attempt=attempt, first_block=0, shared=memory is not None)
@@ -59,27 +60,20 @@ def grant_all(pipe: Connection, receiver: KVReceiver, events: Events) -> None:
 
 
 class BlockPath:
-    """A KVSender that ships the blocks of `view` to a receiving process, which reads the `ring` or `device` instead.
+    """A KVSender that ships blocks as `frames` to a receiving process, or through `outgoing`.
 
     `run` moves all blocks once.
     """
 
-    def __init__(
-        self,
-        address: str,
-        shape: Shape,
-        view: Callable[[int], memoryview],
-        *,
-        ring: BlockRing | None = None,
-        device: OfferedDevice | None = None,
-    ) -> None:
+    def __init__(self, address: str, shape: Shape, frames: Frames, outgoing: OutgoingEnd | None = None) -> None:
         self._shape, self._count = shape, 0
         self._target = KVTarget("receiver", 1, address)
         self._ended: SimpleQueue[TransferEnded] = SimpleQueue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sender = KVSender(
             self._context,
-            Shipping(view, ring=ring, device=device),
+            frames,
+            outgoing,
             shape.block_bytes,
             ("sender", 1, "fingerprint"),
             self._ended.put,

@@ -17,10 +17,11 @@ from benchmarks.gpu.timer import Timer
 from common.engine.kv.block_ring import ring_for
 from common.engine.kv.cache import KVCache
 from common.engine.kv.copy_stream import CopyStream, NotRegistered
-from common.engine.kv.shared_memory import PeerMemory
-from common.engine.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing, block_bytes_of
+from common.engine.kv.staging import StagedIncoming, StagedOutgoing, block_bytes_of
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
-from common.engine.transfer.receiver import KVReceiver
+from common.engine.transfer.receiver import KVListener, KVReceiver
+from common.engine.transfer.transports.shm import PeerMemory, ReachedPlaces, SharedBlocks, SharedReads
+from common.engine.transfer.transports.tcp import Frames
 from common.machine.memory import keep_large_buffers
 
 ROUNDS = 5
@@ -74,7 +75,7 @@ def shipping_rows(shape: GPUShape, kv: KVCache) -> list[dict[str, Any]]:
 def is_direct(kv: KVCache) -> bool:
     """Whether the device of `kv` reaches memory that this process may only read."""
     ring = ring_for(StagedOutgoing(kv, CopyStream(kv.device)), 1)
-    memory = PeerMemory(ring.offer, is_ring=True)
+    memory = PeerMemory(ring.offer)
     try:
         ReachedPlaces(StagedIncoming(kv, CopyStream(kv.device)), memory).close()
     except NotRegistered:
@@ -88,8 +89,9 @@ def is_direct(kv: KVCache) -> bool:
 def ship(kv: KVCache, address: str, *, in_ring: bool = False) -> float:
     """Seconds of the fastest of a few transfers of the whole cache."""
     outgoing = StagedOutgoing(kv, CopyStream(kv.device)).reserve(blocks_in_queues(kv.block_bytes))
-    ring = ring_for(outgoing, kv.num_blocks) if in_ring else None
-    path = BlockPath(address, Shape(kv.block_bytes, kv.num_blocks), outgoing.view, ring=ring)
+    frames = Frames(outgoing.view)
+    through = SharedBlocks(frames, ring=ring_for(outgoing, kv.num_blocks)) if in_ring else None
+    path = BlockPath(address, Shape(kv.block_bytes, kv.num_blocks), frames, through)
     try:
         return min(path.run() for _ in range(ROUNDS))
     finally:
@@ -103,8 +105,8 @@ def serve_blocks(pipe: Connection, shape_name: str, device: str) -> None:
     blocks = StagedIncoming(kv, CopyStream(kv.device)).reserve(blocks_per_message(kv.block_bytes))
     events: Events = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    receiver = KVReceiver(context, "127.0.0.1", 0, blocks.view, events.put, commit=blocks.commit)
-    receiver.reach_with(lambda memory: ReachedPlaces(blocks, memory))
+    reads = SharedReads(lambda memory: ReachedPlaces(blocks, memory))
+    receiver = KVReceiver(context, KVListener(context, "127.0.0.1", 0), blocks, events.put, transports=[reads])
     grant_all(pipe, receiver, events)
 
 

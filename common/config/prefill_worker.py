@@ -48,7 +48,7 @@ class PrefillWorkerConfig(WorkerConfig):
 
     def check(self) -> None:
         super().check()
-        if self.kv_wire_dtype != "native" and self.kv_transport in ("shm", "nixl", "cuda-ipc"):
+        if self.kv_wire_dtype != "native" and self.kv_transport not in ("auto", "tcp"):
             allowed = f"native with kv_transport {self.kv_transport}, which sends no frames"
             raise ConfigError("kv_wire_dtype", self.kv_wire_dtype, allowed)
         if self.kv_wire_dtype != "native" and self.kv_cache_dtype in ("fp8", "int8"):

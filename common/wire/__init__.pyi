@@ -5,7 +5,6 @@ from common.wire.codec import MAX_IN_A_ROW, decode, encode
 from common.wire.curve import Curve, read_key_pair, warn_of_readers
 from common.wire.drop_log import DropLog
 from common.wire.gatekeeper import Gatekeeper
-from common.wire.kv_messages import MAX_REMOTE_BYTES
 from common.wire.listening import CLIENTS_BACKLOG, in_url, inherited, listen, listening_host
 from common.wire.message_fields import (
     COUNT_BITS,
@@ -55,7 +54,6 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "MAX_PATH",
     "MAX_PRIORITY",
-    "MAX_REMOTE_BYTES",
     "MAX_STOP_TOKEN_IDS",
     "MAX_TOP_LOGPROBS",
     "Pooling",

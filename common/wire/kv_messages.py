@@ -6,60 +6,45 @@ A pull is no transfer: any worker (the puller) takes copies of cached blocks fro
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from common.errors import WireError
 from common.wire.message_fields import MAX_TOKENS, Count, Finite, Message, Name, Seconds, Text, TokenBytes
 from common.wire.sampling_params import TokenLogprobs
 
 MAX_BLOCKS_PER_FRAME = 256
 """Bounds the lists that a message may bring: a checksum and a source for each block."""
-NONCE_BYTES = 16
-"""Random bytes behind offered blocks: a peer that reads the same there has the memory that was offered."""
-MAX_REMOTE_BYTES = 32 * 1024
-"""Of what NIXL must know to reach an agent: some hundred bytes for each network device of the host."""
+MAX_OFFER_BYTES = 40 * 1024
+"""Maximum size of an offer's details."""
 BLOCK_HASH_BYTES = 16
 """128 bits: two prompts with one hash would share KV, so even hostile clients must find no such pair."""
 
+Details = TypeVar("Details", bound=msgspec.Struct)
 
-class KVMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process of the same host finds P's blocks, or places for them: file descriptor `fd` of process `pid`.
 
-    The memory holds `num_bytes` of blocks and then the secret `nonce`: D trusts the memory once it has read the same
-    nonce there.
+class KVOffer(msgspec.Struct, frozen=True, array_like=True):
+    """How D may copy P's blocks itself, instead of receiving frames.
+
+    `transport` names the KV transport, `details` is that transport's own struct, packed with msgpack. A receiver that
+    does not use the transport ignores the offer and asks for frames.
     """
 
-    pid: Annotated[int, Meta(ge=1, lt=2**31)]
-    fd: Annotated[int, Meta(ge=0, lt=2**31)]
-    num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
-    nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    transport: Name
+    details: Annotated[bytes, Meta(max_length=MAX_OFFER_BYTES)]
 
+    @classmethod
+    def of(cls, transport: str, details: msgspec.Struct) -> Self:
+        return cls(transport, msgspec.msgpack.encode(details))
 
-class KVRemote(msgspec.Struct, frozen=True, array_like=True):
-    """Where D reads P's blocks, or the places that P copies them to (`is_ring`), with NIXL, from any host.
-
-    `metadata` is NIXL's own: how to connect to P's `agent`, and the keys of the `num_bytes` from `address` on.
-    """
-
-    agent: Name
-    metadata: Annotated[bytes, Meta(min_length=1, max_length=MAX_REMOTE_BYTES)]
-    address: Annotated[int, Meta(ge=1, le=2**62)]
-    num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
-    is_ring: bool = False
-
-
-class KVDevice(msgspec.Struct, frozen=True, array_like=True):
-    """Where a GPU of the same host reads P's blocks: process `pid` gives a descriptor of its GPU's memory, `num_bytes`
-    in all, to processes of its user that ask for `name`, a secret.
-
-    Checksums of these blocks are `kernels.block_sums`, because their bytes are in no host memory.
-    """
-
-    pid: Annotated[int, Meta(ge=1, lt=2**31)]
-    name: Name
-    num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
+    def read(self, type_of_details: type[Details]) -> Details:
+        """Unpack `details`. Raises WireError for anything that is not exactly one valid struct of this type."""
+        try:
+            return msgspec.msgpack.decode(self.details, type=type_of_details)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise WireError(f"not an offer of {self.transport}: {error}") from error
 
 
 # ---------------------------------------------------------------- P -> D
@@ -68,9 +53,7 @@ class KVDevice(msgspec.Struct, frozen=True, array_like=True):
 class KVOpen(Message, frozen=True, tag=40):
     """P announces the KV of a prompt. P owns its blocks; D owns none yet. `sent_at` is P's clock, in seconds.
 
-    With `memory` P offers that D copies the blocks itself, which works on the same host only. With `ring` it offers the
-    same for places that P copies blocks into, because its cache cannot be mapped. With `remote` it offers that D reads
-    either with NIXL, with `device` that D's GPU copies out of P's. P makes one of these offers at most. With
+    With `offer` P lets D copy the blocks itself, out of P's cache or out of places that P copies them to. With
     `quantised` P offers frames of 8-bit numbers, in the format of `kernels.blocks`. The blocks before `first_block` are
     out of the model's window: P has given them back, or will, and ships none of them.
     """
@@ -83,19 +66,16 @@ class KVOpen(Message, frozen=True, tag=40):
     fingerprint: Name
     num_blocks: Annotated[int, Meta(ge=1, le=2**31)]
     sent_at: Seconds = 0.0
-    memory: KVMemory | None = None
+    offer: KVOffer | None = None
     quantised: bool = False
     first_block: Count = 0
-    ring: KVMemory | None = None
-    remote: KVRemote | None = None
-    device: KVDevice | None = None
 
 
 class KVBlocks(Message, frozen=True, tag=41):
     """Header of the raw frames that follow it in the same multipart message, one frame a block.
 
     They are the prompt's blocks from `first_block` on, as many as there are checksums, each xxh3-64 of one frame, or of
-    one block or place; of a GPU's blocks their `kernels.block_sums`.
+    one block or place, unless the transport that was granted defines another checksum.
     P and D go on owning their own copies. With `sources` no frames follow: these are the numbers of P's blocks in the
     memory that it offered, one for each checksum, and P holds them until `KVAck`. If P offered a ring, they are the
     numbers of places, which are lent to this transfer until `KVTaken` names them, or the transfer ends. `token` is the

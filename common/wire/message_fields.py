@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from common.errors import WireError
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Raised with every change of a message: a worker takes no router of another version."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Of one message without blocks: a prompt of four million tokens."""

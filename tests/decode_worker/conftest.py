@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +18,23 @@ from common.engine.kv.cache import KVCache
 from common.engine.kv.checksums import checksum
 from common.engine.kv.quantised_staging import quantised_incoming
 from common.engine.kv.shared_memory import SharedMemory
+from common.engine.kv.staging import BlocksInPlace, IncomingBlocks
 from common.engine.models.batch import SequenceChunk
 from common.engine.models.decoder import Decoder
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
 from common.engine.sequences.parts import EngineParts
-from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.engine.transfer.receiver import KVReceiver
+from common.engine.transfer.receiver import (
+    IncomingTransfer,
+    KVListener,
+    KVReceiver,
+    TransferCompleted,
+    TransferFailed,
+    TransferOpened,
+)
 from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
+from common.engine.transfer.transports.interface import IncomingEnd
+from common.engine.transfer.transports.shm import SharedReads
 from common.engine.worker.engine import EngineConfig, RouterLost
 from common.engine.worker.metrics import WorkerMetrics
 from common.grammar.grammars import Grammars
@@ -40,10 +49,9 @@ from common.wire.messages import (
     KVBlocks,
     KVDone,
     KVGrant,
-    KVMemory,
+    KVOffer,
     KVOpen,
     KVPeer,
-    KVRemote,
     Message,
     TokenDelta,
 )
@@ -53,7 +61,7 @@ from decode_worker.grants import IncomingTransfers, TransferEnds
 from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 
-from ..engine_rig import ROUTER, WAIT_S, DiskTier, RouterSide, made, peer_caches, prompt, wait
+from ..engine_rig import ROUTER, WAIT_S, DiskTier, PlainBlocks, RouterSide, made, peer_caches, prompt, sending, wait
 from .drafting_engines import LAUNCHERS, Headed, drafter_of, engines_that_draft, head_drafter_of, patient_limits
 from .handover_pair import Pair
 
@@ -69,7 +77,7 @@ class Peer:
         self.socket.connect(address)
         self.blocks = [bytes([number + 1]) * block_bytes for number in range(64)]
         self.shared: SharedMemory | None = None
-        self.offer: KVMemory | None = None
+        self.offer: KVOffer | None = None
         self.tokens: dict[tuple[str, int], int] = {}  # of grants
 
     def send(self, message: Message | bytes, *frames: bytes) -> None:
@@ -84,12 +92,12 @@ class Peer:
         header = KVBlocks(request_id=name, attempt=attempt, first_block=first, checksums=sums, token=token)
         self.send(header, *(self.blocks[first : first + count] if frames is None else frames))
 
-    def share(self) -> SharedMemory:
-        """Offer `blocks`, in their order, to be copied."""
+    def share(self, *, is_ring: bool = False) -> SharedMemory:
+        """Offer `blocks`, in their order, to be copied; `is_ring`: as places of a ring."""
         data = b"".join(self.blocks)
-        self.shared = SharedMemory(len(data))
+        self.shared = SharedMemory(len(data), is_ring=is_ring)
         self.shared.pages[: len(data)] = data
-        self.offer = self.shared.offer
+        self.offer = KVOffer.of("shm", self.shared.offer)
         return self.shared
 
     def name(self, first: int, sources: Sequence[int], name: str = "a", *, sums: Sequence[bytes] = ()) -> None:
@@ -117,17 +125,30 @@ class Peer:
 class ReceiverRig:
     """`memory` holds the blocks, `events` what the receiver reported."""
 
-    def __init__(self, *, num_blocks: int = 32, block_bytes: int = 64, started: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 32,
+        block_bytes: int = 64,
+        transports: Callable[[np.ndarray], Sequence[IncomingEnd[Any]]] = lambda memory: (SharedReads(),),
+        blocks: IncomingBlocks | None = None,
+        quantised: IncomingBlocks | None = None,
+    ) -> None:
+        """`transports` is given `memory`. Blocks arrive in `blocks` instead of `memory` if these are given."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.block_bytes = block_bytes
         self.memory = np.zeros((num_blocks, block_bytes), np.uint8)
         self.events: list[TransferOpened | TransferCompleted | TransferFailed] = []
         self.on_event: Callable[[TransferOpened | TransferCompleted | TransferFailed], None] = self.events.append
         self.receiver = KVReceiver(
-            self.context, "127.0.0.1", 0, lambda index: memoryview(self.memory[index]), lambda e: self.on_event(e)
+            self.context,
+            KVListener(self.context, "127.0.0.1", 0),
+            blocks or PlainBlocks(self.memory),
+            lambda event: self.on_event(event),
+            transports=transports(self.memory),
+            quantised=quantised,
         )
-        if started:
-            self.receiver.start()
+        self.receiver.start()
         self.peers: list[Peer] = []
 
     def peer(self) -> Peer:
@@ -136,14 +157,10 @@ class ReceiverRig:
 
     def expect(
         self, peer: Peer, blocks: Sequence[int] = range(4), name: str = "a", *, first: int = 0, attempt: int = 0,
-        in_ring: bool = False, remote: KVRemote | None = None,
+        offer: KVOffer | None = None,
     ) -> IncomingTransfer:  # fmt: skip
-        """Lend `blocks` to a prefill worker that announces itself and gets its grant.
-
-        `in_ring`: it offers a ring. `remote`: memory that is read with NIXL.
-        """
-        offer = {"ring" if in_ring else "memory": peer.offer} if remote is None else {"remote": remote}
-        peer.open(name, len(blocks), attempt=attempt, **offer)
+        """Lend `blocks` to a prefill worker that announces itself, makes its `offer` and gets its grant."""
+        peer.open(name, len(blocks), attempt=attempt, offer=offer or peer.offer)
         wait(lambda: self.events)
         opened = self.events.pop()
         assert isinstance(opened, TransferOpened)
@@ -274,16 +291,20 @@ class EngineRig(RouterSide):
         return EngineParts(self.grammars, self.tiers, peers=self.caches)
 
     def _new_receiver(self, quantised: bool) -> KVReceiver:
-        receiver = KVReceiver(self.context, "127.0.0.1", 0, self.kv.block, lambda event: self.engine.notify(event))
-        if quantised:
-            receiver.take_quantised(quantised_incoming(self.kv))
-        return receiver
+        return KVReceiver(
+            self.context,
+            KVListener(self.context, "127.0.0.1", 0),
+            BlocksInPlace(self.kv),
+            lambda event: self.engine.notify(event),
+            transports=(SharedReads(),),
+            quantised=quantised_incoming(self.kv) if quantised else None,
+        )
 
     def _new_sender(self, worker_id: str) -> KVSender:
         notify = lambda event: self.engine.notify(event)  # noqa: E731
         return KVSender(
             self.context,
-            Shipping(self.kv.block, memory=self.kv.shared.offer if self.kv.shared else None),
+            *sending(self.kv),
             self.kv.block_bytes,
             (worker_id, 7, "layout"),
             notify,

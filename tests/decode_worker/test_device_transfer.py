@@ -14,16 +14,20 @@ import zmq
 from common.engine.kv.cache import KVCache
 from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.cuda_driver import driver
-from common.engine.kv.device_copies import DeviceReads, DeviceSums, OfferedDevice
-from common.engine.kv.device_memory import ImportedMemory
 from common.engine.kv.shared_memory import NotShared
 from common.engine.kv.staging import StagedIncoming, StagedOutgoing
 from common.engine.transfer import peer_memories
-from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.engine.transfer.outgoing import TransferEnded
-from common.engine.transfer.receiver import KVReceiver
-from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
+from common.engine.transfer.receiver import (
+    IncomingTransfer,
+    KVListener,
+    KVReceiver,
+    TransferCompleted,
+    TransferFailed,
+    TransferOpened,
+)
+from common.engine.transfer.sender import KVSender, TransferEnded
+from common.engine.transfer.transports.cuda_ipc import DeviceBlocks, DeviceReads, DeviceSums, ImportedMemory
+from common.engine.transfer.transports.tcp import Frames
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
 from common.wire.messages import KVDone, KVGrant, KVTarget
@@ -57,14 +61,19 @@ class Pair:
         self.events: SimpleQueue[TransferOpened | TransferCompleted | TransferFailed] = SimpleQueue()
         self.ended: SimpleQueue[TransferEnded] = SimpleQueue()
         incoming = StagedIncoming(self.target, CopyStream(CPU))
-        self.receiver = KVReceiver(self.context, "127.0.0.1", 0, incoming.view, self.events.put, commit=incoming.commit)
-        if imports:
-            self.receiver.import_with(DeviceReads(self.target).open)
-        self.device = OfferedDevice(self.source)
-        outgoing = StagedOutgoing(self.source, CopyStream(CPU))
+        self.receiver = KVReceiver(
+            self.context,
+            KVListener(self.context, "127.0.0.1", 0),
+            incoming,
+            self.events.put,
+            transports=[DeviceReads(self.target)] if imports else (),
+        )
+        frames = Frames(StagedOutgoing(self.source, CopyStream(CPU)).view)
+        self.device = DeviceBlocks(frames, self.source)
         self.sender = KVSender(
             self.context,
-            Shipping(outgoing.view, device=self.device),
+            frames,
+            self.device,
             self.source.block_bytes,
             ("p", 1, "layout"),
             self.ended.put,
@@ -171,7 +180,7 @@ def test_a_receiver_that_reads_no_gpu_gets_frames(
     transfer = pair.ship("a", range(3), range(3))
     assert pair.complete().transport == transfer.transport == "tcp"
     assert torch.equal(pair.target.tensor[:3], pair.source.tensor[:3])
-    assert "KV from p comes over TCP: memory of GPUs is not read here (kv_transport)" in caplog.text
+    assert "KV from p comes over TCP: cuda-ipc is not used here (kv_transport)" in caplog.text
 
 
 def test_a_gpu_that_cannot_reach_the_other_gets_frames_until_it_can(
@@ -217,13 +226,13 @@ def test_a_block_that_the_memory_does_not_have(new_pair: Callable[..., Pair]) ->
 def test_memory_that_was_closed_is_not_read() -> None:
     """As it is when its owner was seen to be dead; what that sent before may be read from the socket afterwards."""
     source, target = cache(export=True), cache()
-    memory = DeviceReads(target).open(OfferedDevice(source).offer)
+    assert source.exported is not None
+    memory = DeviceReads(target).accept(source.exported.offer)
     (found,) = memory.reached.copy([(1, 1)])
     assert found == DeviceSums(source, CopyStream(CPU)).of([1])[0]
     before = target.tensor.clone()
     memory.close()
     assert list(memory.reached.copy([(2, 2), (3, 3)])) == [None, None] and torch.equal(target.tensor, before)
-    assert source.exported is not None
     source.exported.close()
 
 
@@ -236,4 +245,4 @@ def test_sums_are_those_of_the_kernel_without_a_sign() -> None:
 
 def test_a_cache_that_was_not_exported_is_not_offered() -> None:
     with pytest.raises(NotShared, match="was not made to be read by other GPUs"):
-        OfferedDevice(cache())
+        DeviceBlocks(Frames(lambda index: memoryview(b"")), cache())

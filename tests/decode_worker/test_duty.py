@@ -58,7 +58,7 @@ class Term(RouterSide):
         metrics = WorkerMetrics("m", "w", EngineStatus, role=offer.role)
         self.duty = offer.begin(WorkerParts(identity, self.context, None, metrics))
         self.sent = []
-        self.duty.bind_kv()
+        self.duty.bind()
         self.engine = self.duty.build_engine(*model, grammars.shared(), self.sent.extend)
         self.engine.start()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.engine.sampling.penalties import TokenCounts
-from common.engine.transfer.incoming import TransferFailed
+from common.engine.transfer.receiver import TransferFailed
 from common.engine.worker.engine import MAX_FAILED_STEPS, RouterLost
 from common.wire.messages import AbortRequest, PrefillRequest, ResetPrefixCache, RouterHeartbeat
 from common.wire.sampling_params import SamplingParams

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from common.blocks.block_hash import block_hashes
-from common.engine.transfer.outgoing import TransferEnded
+from common.engine.transfer.sender import TransferEnded
 from common.engine.worker.engine import RouterLost
 from common.wire.messages import AbortRequest
 from decode_worker import handover
@@ -42,11 +41,11 @@ def test_a_target_that_is_told_to_forget_it(pair: Pair) -> None:
 
 def test_a_block_that_arrives_spoilt(make_engine: Callable[..., Rig]) -> None:
     pair = Pair(make_engine)
-    sender = pair.old.sender
-    view = sender._shipping.view
+    frames = pair.old.sender._frames
+    view = frames.view
     pair.start(100)
-    sender._shipping = replace(sender._shipping, view=lambda index: memoryview(bytes(view(index))))
-    pair.new.receiver._block_view = lambda index: memoryview(bytearray(7))
+    frames.view = lambda index: memoryview(bytes(view(index)))
+    pair.new.receiver._blocks.view = lambda index: memoryview(bytearray(7))
     pair.hand_over()
     pair.goes_on(why="bytes")
     pair.wait(pair.new.failures)

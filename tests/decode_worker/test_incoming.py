@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.transfer.incoming import IncomingTransfer
+from common.engine.transfer.receiver import IncomingTransfer
 from common.wire.messages import KVDone
 
 

@@ -13,12 +13,11 @@ import zmq
 from msgspec import structs
 
 from common.engine.transfer import receiver
-from common.engine.transfer.incoming import TransferCompleted, TransferFailed, TransferOpened
-from common.engine.transfer.receiver import KVReceiver
+from common.engine.transfer.receiver import KVListener, KVReceiver, TransferCompleted, TransferFailed, TransferOpened
 from common.errors import BlockError
-from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVWait
+from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVOffer, KVWait
 
-from ..engine_rig import WAIT_S, wait
+from ..engine_rig import WAIT_S, PlainBlocks, wait
 
 Rig = Any  # ReceiverRig and Peer of conftest, which test modules cannot import
 Peer = Any
@@ -315,7 +314,8 @@ def test_memory_of_a_dead_prefill_worker_fails_its_transfers(rig: Rig, peer: Pee
 
 def test_an_offer_that_does_not_hold_means_frames(rig: Rig, peer: Peer) -> None:
     peer.share()
-    peer.offer = structs.replace(peer.offer, nonce=b"?" * 16)
+    wrong = structs.replace(peer.shared.offer, nonce=b"?" * 16)
+    peer.offer = KVOffer.of("shm", wrong)
     assert rig.expect(peer).memory is None
     peer.ship(0, 4)
     peer.done()
@@ -332,7 +332,7 @@ def slow_write(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[thre
         assert go_on.wait(WAIT_S)
         return memoryview(rig.memory[index])
 
-    monkeypatch.setattr(rig.receiver, "_block_view", view)
+    monkeypatch.setattr(rig.receiver._blocks, "view", view)
     yield begun, go_on
     go_on.set()
 
@@ -386,5 +386,5 @@ def test_a_block_that_is_never_written_is_not_given_back(
 
 def test_a_receiver_that_never_started_can_be_closed() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    KVReceiver(context, "127.0.0.1", 0, lambda index: memoryview(bytearray()), lambda event: None).close()
+    KVReceiver(context, KVListener(context, "127.0.0.1", 0), PlainBlocks([]), lambda event: None).close()
     context.term()

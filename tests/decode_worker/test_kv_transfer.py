@@ -3,54 +3,92 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from common.engine.kv.block_ring import BlockRing
 from common.engine.kv.shared_memory import SharedMemory
-from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.engine.transfer.outgoing import TransferEnded
-from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
+from common.engine.transfer.receiver import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer.sender import KVSender, TransferEnded
+from common.engine.transfer.transports.interface import IncomingEnd, OutgoingEnd
+from common.engine.transfer.transports.nixl import RemoteBlocks, RemoteReads
+from common.engine.transfer.transports.shm import SharedBlocks, SharedReads
+from common.engine.transfer.transports.tcp import Frames
 from common.wire.messages import KVDone, KVGrant, KVTarget
 
 from ..engine_rig import wait
 from ..late_stream import LateStream, reach_into, ring_over
+from ..pretended_nixl import PretendedNixl
 
 NUM_BLOCKS, NUM_PLACES = 48, 5
 Rig = Any
 
 
+class Source:
+    """Blocks of a sender, in host memory that others may map, or on a device that copies them to a ring."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.shared = SharedMemory(NUM_BLOCKS * block_bytes)
+        pages = memoryview(self.shared.pages)[: NUM_BLOCKS * block_bytes]
+        self.blocks = np.frombuffer(pages, np.uint8).reshape(NUM_BLOCKS, block_bytes)
+        self.blocks[:] = np.random.default_rng(1).integers(0, 255, self.blocks.shape, np.uint8)
+        self.frames = Frames(lambda index: memoryview(self.blocks[index]))
+        self.device, self.nixl = LateStream(), PretendedNixl()
+        self.ring: BlockRing | None = None
+
+    def new_ring(self) -> BlockRing:
+        self.ring = ring_over(self.blocks, NUM_PLACES, self.device)
+        return self.ring
+
+    @property
+    def region(self) -> tuple[int, int]:
+        return self.blocks.ctypes.data, self.blocks.nbytes
+
+
+# The matrix: each way for blocks to travel, as (sending end, receiving end). The name begins with the transport's.
+# A sending end is made of a `Source`; a receiving end of that and uint8 [blocks, bytes], where blocks are to arrive.
+Ends = tuple[Callable[[Source], OutgoingEnd | None], Callable[[Source, Any], Sequence[IncomingEnd[Any]]]]
+WAYS: dict[str, Ends] = {
+    "tcp": (lambda source: None, lambda source, memory: ()),
+    "shm": (lambda source: SharedBlocks(source.frames, source.shared.offer), lambda source, memory: [SharedReads()]),
+    "shm ring": (
+        lambda source: SharedBlocks(source.frames, ring=source.new_ring()),
+        lambda source, memory: [SharedReads()],
+    ),
+    "shm ring to device": (
+        lambda source: SharedBlocks(source.frames, ring=source.new_ring()),
+        lambda source, memory: [SharedReads(reach_into(memory, source.device))],
+    ),
+    "nixl": (
+        lambda source: RemoteBlocks(source.frames, cast(Any, source.nixl), source.region),
+        lambda source, memory: [RemoteReads(cast(Any, source.nixl), memory.shape[1])],
+    ),
+    "nixl ring": (
+        lambda source: RemoteBlocks(source.frames, cast(Any, source.nixl), (ring := source.new_ring()).region, ring),
+        lambda source, memory: [RemoteReads(cast(Any, source.nixl), memory.shape[1])],
+    ),
+}
+
+
 class Pair:
-    """A prefill worker's sender, and a decode worker's receiver that grants what `plan` says: (blocks, first).
+    """A prefill worker's sender, and a decode worker's receiver that grants what `plan` says: (blocks, first)."""
 
-    `way`: tcp, shm, or through a ring: to a cache in host memory, or of a device that copies out of the ring itself.
-    """
-
-    def __init__(self, rig: Rig, num_streams: int, lease_s: float = 30.0, *, way: str = "tcp") -> None:
-        self.rig = rig
-        self.shared = SharedMemory(NUM_BLOCKS * rig.block_bytes)
-        pages = memoryview(self.shared.pages)[: NUM_BLOCKS * rig.block_bytes]
-        self.source = np.frombuffer(pages, np.uint8).reshape(NUM_BLOCKS, rig.block_bytes)
-        self.source[:] = np.random.default_rng(1).integers(0, 255, self.source.shape, np.uint8)
+    def __init__(
+        self, rig: Rig, source: Source, outgoing: OutgoingEnd | None, *, num_streams: int, lease_s: float
+    ) -> None:
+        self.rig, self.source, self.ring = rig, source.blocks, source.ring
         self.plan: dict[str, tuple[list[int], int]] = {}
         self.received: dict[str, IncomingTransfer] = {}
         self.ended: dict[str, TransferEnded] = {}
         self.failed: list[TransferFailed] = []
         rig.on_event = self.on_event
-        self.device = LateStream()
-        self.ring = ring_over(self.source, NUM_PLACES, self.device) if "ring" in way else None
-        if way == "ring to device":
-            rig.receiver.reach_with(reach_into(rig.memory, self.device))
         self.sender = KVSender(
             rig.context,
-            Shipping(
-                lambda index: memoryview(self.source[index]),
-                memory=self.shared.offer if way == "shm" else None,
-                ring=self.ring,
-            ),
+            source.frames,
+            outgoing,
             rig.block_bytes,
             ("p", 5, "layout"),
             lambda event: self.ended.update({event.request_id: event}),
@@ -84,13 +122,16 @@ class Pair:
         wait(condition)
 
 
-@pytest.fixture(params=["tcp", "shm", "ring", "ring to device"])
+@pytest.fixture(params=WAYS)
 def make_pair(make_rig: Callable[..., Rig], request: pytest.FixtureRequest) -> Iterator[Callable[..., Pair]]:
     pairs: list[Pair] = []
 
     def make(block_bytes: int = 64, num_streams: int = 1, lease_s: float = 30.0) -> Pair:
-        rig = make_rig(num_blocks=NUM_BLOCKS, block_bytes=block_bytes)
-        pairs.append(Pair(rig, num_streams, lease_s, way=request.param))
+        source, (outgoing, incoming) = Source(block_bytes), WAYS[request.param]
+        rig = make_rig(
+            num_blocks=NUM_BLOCKS, block_bytes=block_bytes, transports=lambda memory: incoming(source, memory)
+        )
+        pairs.append(Pair(rig, source, outgoing(source), num_streams=num_streams, lease_s=lease_s))
         return pairs[-1]
 
     yield make
@@ -100,9 +141,7 @@ def make_pair(make_rig: Callable[..., Rig], request: pytest.FixtureRequest) -> I
         pair.sender.stop()
         if pair.ring is not None:
             pair.ring.check_integrity()
-        assert {event.transport for event in pair.ended.values() if not event.reason} <= {
-            "tcp" if request.param == "tcp" else "shm"
-        }
+        assert {event.transport for event in pair.ended.values() if not event.reason} <= {request.param.split()[0]}
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])

@@ -14,10 +14,10 @@ from common.engine.kv.cache import KVCache
 from common.engine.kv.checksums import checksum
 from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.quantised_staging import QuantisedIncoming, QuantisedOutgoing, quantised_outgoing
-from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.engine.transfer.outgoing import TransferEnded
-from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
+from common.engine.kv.staging import BlocksInPlace
+from common.engine.transfer.receiver import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
+from common.engine.transfer.sender import KVSender, TransferEnded
+from common.engine.transfer.transports.tcp import Frames
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVGrant, KVTarget
@@ -47,15 +47,16 @@ def through_fp8(kv: Tensor, blocks: list[int]) -> Tensor:
 class Caches:
     """A prefill worker's cache and sender, and a receiver over a decode worker's, which takes what it is offered."""
 
-    def __init__(self, rig: Rig, dtype: str = "float32", *, offer: bool = True, take: bool = True) -> None:
-        self.rig, self.take = rig, take
+    def __init__(
+        self, make_rig: Callable[..., Rig], dtype: str = "float32", *, offer: bool = True, take: bool = True
+    ) -> None:
+        self.take = take
         self.source, self.target = make_cache(dtype), make_cache(dtype)
         self.source.tensor.normal_()
         self.target.tensor.fill_(UNTOUCHED)
         self.outgoing = QuantisedOutgoing(self.source, CopyStream(CPU))
         self.incoming = QuantisedIncoming(self.target, CopyStream(CPU))
-        rig.receiver.take_quantised(self.incoming)
-        rig.receiver._block_view = self.target.block
+        self.rig = rig = make_rig(blocks=BlocksInPlace(self.target), quantised=self.incoming)
         self.transfers: dict[str, IncomingTransfer] = {}
         self.received: list[str] = []
         self.failed: list[TransferFailed] = []
@@ -65,7 +66,8 @@ class Caches:
         rig.on_event = self.on_event
         self.sender = KVSender(
             rig.context,
-            Shipping(self.source.block, self.outgoing.views if offer else None),
+            Frames(self.source.block, quantise=self.outgoing.views if offer else None),
+            None,
             self.source.block_bytes,
             ("p", 5, "layout"),
             self.ended.append,
@@ -100,7 +102,7 @@ def make_caches(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Caches]]
     made: list[Caches] = []
 
     def make(*arguments: Any, **options: Any) -> Caches:
-        made.append(Caches(make_rig(), *arguments, **options))
+        made.append(Caches(make_rig, *arguments, **options))
         return made[-1]
 
     yield make
@@ -249,7 +251,7 @@ def test_memory_that_can_be_read_is_read_as_it_is(make_engine: Callable[..., Rig
     rig.ask(tokens, remote=True)
     rig.compute(tokens)
     rig.peer.share()
-    rig.peer.open("a", 3, quantised=True, memory=rig.peer.offer)
+    rig.peer.open("a", 3, quantised=True, offer=rig.peer.offer)
     rig.until(lambda: rig.peer.socket.poll(0))
     grant = rig.peer.read()
     assert isinstance(grant, KVGrant) and grant.shared and not grant.quantised

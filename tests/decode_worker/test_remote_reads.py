@@ -2,98 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from common.engine.transfer import peer_memories, remote_reads
+from common.engine.transfer import peer_memories
 from common.engine.transfer.frames import blocks_per_message
-from common.engine.transfer.incoming import TransferCompleted, TransferFailed
-from common.engine.transfer.nixl_agent import NixlError, ReadState, Region
-from common.engine.transfer.remote_memory import OfferedMemory, RemoteMemory
-from common.engine.transfer.remote_reads import MOST_OF_ONE, NUM_SLOTS, RemoteReads
-from common.wire.messages import KVAck, KVBlocks, KVFailed, KVTaken
+from common.engine.transfer.receiver import TransferCompleted, TransferFailed
+from common.engine.transfer.transports import nixl as transport
+from common.engine.transfer.transports.nixl import (
+    MOST_OF_ONE,
+    NUM_SLOTS,
+    OfferedMemory,
+    RemoteMemory,
+    RemoteReads,
+)
+from common.wire.messages import KVAck, KVBlocks, KVFailed, KVOffer, KVTaken
 
 from ..engine_rig import wait
-
-# NIXL as a receiver sees it: within one process, as late as a test wants, and with writes that nothing calls off.
-
-
-@dataclass(eq=False)
-class PretendedRead:
-    peer: str
-    copies: list[tuple[Region, Region]]
-    state: ReadState = ReadState.UNDER_WAY
-
-
-class PretendedNixl:
-    """Has the methods of `NixlAgent`. Reads end when `deliver` is called, or at once if `is_prompt`."""
-
-    def __init__(self, *, is_prompt: bool = True) -> None:
-        self.name, self.is_prompt = "pretended", is_prompt
-        self.connected: list[str] = []
-        self.registered: list[Region] = []
-        self.reads: list[PretendedRead] = []
-        self.kept: list[object] = []
-        self.refuses = ""
-
-    def keep(self, memory: object) -> None:
-        self.kept.append(memory)
-
-    def register(self, region: Region) -> Any:
-        self.registered.append(region)
-        return region
-
-    def unregister(self, registered: Any) -> None:
-        self.registered.remove(registered)
-
-    def metadata(self, registered: Any) -> bytes:
-        return repr(registered).encode()
-
-    def connect(self, peer: str, metadata: bytes) -> None:
-        if metadata == b"broken":
-            raise NixlError(f"NIXL cannot reach {peer}: its metadata is broken")
-        self.connected.append(peer)
-
-    def disconnect(self, peer: str) -> None:
-        self.connected.remove(peer)
-        for read in self.reads:
-            if read.peer == peer and read.state is ReadState.UNDER_WAY:
-                read.state = ReadState.FAILED
-
-    def read(self, peer: str, sources: Sequence[Region], targets: Sequence[Region]) -> PretendedRead:
-        if self.refuses:
-            raise NixlError(self.refuses)
-        assert peer in self.connected, "a read of a peer that was disconnected"
-        for address, size in targets:
-            assert any(a <= address and address + size <= a + n for a, n in self.registered), "not registered"
-        self.reads.append(PretendedRead(peer, list(zip(sources, targets, strict=True))))
-        if self.is_prompt:
-            self.deliver(self.reads[-1])
-        return self.reads[-1]
-
-    def deliver(self, read: PretendedRead) -> None:
-        """The bytes come, even those of a read that was given up."""
-        for (source, size), (target, _) in read.copies:
-            ctypes.memmove(target, source, size)
-        if read.state is ReadState.UNDER_WAY:
-            read.state = ReadState.DONE
-
-    def fail(self, read: PretendedRead) -> None:
-        read.state = ReadState.FAILED
-
-    def state(self, handle: PretendedRead) -> ReadState:
-        return handle.state
-
-    def forget(self, handle: PretendedRead) -> None:
-        """Bytes may come all the same."""
-
+from ..pretended_nixl import PretendedNixl
 
 Rig = Any
 BLOCK_BYTES = 64
@@ -108,7 +39,7 @@ class RemoteSide:
         self.offered = OfferedMemory(nixl, (self.blocks.ctypes.data, self.blocks.nbytes), is_ring=is_ring)  # type: ignore[arg-type]
 
     def expect(self, blocks: tuple[int, ...] = (7, 3, 5, 1), name: str = "a") -> Any:
-        return self.rig.expect(self.peer, blocks, name, remote=self.offered.offer)
+        return self.rig.expect(self.peer, blocks, name, offer=KVOffer.of("nixl", self.offered.offer))
 
 
 def acknowledged(side: RemoteSide) -> bool:
@@ -119,9 +50,8 @@ def acknowledged(side: RemoteSide) -> bool:
 
 
 def remote_side(make_rig: Callable[..., Rig], *, is_prompt: bool = True, is_ring: bool = True) -> RemoteSide:
-    rig, nixl = make_rig(started=False), PretendedNixl(is_prompt=is_prompt)
-    rig.receiver.read_with(RemoteReads(nixl, BLOCK_BYTES))  # type: ignore[arg-type]
-    rig.receiver.start()
+    nixl = PretendedNixl(is_prompt=is_prompt)
+    rig = make_rig(transports=lambda memory: [RemoteReads(nixl, BLOCK_BYTES)])  # type: ignore[arg-type]
     return RemoteSide(rig, nixl, is_ring=is_ring)
 
 
@@ -138,7 +68,7 @@ def late(make_rig: Callable[..., Rig]) -> RemoteSide:
 
 @pytest.fixture
 def short_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(remote_reads, "READ_S", 0.2)
+    monkeypatch.setattr(transport, "READ_S", 0.2)
     yield
 
 
@@ -288,7 +218,7 @@ def test_without_nixl_frames_are_asked_for(make_rig: Callable[..., Rig], caplog:
     side = RemoteSide(make_rig(), PretendedNixl(), is_ring=True)
     with caplog.at_level(logging.INFO):
         assert side.expect((7,)).memory is None
-    assert "comes over TCP: NIXL is not used here" in caplog.text
+    assert "comes over TCP: nixl is not used here" in caplog.text
     side.peer.ship(0, 1)
     side.peer.done()
     assert isinstance(side.peer.read(), KVAck)
@@ -298,14 +228,14 @@ def test_broken_metadata_is_refused(side: RemoteSide, caplog: pytest.LogCaptureF
     offer = side.offered.offer
     broken = offer.__class__("p", b"broken", offer.address, offer.num_bytes, True)
     with caplog.at_level(logging.INFO):
-        assert side.rig.expect(side.peer, (7,), remote=broken).memory is None
+        assert side.rig.expect(side.peer, (7,), offer=KVOffer.of("nixl", broken)).memory is None
     assert "comes over TCP: NIXL cannot reach p: its metadata is broken" in caplog.text
 
 
 def test_a_new_duty_of_a_worker_leaves_its_old_memory(side: RemoteSide) -> None:
     side.expect((7,))
     first = side.offered.offer
-    side.peer.open("b", 1, epoch=6, remote=first.__class__("second", *_rest(side)))
+    side.peer.open("b", 1, epoch=6, offer=KVOffer.of("nixl", first.__class__("second", *_rest(side))))
     wait(lambda: side.nixl.connected == ["second"])
 
 
@@ -330,7 +260,7 @@ def test_one_memory_does_not_take_all_slots() -> None:
     source = np.zeros((4, BLOCK_BYTES), np.uint8)
     offers = [OfferedMemory(nixl, (source.ctypes.data, source.nbytes), is_ring=True).offer for _ in range(2)]  # type: ignore[arg-type]
     silent, lively = (
-        reads.connect(offer.__class__(name, *_fields(offer))) for name, offer in zip("sl", offers, strict=True)
+        reads.accept(offer.__class__(name, *_fields(offer))) for name, offer in zip("sl", offers, strict=True)
     )
     assert reads.poll_ms is None
     for _ in range(NUM_SLOTS + 3):
@@ -338,9 +268,9 @@ def test_one_memory_does_not_take_all_slots() -> None:
     assert reads.begin(b"l", header(), lively) == ""
     assert [read.peer for read in nixl.reads] == ["s"] * MOST_OF_ONE + ["l"] and reads.poll_ms == 1
     nixl.deliver(nixl.reads[-1])
-    assert [read.peer for read in reads.finished()] == [b"l"]
-    clock.now = remote_reads.READ_S + 1
-    assert {(read.peer, read.problem) for read in reads.finished()} == {(b"s", "s cannot be read: no answer for 10 s")}
+    assert [read.peer for read in reads.ended()] == [b"l"]
+    clock.now = transport.READ_S + 1
+    assert {(read.peer, read.problem) for read in reads.ended()} == {(b"s", "s cannot be read: no answer for 10 s")}
     assert reads.poll_ms is None and reads.begin(b"s", header(), silent) == silent.failed
     for _ in range(NUM_SLOTS):  # the slots of the silent one are put aside
         reads.begin(b"l", header(), lively)
@@ -350,19 +280,19 @@ def test_one_memory_does_not_take_all_slots() -> None:
 
 
 def test_messages_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_reads, "MAX_WAITING", 3)
+    monkeypatch.setattr(transport, "MAX_WAITING", 3)
     nixl = PretendedNixl(is_prompt=False)
     reads = RemoteReads(nixl, BLOCK_BYTES)  # type: ignore[arg-type]
     source = np.zeros((4, BLOCK_BYTES), np.uint8)
-    memory = reads.connect(OfferedMemory(nixl, (source.ctypes.data, source.nbytes), is_ring=False).offer)  # type: ignore[arg-type]
+    memory = reads.accept(OfferedMemory(nixl, (source.ctypes.data, source.nbytes), is_ring=False).offer)  # type: ignore[arg-type]
     problems = [reads.begin(b"p", header(), memory) for _ in range(MOST_OF_ONE + 4)]
     assert problems[:-1] == [""] * (MOST_OF_ONE + 3) and problems[-1] == "3 messages wait to be read already"
     for read in nixl.reads:
         nixl.deliver(read)
-    assert sum(1 for _ in reads.finished()) == MOST_OF_ONE and len(nixl.reads) == MOST_OF_ONE + 3
+    assert sum(1 for _ in reads.ended()) == MOST_OF_ONE and len(nixl.reads) == MOST_OF_ONE + 3
     for read in nixl.reads:
         nixl.deliver(read)
-    assert sum(1 for _ in reads.finished()) == 3
+    assert sum(1 for _ in reads.ended()) == 3
     reads.close()
     assert len(nixl.registered) == 1 and not nixl.kept  # the offered memory alone
 
@@ -380,16 +310,16 @@ def test_a_memory_that_fails_again_and_again_leaves_half_of_the_slots() -> None:
     reads = RemoteReads(nixl, BLOCK_BYTES, clock)  # type: ignore[arg-type]
     source = np.zeros((4, BLOCK_BYTES), np.uint8)
     offer = OfferedMemory(nixl, (source.ctypes.data, source.nbytes), is_ring=True).offer  # type: ignore[arg-type]
-    lively = reads.connect(offer.__class__("l", *_fields(offer)))
+    lively = reads.accept(offer.__class__("l", *_fields(offer)))
     for attempt in range(1, 4):  # each time as soon as it may be tried again
-        silent = reads.connect(offer.__class__("s", *_fields(offer)))
+        silent = reads.accept(offer.__class__("s", *_fields(offer)))
         for _ in range(NUM_SLOTS):
             reads.begin(b"s", header(), silent)
-        clock.now += remote_reads.READ_S + 1
-        assert all(read.problem for read in reads.finished())
+        clock.now += transport.READ_S + 1
+        assert all(read.problem for read in reads.ended())
         reads.begin(b"l", header(), lively)
         assert sum(read.peer == "l" for read in nixl.reads) == attempt
         nixl.deliver(nixl.reads[-1])
-        assert [read.peer for read in reads.finished()] == [b"l"]
+        assert [read.peer for read in reads.ended()] == [b"l"]
         clock.now += peer_memories.RETRY_S
-        list(reads.finished())
+        list(reads.ended())

@@ -14,12 +14,18 @@ import zmq
 from common.engine.kv.block_ring import BlockRing
 from common.engine.kv.cache import KVCache
 from common.engine.kv.copy_stream import CopyStream
-from common.engine.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
-from common.engine.transfer.incoming import IncomingTransfer, TransferCompleted, TransferFailed, TransferOpened
-from common.engine.transfer.outgoing import TransferEnded
-from common.engine.transfer.receiver import KVReceiver
-from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
+from common.engine.kv.staging import StagedIncoming, StagedOutgoing
+from common.engine.transfer.receiver import (
+    IncomingTransfer,
+    KVListener,
+    KVReceiver,
+    TransferCompleted,
+    TransferFailed,
+    TransferOpened,
+)
+from common.engine.transfer.sender import KVSender, TransferEnded
+from common.engine.transfer.transports.shm import ReachedPlaces, SharedBlocks, SharedReads
+from common.engine.transfer.transports.tcp import Frames
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
 from common.wire.messages import KVDone, KVGrant, KVTarget
@@ -49,17 +55,20 @@ def test_a_transfer_of_blocks_that_are_not_in_host_memory(
     events: SimpleQueue[TransferOpened | TransferCompleted | TransferFailed] = SimpleQueue()
     ended: SimpleQueue[TransferEnded] = SimpleQueue()
     committed: list[int] = []
+    commit = incoming.commit
 
-    def commit(blocks: Sequence[int]) -> None:
+    def committing(blocks: Sequence[int]) -> None:
         committed.extend(blocks)
-        incoming.commit(blocks)
+        commit(blocks)
 
-    receiver = KVReceiver(context, "127.0.0.1", 0, incoming.view, events.put, commit=commit)
-    receiver.reach_with(lambda memory: ReachedPlaces(incoming, memory))
-    ring = BlockRing(outgoing, num_places) if num_places else None
+    incoming.commit = committing  # type: ignore[method-assign]
+    reads = SharedReads(lambda memory: ReachedPlaces(incoming, memory))
+    receiver = KVReceiver(context, KVListener(context, "127.0.0.1", 0), incoming, events.put, transports=(reads,))
+    ring, frames = BlockRing(outgoing, num_places) if num_places else None, Frames(outgoing.view)
     sender = KVSender(
         context,
-        Shipping(outgoing.view, ring=ring),
+        frames,
+        SharedBlocks(frames, ring=ring) if ring else None,
         source.block_bytes,
         ("p", 1, "layout"),
         ended.put,

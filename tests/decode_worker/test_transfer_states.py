@@ -11,7 +11,6 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,9 @@ from common.engine.models.batch import SequenceChunk
 from common.engine.models.load import load_model
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
-from common.engine.transfer import shipping
 from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
+from common.engine.transfer.transports import interface
+from common.engine.transfer.transports.tcp import Frames
 from common.engine.worker.engine import EngineConfig, RequestReceived, RouterLost
 from common.engine.worker.metrics import WorkerMetrics
 from common.model_files.resolve import resolve_model
@@ -90,7 +89,7 @@ class Fleet:
         self.sent: list[tuple[bytes, Message]] = []
         self.computing, self.linger = False, 1
         sender = KVSender(
-            first.context, Shipping(self.kv.block), self.kv.block_bytes, ("p", 5, "layout"),
+            first.context, Frames(self.kv.block), None, self.kv.block_bytes, ("p", 5, "layout"),
             lambda event: self.prefill.notify(event), lease_s=30.0, num_streams=2,
         )  # fmt: skip
         self.prefill = PrefillEngine(
@@ -113,8 +112,8 @@ class Fleet:
         self.owners: dict[int, tuple[Any, int]] = {}  # of a view that a sender took: its engine, and the block
         senders = (sender, *(rig.sender for rig in self.decode))
         for engine, its_sender in zip(self.engines, senders, strict=True):
-            shipping = its_sender._shipping
-            its_sender._shipping = replace(shipping, view=self.remembering(engine, shipping.view))
+            frames = its_sender._frames
+            frames.view = self.remembering(engine, frames.view)
         self.texts: dict[bytes, tuple[tuple[int, ...], int]] = {}  # of a hash: a text, and which of its blocks
 
     def beside(self, engine: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,13 +275,13 @@ class Fleet:
 @pytest.fixture
 def fleet(make_engine: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     fleet = Fleet(make_engine, num_blocks=16)
-    send = shipping.try_send_blocks
+    send = interface.try_send_blocks
 
     def checked(stream: Any, request_id: str, attempt: int, first: int, views: Any, *rest: Any) -> bool:
         fleet.check_lent(request_id, views)
         return send(stream, request_id, attempt, first, views, *rest)
 
-    monkeypatch.setattr(shipping, "try_send_blocks", checked)
+    monkeypatch.setattr(interface, "try_send_blocks", checked)
     yield fleet
     fleet.settle()
     fleet.close()

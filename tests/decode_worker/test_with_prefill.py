@@ -16,7 +16,6 @@ from common.engine.models.load import load_model
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
 from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
 from common.engine.worker.engine import EngineConfig, RequestReceived
 from common.engine.worker.metrics import WorkerMetrics
 from common.model_files.resolve import resolve_model
@@ -35,6 +34,8 @@ from prefill_worker.engine import PrefillEngine
 from prefill_worker.launcher import PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler
 
+from ..engine_rig import sending
+
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 
 
@@ -47,7 +48,7 @@ class Service:
         self.sent: list[tuple[bytes, Message]] = []
         sender = KVSender(
             decode.context,
-            Shipping(self.kv.block, memory=self.kv.shared.offer if self.kv.shared else None, require_shared=shared),
+            *sending(self.kv, is_required=shared),
             self.kv.block_bytes,
             ("p", 5, "layout"),
             lambda event: self.prefill.notify(event),

@@ -15,15 +15,16 @@ from common.engine.kv.block_pool import BlockPool
 from common.engine.kv.block_ring import BlockRing
 from common.engine.kv.cache import KVCache
 from common.engine.kv.quantised_staging import quantised_outgoing
+from common.engine.kv.shared_memory import KVMemory
 from common.engine.models.batch import SequenceChunk
 from common.engine.models.decoder import Decoder
 from common.engine.models.load import load_model
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
 from common.engine.sequences.parts import EngineParts
-from common.engine.transfer.outgoing import TransferEnded
-from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
+from common.engine.transfer.sender import KVSender, TransferEnded
+from common.engine.transfer.transports.shm import SharedBlocks
+from common.engine.transfer.transports.tcp import Frames
 from common.engine.worker.engine import EngineConfig
 from common.engine.worker.metrics import WorkerMetrics
 from common.grammar.grammars import Grammars
@@ -36,7 +37,6 @@ from common.wire.messages import (
     KVDone,
     KVFailed,
     KVGrant,
-    KVMemory,
     KVOpen,
     KVPeer,
     KVTarget,
@@ -78,9 +78,12 @@ class DecodeSide:
         lease_s: float, num_streams: int, memory: KVMemory | None = None, require_shared: bool = False,
         quantise: Callable[[Sequence[int]], Sequence[memoryview]] | None = None, ring: BlockRing | None = None,
     ) -> KVSender:  # fmt: skip
+        frames = Frames(view, quantise=quantise)
+        outgoing = SharedBlocks(frames, memory, ring, is_required=require_shared) if memory or ring else None
         return KVSender(
             self.context,
-            Shipping(view, quantise, memory, ring, require_shared),
+            frames,
+            outgoing,
             block_bytes,
             ("p", 5, "layout"),
             on_ended,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.transfer.outgoing import TransferEnded
+from common.engine.transfer.sender import TransferEnded
 from common.engine.worker.engine import MAX_FAILED_STEPS, RouterLost
 from common.errors import BlockError
 from common.wire.messages import (

@@ -10,9 +10,10 @@ import pytest
 import xxhash
 
 from common.blocks.window import HOLE
+from common.engine.kv.shared_memory import KVMemory
 from common.engine.transfer import sender as sender_module
 from common.engine.transfer.frames import SEND_HWM
-from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVMemory, KVOpen, KVTarget, KVWait
+from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOffer, KVOpen, KVTarget, KVWait
 
 Rig = Any  # SenderRig of conftest, which test modules cannot import
 
@@ -255,7 +256,7 @@ OFFER = KVMemory(pid=1, fd=2, num_bytes=1024, nonce=b"n" * 16)
 def test_who_shares_memory_gets_names_instead_of_frames(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(memory=OFFER)
     rig.sender.open("a", 0, rig.target, [9, 3, 5], 3)
-    assert rig.read_open().memory == OFFER
+    assert rig.read_open().offer == KVOffer.of("shm", OFFER)
     rig.finish(blocks=3)
     rig.grant(first_block=1, shared=True)
     header, frames = rig.read()
@@ -288,7 +289,7 @@ def test_who_cannot_share_gets_nothing_where_that_is_required(make_rig: Callable
 
 def test_a_grant_for_memory_that_was_not_offered_is_dropped(rig: Rig) -> None:
     rig.open(num_ready=4)
-    assert rig.read_open().memory is None
+    assert rig.read_open().offer is None
     rig.grant(shared=True)
     rig.grant()
     assert len(rig.read()[1]) == 4

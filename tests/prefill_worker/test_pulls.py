@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from common.engine.transfer import puller as puller_module
-from common.engine.transfer.lendable import Lendable, LentBlock
+from common.engine.transfer.lender import Lendable, LentBlock
 from common.latency.step_model import StepModel
 from common.wire.messages import AbortRequest, KVPeer, ResetPrefixCache
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from common.engine.kv.cache import KVCache
-from common.wire.messages import KVBlocks, KVDone, KVMemory
+from common.engine.kv.shared_memory import KVMemory
+from common.wire.messages import KVBlocks, KVDone
 from kernels import gather_blocks
 
 from ..engine_rig import prompt

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from common.engine.kv.block_ring import BlockRing
-from common.engine.kv.shared_memory import PeerMemory
-from common.wire.messages import KVBlocks, KVDone, KVTaken
+from common.engine.transfer.transports.shm import PeerMemory
+from common.wire.messages import KVBlocks, KVDone, KVOffer, KVTaken
 
 from ..engine_rig import wait
 from ..late_stream import LateStream, ring_over
@@ -67,8 +67,8 @@ def test_places_are_filled_as_they_are_given_back(make: Callable[..., Rig], ring
     rig.open("a", 6, num_ready=6)
     rig.finish("a", 6)
     opened = rig.read_open()
-    assert opened.memory is None and opened.ring == ring.offer
-    memory = PeerMemory(opened.ring, is_ring=True)
+    assert opened.offer == KVOffer.of("shm", ring.offer) and ring.offer.is_ring
+    memory = PeerMemory(ring.offer)
     rig.grant(shared=True)
     first = header(rig)
     assert (first.first_block, len(first.sources)) == (0, NUM_PLACES)

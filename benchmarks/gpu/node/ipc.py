@@ -21,10 +21,11 @@ from benchmarks.gpu.block_path import BlockPath, Events, Receivers, Shape, grant
 from benchmarks.gpu.shape import GPUShape
 from common.engine.kv.cache import KVCache
 from common.engine.kv.copy_stream import CopyStream
-from common.engine.kv.device_copies import DeviceReads, DeviceSums, OfferedDevice
 from common.engine.kv.staging import StagedIncoming, StagedOutgoing
 from common.engine.transfer.frames import blocks_per_message
-from common.engine.transfer.receiver import KVReceiver
+from common.engine.transfer.receiver import KVListener, KVReceiver
+from common.engine.transfer.transports.cuda_ipc import DeviceBlocks, DeviceReads, DeviceSums
+from common.engine.transfer.transports.tcp import Frames
 from common.errors import DiptychError
 
 ROUNDS = 5
@@ -57,9 +58,9 @@ def ipc_rows(shape: GPUShape, device: torch.device, prepare: Prepare = ready) ->
 
 
 def _rate(kv: KVCache, address: str) -> float:
-    outgoing = StagedOutgoing(kv, CopyStream(kv.device))
+    frames = Frames(StagedOutgoing(kv, CopyStream(kv.device)).view)
     shape = Shape(kv.block_bytes, kv.num_blocks)
-    path = BlockPath(address, shape, outgoing.view, device=OfferedDevice(kv))
+    path = BlockPath(address, shape, frames, DeviceBlocks(frames, kv))
     try:
         return round(shape.num_bytes / min(path.run() for _ in range(ROUNDS)) / 1e9, 3)
     finally:
@@ -73,8 +74,8 @@ def _receive(pipe: Connection, shape: GPUShape, device: str, prepare: Prepare) -
     blocks = StagedIncoming(kv, CopyStream(kv.device)).reserve(blocks_per_message(kv.block_bytes))
     events: Events = SimpleQueue()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    receiver = KVReceiver(context, "127.0.0.1", 0, blocks.view, events.put, commit=blocks.commit)
-    receiver.import_with(DeviceReads(kv).open)
+    listener = KVListener(context, "127.0.0.1", 0)
+    receiver = KVReceiver(context, listener, blocks, events.put, transports=[DeviceReads(kv)])
     grant_all(pipe, receiver, events)
 
 
@@ -97,7 +98,7 @@ def _outlived(shape: GPUShape, device: torch.device, processes: Receivers, prepa
     kv = _cache(shape, device)
     kv.tensor.fill_(OWNED)
     _wait(device)
-    memory = DeviceReads(kv).open(offer)
+    memory = DeviceReads(kv).accept(offer)
     (expected,) = DeviceSums(kv, CopyStream(device)).of([0])
     killing = threading.Timer(KILL_S, os.kill, (processes.last_pid, signal.SIGKILL))
     rounds = wrong = 0

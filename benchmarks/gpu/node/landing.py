@@ -25,10 +25,8 @@ from common.engine.kv.block_ring import ring_for
 from common.engine.kv.cache import KVCache
 from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.cuda_driver import DriverError, driver
-from common.engine.kv.device_copies import DeviceReads, OfferedDevice
-from common.engine.kv.device_memory import ImportedMemory
-from common.engine.kv.reached import Reached
-from common.engine.kv.staging import ReachedPlaces, StagedIncoming, StagedOutgoing
+from common.engine.kv.device_memory import KVDevice
+from common.engine.kv.staging import StagedIncoming, StagedOutgoing
 from common.engine.models.batch import SequenceChunk
 from common.engine.run.graph_runner import GraphRunner
 from common.engine.run.runner import ModelRunner
@@ -36,8 +34,11 @@ from common.engine.run.seats import FROM_HOST
 from common.engine.run.step_launcher import GraphStep, StepLauncher
 from common.engine.sampling.sampler import Sampler
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
-from common.engine.transfer.receiver import KVReceiver
-from common.wire.messages import KVDevice
+from common.engine.transfer.receiver import KVListener, KVReceiver
+from common.engine.transfer.transports.cuda_ipc import DeviceBlocks, DeviceReads, ImportedMemory
+from common.engine.transfer.transports.interface import IncomingEnd, OutgoingEnd, Reached
+from common.engine.transfer.transports.shm import ReachedPlaces, SharedBlocks, SharedReads
+from common.engine.transfer.transports.tcp import Frames
 
 END_S = 90.0
 """For the last transfer."""
@@ -53,21 +54,25 @@ class LandingBlocks:
         incoming = StagedIncoming(kv, CopyStream(kv.device)).reserve(blocks_per_message(kv.block_bytes))
         events = Events()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._receiver = KVReceiver(
-            self._context, "127.0.0.1", 0, lambda index: incoming.view(first + index), events.put,
-            commit=lambda indices: incoming.commit([first + index for index in indices]),
-        )  # fmt: skip
-        self._receiver.reach_with(lambda memory: _Shifted(ReachedPlaces(incoming, memory), first))
+        transports: list[IncomingEnd[Any]] = [
+            SharedReads(lambda memory: _Shifted(ReachedPlaces(incoming, memory), first))
+        ]
         if exports:
-            self._reads = DeviceReads(kv)
-            self._receiver.import_with(self._open)
+            transports.append(_ShiftedReads(kv, first))
+        self._receiver = KVReceiver(
+            self._context,
+            KVListener(self._context, "127.0.0.1", 0),
+            _ShiftedBlocks(incoming, first),
+            events.put,
+            transports=transports,
+        )
         address: SimpleQueue[str] = SimpleQueue()
         granting = threading.Thread(target=grant_all, args=(_Mailbox(address), self._receiver, events), daemon=True)
         granting.start()
         whereto = address.get(timeout=END_S)
-        self._paths = [self._path(whereto), self._path(whereto, in_ring=True)]
+        self._paths = [self._path(whereto), self._path(whereto, through="ring")]
         if exports:
-            self._paths.append(self._path(whereto, device=OfferedDevice(self._source)))
+            self._paths.append(self._path(whereto, through="device"))
         self.num_paths = len(self._paths)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="landing")
@@ -82,17 +87,17 @@ class LandingBlocks:
             return False
         return True
 
-    def _open(self, offer: KVDevice) -> ImportedMemory:
-        memory = self._reads.open(offer)
-        memory.reached = _Shifted(memory.reached, self._first)
-        return memory
-
-    def _path(self, address: str, *, in_ring: bool = False, device: OfferedDevice | None = None) -> BlockPath:
+    def _path(self, address: str, *, through: str = "") -> BlockPath:
         outgoing = StagedOutgoing(self._source, CopyStream(self._kv.device)).reserve(
             blocks_in_queues(self._kv.block_bytes)
         )
-        ring = ring_for(outgoing, self._count) if in_ring else None
-        return BlockPath(address, Shape(self._kv.block_bytes, self._count), outgoing.view, ring=ring, device=device)
+        frames = Frames(outgoing.view)
+        end: OutgoingEnd | None = None
+        if through == "ring":
+            end = SharedBlocks(frames, ring=ring_for(outgoing, self._count))
+        elif through == "device":
+            end = DeviceBlocks(frames, self._source)
+        return BlockPath(address, Shape(self._kv.block_bytes, self._count), frames, end)
 
     def start(self) -> None:
         self._thread.start()
@@ -120,6 +125,32 @@ class LandingBlocks:
                 self.num_wrong += int((landed != self._source.tensor.view(torch.uint8)).sum())
         except Exception as error:  # told with the verdict
             self.failure = f"{type(error).__name__}: {error}"
+
+
+class _ShiftedBlocks:
+    """Implements `IncomingBlocks`: the blocks from `first` on."""
+
+    def __init__(self, blocks: StagedIncoming, first: int) -> None:
+        self._blocks, self._first = blocks, first
+
+    def view(self, index: int) -> memoryview:
+        return self._blocks.view(self._first + index)
+
+    def commit(self, indices: Sequence[int]) -> None:
+        self._blocks.commit([self._first + index for index in indices])
+
+
+class _ShiftedReads(DeviceReads):
+    """Copies into the blocks from `first` on."""
+
+    def __init__(self, kv: KVCache, first: int) -> None:
+        super().__init__(kv)
+        self._first = first
+
+    def accept(self, offer: KVDevice) -> ImportedMemory:
+        memory = super().accept(offer)
+        memory.reached = _Shifted(memory.reached, self._first)
+        return memory
 
 
 class _Shifted:

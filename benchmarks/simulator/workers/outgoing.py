@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from benchmarks.simulator.workers.transfer import Acknowledged, Advanced, Failed, Transfer
 from benchmarks.simulator.world.world import TransferEnd, World
-from common.engine.transfer.outgoing import TransferAdvanced, TransferEnded
+from common.engine.transfer.sender import TransferAdvanced, TransferEnded
 from common.wire.messages import KVDone, KVTarget
 from decode_worker.handover import MAX_PAUSE_S, Handovers
 from decode_worker.limits import HANDOVER_TIMEOUT_S

@@ -6,19 +6,16 @@ from common.engine.kv.block_ring import BlockRing, ring_for
 from common.engine.kv.cache import SMALL_DTYPES, KVCache, block_bytes, torch_dtype
 from common.engine.kv.checksums import checksum
 from common.engine.kv.copy_stream import CopyStream
-from common.engine.kv.cuda_driver import DriverError, driver
-from common.engine.kv.device_copies import DeviceReads, OfferedDevice
-from common.engine.kv.device_memory import ImportedMemory
+from common.engine.kv.cuda_driver import DriverError, NotGiven, driver
+from common.engine.kv.device_memory import ExportedMemory, KVDevice, map_exported
 from common.engine.kv.quantised_staging import quantised_incoming, quantised_outgoing
-from common.engine.kv.reached import Reached
 from common.engine.kv.sharded_cache import ShardedCache, blocks_at_once, segments
-from common.engine.kv.shared_memory import NotShared, PeerMemory
+from common.engine.kv.shared_memory import KVMemory, NotShared, map_shared
 from common.engine.kv.staging import (
     BlocksInPlace,
     GatheredOutgoing,
     IncomingBlocks,
     OutgoingBlocks,
-    ReachedPlaces,
     StagedIncoming,
     StagedOutgoing,
     incoming_blocks,
@@ -33,18 +30,16 @@ __all__ = [
     "BlockRing",
     "BlocksInPlace",
     "CopyStream",
-    "DeviceReads",
     "DriverError",
+    "ExportedMemory",
     "GatheredOutgoing",
-    "ImportedMemory",
     "IncomingBlocks",
     "KVCache",
+    "KVDevice",
+    "KVMemory",
+    "NotGiven",
     "NotShared",
-    "OfferedDevice",
     "OutgoingBlocks",
-    "PeerMemory",
-    "Reached",
-    "ReachedPlaces",
     "SMALL_DTYPES",
     "ShardedCache",
     "StagedIncoming",
@@ -55,6 +50,8 @@ __all__ = [
     "driver",
     "in_words",
     "incoming_blocks",
+    "map_exported",
+    "map_shared",
     "outgoing_blocks",
     "quantised_incoming",
     "quantised_outgoing",

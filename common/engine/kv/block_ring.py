@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from common.engine.kv.copy_stream import NotRegistered
-from common.engine.kv.shared_memory import NotShared, SharedMemory
+from common.engine.kv.shared_memory import KVMemory, NotShared, SharedMemory
 from common.engine.kv.staging import StagedOutgoing
 from common.errors import BlockError
-from common.wire.messages import KVMemory
 
 RING_BYTES = 128 * 2**20
 """Memory for places: several messages to several receivers."""
@@ -44,7 +43,7 @@ class BlockRing:
         self.block_bytes, self.num_places = blocks.block_bytes, num_places
         self._blocks = blocks
         try:
-            self._memory = SharedMemory(num_places * self.block_bytes)
+            self._memory = SharedMemory(num_places * self.block_bytes, is_ring=True)
         except OSError as error:
             raise NotShared(f"no room for {num_places} places of {self.block_bytes:,} bytes: {error}") from error
         num_bytes = num_places * self.block_bytes

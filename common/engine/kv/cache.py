@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.kv.cuda_driver import DriverError
-from common.engine.kv.device_descriptor import NotGiven
+from common.engine.kv.cuda_driver import DriverError, NotGiven
 from common.errors import BlockError, ModelError
 from kernels.cpu import prefer_large_pages
 from kernels.interface import UNSCALED, KVLayout, KVScales, numbers_of, row_width, scales_of

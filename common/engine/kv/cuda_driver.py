@@ -73,6 +73,10 @@ CALLS: Final = {
 """Arguments, as in cuda.h. Each returns 0, or the number of its error."""
 
 
+class NotGiven(DiptychError):
+    """A descriptor does not come from, or cannot go to, another process. The message says why."""
+
+
 class CudaDriver:
     """Any thread may call it, with its device's context current, as torch makes it."""
 

@@ -11,15 +11,33 @@ import os
 import secrets
 import stat
 import sys
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
-from common.engine.kv.reached import Reached
 from common.errors import DiptychError
-from common.wire.messages import NONCE_BYTES, KVMemory
 
 NAME = "diptych-kv"
+NONCE_BYTES = 16
+"""Random bytes behind the blocks: a process that reads the same there has mapped the memory that was offered."""
 _LINK = f"/memfd:{NAME} (deleted)"
+
+
+class KVMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process of the same host finds a worker's blocks, or places for them (`is_ring`): file descriptor `fd` of
+    process `pid`.
+
+    The memory holds `num_bytes` of blocks and then the secret `nonce`: a reader trusts the memory once it has read the
+    same nonce there.
+    """
+
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
+    fd: Annotated[int, Meta(ge=0, lt=2**31)]
+    num_bytes: Annotated[int, Meta(ge=1, le=2**50)]
+    nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    is_ring: bool = False
 
 
 class NotShared(DiptychError):
@@ -29,8 +47,11 @@ class NotShared(DiptychError):
 class SharedMemory:
     """The owner's side: `.pages` is zero at first, mapped as it is touched, and has the nonce at its end."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """Raises NotShared where the system has no such memory, OSError when there is no room."""
+    def __init__(self, num_bytes: int, *, is_ring: bool = False) -> None:
+        """`is_ring`: for places that blocks pass through, instead of a whole cache.
+
+        Raises NotShared where the system has no such memory, OSError when there is no room.
+        """
         if sys.platform != "linux":
             raise NotShared(f"{sys.platform} has no sealed memory files")
         import fcntl
@@ -52,70 +73,23 @@ class SharedMemory:
             raise
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.pages[num_bytes:] = nonce
-        self.offer = KVMemory(os.getpid(), self._fd, num_bytes, nonce)
+        self.offer = KVMemory(os.getpid(), self._fd, num_bytes, nonce, is_ring)
 
     def __del__(self) -> None:
         if hasattr(self, "offer"):
             os.close(self._fd)
 
 
-class PeerMemory:
-    """The reader's side: another process's `SharedMemory`, mapped read-only until `close` or that process's death.
+def map_shared(offer: KVMemory) -> np.typing.NDArray[np.uint8]:
+    """Map another process's `SharedMemory` read-only, without the nonce, until the last reference to the array ends.
 
-    `process` is a file descriptor that turns readable when the owner has died. The memory is the owner's cache, or a
-    ring of places (`is_ring`), which the owner fills again once it hears that they were copied. `reached` has the
-    places where this worker's device copies out of them itself.
+    Raises NotShared unless `offer` names a sealed memory file of this user with the same nonce, OSError or ValueError
+    when that cannot be read.
     """
-
-    def __init__(self, offer: KVMemory, *, is_ring: bool = False) -> None:
-        """Raises NotShared unless what `offer` names is a sealed memory file of this user with the same nonce."""
-        if sys.platform != "linux":
-            raise NotShared(f"{sys.platform} has no sealed memory files")
-        self.offer, self.is_ring = offer, is_ring
-        self.reached: Reached | None = None
-        try:
-            # Before the file is opened: if the nonce is right then, the watched process is the one that offered it.
-            self.process = os.pidfd_open(offer.pid)
-        except (OSError, AttributeError) as error:
-            raise NotShared(f"process {offer.pid} is not on this host, or hidden: {error}") from error
-        try:
-            self._blocks = _map(offer)
-        except (OSError, ValueError) as error:
-            os.close(self.process)
-            raise NotShared(f"memory {offer.fd} of process {offer.pid} cannot be read: {error}") from error
-        except NotShared:
-            os.close(self.process)
-            raise
-        self.closed = False
-
-    @property
-    def address(self) -> int:
-        """Where the memory is mapped."""
-        return self._blocks.ctypes.data
-
-    def read(self, source: int, target: memoryview) -> bool:
-        """Copy block number `source`, as large as `target`, without holding the interpreter. False: no such block."""
-        begin = source * len(target)
-        if self.closed or begin + len(target) > self.offer.num_bytes:
-            return False
-        np.copyto(np.frombuffer(target, np.uint8), self._blocks[begin : begin + len(target)])
-        return True
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            os.close(self.process)
-            if self.reached is not None:
-                self.reached.close()
-                self.reached = None
-            self._blocks = np.empty(0, np.uint8)  # the last reference: unmapped now
-
-
-def _map(offer: KVMemory) -> np.typing.NDArray[np.uint8]:
-    """The blocks, read-only. Checks the link first: opening a file may have effects, reading a link has none."""
     assert sys.platform == "linux"
     import fcntl
 
+    # Checks the link first: opening a file may have effects, reading a link has none.
     path = f"/proc/{offer.pid}/fd/{offer.fd}"
     found = os.readlink(path)
     if found != _LINK:

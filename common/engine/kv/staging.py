@@ -8,7 +8,6 @@ pinned, because pinning would hold up the launches of steps.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from queue import Empty, SimpleQueue
@@ -21,7 +20,6 @@ from common.engine.kv.cache import KVCache
 from common.engine.kv.checksums import checksum, checksum_of_parts
 from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.sharded_cache import ShardedCache
-from common.engine.kv.shared_memory import PeerMemory
 
 
 class OutgoingBlocks(Protocol):
@@ -196,29 +194,6 @@ class ScatteredIncoming(StagedIncoming):
 
     def _store(self, received: Sequence[tuple[int, Tensor]]) -> None:
         self.stream.wait_for(lambda: self._sharded.scatter_all(received))
-
-
-class ReachedPlaces:
-    """Implements `Reached`: the device copies blocks into its cache out of the places of another worker's ring."""
-
-    def __init__(self, blocks: StagedIncoming, memory: PeerMemory) -> None:
-        """Raises NotRegistered."""
-        self._blocks, self.block_bytes = blocks, blocks.block_bytes
-        # Through its address: torch has no read-only tensors, and warns of each.
-        address, num_bytes = memory.address, memory.offer.num_bytes
-        self._flat = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
-        blocks.stream.register(self._flat, read_only=True)
-
-    def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
-        return self._blocks.copy_all((self._place(place), index) for place, index in copies)
-
-    def _place(self, number: int) -> Tensor | None:
-        begin = number * self.block_bytes
-        return self._flat[begin : begin + self.block_bytes] if begin + self.block_bytes <= len(self._flat) else None
-
-    def close(self) -> None:
-        self._blocks.stream.unregister(self._flat)
-        self._flat = torch.empty(0, dtype=torch.uint8)
 
 
 def outgoing_blocks(kv: KVCache, at_once: int = 1) -> OutgoingBlocks:

@@ -1,45 +1,38 @@
 """Both ends of a KV transfer: sender and receiver, and lender and puller of cached blocks."""
 
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
-from common.engine.transfer.incoming import (
+from common.engine.transfer.lender import KVLender, Lendable, LenderIdentity
+from common.engine.transfer.puller import KVPuller, PeerCaches
+from common.engine.transfer.receiver import (
     IncomingTransfer,
-    SenderMemory,
+    KVListener,
+    KVReceiver,
     TransferCompleted,
     TransferFailed,
     TransferOpened,
 )
-from common.engine.transfer.lendable import Lendable
-from common.engine.transfer.lender import KVLender, LenderIdentity
-from common.engine.transfer.nixl_agent import NixlAgent, NixlError
-from common.engine.transfer.outgoing import TransferAdvanced, TransferEnded
-from common.engine.transfer.peer_caches import PeerCaches
-from common.engine.transfer.puller import KVPuller
-from common.engine.transfer.receiver import KVReceiver
-from common.engine.transfer.remote_memory import OfferedMemory
-from common.engine.transfer.remote_reads import RemoteReads
-from common.engine.transfer.sender import KVSender
-from common.engine.transfer.shipping import Shipping
+from common.engine.transfer.sender import KVSender, TransferAdvanced, TransferEnded
+from common.engine.transfer.transports import Frames, SenderMemory, Transport, new_transport
 
 __all__ = [
+    "Frames",
     "IncomingTransfer",
     "KVLender",
+    "KVListener",
     "KVPuller",
     "KVReceiver",
     "KVSender",
     "Lendable",
     "LenderIdentity",
-    "NixlAgent",
-    "NixlError",
-    "OfferedMemory",
     "PeerCaches",
-    "RemoteReads",
     "SenderMemory",
-    "Shipping",
     "TransferAdvanced",
     "TransferCompleted",
     "TransferEnded",
     "TransferFailed",
     "TransferOpened",
+    "Transport",
     "blocks_in_queues",
     "blocks_per_message",
+    "new_transport",
 ]

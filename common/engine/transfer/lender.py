@@ -14,16 +14,20 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import zmq
 
-from common.engine.kv import checksum
+from common.engine.kv import BlockPool, checksum
+from common.engine.kv.tiers import BlockTiers
 from common.engine.transfer.frames import blocks_per_message
-from common.engine.transfer.lendable import Lendable, LentBlock
 from common.engine.transfer.mailbox import Mailbox
 from common.errors import WireError
 from common.wire import Curve, DropLog, bind, decode, encode
-from common.wire.messages import BLOCK_HASH_BYTES, KVAck, KVBlocks, KVFailed, KVMemory, KVOpen, KVPull, Message
+from common.wire.messages import BLOCK_HASH_BYTES, KVAck, KVBlocks, KVFailed, KVOffer, KVOpen, KVPull, Message
+
+if TYPE_CHECKING:
+    from common.engine.kv import OutgoingBlocks
 
 log = logging.getLogger(__name__)
 MAX_LENT = 16
@@ -37,13 +41,43 @@ PULLS_HWM = 256
 
 
 @dataclass(frozen=True, slots=True)
+class LentBlock:
+    """The bytes of a block. `source` is its number in the cache that others may map; None for a copy."""
+
+    block_hash: bytes
+    view: memoryview
+    source: int | None
+
+
+class Lendable:
+    """Used by the lender's thread alone, which waits for no other. `outgoing` gives views of the cache's blocks."""
+
+    def __init__(
+        self, pool: BlockPool, outgoing: OutgoingBlocks, block_bytes: int, tiers: BlockTiers | None = None
+    ) -> None:
+        self._pool, self._outgoing, self._tiers = pool, outgoing, tiers
+        self.block_bytes, self.num_blocks = block_bytes, pool.num_blocks
+
+    def find(self, block_hash: bytes) -> LentBlock | None:
+        """The block, if it is here. A cached block may change at any time: ask `is_still` after reading it."""
+        if (block := self._pool.find(block_hash)) is not None:
+            return LentBlock(block_hash, self._outgoing.view(block), block)
+        copy = self._tiers.copy_of(block_hash) if self._tiers is not None else None
+        return LentBlock(block_hash, copy, None) if copy is not None else None
+
+    def is_still(self, block: LentBlock) -> bool:
+        """Whether nothing was written to the block since `find`."""
+        return block.source is None or self._pool.is_published(block.source, block.block_hash)
+
+
+@dataclass(frozen=True, slots=True)
 class LenderIdentity:
-    """What the lender is to pullers. `memory` is what it offers to those of this host."""
+    """What the lender is to pullers. `offer` lets them copy blocks out of its memory."""
 
     worker_id: str
     epoch: int
     fingerprint: str
-    memory: KVMemory | None = None
+    offer: KVOffer | None = None
 
 
 class KVLender:
@@ -162,7 +196,7 @@ class KVLender:
             fingerprint=me.fingerprint,
             num_blocks=max(1, self._blocks.num_blocks),
             sent_at=time.monotonic(),
-            memory=me.memory,
+            offer=me.offer,
         )
 
     def _lend(self, peer: bytes, pull: KVPull) -> None:

@@ -13,11 +13,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from common.engine.kv import PeerMemory, checksum
+from common.engine.kv import checksum
 from common.engine.kv.tiers import BlockRead, ReadEnded
 from common.engine.transfer.connection import KVConnection
 from common.engine.transfer.frames import (
@@ -27,13 +28,14 @@ from common.engine.transfer.frames import (
     events,
     try_send,
 )
+from common.engine.transfer.lender import KVLender
 from common.engine.transfer.mailbox import Mailbox
 from common.engine.transfer.peer_memories import PeerMemories
-from common.engine.transfer.pull import Pull
+from common.engine.transfer.transports.interface import IncomingEnd, ReadableMemory
 from common.errors import WireError
 from common.latency import LinkFit, LinkModel
 from common.wire import COUNT_BITS, Curve, DropLog, decode
-from common.wire.messages import KVAck, KVBlocks, KVFailed, KVOpen, KVPeer, Message
+from common.wire.messages import KVAck, KVBlocks, KVFailed, KVOpen, KVPeer, KVPull, Message
 
 if TYPE_CHECKING:
     from common.engine.kv import IncomingBlocks
@@ -51,6 +53,66 @@ CANCELLED_S = 0.05
 """How soon a pull that the engine gave up makes room for the next one."""
 ASSUMED_PULL_BYTES_S, ASSUMED_LATENCY_S = 5e8, 2e-3
 """Bytes a second, and seconds, that a pull is taken to need before one was measured."""
+AHEAD = 4
+"""Messages full of blocks that are asked for before the first of them has come."""
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """The blocks of `read` are to come from `peer`, in order. `token` is this pull's secret.
+
+    The first `num_asked` of them were asked for, of the layout `fingerprint`; `num_bytes` have come. With `shared` they
+    are copied out of the peer's memory. Times are engine clock, in seconds.
+    """
+
+    read: BlockRead
+    peer: KVPeer
+    fingerprint: str
+    token: int
+    began: float
+    num_asked: int = 0
+    num_bytes: int = 0
+    shared: bool = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.read.request_id, self.read.attempt)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.read.num_done == len(self.read.blocks)
+
+    def opening(self) -> KVPull:
+        """Asks the peer what it offers."""
+        return self._message(b"")
+
+    def next_ask(self, batch: int) -> KVPull | None:
+        """The next `batch` blocks to ask for; None while enough are on their way, or all were asked for."""
+        begin, end = self.num_asked, min(self.num_asked + batch, len(self.read.hashes))
+        if begin == end or begin - self.read.num_done > (AHEAD - 1) * batch:
+            return None
+        self.num_asked = end
+        return self._message(b"".join(self.read.hashes[begin:end]), begin)
+
+    def mismatch(self, header: KVBlocks) -> str:
+        """Why the blocks behind a header are not the next ones, or ""."""
+        last = header.first_block + len(header.checksums)
+        if header.first_block != self.read.num_done or last > self.num_asked:
+            wanted = f"{self.read.num_done} to {self.num_asked}"
+            return f"blocks {header.first_block} to {last} came, those from {wanted} were asked for"
+        return ""
+
+    def _message(self, hashes: bytes, first_block: int = 0) -> KVPull:
+        return KVPull(
+            request_id=self.read.request_id,
+            attempt=self.read.attempt,
+            epoch=self.peer.epoch,
+            fingerprint=self.fingerprint,
+            first_block=first_block,
+            hashes=hashes,
+            token=self.token,
+            shared=self.shared,
+        )
 
 
 class KVPuller:
@@ -64,22 +126,22 @@ class KVPuller:
         incoming: IncomingBlocks,
         notify: Callable[[ReadEnded], None],
         *,
-        share: bool = True,
+        transport: IncomingEnd[Any] | None = None,
         require_shared: bool = False,
         curve: Curve | None = None,
     ) -> None:
-        """`share`: copy out of the memory of peers that offer it; with `require_shared` from no others."""
+        """`transport` accepts `ReadableMemory` that peers offer. `require_shared`: pull from no other peers."""
         self._context, self._fingerprint, self._curve = context, fingerprint, curve
         self._incoming, self._notify, self._require_shared = incoming, notify, require_shared
         self._block_bytes, self._batch = block_bytes, blocks_per_message(block_bytes)
-        self._memories = PeerMemories(share)
+        self._memories = PeerMemories(() if transport is None else (transport,))
         self._commands: Mailbox[Pull | None] = Mailbox(context)
         self._lock = threading.Lock()
         self._num_active = 0
         self._avoided: dict[str, float] = {}
         self._pulls: dict[tuple[str, int], Pull] = {}
         self._connections: OrderedDict[tuple[str, int], KVConnection] = OrderedDict()  # used longest ago first
-        self._offers: dict[tuple[str, int], PeerMemory | None] = {}
+        self._offers: dict[tuple[str, int], ReadableMemory | None] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._commands.socket, zmq.POLLIN)
         self._fit = LinkFit()
@@ -178,7 +240,7 @@ class KVPuller:
         self._offers.pop(where, None)
         self._connections.pop(where).close()
 
-    def _opened(self, pull: Pull, memory: PeerMemory | None) -> None:
+    def _opened(self, pull: Pull, memory: ReadableMemory | None) -> None:
         """The peer's offer is known: ask for blocks."""
         pull.shared = memory is not None and not memory.closed
         if self._require_shared and not pull.shared:
@@ -235,8 +297,12 @@ class KVPuller:
         if (offer.worker_id, offer.epoch, offer.fingerprint) != (peer.worker_id, peer.epoch, self._fingerprint):
             self._fail(pull, f"{offer.worker_id} of epoch {offer.epoch} answers in place of {peer.worker_id}")
         elif not pull.num_asked:
-            found = self._memories.of(offer)
-            self._offers[where] = memory = found if isinstance(found, PeerMemory) else None  # pulls are not for NIXL
+            try:
+                found = self._memories.of(offer)
+            except WireError as error:
+                self._drops.add(str(error), time.monotonic())
+                return
+            self._offers[where] = memory = found if isinstance(found, ReadableMemory) else None
             self._opened(pull, memory)
 
     def _take(self, socket: zmq.Socket[bytes], header: KVBlocks, pull: Pull | None) -> str:
@@ -306,6 +372,18 @@ class KVPuller:
             self._num_active -= 1
         pull.read.ended = True
         self._notify(ReadEnded(pull.read))
+
+
+@dataclass(frozen=True, slots=True)
+class PeerCaches:
+    """Both sides of pulls at one worker, started. The engine's thread closes them."""
+
+    lender: KVLender
+    puller: KVPuller
+
+    def close(self) -> None:
+        self.lender.stop()
+        self.puller.stop()
 
 
 def _has_more(socket: zmq.Socket[bytes]) -> bool:

@@ -4,8 +4,8 @@ The engine owns the blocks and lends them with `expect`; once `release` has retu
 them. It holds no lock while it reads, verifies and copies: only a `release` of the transfer whose block it writes at
 that moment waits, until that block is written. It reads frames that match no transfer (unknown request, old attempt,
 token of another grant, block received before) off the socket and drops them, so a late or forged frame does no harm. It
-copies the blocks of a prefill worker whose memory it can read from there; places of a ring it gives back once their
-blocks are verified. Frames of 8-bit numbers arrive in buffers, from which they are dequantised.
+copies the blocks of a prefill worker whose offer it accepted out of that memory; places of a ring are given back once
+their blocks are verified. Frames of 8-bit numbers arrive in buffers, from which they are dequantised.
 """
 
 from __future__ import annotations
@@ -14,28 +14,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from common.engine.kv import DriverError, ImportedMemory, PeerMemory, Reached
-from common.engine.transfer.frames import MAX_FRAME_BYTES, copy_blocks, discard_rest, read_block, receive_blocks
-from common.engine.transfer.incoming import (
-    IncomingTransfer,
-    TransferCompleted,
-    TransferFailed,
-    TransferOpened,
-)
+from common.engine.transfer.frames import MAX_FRAME_BYTES, discard_rest, receive_blocks
 from common.engine.transfer.mailbox import Mailbox
 from common.engine.transfer.peer_memories import PeerMemories
-from common.engine.transfer.remote_memory import LandedBlocks, RemoteMemory
+from common.engine.transfer.transports.interface import BlockSource, IncomingEnd, ReadEnded, SenderMemory, committed
 from common.errors import BlockError, WireError
 from common.wire import Curve, DropLog, bind, decode, encode
-from common.wire.messages import KVAck, KVBlocks, KVDevice, KVDone, KVFailed, KVOpen, KVTaken, Message
+from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTaken, Message
 
 if TYPE_CHECKING:
     from common.engine.kv import IncomingBlocks
-    from common.engine.transfer.remote_reads import RemoteRead, RemoteReads
 
 log = logging.getLogger(__name__)
 RECEIVE_HWM = 64
@@ -46,40 +39,164 @@ WRITE_S = 30.0
 """How long a block that has come may take to be written: it is a copy of memory."""
 
 
+@dataclass(slots=True, eq=False)
+class IncomingTransfer:
+    """The prompt's blocks from `first_block` on are to come into `blocks[first_block ..]`; those before have their KV.
+
+    A block is received once its frame arrived, or it was copied from `memory`, and its checksum matched. A second frame
+    for it is ignored. `memory` is the prefill worker's, if this worker can read it. In a hand-over `blocks` has room
+    for more blocks than come in the end, as `done` says. Frames must carry the secret `token`. They hold 8-bit numbers
+    if the transfer is `quantised`. Once it is `released` no further block is written. `num_bytes` arrived or were
+    copied; `arrivals` has when each message was read, and its bytes. Times are engine clock, in seconds.
+    """
+
+    request_id: str
+    attempt: int
+    peer: bytes
+    blocks: Sequence[int]
+    first_block: int
+    granted_at: float
+    last_progress: float
+    received: set[int] = field(default_factory=set)
+    done: KVDone | None = None
+    done_at: float = 0.0
+    last_block_at: float = 0.0
+    busy_s: float = 0.0
+    memory: SenderMemory | None = None
+    token: int = 0
+    quantised: bool = False
+    released: bool = False
+    num_bytes: int = 0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.request_id, self.attempt)
+
+    @property
+    def transport(self) -> str:
+        """The name of the KV transport that blocks come by."""
+        return self.memory.transport if self.memory is not None else "tcp"
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the blocks of several messages are read at once, so that `busy_s` is not what they took."""
+        return self.memory is not None and self.memory.reads_ahead
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole prompt: in a hand-over an upper bound until `done`."""
+        return self.done.num_blocks if self.done and self.done.num_blocks else len(self.blocks)
+
+    @property
+    def num_missing(self) -> int:
+        return max(0, self.num_blocks - self.first_block) - len(self.received)
+
+    @property
+    def complete(self) -> bool:
+        return self.done is not None and self.num_missing == 0
+
+    @property
+    def num_prefix_received(self) -> int:
+        """Blocks from the start of the prompt that have their KV, without a gap."""
+        index = self.first_block
+        while index in self.received:
+            index += 1
+        return index
+
+    def bytes_since(self, at: float) -> int:
+        """Bytes that arrived after this time."""
+        return sum(num_bytes for arrived_at, num_bytes in self.arrivals if arrived_at > at)
+
+    def wants(self, index: int) -> bool:
+        """Whether a frame for block `index` may be written."""
+        is_lent = self.first_block <= index < len(self.blocks) and not self.released
+        return is_lent and index not in self.received
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOpened:
+    """A prefill worker announced KV. Answers go to `peer`; `received_at` is by this worker's clock.
+
+    `memory` is the prefill worker's, if this worker can read it.
+    """
+
+    peer: bytes
+    message: KVOpen
+    received_at: float
+    memory: SenderMemory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCompleted:
+    """Every block has arrived and is verified, and the prefill worker's hold has ended."""
+
+    transfer: IncomingTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The transfer is over. `by_peer`: `peer` says that it gave up. The transfer may be another peer's.
+
+    `phase` is that in which the peer's request failed for good, or "".
+    """
+
+    request_id: str
+    attempt: int
+    reason: str
+    by_peer: bool
+    peer: bytes = b""
+    phase: str = ""
+
+
+class KVListener:
+    """The bound socket of a receiver: its address is announced before the model, and so the receiver, exists."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, curve: Curve | None = None
+    ) -> None:
+        """Raises zmq.ZMQError for a taken port."""
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.RCVHWM, RECEIVE_HWM)
+        self.socket.set(zmq.SNDHWM, 100_000)
+        self.socket.set(zmq.RCVBUF, 4 * 1024 * 1024)
+        self.socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        try:
+            self.address = bind(self.socket, host, port, curve)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
+
+    def close(self) -> None:
+        self.socket.close()
+
+
 class KVReceiver:
     """`expect`, `release` and `send` are called by the engine's thread only; `on_event` is called on the receiver's."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        host: str,
-        port: int,
-        block_view: Callable[[int], memoryview],
+        listener: KVListener,
+        blocks: IncomingBlocks,
         on_event: Callable[[TransferOpened | TransferCompleted | TransferFailed], None],
         *,
-        share: bool = True,
-        commit: Callable[[Sequence[int]], None] = lambda blocks: None,
-        curve: Curve | None = None,
+        transports: Sequence[IncomingEnd[Any]] = (),
+        quantised: IncomingBlocks | None = None,
     ) -> None:
-        """`share`: read the memory of prefill workers that offer it, where that works.
+        """`listener` and `transports` are closed with the receiver.
 
-        `commit(blocks)` is called once the bytes of these blocks are in their views and verified, before they count as
-        received.
+        Blocks arrive in the views of `blocks`, or of `quantised` where frames hold 8-bit numbers, and are committed
+        once they are verified, before they count as received. `quantised` None: such frames are not accepted.
         """
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.RCVHWM, RECEIVE_HWM)
-        self._socket.set(zmq.SNDHWM, 100_000)
-        self._socket.set(zmq.RCVBUF, 4 * 1024 * 1024)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self.address = bind(self._socket, host, port, curve)
-        self._block_view, self._on_event, self._commit = block_view, on_event, commit
-        self._quantised: IncomingBlocks | None = None
-        self._reads: RemoteReads | None = None
+        self._socket, self.address = listener.socket, listener.address
+        self._blocks, self._quantised, self._on_event = blocks, quantised, on_event
         self._transfers: dict[tuple[str, int], IncomingTransfer] = {}
         self._writing: IncomingTransfer | None = None
         self._lock = threading.Condition()  # of `_transfers` and `_writing`
-        self._memories = PeerMemories(share)
+        self._transports = tuple(transports)
+        self._memories = PeerMemories(transports)
         self._outbox: Mailbox[tuple[bytes, Message] | None] = Mailbox(context)
         self.num_bytes = 0
         self._drops = DropLog(log, "a KV frame")
@@ -92,25 +209,8 @@ class KVReceiver:
         return self._drops.num_dropped + self._num_late
 
     @property
-    def takes_quantised(self) -> bool:
+    def accepts_quantised(self) -> bool:
         return self._quantised is not None
-
-    def take_quantised(self, blocks: IncomingBlocks) -> None:
-        """Receive frames of 8-bit numbers into `blocks`, which commits them to the cache. Call it before `start`."""
-        self._quantised = blocks
-
-    def reach_with(self, reach: Callable[[PeerMemory], Reached]) -> None:
-        """Let a device copy out of the rings of other workers without a buffer. Call it before `start`."""
-        self._memories.reach_with(reach)
-
-    def import_with(self, open_device: Callable[[KVDevice], ImportedMemory]) -> None:
-        """Let this worker's GPU copy out of those that offer it. Call it before `start`."""
-        self._memories.import_with(open_device)
-
-    def read_with(self, reads: RemoteReads) -> None:
-        """Read blocks of workers that offer them for NIXL. Call it before `start`; the thread closes `reads`."""
-        self._reads = reads
-        self._memories.read_with(reads)
 
     def start(self) -> None:
         self._thread.start()
@@ -173,8 +273,8 @@ class KVReceiver:
                     break
                 if self._socket in ready:
                     self._receive()
-                if self._reads is not None:
-                    for read in self._reads.finished():
+                for transport in self._transports:
+                    for read in transport.ended():
                         self._land(read)
                 self._drops.flush(time.monotonic())
         except BaseException as error:
@@ -182,14 +282,13 @@ class KVReceiver:
             self.failure = error
         finally:
             self._memories.close()
-            if self._reads is not None:
-                self._reads.close()
+            for transport in self._transports:
+                transport.close()
             self._socket.close()
             self._outbox.close()
 
     def _poll_ms(self) -> int:
-        soon = self._reads.poll_ms if self._reads is not None else None
-        return POLL_MS if soon is None else soon
+        return min((each.poll_ms for each in self._transports if each.poll_ms is not None), default=POLL_MS)
 
     def _flush(self) -> bool:
         for item in self._outbox.take():
@@ -222,8 +321,7 @@ class KVReceiver:
             return
         match message:
             case KVOpen():
-                received_at = time.monotonic()
-                self._on_event(TransferOpened(peer, message, received_at, self._memories.of(message)))
+                self._open(peer, message)
             case KVDone():
                 self._finish(message)
             case KVFailed(request_id=request_id, attempt=attempt, reason=reason, phase=phase):
@@ -231,25 +329,34 @@ class KVReceiver:
             case _:
                 self._drop(f"{type(message).__name__} is not for a decode worker's KV socket")
 
+    def _open(self, peer: bytes, message: KVOpen) -> None:
+        received_at = time.monotonic()
+        try:
+            memory = self._memories.of(message)
+        except WireError as error:
+            self._drop(str(error))
+            return
+        self._on_event(TransferOpened(peer, message, received_at, memory))
+
     def _receive_blocks(self, peer: bytes, header: KVBlocks) -> None:
-        if self._reads is None or not header.sources or not self._begin_read(self._reads, peer, header):
+        if not header.sources or not self._begin_read(peer, header):
             self._write(peer, header)
 
-    def _begin_read(self, reads: RemoteReads, peer: bytes, header: KVBlocks) -> bool:
-        """Let the blocks of a message land here, if they are to be read with NIXL. False: they are not."""
+    def _begin_read(self, peer: bytes, header: KVBlocks) -> bool:
+        """Start to read the blocks of a message, if their memory reads ahead. False: it does not."""
         with self._lock:
             transfer = self._transfer_of(header)
-        if transfer is None or not isinstance(transfer.memory, RemoteMemory):
+        if transfer is None or transfer.memory is None or not transfer.memory.reads_ahead:
             return False
         if extra := discard_rest(self._socket):
             problem = f"{extra} frames behind blocks that are to be read"
         else:
-            problem = reads.begin(peer, header, transfer.memory)
+            problem = transfer.memory.begin(peer, header)
         if problem:
             self._fail(transfer, problem)
         return True
 
-    def _land(self, read: RemoteRead) -> None:
+    def _land(self, read: ReadEnded) -> None:
         """Take the blocks of a read that has ended, if their transfer still wants them."""
         if read.landed is not None:
             self._write(read.peer, read.header, read.landed)
@@ -259,7 +366,7 @@ class KVReceiver:
         if transfer is not None:
             self._fail(transfer, read.problem)
 
-    def _write(self, peer: bytes, header: KVBlocks, landed: LandedBlocks | None = None) -> None:
+    def _write(self, peer: bytes, header: KVBlocks, landed: BlockSource | None = None) -> None:
         """Write the blocks of a message: its frames, those that it names in a memory, or those that `landed`."""
         with self._lock:
             self._writing = transfer = self._transfer_of(header)
@@ -293,57 +400,30 @@ class KVReceiver:
             self._answer(peer, KVTaken(request_id=header.request_id, attempt=header.attempt, places=header.sources))
 
     def _write_blocks(
-        self, transfer: IncomingTransfer, header: KVBlocks, landed: LandedBlocks | None
+        self, transfer: IncomingTransfer, header: KVBlocks, landed: BlockSource | None
     ) -> tuple[int, str]:
         """Write the blocks of a message into the cache: the bytes of those that are intact, and what was wrong."""
-        view, commit = self._places_of(transfer)
-        memory = landed or transfer.memory
-
-        def destination(index: int) -> memoryview | None:
-            return view(transfer.blocks[index]) if transfer.wants(index) else None
-
+        into = self._quantised if transfer.quantised and self._quantised is not None else self._blocks
+        source = landed or transfer.memory
+        received: list[int] = []
+        num_bytes, problem = 0, ""
         if not header.sources:
-            received, problem = receive_blocks(self._socket, header, destination)
-        elif landed is None and (extra := discard_rest(self._socket)):
-            received, problem = [], f"{extra} frames behind blocks that are to be copied"
-        elif memory is None or isinstance(memory, RemoteMemory):
-            received, problem = [], "blocks are to be copied from memory that this worker cannot read"
-        elif not isinstance(memory, LandedBlocks) and (reached := memory.reached) is not None:
-            try:
-                received, problem = copy_blocks(
-                    header,
-                    lambda copies: reached.copy((place, transfer.blocks[index]) for place, index in copies),
-                    transfer.wants,
-                )
-            except DriverError as error:
-                received, problem = [], f"the GPU does not copy: {error}"
-            return self._count(transfer, received, len(received) * reached.block_bytes), problem
-        else:
-            assert not isinstance(memory, ImportedMemory)  # that has a GPU which reaches it
-            received, problem = copy_blocks(
+            received, problem = receive_blocks(
+                self._socket,
                 header,
-                lambda copies: (read_block(memory.read, place, view(transfer.blocks[i])) for place, i in copies),
-                transfer.wants,
+                lambda index: into.view(transfer.blocks[index]) if transfer.wants(index) else None,
             )
-        blocks = [transfer.blocks[index] for index in received]
-        num_bytes = sum(len(view(block)) for block in blocks)
-        commit(blocks)
-        return self._count(transfer, received, num_bytes), problem
-
-    def _count(self, transfer: IncomingTransfer, received: Sequence[int], num_bytes: int) -> int:
-        """Count `received` blocks, of `num_bytes` bytes, which are verified and in the cache."""
+            received, num_bytes, problem = committed(received, problem, transfer, into)
+        elif landed is None and (extra := discard_rest(self._socket)):
+            problem = f"{extra} frames behind blocks that are to be copied"
+        elif source is None:
+            problem = "blocks are to be copied from memory that this worker cannot read"
+        else:
+            received, num_bytes, problem = source.copy(header, transfer, into)
         transfer.received.update(received)
         transfer.num_bytes += num_bytes
         self.num_bytes += num_bytes
-        return num_bytes
-
-    def _places_of(
-        self, transfer: IncomingTransfer
-    ) -> tuple[Callable[[int], memoryview], Callable[[Sequence[int]], None]]:
-        """(view, commit): where the blocks of a transfer arrive, and how they get into the cache from there."""
-        if transfer.quantised and self._quantised is not None:
-            return self._quantised.view, self._quantised.commit
-        return self._block_view, self._commit
+        return num_bytes, problem
 
     def _transfer_of(self, message: KVBlocks | KVDone) -> IncomingTransfer | None:
         """The transfer that a message belongs to, if the message has its token."""

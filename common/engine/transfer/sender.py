@@ -1,8 +1,11 @@
 """Ships KV blocks to decode workers from a thread of its own, so that transfer hides behind the next step's compute.
 
-A prefill worker ships prompts; a decode worker that drains ships the sequences that it hands over. A receiver that can
-read this worker's memory gets the numbers of the blocks, or of the places that they were copied to, and copies them;
-the others get frames, of 8-bit numbers if these were offered and taken.
+A prefill worker ships prompts; a decode worker that drains ships the sequences that it hands over. A receiver that
+accepts the offer of this worker's transport gets the numbers of blocks, or of places, and copies them; the others get
+frames, of 8-bit numbers if these were offered and accepted.
+
+    opened ──KVGrant──> granted ──blocks computed and shipped──> drained ──KVDone──> finished ──KVAck──> gone
+       └──────── KVWait renews the lease ────────┘      KVFailed or an expired lease ends it from any state
 
 The engine owns the blocks; this thread reads them from `open` until `cancel` has returned or it has reported the end. A
 block that is freed while ZeroMQ still points at it can only spoil a frame, and the receiver sees that by the checksum,
@@ -16,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import zmq
 from msgspec.structs import replace
@@ -23,8 +27,8 @@ from msgspec.structs import replace
 from common.engine.transfer.connection import KVConnection
 from common.engine.transfer.frames import blocks_per_message, events, try_send
 from common.engine.transfer.mailbox import Mailbox
-from common.engine.transfer.outgoing import OutgoingTransfer, TransferAdvanced, TransferEnded
-from common.engine.transfer.shipping import Shipping
+from common.engine.transfer.transports.interface import OutgoingEnd
+from common.engine.transfer.transports.tcp import Frames
 from common.errors import WireError
 from common.wire import Curve, DropLog, decode
 from common.wire.messages import KVAck, KVDone, KVFailed, KVGrant, KVOpen, KVTaken, KVTarget, KVWait, ToPrefill
@@ -34,6 +38,189 @@ IDLE_CONNECTION_S = 60.0
 """A connection without transfers is closed after this."""
 ANNOUNCE_S = 1.0
 """How often a decode worker that granted hears that this worker still computes the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnded:
+    """The sender tells the engine once per transfer. `reason` is "" when the decode worker acknowledged.
+
+    `exposed_s` is the time from the end of prefill to the acknowledgement. Durations in seconds. `num_bytes` were sent,
+    or offered for copying. `transport` is the name of the KV transport.
+    """
+
+    request_id: str
+    attempt: int
+    reason: str
+    num_shipped: int
+    num_skipped: int
+    grant_wait_s: float
+    transfer_s: float
+    exposed_s: float
+    transport: str = "tcp"
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferAdvanced:
+    """A growing transfer was granted, or has `caught_up`: the receiver has all blocks that were full a moment ago."""
+
+    request_id: str
+    attempt: int
+    caught_up: bool
+
+
+class TransferState(Enum):
+    OPENED = auto()
+    """The receiver was asked for room."""
+    GRANTED = auto()
+    """Blocks are shipped as they are computed."""
+    FINISHED = auto()
+    """All blocks and `KVDone` are sent; the receiver has to acknowledge."""
+
+
+class CatchUp(Enum):
+    """How far a growing transfer is: its sequence may pause once the receiver has all full blocks."""
+
+    NOT_GRANTED = auto()
+    GRANTED = auto()
+    """The engine heard of the grant."""
+    ASKED = auto()
+    """The sender asked, behind the full blocks, whether they have arrived."""
+    ANSWERED = auto()
+    COMPLETE = auto()
+    """The engine heard of the answer."""
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingTransfer:
+    """One prompt, or one growing sequence, on its way to a decode worker.
+
+    `num_ready` of `blocks` are computed; once granted, `next_block` is the first not shipped. The receiver had those
+    before `first_block`. `token` is the secret of the grant. `revoked`: the engine took the blocks back. The engine's
+    thread alone sets that, under the sender's lock. Once granted, `shared` says that the receiver accepted the offer of
+    `transport`, and `quantised` that frames hold 8-bit numbers.
+
+    A growing sequence announces `room` blocks; `blocks` are those it has so far, and all of them once `done` is set.
+    `room` is 0 for a prompt, whose blocks are known from the start, or a hole stands for one that is computed later.
+
+    Nothing before `first_kept` is lent: it is out of the model's window.
+    """
+
+    request_id: str
+    attempt: int
+    target: KVTarget
+    blocks: Sequence[int]
+    opened_at: float
+    lease_until: float
+    num_ready: int = 0
+    room: int = 0
+    first_kept: int = 0
+    state: TransferState = TransferState.OPENED
+    transport: str = "tcp"
+    shared: bool = False
+    quantised: bool = False
+    catch_up: CatchUp = CatchUp.NOT_GRANTED
+    first_block: int = 0
+    next_block: int = 0
+    granted_at: float = 0.0
+    done: KVDone | None = None
+    done_at: float = 0.0
+    num_bytes: int = 0
+    stream: int = 0
+    announced_at: float = 0.0
+    revoked: bool = False
+    token: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.request_id, self.attempt)
+
+    @property
+    def num_announced(self) -> int:
+        """Blocks that the receiver is asked to have room for."""
+        return self.room or len(self.blocks)
+
+    @property
+    def announced(self) -> str:
+        """The blocks that may be granted, in words."""
+        return f"{self.first_kept} to {self.num_announced}"
+
+    def grant(self, first_block: int, now: float) -> bool:
+        """The decode worker wants blocks from `first_block` on. False for an impossible grant."""
+        if self.state is not TransferState.OPENED or not self.first_kept <= first_block <= self.num_announced:
+            return False
+        self.state = TransferState.GRANTED
+        self.first_block = self.next_block = first_block
+        self.granted_at = self.announced_at = now
+        return True
+
+    def finish(self) -> None:
+        """`KVDone` was sent."""
+        self.state = TransferState.FINISHED
+
+    def ask(self) -> None:
+        """The sender asked, behind all full blocks, whether they have arrived."""
+        if self.catch_up is CatchUp.GRANTED:
+            self.catch_up = CatchUp.ASKED
+
+    def answer(self) -> None:
+        """The receiver confirmed that they have arrived. It also sends this message unasked, which means nothing."""
+        if self.catch_up is CatchUp.ASKED:
+            self.catch_up = CatchUp.ANSWERED
+
+    def shippable(self, limit: int) -> range:
+        """The next at most `limit` block indices that are granted, computed and not shipped yet."""
+        if self.state is TransferState.OPENED:
+            return range(0)
+        return range(self.next_block, max(self.next_block, min(self.num_ready, self.next_block + limit)))
+
+    def advanced(self) -> TransferAdvanced | None:
+        """The event that the engine must hear now, if any: once that it was granted, once that it caught up."""
+        if not self.room or self.state is TransferState.OPENED:
+            return None
+        following = {CatchUp.NOT_GRANTED: CatchUp.GRANTED, CatchUp.ANSWERED: CatchUp.COMPLETE}.get(self.catch_up)
+        if following is None:
+            return None
+        self.catch_up = following
+        return TransferAdvanced(self.request_id, self.attempt, following is CatchUp.COMPLETE)
+
+    def ended(self, reason: str, now: float) -> TransferEnded:
+        """The event of a transfer that ends at `now`."""
+        granted_at = self.granted_at or now
+        return TransferEnded(
+            self.request_id,
+            self.attempt,
+            reason,
+            self.next_block - self.first_block,
+            max(0, self.first_block - self.first_kept),
+            granted_at - self.opened_at,
+            now - granted_at,
+            now - self.done_at if self.done_at else 0.0,
+            self.transport,
+            self.num_bytes,
+        )
+
+    @property
+    def drained(self) -> bool:
+        """Whether every granted block was handed to the socket, so that only KVDone is left to send."""
+        return self.state is not TransferState.OPENED and self.next_block >= len(self.blocks)
+
+    @property
+    def wants_echo(self) -> bool:
+        """Whether a growing transfer should ask, behind all full blocks, whether they have arrived.
+
+        Blocks that were handed to a socket may wait in its queue for long.
+        """
+        return bool(self.room) and self.computing and self.catch_up is CatchUp.GRANTED
+
+    @property
+    def computing(self) -> bool:
+        """Whether this worker's engine must compute first: until then the decode worker owes no answer."""
+        return self.state is TransferState.GRANTED and self.done is None and not self.shippable(1)
+
+    @property
+    def can_finish(self) -> bool:
+        return self.state is TransferState.GRANTED and self.drained and self.done is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +247,8 @@ class KVSender:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        shipping: Shipping,
+        frames: Frames,
+        outgoing: OutgoingEnd | None,
         block_bytes: int,
         hello: tuple[str, int, str],
         on_ended: Callable[[TransferEnded], None],
@@ -70,8 +258,8 @@ class KVSender:
         on_advanced: Callable[[TransferAdvanced], None] = lambda event: None,
         curve: Curve | None = None,
     ) -> None:
-        """`shipping` is offered to every decode worker, and closed with the sender."""
-        self._context, self._shipping = context, shipping
+        """`outgoing` is offered to every decode worker, and closed with the sender. None: all blocks go as `frames`."""
+        self._context, self._frames, self._outgoing = context, frames, outgoing
         self._on_ended, self._on_advanced = on_ended, on_advanced
         self._worker_id, self._epoch, self._fingerprint = hello
         self._lease_s, self._num_streams, self._curve = lease_s, num_streams, curve
@@ -95,7 +283,7 @@ class KVSender:
     @property
     def quantises(self) -> bool:
         """Whether blocks are quantised, for which they are read as a whole, unused slots included."""
-        return self._shipping.quantise is not None
+        return self._frames.quantise is not None
 
     def start(self) -> None:
         self._thread.start()
@@ -146,7 +334,8 @@ class KVSender:
             for connection in self._connections.values():
                 connection.close()
             self._commands.close()
-            self._shipping.close()
+            if self._outgoing is not None:
+                self._outgoing.close()
 
     def _turn(self) -> bool:
         """One round: commands, replies, shipping, leases. False to stop."""
@@ -252,7 +441,7 @@ class KVSender:
             case KVWait():
                 transfer.answer()
             case KVTaken(places=places):
-                if not self._shipping.taken(transfer, places):
+                if self._outgoing is not None and not self._outgoing.taken(transfer, places):
                     self._drop(f"places that were not lent to {transfer.request_id} are given back")
             case KVAck():
                 self._end(transfer, "")
@@ -260,20 +449,30 @@ class KVSender:
                 self._end(transfer, f"the decode worker gave up: {reason}")
 
     def _on_grant(self, transfer: OutgoingTransfer, grant: KVGrant, now: float) -> None:
-        if what := self._shipping.refusal(grant):
+        worker, outgoing = transfer.target.worker_id, self._outgoing
+        if what := self._not_offered(grant):
             self._drop(f"grant for {what} that was not offered for {transfer.request_id}")
-        elif self._shipping.require_shared and not grant.shared:
-            why = f"decode worker {transfer.target.worker_id} cannot read this worker's memory, and kv_transport is shm"
+        elif outgoing is not None and outgoing.is_required and not grant.shared:
+            why = f"decode worker {worker} cannot read this worker's memory, and kv_transport is {outgoing.transport}"
             self._tell_failed(transfer, why)
             self._end(transfer, why)
-        elif not transfer.grant(grant.first_block, now, self._shipping.way(grant)):
+        elif not transfer.grant(grant.first_block, now):
             self._drop(f"grant from block {grant.first_block} of {transfer.announced} for {transfer.request_id}")
         else:
-            transfer.token = grant.token
+            transfer.token, transfer.shared, transfer.quantised = grant.token, grant.shared, grant.quantised
+            way = "over TCP" + ", in 8 bits" * grant.quantised
+            if grant.shared and outgoing is not None:
+                transfer.transport, way = outgoing.transport, outgoing.in_words
             connection = self._connections[transfer.target.address]
-            if connection.way != (way := self._shipping.in_words(grant)):
+            if connection.way != way:
                 connection.way = way
-                log.info("KV to %s goes %s", transfer.target.worker_id, way)
+                log.info("KV to %s goes %s", worker, way)
+
+    def _not_offered(self, grant: KVGrant) -> str:
+        """What a grant asks for that was not offered, or ""."""
+        if grant.shared and self._outgoing is None:
+            return "shared memory"
+        return "8-bit frames" if grant.quantised and (grant.shared or self._frames.quantise is None) else ""
 
     def _ship(self) -> None:
         """Give every transfer a message at a time until all are drained or their sockets are full."""
@@ -302,12 +501,14 @@ class KVSender:
             if not events(stream) & zmq.POLLOUT:  # checked first: a view may cost a copy, or quantising
                 blocked.add(stream)
                 return False
-            if (parcel := self._shipping.parcel(transfer, indices)) is None:
+            end = self._outgoing if transfer.shared and self._outgoing is not None else self._frames
+            if (parcel := end.ship(transfer, indices)) is None:
                 return False  # the receiver answers
             with self._lock:
                 sent = not transfer.revoked and parcel.try_send(stream, transfer)
             if not sent:
-                self._shipping.undo(transfer, parcel)
+                if self._outgoing is not None:
+                    self._outgoing.undo(transfer, parcel)
                 blocked.update(() if transfer.revoked else (stream,))
                 return False
             transfer.next_block, transfer.stream = parcel.indices.stop, transfer.stream + 1
@@ -360,7 +561,8 @@ class KVSender:
     def _forget(self, transfer: OutgoingTransfer) -> None:
         del self._transfers[transfer.key]
         self._unopened.pop(transfer.key, None)
-        self._shipping.end(transfer)
+        if self._outgoing is not None:
+            self._outgoing.end(transfer)
         connection = self._connections[transfer.target.address]
         connection.num_transfers -= 1
         connection.used_at = time.monotonic()
@@ -378,12 +580,9 @@ class KVSender:
             fingerprint=self._fingerprint,
             num_blocks=transfer.num_announced,
             sent_at=time.monotonic(),
-            memory=self._shipping.memory,
+            offer=self._outgoing.offer if self._outgoing is not None else None,
             quantised=self.quantises,
             first_block=transfer.first_kept,
-            ring=self._shipping.ring_offer,
-            remote=self._shipping.remote_offer,
-            device=self._shipping.device_offer,
         )
 
     def _drop(self, why: str) -> None:

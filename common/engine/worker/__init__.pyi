@@ -1,7 +1,7 @@
 """The worker process: start and end, duties, engine loop, control channel, probes, metrics."""
 
 from common.engine.worker.command import run_role
-from common.engine.worker.duty import Duty, DutyOffer, WorkerParts, nixl_works
+from common.engine.worker.duty import Duty, DutyOffer, WorkerParts
 from common.engine.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.process import end_process
@@ -20,6 +20,5 @@ __all__ = [
     "WorkerMetrics",
     "WorkerParts",
     "end_process",
-    "nixl_works",
     "run_role",
 ]

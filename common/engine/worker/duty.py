@@ -8,38 +8,34 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import zmq
 
 from common.config import WorkerConfig
-from common.engine.kv import BlockLog, BlockPool, DriverError, driver
+from common.engine.kv import BlockLog, BlockPool
 from common.engine.transfer import (
+    Frames,
     KVLender,
     KVPuller,
     KVSender,
     Lendable,
     LenderIdentity,
-    NixlAgent,
-    NixlError,
-    OfferedMemory,
     PeerCaches,
-    Shipping,
     TransferEnded,
+    Transport,
     blocks_in_queues,
+    new_transport,
 )
 from common.engine.worker.engine import Engine, EngineConfig, Send
 from common.engine.worker.metrics import WorkerMetrics
 from common.engine.worker.vitals import WorkerIdentity
-from common.errors import ConfigError
 from common.model_files import ModelFiles
 from common.wire import Curve, Role
 
 if TYPE_CHECKING:
-    from common.engine.kv import BlockRing, KVCache, StagedOutgoing
     from common.engine.kv.tiers import BlockTiers, ReadEnded
     from common.engine.run import LoadedModel
     from common.grammar import Grammars
@@ -66,8 +62,8 @@ class Duty(ABC):
         self.config, self.parts = config, parts
         self.block_log = BlockLog(parts.identity.epoch)
         """What the prefix cache holds; it begins empty, as the pool of each duty does."""
-        self.nixl: NixlAgent | None = None
-        """With `kv_transport` nixl, from `bind` on."""
+        self.transport: Transport
+        """How KV travels, from `bind` on."""
         self._tiers: BlockTiers | None = None
         self._lender: KVLender | None = None
         self._puller: KVPuller | None = None
@@ -75,14 +71,10 @@ class Duty(ABC):
     def bind(self) -> str:
         """Bind the sockets for KV, and return the address of `bind_kv`.
 
-        Raises zmq.ZMQError for a taken port, ConfigError when NIXL or CUDA's driver is asked for and does not work.
+        Raises zmq.ZMQError for a taken port, ConfigError when the KV transport does not work here.
         """
         config = self.config
-        if config.kv_transport == "nixl":
-            with nixl_works():  # before weights are read, which may take minutes
-                self.nixl = NixlAgent(self.parts.identity.worker_id)
-        if config.exports_kv:
-            check_driver(config.device_index)
+        self.transport = new_transport(config, self.parts.identity.worker_id)
         address = self.bind_kv()
         try:
             if config.enable_prefix_caching:
@@ -153,21 +145,20 @@ class Duty(ABC):
         from common.engine.kv import outgoing_blocks
         from common.engine.kv.tiers import copied_incoming
 
-        identity, config, kv = self.parts.identity, self.config, loaded.kv
+        identity, kv = self.parts.identity, loaded.kv
+        offer, transport = self.transport.pulls(kv)
         puller = self._puller = KVPuller(
             self.parts.context,
             loaded.fingerprint,
             kv.wire_bytes,
             copied_incoming(kv),
             notify,
-            share=config.maps_memory and not config.on_gpu,
-            require_shared=config.kv_transport == "shm",
+            transport=transport,
+            require_shared=self.transport.is_required,
             curve=self.parts.curve,
         )
         lender.start(
-            LenderIdentity(
-                identity.worker_id, identity.epoch, loaded.fingerprint, kv.shared.offer if kv.shared else None
-            ),
+            LenderIdentity(identity.worker_id, identity.epoch, loaded.fingerprint, offer),
             Lendable(pool, outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes)), kv.wire_bytes, self._tiers),
         )
         puller.start()
@@ -185,69 +176,21 @@ class Duty(ABC):
         Raises ConfigError where other workers have to read this one's memory, and cannot.
         """
         # Imported here: it imports torch, as the model has by now.
-        from common.engine.kv import BlocksInPlace, GatheredOutgoing, OfferedDevice, StagedOutgoing, outgoing_blocks
+        from common.engine.kv import GatheredOutgoing, outgoing_blocks
 
-        identity, kv, config = self.parts.identity, loaded.kv, self.config
-        outgoing = outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes))
-        memory = kv.shared.offer if kv.shared is not None else None
-        # A cache that others cannot map, a GPU's or that of several ranks, is copied through places that they can.
-        ring = None
-        device = OfferedDevice(kv) if kv.exported is not None else None
-        if isinstance(outgoing, StagedOutgoing) and config.kv_transport != "tcp" and device is None:
-            ring = _ring(outgoing, kv.num_blocks)
-        remote = self._offered(kv, ring) if ring is not None or isinstance(outgoing, BlocksInPlace) else None
-        require_shared = config.kv_transport == "shm"
-        if require_shared and memory is None and ring is None:
-            raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
-        views = outgoing.views if isinstance(outgoing, GatheredOutgoing) else None
+        identity, kv = self.parts.identity, loaded.kv
+        blocks = outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes))
+        frames = Frames(blocks.view, blocks.views if isinstance(blocks, GatheredOutgoing) else None, quantise)
         return KVSender(
             self.parts.context,
-            Shipping(outgoing.view, quantise, memory, ring, require_shared, views, remote, device),
+            frames,
+            self.transport.outgoing(kv, blocks, frames),
             kv.wire_bytes,
             (identity.worker_id, identity.epoch, loaded.fingerprint),
             on_ended,
             curve=self.parts.curve,
             **options,
         )
-
-    def _offered(self, kv: KVCache, ring: BlockRing | None) -> OfferedMemory | None:
-        """What others may read with NIXL: the ring, or a cache in host memory; None without NIXL.
-
-        Raises ConfigError.
-        """
-        if self.nixl is None:
-            return None
-        region = (kv.tensor.data_ptr(), kv.tensor.nbytes) if ring is None else ring.region
-        with nixl_works():
-            return OfferedMemory(self.nixl, region, is_ring=ring is not None)
-
-
-@contextmanager
-def nixl_works() -> Iterator[None]:
-    """Raises ConfigError when NIXL, which was asked for, is missing or refuses."""
-    try:
-        yield
-    except NixlError as error:
-        raise ConfigError("kv_transport", "nixl", f"auto, tcp or shm: {error}") from error
-
-
-def check_driver(device_index: int) -> None:
-    """Raises ConfigError unless the driver can export this GPU's memory."""
-    try:
-        driver().check(device_index)
-    except DriverError as error:
-        raise ConfigError("kv_transport", "cuda-ipc", f"auto, tcp or shm: {error}") from error
-
-
-def _ring(outgoing: StagedOutgoing, num_blocks: int) -> BlockRing | None:
-    """Places for blocks in shared memory; None, and frames are sent, where there can be none."""
-    from common.engine.kv import NotShared, ring_for
-
-    try:
-        return ring_for(outgoing, num_blocks)
-    except NotShared as error:
-        log.warning("KV goes over TCP to decode workers of this host too: %s", error)
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class WorkerMetrics:
         )
         self._transfers = self._labelled(
             "diptych_kv_transfers",
-            "Prompts whose KV was handed over, by transport: shm, tcp, nixl or cuda-ipc",
+            "Prompts whose KV was transferred, by KV transport",
             "transport",
         )
         self.handover_pause_seconds = histogram(
@@ -189,7 +189,7 @@ class WorkerMetrics:
         self._failed.labels(*self._labels.values(), phase).inc()
 
     def count_transfer(self, transport: str) -> None:
-        """A prompt's KV crossed: `transport` is tcp, shm or nixl."""
+        """Count a prompt whose KV was transferred; `transport` is the name of a KV transport."""
         self._transfers.labels(*self._labels.values(), transport).inc()
 
     def _counter(self, name: str, text: str) -> Counter:

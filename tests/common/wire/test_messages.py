@@ -30,7 +30,7 @@ from common.wire.messages import (
     KVDone,
     KVFailed,
     KVGrant,
-    KVMemory,
+    KVOffer,
     KVOpen,
     KVPeer,
     KVPull,
@@ -108,11 +108,7 @@ MESSAGES: list[Message] = [
     KVOpen(request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1),
     KVOpen(
         request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1,
-        memory=KVMemory(7, 8, 2**40, b"n" * 16),
-    ),
-    KVOpen(
-        request_id="a", attempt=0, worker_id="p", epoch=1, decode_epoch=2, fingerprint="f", num_blocks=1,
-        ring=KVMemory(7, 8, 2**20, b"n" * 16),
+        offer=KVOffer("shm", b"d" * 40 * 1024),
     ),
     KVBlocks(request_id="a", attempt=0, first_block=5, checksums=(0, 2**64 - 1)),
     KVBlocks(request_id="a", attempt=0, first_block=5, checksums=(0, 1), sources=(2**40, 3)),

@@ -15,8 +15,9 @@ import torch
 from common.engine.kv.block_ring import LEAST_PLACES, RING_BYTES, BlockRing, ring_for
 from common.engine.kv.checksums import checksum
 from common.engine.kv.copy_stream import CopyStream, NotRegistered
-from common.engine.kv.shared_memory import NAME, NotShared, PeerMemory
+from common.engine.kv.shared_memory import NAME, NotShared
 from common.engine.kv.staging import StagedOutgoing
+from common.engine.transfer.transports.shm import PeerMemory
 from common.errors import BlockError
 
 from ....late_stream import DeviceBlocks, LateStream, reach_into, ring_over
@@ -39,7 +40,7 @@ def ring(rows: np.typing.NDArray[np.uint8]) -> Iterator[BlockRing]:
 
 
 def read(ring: BlockRing, place: int) -> bytes:
-    memory, target = PeerMemory(ring.offer, is_ring=True), bytearray(BLOCK_BYTES)
+    memory, target = PeerMemory(ring.offer), bytearray(BLOCK_BYTES)
     assert memory.read(place, memoryview(target))
     memory.close()
     return bytes(target)
@@ -136,7 +137,7 @@ def test_a_gpu_copies_out_of_one_ring_into_another_cache() -> None:
     source, target = (torch.randint(0, 255, (8, 3 * 2**20), dtype=torch.uint8, device=device) for _ in range(2))
     torch.cuda.synchronize()
     ring = ring_over(source, 4, CopyStream(device))
-    memory = PeerMemory(ring.offer, is_ring=True)
+    memory = PeerMemory(ring.offer)
     try:
         reached = reach_into(target, CopyStream(device))(memory)
     except NotRegistered as error:

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import torch
 
+from common.config import DecodeWorkerConfig
 from common.engine.kv.cache import KVCache
 from common.engine.kv.cuda_driver import CudaDriver, DriverError, driver
-from common.engine.kv.device_descriptor import GivenDescriptor, NotGiven, take_descriptor
-from common.engine.kv.device_memory import ExportedMemory, ImportedMemory
-from common.engine.worker.duty import check_driver
+from common.engine.kv.device_memory import ExportedMemory, GivenDescriptor, KVDevice, NotGiven, take_descriptor
+from common.engine.transfer.transports.cuda_ipc import ImportedMemory
+from common.engine.transfer.transports.registry import new_transport
 from common.errors import ConfigError, ModelError
 from common.model_files.config import from_hf
 from common.model_files.resolve import resolve_model
-from common.wire.messages import KVDevice
 
 from .... import pretended_cuda
 from ....engine_rig import wait
@@ -123,7 +123,7 @@ def test_a_frozen_owner_is_waited_for_only_briefly(
     owner: tuple[subprocess.Popen[str], KVDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process, offer = owner
-    monkeypatch.setattr("common.engine.kv.device_descriptor.WAIT_S", 0.1)
+    monkeypatch.setattr("common.engine.kv.device_memory.WAIT_S", 0.1)
     process.send_signal(signal.SIGSTOP)
     wait(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())
     files = num_files()
@@ -159,7 +159,7 @@ def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 def test_a_giver_without_a_free_descriptor_gives_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("common.engine.kv.device_descriptor.WAIT_S", 0.05)
+    monkeypatch.setattr("common.engine.kv.device_memory.WAIT_S", 0.05)
     read, write = os.pipe()
     given = GivenDescriptor(read)
     left, accept = [OSError(24, "Too many open files")] * 2, socket.socket.accept
@@ -272,14 +272,15 @@ def test_a_cache_that_does_not_fit(new_cache: Callable[[int], KVCache]) -> None:
 
 
 def test_a_worker_is_refused_where_the_driver_exports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_driver(0)
+    config = DecodeWorkerConfig(kv_transport="cuda-ipc", device="cuda")
+    new_transport(config, "d")
     monkeypatch.setenv("PRETENDED_CUDA_FAILS", "NO_EXPORT")
     with pytest.raises(ConfigError, match="kv_transport.*exports no memory of cuda:0"):
-        check_driver(0)
+        new_transport(config, "d")
     monkeypatch.setattr("common.engine.kv.cuda_driver.LIBRARY", "libcuda-of-nobody.so")
     driver.cache_clear()
     with pytest.raises(ConfigError, match="CUDA's driver cannot be used"):
-        check_driver(0)
+        new_transport(config, "d")
 
 
 def test_the_driver_is_loaded_once() -> None:

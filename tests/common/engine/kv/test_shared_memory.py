@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.kv.shared_memory import NAME, NotShared, PeerMemory, SharedMemory
-from common.wire.messages import KVMemory
+from common.engine.kv.shared_memory import NAME, KVMemory, NotShared, SharedMemory
+from common.engine.transfer.transports.shm import PeerMemory
 
 from ....examples import examples
 

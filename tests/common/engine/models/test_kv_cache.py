@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.engine.kv.cache import KVCache, block_bytes, torch_dtype
-from common.engine.kv.shared_memory import PeerMemory
+from common.engine.transfer.transports.shm import PeerMemory
 from common.errors import BlockError, ModelError
 from common.model_files.config import ModelConfig, from_hf
 from kernels.interface.kv_region import packed, unpacked

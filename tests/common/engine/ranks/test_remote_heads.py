@@ -18,12 +18,12 @@ from common.engine.kv.checksums import checksum
 from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.quantised_staging import quantised_incoming, quantised_outgoing
 from common.engine.kv.sharded_cache import ShardedCache, segments
-from common.engine.kv.shared_memory import PeerMemory
-from common.engine.kv.staging import GatheredOutgoing, ReachedPlaces, StagedIncoming, incoming_blocks, outgoing_blocks
+from common.engine.kv.staging import GatheredOutgoing, StagedIncoming, incoming_blocks, outgoing_blocks
 from common.engine.ranks import remote_heads
 from common.engine.ranks.channel import Channel
 from common.engine.ranks.connection import tuned
 from common.engine.ranks.remote_heads import CLEAR, READ, WRITE, HeadsOverWire, lend_heads
+from common.engine.transfer.transports.shm import PeerMemory, ReachedPlaces
 from common.errors import RankLost
 from common.model_files.architecture.shard import Shard
 from common.model_files.config import ModelConfig, from_hf
@@ -206,7 +206,7 @@ def test_places_of_a_ring_are_emptied_in_one_round_trip(two: Hosts, monkeypatch:
     places, checksums = ring.put(("a", 0), "tcp://here", range(3))
     trips, incoming = RoundTrips(two, monkeypatch), incoming_blocks(two.kv)
     assert isinstance(incoming, StagedIncoming)
-    memory = PeerMemory(ring.offer, is_ring=True)
+    memory = PeerMemory(ring.offer)
     reached = ReachedPlaces(incoming, memory)
     copies = [(places[0], 5), (99, 1), (places[1], 2), (places[2], 0)]
     assert list(reached.copy(copies)) == [checksums[0], None, checksums[1], checksums[2]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.transfer.outgoing import OutgoingTransfer, TransferAdvanced
+from common.engine.transfer.sender import OutgoingTransfer, TransferAdvanced
 from common.wire.messages import KVDone, KVTarget
 
 DONE = KVDone(request_id="a", attempt=0, first_token=1)

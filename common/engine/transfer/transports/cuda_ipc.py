@@ -1,25 +1,72 @@
-"""Blocks that go from one GPU's cache to another's without a byte in host memory, with checksums by the GPUs.
+"""CUDA IPC: the receiver's GPU copies blocks out of the sender's, without a byte in host memory.
 
-A receiver copies a block, and takes the checksum of its copy: if it is the one that the sender took before, no byte was
+GPUs take the checksums: the receiver's that of its copy. If it is the one that the sender took before, no byte was
 another's, whatever happens to the sender's block meanwhile.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from common.engine.kv.cache import KVCache
-from common.engine.kv.copy_stream import CopyStream
-from common.engine.kv.cuda_driver import DriverError, driver
-from common.engine.kv.device_memory import ExportedMemory, ImportedMemory
-from common.engine.kv.shared_memory import NotShared
-from common.wire.messages import MAX_BLOCKS_PER_FRAME, KVDevice
+from common.config import WorkerConfig
+from common.engine.kv import (
+    CopyStream,
+    DriverError,
+    ExportedMemory,
+    KVCache,
+    KVDevice,
+    NotGiven,
+    NotShared,
+    driver,
+    map_exported,
+)
+from common.engine.transfer.transports.interface import (
+    Copied,
+    IncomingEnd,
+    OutgoingEnd,
+    Parcel,
+    Reached,
+    SenderMemory,
+    Transport,
+    copy_on_device,
+)
+from common.errors import ConfigError, DiptychError
+from common.wire.messages import MAX_BLOCKS_PER_FRAME, KVBlocks, KVOffer
 from kernels import block_sums
 
+if TYPE_CHECKING:
+    from common.engine.kv import IncomingBlocks, OutgoingBlocks
+    from common.engine.transfer.receiver import IncomingTransfer
+    from common.engine.transfer.sender import OutgoingTransfer
+    from common.engine.transfer.transports.tcp import Frames
+
+NAME = "cuda-ipc"
 UNSIGNED = 2**64 - 1
 """A mask: checksums travel without a sign."""
+
+
+class CudaIpcTransport(Transport):
+    """The setting `cuda-ipc`. Where a GPU cannot reach the other, blocks travel as frames."""
+
+    name = NAME
+
+    def __init__(self, config: WorkerConfig, worker_id: str) -> None:
+        super().__init__(config, worker_id)
+        try:
+            driver().check(config.device_index)
+        except DriverError as error:
+            raise ConfigError("kv_transport", "cuda-ipc", f"auto, tcp or shm: {error}") from error
+
+    def outgoing(self, kv: KVCache, blocks: OutgoingBlocks, frames: Frames) -> DeviceBlocks | None:
+        return DeviceBlocks(frames, kv) if kv.exported is not None else None
+
+    def incoming(self, kv: KVCache, blocks: IncomingBlocks) -> DeviceReads:
+        return DeviceReads(kv)
 
 
 class DeviceSums:
@@ -51,38 +98,94 @@ class DeviceSums:
         return [value & UNSIGNED for value in self._host[1, :count].tolist()]
 
 
-class OfferedDevice:
-    """A cache whose blocks receivers copy with their own GPU. Used by the sender's thread."""
+class DeviceBlocks(OutgoingEnd):
+    """Offers a cache whose blocks receivers copy with their own GPU."""
 
-    def __init__(self, kv: KVCache) -> None:
+    transport = NAME
+    in_words = "from GPU to GPU"
+
+    def __init__(self, frames: Frames, kv: KVCache) -> None:
         """Raises NotShared unless the cache was made to be exported."""
+        super().__init__(frames)
         if kv.exported is None:
             raise NotShared(f"the KV cache on {kv.device} was not made to be read by other GPUs")
         self._memory: ExportedMemory = kv.exported
+        self._offer = KVOffer.of(NAME, self._memory.offer)
         self._sums = DeviceSums(kv, CopyStream(kv.device))
-        self.block_bytes = kv.block_bytes
+        self._block_bytes = kv.block_bytes
 
     @property
-    def offer(self) -> KVDevice:
-        return self._memory.offer
+    def offer(self) -> KVOffer:
+        return self._offer
 
     def sums(self, blocks: Sequence[int]) -> list[int]:
         return self._sums.of(blocks)
 
+    def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel:
+        blocks = [transfer.blocks[index] for index in indices]
+        return Parcel(indices, len(blocks) * self._block_bytes, (), blocks, self.sums(blocks))
 
-class DeviceReads:
-    """Opens the caches of other GPUs for the receiver of this worker's. Used by the receiver's thread."""
+
+class DeviceReads(IncomingEnd[KVDevice]):
+    """Opens the caches of other GPUs for this worker's."""
+
+    transport = NAME
+    details = KVDevice
 
     def __init__(self, kv: KVCache) -> None:
         self._kv, self._sums = kv, DeviceSums(kv, CopyStream(kv.device))
 
-    def open(self, offer: KVDevice) -> ImportedMemory:
+    def accept(self, offer: KVDevice) -> ImportedMemory:
         """Raises DriverError or NotGiven."""
         opened: list[ImportedMemory] = []
         self._sums.stream.wait_for(lambda: opened.append(ImportedMemory(offer, self._kv.device.index or 0)))
         (memory,) = opened
         memory.reached = ReachedDevice(self._kv, self._sums, memory)
         return memory
+
+
+class ImportedMemory(SenderMemory):
+    """The reader's side: mapped for its own device until `close` or the owner's death.
+
+    `reached` has this worker's device copy blocks out of it; set before the first one.
+    """
+
+    transport = NAME
+    is_ring = False
+    in_words = "is copied from GPU to GPU"
+    process: int
+    reached: Reached
+
+    def __init__(self, offer: KVDevice, device: int) -> None:
+        """Raises DriverError, and NotGiven unless the process that offers it gives it to this one."""
+        if sys.platform != "linux":
+            raise NotGiven(f"{sys.platform} gives no descriptors of GPU memory")
+        self.offer = offer
+        try:
+            self.process = os.pidfd_open(offer.pid)
+        except (OSError, AttributeError) as error:
+            raise NotGiven(f"process {offer.pid} is not on this host, or hidden: {error}") from error
+        try:
+            self._map = map_exported(offer, device)
+        except DiptychError:
+            os.close(self.process)
+            raise
+        self.closed = False
+
+    @property
+    def address(self) -> int:
+        """Where the owner's first block is."""
+        return self._map.address
+
+    def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
+        return copy_on_device(self.reached, header, transfer)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            os.close(self.process)
+            self.reached.close()
+            del self._map  # unmapped now
 
 
 class ReachedDevice:

@@ -1,4 +1,4 @@
-"""In which way the blocks of a message leave, and how many of them are read at a time."""
+"""Frames: how the blocks of a message are read, and how many of them at a time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.engine.transfer.outgoing import OutgoingTransfer, Way
-from common.engine.transfer.shipping import Shipping
+from common.engine.transfer.sender import OutgoingTransfer
+from common.engine.transfer.transports.tcp import Frames
 from common.wire.messages import KVTarget
 
 
-def transfer(way: Way) -> OutgoingTransfer:
-    return OutgoingTransfer("a", 0, KVTarget("d", 1, "tcp://x"), (7, 2, 30, 11), 0.0, 1.0, num_ready=4, way=way)
+def transfer(*, quantised: bool = False) -> OutgoingTransfer:
+    target = KVTarget("d", 1, "tcp://x")
+    return OutgoingTransfer("a", 0, target, (7, 2, 30, 11), 0.0, 1.0, num_ready=4, quantised=quantised)
 
 
 def alone(block: int) -> memoryview:
@@ -26,9 +27,8 @@ def test_blocks_of_a_message_are_read_together_where_that_is_faster() -> None:
         asked.append(blocks)
         return [memoryview(bytes([block])) for block in blocks]
 
-    parcel = Shipping(alone, views=views).parcel(transfer(Way.FRAMES), range(1, 4))
+    parcel = Frames(alone, views=views).ship(transfer(), range(1, 4))
     assert asked == [[2, 30, 11]]
-    assert parcel is not None
     assert [bytes(view) for view in parcel.views] == [b"\x02", b"\x1e", b"\x0b"] and parcel.num_bytes == 3
 
 
@@ -39,7 +39,6 @@ def test_blocks_of_8_bits_are_quantised_together() -> None:
         asked.append(blocks)
         return [memoryview(bytes([block])) for block in blocks]
 
-    shipping = Shipping(alone, quantise=quantise, views=lambda blocks: pytest.fail("read"))
-    parcel = shipping.parcel(transfer(Way.SMALL_FRAMES), range(2))
-    assert parcel is not None
+    frames = Frames(alone, quantise=quantise, views=lambda blocks: pytest.fail("read"))
+    parcel = frames.ship(transfer(quantised=True), range(2))
     assert [bytes(view) for view in parcel.views] == [b"\x07", b"\x02"] and asked == [[7, 2]]

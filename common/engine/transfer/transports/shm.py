@@ -1,0 +1,221 @@
+"""Shared memory between workers of one host and user: the receiver maps the sender's cache, or its ring of places."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.kv import KVMemory, NotShared, StagedIncoming, StagedOutgoing, map_shared, ring_for
+from common.engine.transfer.transports.interface import (
+    Copied,
+    IncomingEnd,
+    Reached,
+    ReadableMemory,
+    Transport,
+    copy_on_device,
+)
+from common.engine.transfer.transports.numbered import NumberedBlocks
+from common.errors import ConfigError, DiptychError
+from common.wire.messages import KVBlocks, KVOffer
+
+if TYPE_CHECKING:
+    from common.engine.kv import BlockRing, IncomingBlocks, KVCache, OutgoingBlocks
+    from common.engine.transfer.receiver import IncomingTransfer
+    from common.engine.transfer.transports.tcp import Frames
+
+log = logging.getLogger(__name__)
+NAME = "shm"
+MOST_REACHED = 2**30
+"""Bytes of a ring that this worker's device may pin: several times the ring of any worker."""
+
+
+class SharedMemoryTransport(Transport):
+    """The settings `auto` and `shm`, which refuses workers that cannot share."""
+
+    name = NAME
+
+    @property
+    def is_required(self) -> bool:
+        return self.config.kv_transport == "shm"
+
+    def outgoing(self, kv: KVCache, blocks: OutgoingBlocks, frames: Frames) -> SharedBlocks | None:
+        # A cache that others cannot map, a GPU's or that of several ranks, is copied through places that they can.
+        ring = shared_ring(blocks, kv.num_blocks)
+        memory = kv.shared.offer if ring is None and kv.shared is not None else None
+        if memory is None and ring is None:
+            if self.is_required:
+                raise ConfigError("kv_transport", "shm", "auto or tcp: this system has no memory to share")
+            return None
+        return SharedBlocks(frames, memory, ring, is_required=self.is_required)
+
+    def incoming(self, kv: KVCache, blocks: IncomingBlocks) -> SharedReads:
+        return SharedReads(
+            (lambda memory: ReachedPlaces(blocks, memory)) if isinstance(blocks, StagedIncoming) else None
+        )
+
+    def pulls(self, kv: KVCache) -> tuple[KVOffer | None, IncomingEnd[KVMemory] | None]:
+        offer = KVOffer.of(NAME, kv.shared.offer) if kv.shared is not None else None
+        return offer, None if self.config.on_gpu else SharedReads()
+
+
+def shared_ring(blocks: OutgoingBlocks, num_blocks: int) -> BlockRing | None:
+    """Create a ring of places for a cache that cannot be mapped; None if it can, or without memory to share."""
+    if not isinstance(blocks, StagedOutgoing):
+        return None
+    try:
+        return ring_for(blocks, num_blocks)
+    except NotShared as error:
+        log.warning("KV goes over TCP to decode workers of this host too: %s", error)
+        return None
+
+
+class SharedBlocks(NumberedBlocks):
+    """Offers the `memory` of the cache, or a `ring`."""
+
+    transport = NAME
+
+    def __init__(
+        self,
+        frames: Frames,
+        memory: KVMemory | None = None,
+        ring: BlockRing | None = None,
+        *,
+        is_required: bool = False,
+    ) -> None:
+        super().__init__(frames, ring, is_required=is_required)
+        offered = ring.offer if ring is not None else memory
+        assert offered is not None
+        self._offer = KVOffer.of(NAME, offered)
+
+    @property
+    def offer(self) -> KVOffer:
+        return self._offer
+
+    @property
+    def in_words(self) -> str:
+        ring = self.ring
+        return f"through {ring.num_places} places in shared memory" if ring is not None else "through shared memory"
+
+
+class SharedReads(IncomingEnd[KVMemory]):
+    """Maps what senders offer. `reach` lets this worker's device copy out of a ring itself; raises DiptychError."""
+
+    transport = NAME
+    details = KVMemory
+
+    def __init__(self, reach: Callable[[PeerMemory], Reached] | None = None) -> None:
+        self._reach = reach
+
+    def accept(self, offer: KVMemory) -> PeerMemory:
+        memory = PeerMemory(offer)
+        if self._reach is not None:
+            memory.copied = self._reached(memory, self._reach)
+        return memory
+
+    def _reached(self, memory: PeerMemory, reach: Callable[[PeerMemory], Reached]) -> str:
+        """Let the device reach a ring, if it can. Returns how blocks get into the cache, for the log."""
+        if not memory.is_ring:
+            return " and this worker's own buffers: it is a whole cache, too much to pin"
+        if memory.offer.num_bytes > MOST_REACHED:
+            return f" and this worker's own buffers: a ring of {memory.offer.num_bytes:,} bytes is too much to pin"
+        try:
+            memory.reached = reach(memory)
+        except DiptychError as error:
+            return f" and this worker's own buffers: {error}"
+        return ", copied into the cache without a buffer"
+
+
+class PeerMemory(ReadableMemory):
+    """The reader's side: another process's `SharedMemory`, mapped read-only until `close` or that process's death.
+
+    The memory is the owner's cache, or a ring of places, which the owner fills again once it hears that they were
+    copied. `reached` has the places where this worker's device copies out of them itself.
+    """
+
+    transport = NAME
+    process: int
+
+    def __init__(self, offer: KVMemory) -> None:
+        """Raises NotShared unless what `offer` names is a sealed memory file of this user with the same nonce."""
+        if sys.platform != "linux":
+            raise NotShared(f"{sys.platform} has no sealed memory files")
+        self.offer, self.copied = offer, ""
+        self.reached: Reached | None = None
+        try:
+            # Before the file is opened: if the nonce is right then, the watched process is the one that offered it.
+            self.process = os.pidfd_open(offer.pid)
+        except (OSError, AttributeError) as error:
+            raise NotShared(f"process {offer.pid} is not on this host, or hidden: {error}") from error
+        try:
+            self._blocks = map_shared(offer)
+        except (OSError, ValueError) as error:
+            os.close(self.process)
+            raise NotShared(f"memory {offer.fd} of process {offer.pid} cannot be read: {error}") from error
+        except NotShared:
+            os.close(self.process)
+            raise
+
+    @property
+    def is_ring(self) -> bool:
+        return self.offer.is_ring
+
+    @property
+    def in_words(self) -> str:
+        return f"comes through shared memory{self.copied}"
+
+    @property
+    def address(self) -> int:
+        """Where the memory is mapped."""
+        return self._blocks.ctypes.data
+
+    def read(self, source: int, target: memoryview) -> bool:
+        begin = source * len(target)
+        if self.closed or begin + len(target) > self.offer.num_bytes:
+            return False
+        np.copyto(np.frombuffer(target, np.uint8), self._blocks[begin : begin + len(target)])
+        return True
+
+    def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
+        if self.reached is not None:
+            return copy_on_device(self.reached, header, transfer)
+        return super().copy(header, transfer, into)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            os.close(self.process)
+            if self.reached is not None:
+                self.reached.close()
+                self.reached = None
+            self._blocks = np.empty(0, np.uint8)  # the last reference: unmapped now
+
+
+class ReachedPlaces:
+    """Implements `Reached`: the device copies blocks into its cache out of the places of another worker's ring."""
+
+    def __init__(self, blocks: StagedIncoming, memory: PeerMemory) -> None:
+        """Raises NotRegistered."""
+        self._blocks, self.block_bytes = blocks, blocks.block_bytes
+        # Through its address: torch has no read-only tensors, and warns of each.
+        address, num_bytes = memory.address, memory.offer.num_bytes
+        self._flat = torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
+        blocks.stream.register(self._flat, read_only=True)
+
+    def copy(self, copies: Iterable[tuple[int, int]]) -> Iterator[int | None]:
+        return self._blocks.copy_all((self._place(place), index) for place, index in copies)
+
+    def _place(self, number: int) -> Tensor | None:
+        begin = number * self.block_bytes
+        return self._flat[begin : begin + self.block_bytes] if begin + self.block_bytes <= len(self._flat) else None
+
+    def close(self) -> None:
+        self._blocks.stream.unregister(self._flat)
+        self._flat = torch.empty(0, dtype=torch.uint8)
