@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stack import Stack
-from common.engine.transfer.remote_reads import READ_S
+from common.engine.transfer.transports.nixl import READ_S
 from common.model_files.cache_folder import locked
 
 from .. import pretended_cuda

@@ -75,10 +75,11 @@ def test_a_short_request_in_the_core() -> None:
                 core.check_room(lambda num_tokens: False, 1.0)
             prompt = [number, *range(100)]
             state = core.submit(GenerationRequest(f"r{number}", prompt, SamplingParams(max_tokens=4)), 1.0)
-            assert state.prefill is not None and state.decode is not None
+            attempts = state.attempts
+            assert attempts.prefill is not None and attempts.decode is not None
             for address, index, tokens, reason in (
-                (state.prefill.address, 0, (7,), ""),
-                (state.decode.address, 0, (7, 8, 9, 10), "length"),
+                (attempts.prefill.address, 0, (7,), ""),
+                (attempts.decode.address, 0, (7, 8, 9, 10), "length"),
             ):
                 delta = TokenDelta(f"r{number}", 0, index, tokens, reason)
                 core.on_output(address, TokenOutput(worker_id=address, epoch=1, outputs=(delta,)), 1.0)

@@ -15,7 +15,7 @@ from router.dispatch import role_changes
 from router.dispatch.load import DispatchCounters
 from router.dispatch.role_changes import RoleChanges
 from router.fleet.registry import WorkerRegistry
-from router.planner import sizing_forecaster
+from router.planner import split
 from router.planner.offered_load import OfferedLoad, SampledRequest
 from router.planner.pool import Fleet, Goals, PoolState, WorkerKind
 from router.planner.split import SizingForecaster, Splits, UnderWay
@@ -41,7 +41,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Role changes come sooner than by default."""
     monkeypatch.setattr(role_changes, "CHANGE_AFTER_S", 2.0)
     monkeypatch.setattr(role_changes, "CHANGE_INTERVAL_S", 5.0)
-    monkeypatch.setattr(sizing_forecaster, "CHANGE_INTERVAL_S", 5.0)
+    monkeypatch.setattr(split, "CHANGE_INTERVAL_S", 5.0)
 
 
 @dataclass
