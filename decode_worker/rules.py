@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.blocks import Window
-from common.engine.sampling import UNSAMPLED, SamplingRow, TokenCounts, allowed_mask, needs_counts
+from common.engine.sampling import UNSAMPLED, SamplingRow, TokenCounts, allowed_mask
 from common.engine.sequences import RequestRules
 from common.errors import WireError
 from common.wire import SampledToken, unpack_tokens
@@ -30,7 +30,7 @@ class DecodeRules(RequestRules):
     def follows_tokens(self, sequence: DecodeSequence) -> bool:
         """Whether the tokens before a row say how it is sampled: then all of them must be known."""
         params = sequence.params
-        return bool(needs_counts(params) or params.grammar or params.bad_words or params.thinking is not None)
+        return bool(params.has_penalties or params.grammar or params.bad_words or params.thinking is not None)
 
     def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` draft tokens after the next token fit into the sequence's maximum length.
@@ -69,7 +69,7 @@ class DecodeRules(RequestRules):
         own, problems = sequence.allowed_mask, sequence.problems
         if position - num_prompt >= params.min_tokens and not self.follows_tokens(sequence):
             return SamplingRow(params, position, allowed=own, problems=problems)  # most rows, in large batches
-        if needs_counts(params):
+        if params.has_penalties:
             sequence.counts = sequence.counts or TokenCounts(sequence.token_ids[:num_prompt])
             sequence.counts.push(sequence.token_ids[num_prompt + sequence.counts.num_output_tokens :])
         return SamplingRow(

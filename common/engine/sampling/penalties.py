@@ -98,9 +98,9 @@ class Adjustment:
     banned: Sequence[int]
 
 
-def needs_counts(params: SamplingParams) -> bool:
-    """Whether a row's logits depend on the sequence's tokens."""
-    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+def adjusts(params: SamplingParams) -> bool:
+    """Whether `params` change logits, in addition to bans."""
+    return bool(params.logit_bias or params.has_penalties)
 
 
 @dataclass(frozen=True, slots=True)
