@@ -153,7 +153,10 @@ class LogitChanges:
         )
 
     def apply(self, logits: Tensor) -> None:
-        """Changes logits float32 [n, vocab], contiguous, in place: bias, then penalties, then bans."""
+        """Changes logits float32 [n, vocab], contiguous, in place.
+
+        The order: bias; repetition, then frequency and presence penalties; bans.
+        """
         flat = logits.view(-1)
         arrays = (self.biased, self.bias, self.repeated, self.penalty, self.output, self.less, self.banned)
         biased, bias, repeated, penalty, output, less, banned = to_device(arrays, logits.device)

@@ -1,9 +1,9 @@
 """From logits to tokens. A row's token depends on its own logits, parameters, seed and position, and on nothing else.
 
-Order of operations on a row (vLLM's): logit bias; repetition, frequency and presence penalties; banned tokens; allowed
-tokens and the grammar; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that
-tokens of equal probability stay or go together and no sort order matters. The token is then the inverse of the
-cumulative distribution in token id order at one uniform number, which is a counter-based function of (seed, position).
+Order of operations on a row (vLLM's): the changes of logits in their order (`LogitChanges.apply`); allowed tokens and
+the grammar; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of equal
+probability stay or go together and no sort order matters. The token is then the inverse of the cumulative distribution
+in token id order at one uniform number, which is a counter-based function of (seed, position).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's part of a model's files: the assembler asks for tensors by name, and gets the rank's slices of them.
+"""Loads a rank's part of a model: the assembler asks for tensors by name, and gets the rank's slices of them.
 
 rows       q, k, v (whole heads), gate and up, and the vocabulary     the rank computes some outputs
            norms of all heads as one
@@ -9,17 +9,37 @@ whole      norms, routers, what makes latents                         every rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from common.engine.models import WeightSource
+from common.engine.kv import torch_dtype
+from common.engine.models import (
+    DECODERS,
+    Assembler,
+    Collectives,
+    Decoder,
+    StoredWeights,
+    TensorParallel,
+    WeightSource,
+    check_batch_invariant,
+    effective_quantization,
+    log_treated,
+    open_model,
+    reading,
+    torch_device,
+)
 from common.engine.weights import SafetensorsWeights
 from common.errors import ConfigError, ModelError
 from common.model_files import ModelConfig, Quantization
-from common.model_files.architecture import ExpertStack, Shard
+from common.model_files.architecture import ExpertStack, Shard, check_size
 from kernels import QuantisedWeight, rounding_group
+
+if TYPE_CHECKING:
+    from common.model_files import ModelFiles
 
 VOCABULARY = ("embed_tokens", "lm_head")
 ROWS, COLUMNS = 0, 1
@@ -214,3 +234,41 @@ def _cuts(part: range, group: int) -> bool:
 def _indices(cut: Cut) -> Tensor:
     """int64, of all ranges."""
     return torch.cat([torch.arange(part.start, part.stop) for part in cut.ranges])
+
+
+def open_for_ranks(files: ModelFiles, size: int) -> tuple[ModelConfig, StoredWeights]:
+    """Configuration of the whole model and its unread weights. ConfigError where `size` ranks cannot share it."""
+    config, source = open_model(files)
+    check_size(config, size)
+    return config, source
+
+
+def load_shard(
+    files: ModelFiles,
+    shard: Shard,
+    collectives: Collectives,
+    *,
+    dtype: str,
+    device: str,
+    quantization: str,
+    with_head: bool = True,
+    batch_invariant: bool = False,
+) -> Decoder:
+    """Reads the slices of one rank, and no more. Options and errors as `load_model`, and as `open_for_ranks`."""
+    config, source = open_for_ranks(files, shard.size)
+    place = torch_device(device)
+    if batch_invariant:
+        check_batch_invariant(place)
+    wanted = effective_quantization(quantization, source, place)
+    own = shard.of(config)
+    held = replace(own, vocab_size=len(shard.part(config.vocab_size)))
+    rounded = wanted if place.type == "cpu" else Quantization.NONE
+    sliced = ShardedSource(source, config, shard, rounded)
+    assembler = Assembler(held, sliced, torch_dtype(dtype), place, wanted, batch_invariant=batch_invariant)
+    with nullcontext() if shard.rank else reading(files, assembler, source, config):
+        weights = assembler.assemble(with_head=with_head)
+    decoder = DECODERS[config.family.decoder](own, weights)
+    if not shard.rank:
+        log_treated(files, assembler)
+    decoder.join_ranks(TensorParallel(shard, config.vocab_size, collectives))
+    return decoder

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from common.engine.sampling.sampler import Sampler, SamplingRow
-from common.grammar.forbidden_tokens import TokenLimits
 from common.grammar.grammar import Constraint, unsampled
 from common.grammar.grammars import Grammars
+from common.grammar.token_rules import TokenLimits
 from common.model_files.resolve import resolve_model
 from common.model_files.tiny import EOS, IM_END, VOCAB_SIZE
 from common.model_files.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.grammar.grammar import Constraint
-from common.grammar.mask_thread import MaskThread
+from common.grammar.grammars import MaskThread
 
 WAIT_S = 60.0
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.run.buckets import bucket_for, bucket_sizes
+from common.engine.run.recorded_steps import bucket_for, bucket_sizes
 
 
 def test_small_steps_have_a_size_of_their_own() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.models.batch import ForwardBatch, SequenceChunk
-from common.engine.run.largest_steps import LargestSteps
-from common.engine.run.step_copies import MOST_BYTES, STEPS, reserve_step_copies, step_copy_bytes
+from common.engine.run.kv_memory import MOST_BYTES, STEPS, reserve_step_copies, step_copy_bytes
+from common.engine.run.memory_need import LargestSteps
 from common.engine.sampling.logprobs import token_logprobs
 from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import MAX_TOP_LOGPROBS, SamplingParams

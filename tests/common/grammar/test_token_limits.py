@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.engine.sampling.sampler import Sampler, SamplingRow
-from common.grammar.forbidden_tokens import FREE, TokenLimits, num_output_needed, token_limits, token_mask
+from common.grammar.token_rules import FREE, TokenLimits, num_output_needed, token_limits, token_mask
 from common.wire.sampling_params import BadWord, SamplingParams, ThinkingBudget
 
 VOCAB, EOS = 40, 39

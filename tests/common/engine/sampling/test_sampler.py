@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.engine.sampling.sampler import Sampler, SamplingRow
-from common.grammar.forbidden_tokens import TokenLimits
+from common.grammar.token_rules import TokenLimits
 from common.wire.sampling_params import LOGPROB_FLOOR, SamplingParams
 from kernels.plain.sampling import uniform as noise_of
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.engine.ranks import pulse
+from common.engine.ranks import liveness
 from common.engine.ranks.channel import Channel
+from common.engine.ranks.liveness import LOOK_S, SIGN, SignsOfLife, give_pulse
 from common.engine.ranks.processes import OtherRank, RankProcesses
-from common.engine.ranks.pulse import LOOK_S, SIGN, SignsOfLife, give_pulse
 from common.errors import RankLost
 
 
@@ -58,7 +58,7 @@ def test_a_rank_0_that_was_stopped_itself_does_not_take_that_for_silence(ends: t
 def test_a_rank_gives_signs_until_rank_0_is_gone(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "PULSE_S", 0.01)
+    monkeypatch.setattr(liveness, "PULSE_S", 0.01)
     giving = threading.Thread(target=give_pulse, args=(ends[1],))
     giving.start()
     for _ in range(3):

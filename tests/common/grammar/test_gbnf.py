@@ -19,7 +19,7 @@ from common.grammar.gbnf import GbnfError, gbnf_to_lark, is_gbnf
 from common.grammar.vocabulary import compile_grammar
 from common.model_files.resolve import resolve_model
 
-from ....random_documents import Documents
+from ...random_documents import Documents
 
 NAMES = ("root", "start", "Item", "item", "r-1", "T0")
 TEXTS = ["".join(each) for length in range(6) for each in itertools.product("ab", repeat=length)]

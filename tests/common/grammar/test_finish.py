@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.grammar.finish import banned_tokens, finish_reason
+from common.grammar.token_rules import banned_tokens, finish_reason
 from common.wire.sampling_params import SamplingParams
 
 EOS = (2, 3)

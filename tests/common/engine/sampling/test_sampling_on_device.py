@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.engine.sampling.sampler import Sampler, SamplingRow
-from common.grammar.forbidden_tokens import TokenLimits
+from common.grammar.token_rules import TokenLimits
 from common.wire.sampling_params import SamplingParams
 
 from ....pretended_gpu import HostWaited, on_gpu, pretended_gpu

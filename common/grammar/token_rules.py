@@ -1,4 +1,7 @@
-"""Which tokens may come next by a request's own rules: bad words, allowed tokens, the end of a thought. Pure."""
+"""When a sequence ends, and which tokens must not come next, by a request's own rules. Pure.
+
+Prefill and decode workers apply the same rules, so they always agree.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,42 @@ from functools import lru_cache
 
 import numpy as np
 
-from common.grammar.finish import banned_tokens
 from common.grammar.vocabulary import MASK_BITS
 from common.wire import TOKEN_BYTES, BadWord, SamplingParams, ThinkingBudget, pack_tokens
 
 KEPT_MASKS = 64
 """Bit masks of token lists that requests repeat, of a bit a token: 16 KiB each for a vocabulary of 131,072."""
+
+
+def finish_reason(
+    params: SamplingParams,
+    eos_token_ids: Collection[int],
+    *,
+    num_output_tokens: int,
+    token_id: int,
+    num_tokens: int,
+    max_model_len: int,
+) -> str:
+    """ "stop", "length" or "" (go on) after `token_id` was sampled.
+
+    `num_output_tokens` and `num_tokens` (prompt + output) count `token_id`. An end token counts only after
+    `min_tokens` other tokens; `banned_tokens` keeps it from being sampled earlier.
+    """
+    if num_output_tokens > params.min_tokens:
+        if token_id in params.stop_token_ids:
+            return "stop"
+        if not params.ignore_eos and token_id in eos_token_ids:
+            return "stop"
+    if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
+        return "length"
+    return ""
+
+
+def banned_tokens(params: SamplingParams, eos_token_ids: Collection[int], num_output_tokens: int) -> tuple[int, ...]:
+    """Tokens the next sample must not be: the end tokens while `min_tokens` would not be reached by it."""
+    if num_output_tokens >= params.min_tokens:
+        return ()
+    return tuple(eos_token_ids) + params.stop_token_ids
 
 
 @dataclass(frozen=True, slots=True)

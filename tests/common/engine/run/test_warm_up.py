@@ -9,7 +9,7 @@ import torch
 
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.kv.cache import KVCache
-from common.engine.run.largest_steps import step_tokens
+from common.engine.run.memory_need import step_tokens
 from common.engine.run.runner import ModelRunner
 from common.engine.run.warm_up import SAMPLED, largest_step, run_every_kind, warmed_up
 from common.engine.sampling.sampler import Sampler

@@ -15,7 +15,7 @@ from kernels.backends import FOUND
 from kernels.plain import backend as torch_backend
 
 from ....oracle import Oracle
-from .generation import Pool, load, prompt
+from ..models.generation import Pool, load, prompt
 
 PROMPTS = [prompt(count, seed=count) for count in (1, 5, 63, 64, 130, 17, 200)]
 

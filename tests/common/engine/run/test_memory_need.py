@@ -16,12 +16,11 @@ from torch import Tensor
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig
 from common.engine.models.draft_heads.load import load_drafting_model
 from common.engine.models.load import load_model
-from common.engine.ranks.load_shard import load_shard
+from common.engine.ranks.shard import load_shard
 from common.engine.run import memory_need
 from common.engine.run.draft_model import DraftPlan
-from common.engine.run.held_bytes import HeldWeights
 from common.engine.run.memory_need import GIB, REST_BYTES, MemoryNeed
-from common.engine.run.worker_need import WeightForm, need_of, remedies, weight_bytes
+from common.engine.run.worker_need import HeldWeights, WeightForm, need_of, remedies, weight_bytes
 from common.engine.weights.formats.stored import StoredForm, StoredTensor
 from common.errors import ModelError
 from common.machine.memory import Available
@@ -32,11 +31,11 @@ from common.model_files.resolve import resolve_model
 from common.observe import progress
 
 from ....draft_heads import eagle_folder
+from ..models.generation import files_of
+from ..models.mxfp4_checkpoint import write_mxfp4
+from ..models.test_gguf_families import written
+from ..models.threaded_ranks import Sums
 from ..weights.formats.checkpoints import FORMATS, write_checkpoint
-from .generation import files_of
-from .mxfp4_checkpoint import write_mxfp4
-from .test_gguf_families import written
-from .threaded_ranks import Sums
 
 # Counts the memory that the weights of a loaded model take.
 
