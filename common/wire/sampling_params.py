@@ -114,17 +114,19 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     def is_plain(self) -> bool:
         """Whether a row's logits and draw determine its token once `min_tokens` is reached, and only the token is
         wanted."""
-        return _prepared(self) == _prepared(_DEFAULT)
+        return bool(_prepared(self) == _NOTHING_PREPARED)
 
     @property
     def has_penalties(self) -> bool:
         """Whether a row's logits depend on the sequence's tokens."""
-        return _penalties(self) != _penalties(_DEFAULT)
+        return bool(_penalties(self) != _NO_PENALTIES)
 
 
 _DEFAULT: Final = SamplingParams(max_tokens=1)
 _prepared: Final = attrgetter(*(name for name in SamplingParams.__struct_fields__ if name not in PLAIN))
 _penalties: Final = attrgetter(*PENALTIES)
+_NOTHING_PREPARED, _NO_PENALTIES = _prepared(_DEFAULT), _penalties(_DEFAULT)
+_TYPES: Final = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
 
 
 def default_of(name: str) -> Any:
@@ -134,7 +136,7 @@ def default_of(name: str) -> Any:
 
 def bounds_of(name: str) -> dict[str, Any]:
     """The bounds of a sampling parameter, as keywords: some of ge, gt, le and lt."""
-    (meta,) = next(get_args(field.type)[1:] for field in msgspec.structs.fields(SamplingParams) if field.name == name)
+    _, meta = get_args(_TYPES[name])
     found = {bound: getattr(meta, bound) for bound in ("ge", "gt", "le", "lt")}
     return {bound: value for bound, value in found.items() if value is not None}
 
