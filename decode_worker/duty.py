@@ -22,13 +22,12 @@ from common.engine.transfer import (
 from common.engine.worker import Duty, DutyOffer, Engine, Send, WorkerParts
 from common.grammar import Grammars
 from common.model_files import ModelFiles
-from decode_worker.drafting.draft_cache import DraftCache
-from decode_worker.drafting.drafter import Drafter
+from decode_worker.drafting.drafter import DraftCache, Drafter
 from decode_worker.drafting.head_drafter import HeadDrafter
-from decode_worker.drafting.token_drafter import TokenDrafter
-from decode_worker.engine import DecodeEngine
+from decode_worker.drafting.model_drafts import TokenDrafter
+from decode_worker.engine import DecodeEngine, DecodeLimits
 from decode_worker.grants import IncomingTransfers, TransferEnds
-from decode_worker.limits import HANDOVER_TIMEOUT_S, DecodeLimits
+from decode_worker.handover import HANDOVER_TIMEOUT_S
 from decode_worker.pipeline import DecodeModel, Launcher
 from decode_worker.scheduler import DecodeScheduler
 

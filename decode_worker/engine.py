@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from common.blocks import BlockHasher
 from common.engine.kv import BlockCounts
@@ -16,27 +16,35 @@ from common.grammar import unsampled
 from common.latency import Links, StepShape
 from common.wire import SampledToken
 from common.wire.messages import DecodeRequest, HandOver, Message, ResetPrefixCache
-from decode_worker.counters import DecodeCounters
 from decode_worker.drafting.model_drafts import DraftBounds
 from decode_worker.grants import TransferEnds
-from decode_worker.handover import Handovers
-from decode_worker.limits import DecodeLimits
-from decode_worker.masks import StepMasks
-from decode_worker.pace import StepPace
+from decode_worker.handover import HANDOVER_TIMEOUT_S, Handovers
+from decode_worker.pace import StepPace, TokenGaps
 from decode_worker.pipeline import DecodeModel, Pipeline, StepInFlight, by_chunk
 from decode_worker.remote_prefill import RemotePrefills
-from decode_worker.reporting import DecodeReports
-from decode_worker.rules import DecodeRules
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.reporting import DecodeCounters, DecodeReports
+from decode_worker.rules import DecodeRules, StepMasks
+from decode_worker.scheduler import DecodeChunk, DecodeScheduler, shape_of
 from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.speculation import Speculation
-from decode_worker.step import DecodeChunk, shape_of
-from decode_worker.token_gaps import TokenGaps
 
 FEW_SEQUENCES = 4
 """A step of fewer sequences reads the weights with one core nearly as fast as with two (docs/performance.md)."""
 EXPIRE_INTERVAL_S = 0.05
 """How often deadlines are checked: each check looks at every request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    """How long a request may wait for room, for the rest of its KV, and for the end of a hand-over, in seconds.
+
+    A step checks at most `max_draft_tokens` tokens for each sequence.
+    """
+
+    grant_timeout_s: float
+    transfer_timeout_s: float
+    handover_timeout_s: float = HANDOVER_TIMEOUT_S
+    max_draft_tokens: int = 0
 
 
 class DecodeEngine(RequestEngine[DecodeRequest, DecodeSequence]):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # torch and sockets: hand-overs also run without them, in vir
     from decode_worker.reporting import DecodeReports
 
 log = logging.getLogger(__name__)
+HANDOVER_TIMEOUT_S = 10.0
+"""How long a hand-over to another decode worker may take before the answer goes on here."""
 MAX_PAUSE_S = 2.0
 """How long a paused sequence, and its client, wait for the target before this worker decodes on."""
 

@@ -1,14 +1,18 @@
-"""How often a decode worker steps while prefill workers compute on the same cores. Pure.
+"""The gaps between steps of a decode worker: how long they should be, and how long they were. Pure.
 
-Even turns serve neither: prompts take twice as long, and meanwhile few sequences share each step, which costs nearly as
-much as one of many. So prompts go first, and running sequences get a token as often as they need one: with a goal for
-the time of a token that often, without one often enough that steps take a quarter of the time, and no gap is long.
+Prefill workers may compute on the same cores. Even turns serve neither: prompts take twice as long, and meanwhile few
+sequences share each step, which costs nearly as much as one of many. So prompts go first, and running sequences get a
+token as often as they need one: with a goal for the time of a token that often, without one often enough that steps
+take a quarter of the time, and no gap is long.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from common.engine.sequences import TokenGoal
 from common.observe import Ewma
+from decode_worker.sequence import DecodeSequence
 
 STEPS_SHARE = 0.25
 """The share of the time that steps take while prompts are computed on the same cores, without a goal."""
@@ -47,3 +51,22 @@ class StepPace:
     def wait_s(self, now: float) -> float:
         """Seconds until the next step should begin."""
         return max(0.0, self._began_at + self.gap_s - now)
+
+
+class TokenGaps:
+    """A gap lies between two steps that have a sequence in common."""
+
+    def __init__(self, goal: TokenGoal) -> None:
+        self._goal, self._at = goal, 0.0
+        self._sequences: set[DecodeSequence] = set()
+
+    def stepped(
+        self, sequences: Iterable[DecodeSequence], now: float, *, predicted_s: float, tokens_each: float
+    ) -> None:
+        """The tokens of a step came at `now`: `tokens_each` on average for each of these sequences that decode."""
+        if not self._goal.is_set:
+            return
+        before, self._sequences = self._sequences, set(sequences)
+        if not before.isdisjoint(self._sequences):
+            self._goal.observe((now - self._at) / max(1.0, tokens_each), predicted_s)
+        self._at = now

@@ -23,10 +23,9 @@ from common.engine.run import ModelRunner
 from common.engine.sampling import Sampler, SamplingRow
 from common.engine.sequences import HiddenPlaces, RowPlaces
 from common.wire import SampledToken
-from decode_worker.drafting.token_drafter import TokenDrafter
-from decode_worker.masks import StepMasks
-from decode_worker.scheduler import DecodeScheduler
-from decode_worker.step import DecodeChunk
+from decode_worker.drafting.model_drafts import TokenDrafter
+from decode_worker.rules import StepMasks
+from decode_worker.scheduler import DecodeChunk, DecodeScheduler
 
 Sampled = TypeVar("Sampled")
 
@@ -126,7 +125,7 @@ class Pipeline:
             self._scheduler.launched(chunk)
         self.in_flight = StepInFlight(tuple(chunks), step, now)
         special = [chunk for chunk in chunks if not chunk.is_plain]
-        follows = any(masks.follows_tokens(chunk.sequence) for chunk in special)
+        follows = any(masks.rules.follows_tokens(chunk.sequence) for chunk in special)
         if not follows:
             step.sample(self._rows(chunks, masks) if special else {})
         if before is not None:

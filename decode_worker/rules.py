@@ -1,17 +1,31 @@
-"""How a decode worker samples for a sequence, what it may draft, and which received tokens it takes. Pure."""
+"""How a decode worker samples for a sequence, what it may draft, and which received tokens it takes.
+
+Masks of grammars are computed within their step, or on the mask thread while other answers continue.
+
+    fast grammar   launch N+1 ── tokens of N ── masks of N+1 ── launch N+2 ...       while the model of N+1 runs
+    slow grammar   tokens of N ── mask thread, one or more steps ── launch N+k ...   the answer skips these steps
+
+A step's masks have a time budget. A sequence whose mask exceeds it is deferred: the step samples nothing for it, and
+its last token is computed again when its mask is ready.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 
 from common.blocks import Window
-from common.engine.sampling import UNSAMPLED, SamplingRow, TokenCounts, allowed_mask, needs_counts
-from common.engine.sequences import RequestRules
+from common.engine.sampling import UNSAMPLED, SamplingRow, TokenCounts, allowed_mask
+from common.engine.sequences import AwaitedGrammars, RequestRules
 from common.errors import WireError
+from common.grammar import Constraint
 from common.wire import SampledToken, unpack_tokens
 from common.wire.messages import KVDone
+from decode_worker.scheduler import DecodeChunk
 from decode_worker.sequence import DecodeSequence
-from decode_worker.step import DecodeChunk
+
+STEP_S = 0.05
+"""Time budget of the masks of one step, in seconds. The last mask may exceed it."""
 
 
 class DecodeRules(RequestRules):
@@ -30,7 +44,7 @@ class DecodeRules(RequestRules):
     def follows_tokens(self, sequence: DecodeSequence) -> bool:
         """Whether the tokens before a row say how it is sampled: then all of them must be known."""
         params = sequence.params
-        return bool(needs_counts(params) or params.grammar or params.bad_words or params.thinking is not None)
+        return bool(params.has_penalties or params.grammar or params.bad_words or params.thinking is not None)
 
     def num_drafts(self, sequence: DecodeSequence, num_tokens: int) -> int:
         """Return how many of `num_tokens` draft tokens after the next token fit into the sequence's maximum length.
@@ -69,7 +83,7 @@ class DecodeRules(RequestRules):
         own, problems = sequence.allowed_mask, sequence.problems
         if position - num_prompt >= params.min_tokens and not self.follows_tokens(sequence):
             return SamplingRow(params, position, allowed=own, problems=problems)  # most rows, in large batches
-        if needs_counts(params):
+        if params.has_penalties:
             sequence.counts = sequence.counts or TokenCounts(sequence.token_ids[:num_prompt])
             sequence.counts.push(sequence.token_ids[num_prompt + sequence.counts.num_output_tokens :])
         return SamplingRow(
@@ -113,3 +127,44 @@ class DecodeRules(RequestRules):
             return False
         planned = sequence.num_planned
         return planned >= self.max_model_len or planned - sequence.num_prompt_tokens >= sequence.params.max_tokens
+
+
+class StepMasks:
+    """Computes and requests masks. Not thread-safe: use only from the engine thread."""
+
+    def __init__(self, rules: DecodeRules, grammars: AwaitedGrammars[DecodeSequence]) -> None:
+        self.rules, self._grammars = rules, grammars
+
+    def ask_slow(self, running: Iterable[DecodeSequence]) -> None:
+        """Request the masks of slow grammars for the sequences that would sample in the next step."""
+        for sequence in running:
+            constraint = sequence.constraint
+            if constraint is None or not constraint.is_slow or sequence.skips_step or sequence.num_remaining != 1:
+                continue
+            if not constraint.has_mask(sequence.num_output_tokens):
+                self._grammars.ask_mask(sequence, constraint)
+
+    def rows(self, chunks: Sequence[DecodeChunk]) -> list[Sequence[SamplingRow]]:
+        """Return the rows of each chunk, with their masks; none for a deferred sequence."""
+        began, rows_of = time.monotonic(), list[Sequence[SamplingRow]]()
+        for chunk in chunks:
+            sequence, constraint = chunk.sequence, chunk.sequence.constraint
+            is_late = time.monotonic() - began > STEP_S
+            if constraint is not None and self._must_wait(sequence, constraint, is_late=is_late):
+                sequence.deferred = True
+                if not sequence.awaits_mask:
+                    self._grammars.ask_mask(sequence, constraint)
+                rows_of.append(())
+                continue
+            rows = self.rules.rows(chunk)
+            for row in rows:
+                if row.constraint is not None:
+                    row.constraint.allowed(row.output_token_ids)
+            rows_of.append(rows)
+        return rows_of
+
+    @staticmethod
+    def _must_wait(sequence: DecodeSequence, constraint: Constraint, *, is_late: bool) -> bool:
+        if sequence.awaits_mask:
+            return True
+        return (is_late or constraint.is_slow) and not constraint.has_mask(sequence.num_output_tokens)

@@ -15,11 +15,11 @@ from decode_worker.drafting.draft_tokens import FORCED, NOTHING, Draft, HitRates
 from decode_worker.drafting.model_drafts import MOST_SEQUENCES, DraftBounds, ModelDrafts
 from decode_worker.drafting.row_costs import LEAST_CHANCE, RowCosts
 from decode_worker.rules import DecodeRules
+from decode_worker.scheduler import DecodeChunk
 from decode_worker.sequence import DecodeSequence
-from decode_worker.step import DecodeChunk
 
 if TYPE_CHECKING:  # torch
-    from decode_worker.drafting.token_drafter import TokenDrafter
+    from decode_worker.drafting.model_drafts import TokenDrafter
 
 MAX_SEQUENCES = 32
 """Larger batches draft nothing: a row costs what a token brings, and the search for draft tokens more than it saves."""

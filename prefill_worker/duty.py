@@ -12,8 +12,7 @@ from common.engine.worker import Duty, DutyOffer, Engine, Send, WorkerParts
 from common.grammar import Grammars
 from common.model_files import ModelFiles
 from prefill_worker.engine import PrefillEngine
-from prefill_worker.launcher import PromptLauncher
-from prefill_worker.pooling import Pooler
+from prefill_worker.launcher import Pooler, PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler
 
 

@@ -17,8 +17,7 @@ from common.wire import SampledToken
 from common.wire.messages import KVDone, PrefillRequest, Timeline, TokenDelta
 from prefill_worker.launcher import ChunkOutput, PromptLauncher
 from prefill_worker.pipeline import PromptPipeline, PromptStep
-from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
-from prefill_worker.sequence import PrefillSequence
+from prefill_worker.scheduler import PrefillChunk, PrefillScheduler, PrefillSequence
 
 
 class PrefillEngine(RequestEngine[PrefillRequest, PrefillSequence]):

@@ -29,12 +29,17 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from common.blocks import HOLE, CachedPrefix
 from common.engine.kv import BlockCounts, BlockPool
-from common.engine.sequences import Knob, PromptOrder, Scheduler, prefill_step, prompt_order
+from common.engine.sequences import Knob, PromptOrder, Scheduler, WorkerSequence, prefill_step, prompt_order
 from common.latency import StepModel, StepShape
-from prefill_worker.sequence import PrefillSequence
+from common.wire.messages import PrefillRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 STEPS_AHEAD = 2
 """A prompt is admitted when its turn comes within so many steps: the decode worker grants blocks during the first."""
@@ -44,6 +49,36 @@ MAX_TRIES = 16
 LOW_SHARE = 0.75
 """The share of all blocks that prompts of a low priority own at most, unless one of them alone needs more. A priority
 below 0 is low, and so is one below the highest that came so far."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillSequence(WorkerSequence):
+    """`blocks` covers the whole prompt from admission on. Before, while it was the oldest that waited and did not fit,
+    `num_passing_blocks` went to others. A step in flight computes the `num_in_flight` tokens behind those computed.
+    `hidden_sum`, float64 [hidden_size], is that of all these tokens, for a mean.
+
+    accepted_at ─ admitted_at ─ computed_at ─ released        (engine clock, seconds)
+         queue        prefill        hold
+    """
+
+    request: PrefillRequest
+    computed_at: float = 0.0
+    num_passing_blocks: int = 0
+    num_in_flight: int = 0
+    hidden_sum: Tensor | None = None
+
+    @property
+    def num_begun(self) -> int:
+        return self.num_computed + self.num_in_flight
+
+    @property
+    def computed(self) -> bool:
+        return self.num_computed == self.num_tokens
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds from admission to the first token."""
+        return self.computed_at - self.admitted_at
 
 
 @dataclass(frozen=True, slots=True)

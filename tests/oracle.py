@@ -17,9 +17,8 @@ from common.engine.models.mlp import MLP
 from common.engine.models.rope import inverse_frequencies
 from common.engine.models.weights import LayerWeights, NormPlace
 from common.engine.sampling.sampler import Sampler, SamplingRow
-from common.grammar.finish import finish_reason
-from common.grammar.forbidden_tokens import token_limits
 from common.grammar.grammar import Constraint
+from common.grammar.token_rules import finish_reason, token_limits
 from common.model_files.config import ModelConfig
 from common.wire.sampling_params import SamplingParams
 from kernels import KVScales

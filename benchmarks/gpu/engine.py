@@ -16,8 +16,8 @@ from benchmarks.gpu.timer import Timer
 from common.engine.kv.cache import KVCache
 from common.engine.models.batch import SequenceChunk
 from common.engine.models.decoder import Decoder
-from common.engine.run.graph_capture import GraphRecorder, PlainRecorder
 from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.recorded_steps import GraphRecorder, PlainRecorder
 from common.engine.run.runner import ModelRunner
 from common.engine.run.seats import FROM_HOST
 from kernels import Draw, SamplingTensors, sample, to_host

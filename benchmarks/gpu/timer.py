@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from common.engine.run.graph_capture import GraphRecorder
+from common.engine.run.recorded_steps import GraphRecorder
 
 Call = Callable[[], object]
 

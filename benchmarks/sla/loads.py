@@ -18,7 +18,7 @@ from common.latency.step_model import StepShape
 STEP_TOKENS, MOST_ROWS = 2048, 128
 """Prompt tokens of a step, at most; sequences of a batch where a load says nothing else."""
 PLANNED_SHARE = 0.8
-"""Of the goal for a token, that a step is planned to take at first (`common/engine/sequences/token_goal.py`)."""
+"""Of the goal for a token, that a step is planned to take at first (`common/engine/sequences/step_budget.py`)."""
 CACHE_TOKENS = 400_000
 """What the KV cache of a worker holds."""
 SLOW: Final = 2.0

@@ -25,12 +25,15 @@ from common.wire.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
+    PENALTIES,
     BadWord,
     Pooling,
     SampledToken,
     SamplingParams,
     ThinkingBudget,
     TokenLogprobs,
+    bounds_of,
+    default_of,
 )
 from common.wire.sockets import BACKLOG, WATCHED, Dialer, bind
 
@@ -56,6 +59,7 @@ __all__ = [
     "MAX_PRIORITY",
     "MAX_STOP_TOKEN_IDS",
     "MAX_TOP_LOGPROBS",
+    "PENALTIES",
     "Pooling",
     "ROLES",
     "Role",
@@ -66,7 +70,9 @@ __all__ = [
     "TokenLogprobs",
     "WATCHED",
     "bind",
+    "bounds_of",
     "decode",
+    "default_of",
     "encode",
     "in_url",
     "inherited",

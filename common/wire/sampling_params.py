@@ -1,9 +1,14 @@
-"""How one request samples. Field names are OpenAI's; the router has validated the values and filled in defaults."""
+"""Sampling parameters of a request: names, bounds and defaults, each stated here only.
+
+Field names are those of the APIs. The router's request fields take their bounds from `bounds_of`.
+See docs/contributing/add-a-sampling-parameter.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple
+from operator import attrgetter
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +28,15 @@ MAX_GRAMMAR_CHARS = 128 * 1024
 """Of what llguidance compiles, before its own bounds end the work."""
 LOGPROB_FLOOR = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have; vLLM and OpenAI use the same."""
+PENALTIES: Final = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Parameters that change logits by the tokens of the sequence so far."""
+PLAIN: Final = (
+    *("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("prompt_logprobs", "logprob_token_ids", "pooling"),
+)
+"""Parameters that a row with `SamplingParams.is_plain` may have: they need nothing from the host at a step. Any other
+parameter that differs from its default makes the host prepare the row."""
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Logprob = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Pooling = Literal["", "last", "mean"]
@@ -72,14 +86,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     max_tokens: Annotated[int, Meta(ge=1)]
     min_tokens: Annotated[int, Meta(ge=0)] = 0
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=0)] = 0
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
-    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] = 1.0  # logits are divided by it
     logit_bias: Annotated[tuple[tuple[int, Bias], ...], Meta(max_length=MAX_LOGIT_BIAS)] = ()
     logprobs: Annotated[int, Meta(ge=-1, le=MAX_VOCABULARY)] = -1
     ignore_eos: bool = False
@@ -98,11 +112,33 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits and a row's draw say all, once `min_tokens` is reached: no other token, list or grammar does,
-        and nothing but the token is wanted."""
-        lists = self.logit_bias or self.allowed_token_ids or self.bad_words or self.grammar
-        counts = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        return not (lists or counts or self.thinking is not None or self.logprobs >= 0)
+        """Whether a row's logits and draw determine its token once `min_tokens` is reached, and only the token is
+        wanted."""
+        return bool(_prepared(self) == _NOTHING_PREPARED)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a row's logits depend on the sequence's tokens."""
+        return bool(_penalties(self) != _NO_PENALTIES)
+
+
+_DEFAULT: Final = SamplingParams(max_tokens=1)
+_prepared: Final = attrgetter(*(name for name in SamplingParams.__struct_fields__ if name not in PLAIN))
+_penalties: Final = attrgetter(*PENALTIES)
+_NOTHING_PREPARED, _NO_PENALTIES = _prepared(_DEFAULT), _penalties(_DEFAULT)
+_TYPES: Final = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+
+
+def default_of(name: str) -> Any:
+    """The default of a sampling parameter."""
+    return getattr(_DEFAULT, name)
+
+
+def bounds_of(name: str) -> dict[str, Any]:
+    """The bounds of a sampling parameter, as keywords: some of ge, gt, le and lt."""
+    _, meta = get_args(_TYPES[name])
+    found = {bound: getattr(meta, bound) for bound in ("ge", "gt", "le", "lt")}
+    return {bound: value for bound, value in found.items() if value is not None}
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

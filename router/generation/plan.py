@@ -21,6 +21,7 @@ from router.generation.origin import Origin
 from router.generation.parts import AnswerParts
 from router.generation.service import Service
 from router.generation.token_rules import thinking_budget
+from router.request import COPIED
 from router.request.errors import InvalidField
 from router.request.fields import ChatRequest, SamplingFields
 from router.text import ContentStops, Detokenizer, StopScanner
@@ -271,8 +272,8 @@ def sampling_params(
     pooling: Pooling = "",
 ) -> SamplingParams:
     """The sampling parameters for the workers. Raises InvalidRequest."""
-    min_tokens = fields.min_tokens or 0
-    if min_tokens > max_tokens:
+    copied = {name: value for name in COPIED if (value := getattr(fields, name)) is not None}
+    if (min_tokens := copied.get("min_tokens", 0)) > max_tokens:
         raise InvalidRequest(
             f"min_tokens: must be at most max_tokens ({max_tokens:,}) (got {min_tokens:,})", param="min_tokens"
         )
@@ -283,19 +284,12 @@ def sampling_params(
     service.text.check_ids(allowed, param="allowed_token_ids")
     service.text.check_ids(shown, param="logprob_token_ids")
     return SamplingParams(
+        **copied,
         max_tokens=max(1, max_tokens),
-        min_tokens=min_tokens,
-        temperature=1.0 if fields.temperature is None else float(fields.temperature),
-        top_p=1.0 if fields.top_p is None else float(fields.top_p),
         top_k=max(0, fields.top_k or 0),
-        min_p=float(fields.min_p or 0.0),
         seed=seed,
-        presence_penalty=float(fields.presence_penalty or 0.0),
-        frequency_penalty=float(fields.frequency_penalty or 0.0),
-        repetition_penalty=1.0 if fields.repetition_penalty is None else float(fields.repetition_penalty),
         logit_bias=_logit_bias(service, fields.logit_bias or {}),
         logprobs=num_logprobs,
-        ignore_eos=bool(fields.ignore_eos),
         stop_token_ids=stop_token_ids,
         grammar=grammar,
         prompt_logprobs=num_prompt_logprobs,

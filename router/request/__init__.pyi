@@ -4,6 +4,7 @@ from router.request.adapter_fields import LoadAdapterRequest, UnloadAdapterReque
 from router.request.body import BODY_TIMEOUT_S, LARGE_BYTES, BodyBudget, BodyLease, is_large, parse, read_body
 from router.request.content_encoding import encoding_of
 from router.request.extensions import (
+    COPIED,
     EXTENSIONS,
     MAX_CLASS_CHARS,
     MAX_SALT_CHARS,
@@ -39,6 +40,7 @@ __all__ = [
     "BodyLease",
     "CHAT_PATH",
     "COMPLETION_PATH",
+    "COPIED",
     "EMBEDDINGS_PATH",
     "EXTENSIONS",
     "Extensions",

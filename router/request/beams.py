@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from common.errors import InvalidRequest
-from common.wire import MAX_LOGIT_BIAS
+from common.wire import MAX_LOGIT_BIAS, PENALTIES, default_of
 from router.request.extensions import Extensions
 
 CHANGES_SCORES: Mapping[str, object] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
-    **{"repetition_penalty": 1, "logit_bias": None},
+    **{name: default_of(name) for name in PENALTIES},
+    "logit_bias": None,
 }
 """Fields that would change the log-probabilities by which beams compete, with the values that change nothing."""
 NEEDS_ONE_ANSWER: Mapping[str, object] = {

@@ -6,15 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from common.wire import MAX_ALLOWED_TOKENS, MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from common.wire import MAX_ALLOWED_TOKENS, MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, bounds_of
 from router.request.refused import Only, Refused
 
 MAX_CHARS_OF_A_STOP = 1024
 """Of one stop string; all of a request together have a bound of their own."""
 MAX_SALT_CHARS = 256
 MAX_CLASS_CHARS = 256
-MIN_REPETITION_PENALTY = 0.01
-"""Logits are divided by it: a smaller one would make them infinite."""
 MAX_STRUCTURED_CHOICES = 4096
 """Texts, one of which the answer must be: each is a rule of a grammar."""
 MAX_WORDS = 256
@@ -65,18 +63,27 @@ class StructuredOutputs(Fields):
     disable_any_whitespace: Refused = None
 
 
-class Extensions(Fields):
+class CopiedFields(Fields):
+    """Optional fields whose value becomes the worker's sampling parameter of the same name as it is."""
+
+    min_p: Annotated[float, Field(**bounds_of("min_p"))] | None = None
+    presence_penalty: Annotated[float, Field(**bounds_of("presence_penalty"))] | None = None
+    frequency_penalty: Annotated[float, Field(**bounds_of("frequency_penalty"))] | None = None
+    repetition_penalty: Annotated[float, Field(**bounds_of("repetition_penalty"))] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+
+
+COPIED = ("temperature", "top_p", *CopiedFields.model_fields)
+"""Sampling parameters that workers get as the client gave them, or else with the default of `SamplingParams`."""
+
+
+class Extensions(CopiedFields):
     """Optional fields of every generation endpoint."""
 
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="-1 or 0: off")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
     logit_bias: LogitBias | None = Field(None, description="token id (as text) -> bias")
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    ignore_eos: bool | None = None
     allowed_token_ids: AllowedTokens | None = Field(None, description="no other token is generated")
     bad_words: BadWords | None = Field(None, description="texts that the answer never contains as whole tokens")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 
 from common.errors import InvalidRequest
-from common.wire import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS
+from common.wire import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, bounds_of
 from router.request.beams import check_beams
 from router.request.extensions import Extensions, Fields, GrammarText, JsonSchema, StopText, TokenId
 from router.request.refused import Only, Refused
@@ -67,8 +67,10 @@ class SamplingFields(Extensions):
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default 1; 0 is greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(**bounds_of("temperature"))] | None = Field(
+        None, description="default 1; 0 is greedy"
+    )
+    top_p: Annotated[float, Field(**bounds_of("top_p"))] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

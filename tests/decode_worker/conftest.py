@@ -23,7 +23,7 @@ from common.engine.models.batch import SequenceChunk
 from common.engine.models.decoder import Decoder
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
-from common.engine.sequences.parts import EngineParts
+from common.engine.sequences.engine import EngineParts
 from common.engine.transfer.receiver import (
     IncomingTransfer,
     KVListener,

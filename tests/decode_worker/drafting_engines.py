@@ -17,18 +17,17 @@ from common.engine.models.draft_heads.drafting_model import DraftingModel
 from common.engine.models.draft_heads.load import load_drafting_model
 from common.engine.models.load import load_model
 from common.engine.run.runner import ModelRunner
-from common.engine.run.step_thread import StepThread
+from common.engine.run.step_launchers import StepThread
 from common.engine.sampling.sampler import Sampler
 from common.engine.sequences.hidden_states import HiddenPlaces
 from common.model_files.resolve import resolve_model
 from common.wire.sampling_params import BadWord, ThinkingBudget
 from decode_worker import speculation
 from decode_worker.drafting import row_costs
-from decode_worker.drafting.draft_cache import DraftCache
 from decode_worker.drafting.draft_tokens import NOTHING
-from decode_worker.drafting.drafter import Drafter
+from decode_worker.drafting.drafter import DraftCache, Drafter
 from decode_worker.drafting.head_drafter import HeadDrafter
-from decode_worker.limits import DecodeLimits
+from decode_worker.engine import DecodeLimits
 
 from ..engine_rig import prompt
 from .lazy_device import LazyDevice

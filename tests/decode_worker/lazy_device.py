@@ -9,7 +9,7 @@ import torch
 
 from common.engine.models.batch import SequenceChunk
 from common.engine.run.runner import ModelRunner
-from common.engine.run.step_thread import rows_of
+from common.engine.run.step_launchers import rows_of
 from common.engine.sampling.sampler import PreparedRows, Sampler, SamplingRow
 from common.wire.sampling_params import SampledToken
 

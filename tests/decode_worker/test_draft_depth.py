@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.sequences.token_goal import TokenGoal
-from decode_worker.drafting.draft_depth import StepSize, best_depth
+from common.engine.sequences.step_budget import TokenGoal
 from decode_worker.drafting.draft_tokens import MODEL_AT_FIRST, DraftTally, HitRates, of_model
-from decode_worker.drafting.row_costs import RowCosts
+from decode_worker.drafting.row_costs import RowCosts, StepSize, best_depth
 
 
 def costs(row_s: float, first_s: float = 1.0) -> RowCosts:

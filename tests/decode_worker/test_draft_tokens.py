@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.sequences.token_goal import START, TokenGoal
+from common.engine.sequences.step_budget import START, TokenGoal
 from decode_worker.drafting import draft_tokens
 from decode_worker.drafting.draft_tokens import FORCED, LONGEST_MATCH, NOTHING, Draft, HitRates, Lookup, num_accepted
 from decode_worker.drafting.row_costs import LEAST_GAIN, SLOWEST, RowCosts

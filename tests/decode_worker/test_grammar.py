@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.run.step_thread import StepThread
+from common.engine.run.step_launchers import StepThread
 from common.wire.messages import AbortRequest
 from common.wire.sampling_params import BadWord
 from decode_worker.sequence import RequestStatus
@@ -188,7 +188,7 @@ def test_answers_whose_masks_are_computed_outside_of_steps_are_those_of_the_orac
 ) -> None:
     """With blocks for fewer than run, so that some are preempted meanwhile."""
     monkeypatch.setattr("common.grammar.grammar.SLOW_MASK_S", slow_s)
-    monkeypatch.setattr("decode_worker.masks.STEP_S", step_s)
+    monkeypatch.setattr("decode_worker.rules.STEP_S", step_s)
     long = 'start: /[a-p]{20}/ "forced text" /[0-9]{20}/'
     rig = make_engine(grammars=True, launcher=launcher, num_blocks=9, max_num_seqs=4, max_draft_tokens=drafts)
     for i in range(5):
@@ -270,7 +270,7 @@ def test_masks_of_another_size_than_the_logits_fail_their_request_alone(
 
 
 @pytest.mark.parametrize(
-    "broken", ["common.engine.sampling.sampler.token_mask", "common.engine.sequences.rules.token_limits"]
+    "broken", ["common.engine.sampling.sampler.token_mask", "common.engine.sequences.sequence.token_limits"]
 )
 def test_parameters_that_raise_an_error_fail_their_request_alone(
     make_engine: Callable[..., Any], launcher: Any, monkeypatch: pytest.MonkeyPatch, broken: str

@@ -9,17 +9,16 @@ import pytest
 
 from common.blocks.block_hash import BlockHasher
 from common.engine.kv.block_pool import BlockPool
-from common.engine.sequences.step_budget import LEAST_BATCH, LEAST_CHUNK
-from common.engine.sequences.token_goal import TokenGoal
+from common.engine.sequences.step_budget import LEAST_BATCH, LEAST_CHUNK, TokenGoal
 from common.latency.step_fit import StepFit
 from common.latency.step_model import StepModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams
+from decode_worker.pace import TokenGaps
 from decode_worker.queue import PATIENCE
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence, RequestStatus
-from decode_worker.token_gaps import TokenGaps
 
 Rig = Any  # EngineRig of conftest, which test modules cannot import
 MODEL = StepModel(fixed_s=0.01, token_s=1e-3, row_s=2e-3, num_steps=100)

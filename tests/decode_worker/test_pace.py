@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.sequences.token_goal import START, TokenGoal
+from common.engine.sequences.step_budget import START, TokenGoal
 from decode_worker.pace import LONGEST_GAP_S, RESERVE, StepPace
 
 

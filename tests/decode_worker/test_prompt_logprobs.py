@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.run.step_thread import StepThread
+from common.engine.run.step_launchers import StepThread
 from common.wire.messages import PromptLogprobs, TokenOutput
 
 from ..engine_rig import prompt

@@ -11,11 +11,10 @@ import pytest
 
 from common.engine.models.batch import SequenceChunk
 from common.engine.ranks.processes import RankProcesses
-from common.engine.ranks.runner import RankedGraphRunner
-from common.engine.ranks.step_message import REPLAY, Numbers
+from common.engine.ranks.steps import REPLAY, Numbers, RankedGraphRunner
 from common.engine.run.loaded import LoadedModel
 from common.engine.run.seats import FROM_HOST
-from common.engine.run.step_launcher import StepLauncher
+from common.engine.run.step_launchers import StepLauncher
 
 from .. import engine_rig
 from ..rank_rig import recording_worker

@@ -12,9 +12,8 @@ from common.latency.step_model import StepModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SampledToken, SamplingParams
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.scheduler import DecodeScheduler, SchedulerOutput
 from decode_worker.sequence import DecodeSequence, RequestStatus
-from decode_worker.step import SchedulerOutput
 
 from ..examples import examples
 

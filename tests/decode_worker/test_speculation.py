@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.engine.run.runner import ModelRunner
-from common.engine.run.step_thread import StepThread
+from common.engine.run.step_launchers import StepThread
 from common.engine.sampling.sampler import Sampler
 from common.wire.messages import AbortRequest, RequestFailed, TokenOutput
 from common.wire.sampling_params import BadWord, SampledToken, ThinkingBudget

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.engine.models.batch import ForwardBatch
 from common.engine.run.runner import ModelRunner
-from common.engine.run.step_thread import StepThread
+from common.engine.run.step_launchers import StepThread
 from common.engine.sampling.sampler import Sampler
 from common.machine.cores import CoreShare
 from common.wire.messages import AbortRequest

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stack import StackProcess
-from common.engine.ranks.pulse import SILENT_S
+from common.engine.ranks.liveness import SILENT_S
 
 from ..rig import System, make_stack, samples, wait_until
 from .test_handover import come_back, handovers, leave, wait_for_streams

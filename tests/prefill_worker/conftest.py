@@ -21,7 +21,7 @@ from common.engine.models.decoder import Decoder
 from common.engine.models.load import load_model
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling.sampler import Sampler
-from common.engine.sequences.parts import EngineParts
+from common.engine.sequences.engine import EngineParts
 from common.engine.transfer.sender import KVSender, TransferEnded
 from common.engine.transfer.transports.shm import SharedBlocks
 from common.engine.transfer.transports.tcp import Frames
@@ -46,8 +46,7 @@ from common.wire.messages import (
 from common.wire.sampling_params import Pooling, SamplingParams
 from kernels import Linear
 from prefill_worker.engine import PrefillEngine
-from prefill_worker.launcher import PromptLauncher
-from prefill_worker.pooling import Pooler
+from prefill_worker.launcher import Pooler, PromptLauncher
 from prefill_worker.scheduler import PrefillScheduler
 
 from ..engine_rig import ROUTER, WAIT_S, DiskTier, RouterSide, as_peer, made, peer_caches, wait

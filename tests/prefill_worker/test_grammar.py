@@ -95,7 +95,7 @@ def test_a_worker_without_grammars_refuses_them(make_engine: Callable[..., Any])
 
 
 @pytest.mark.parametrize(
-    "broken", ["common.engine.sampling.sampler.token_mask", "common.engine.sequences.rules.token_limits"]
+    "broken", ["common.engine.sampling.sampler.token_mask", "common.engine.sequences.sequence.token_limits"]
 )
 def test_parameters_that_raise_an_error_fail_their_request_alone(
     make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, broken: str

@@ -16,10 +16,8 @@ from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.wire.messages import PrefillRequest
 from common.wire.sampling_params import SamplingParams
 from kernels import Linear
-from prefill_worker.launcher import ChunkOutput, PromptLauncher
-from prefill_worker.pooling import Pooler
-from prefill_worker.scheduler import PrefillChunk
-from prefill_worker.sequence import PrefillSequence
+from prefill_worker.launcher import ChunkOutput, Pooler, PromptLauncher
+from prefill_worker.scheduler import PrefillChunk, PrefillSequence
 
 from ..pretended_gpu import GPU, HostWaited, OnGPU, on_gpu, pretended_gpu
 

@@ -14,8 +14,7 @@ from common.latency.step_model import StepModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import PrefillRequest
 from common.wire.sampling_params import SamplingParams
-from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.sequence import PrefillSequence
+from prefill_worker.scheduler import PrefillScheduler, PrefillSequence
 
 from ..examples import examples
 

@@ -12,8 +12,7 @@ from common.latency.step_model import StepModel
 from common.wire.message_fields import pack_tokens
 from common.wire.messages import PrefillRequest
 from common.wire.sampling_params import SamplingParams
-from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
-from prefill_worker.sequence import PrefillSequence
+from prefill_worker.scheduler import PrefillChunk, PrefillScheduler, PrefillSequence
 
 SIZE, WINDOW, BUDGET = 4, 10, 8
 MODEL = StepModel()

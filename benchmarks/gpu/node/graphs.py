@@ -13,9 +13,8 @@ from benchmarks.gpu.node.verdict import Verdict
 from benchmarks.gpu.shape import GPUShape
 from common.engine.kv.cache import KVCache
 from common.engine.models.batch import SequenceChunk
-from common.engine.run.buckets import bucket_sizes
-from common.engine.run.graph_capture import GraphRecorder, PlainRecorder
 from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.recorded_steps import GraphRecorder, PlainRecorder, bucket_sizes
 from common.engine.run.runner import ModelRunner
 
 

@@ -31,7 +31,7 @@ from common.engine.models.batch import SequenceChunk
 from common.engine.run.graph_runner import GraphRunner
 from common.engine.run.runner import ModelRunner
 from common.engine.run.seats import FROM_HOST
-from common.engine.run.step_launcher import GraphStep, StepLauncher
+from common.engine.run.step_launchers import GraphStep, StepLauncher
 from common.engine.sampling.sampler import Sampler
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
 from common.engine.transfer.receiver import KVListener, KVReceiver

@@ -23,7 +23,7 @@ from common.engine.kv.cache import KVCache
 from common.engine.models.batch import SequenceChunk
 from common.engine.run.runner import ModelRunner
 from common.engine.run.seats import FROM_HOST
-from common.engine.run.step_launcher import StepLauncher
+from common.engine.run.step_launchers import StepLauncher
 from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.wire.sampling_params import SamplingParams
 

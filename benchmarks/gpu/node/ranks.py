@@ -26,7 +26,7 @@ from common.engine.models.batch import SequenceChunk
 from common.engine.ranks.loading import load_ranked
 from common.engine.run.graph_runner import GraphRunner
 from common.engine.run.seats import FROM_HOST
-from common.engine.run.step_launcher import GraphStep, StepLauncher
+from common.engine.run.step_launchers import GraphStep, StepLauncher
 from common.engine.sampling.sampler import Sampler
 from common.engine.worker.process import end_process
 from common.model_files.resolve import resolve_model

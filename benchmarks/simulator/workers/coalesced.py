@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from decode_worker.pace import TokenGaps
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence
-from decode_worker.token_gaps import TokenGaps
 
 
 class CoalescedScheduler(DecodeScheduler):

@@ -20,8 +20,8 @@ from common.config import DecodeWorkerConfig
 from common.engine.kv.block_pool import BlockPool
 from common.latency.step_model import StepShape
 from common.wire.messages import AbortRequest, DecodeRequest, HandOver, Timeline, TokenDelta
+from decode_worker.scheduler import DecodeChunk, shape_of
 from decode_worker.sequence import DecodeSequence, RequestStatus
-from decode_worker.step import DecodeChunk, shape_of
 
 MOST_STEPS = 512
 """Steps that are taken at once at most."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_worker.sequence import DecodeSequence
-from prefill_worker.sequence import PrefillSequence
+from prefill_worker.scheduler import PrefillSequence
 
 
 @dataclass(slots=True, eq=False)

@@ -9,8 +9,7 @@ from benchmarks.simulator.workers.transfer import Acknowledged, Advanced, Failed
 from benchmarks.simulator.world.world import TransferEnd, World
 from common.engine.transfer.sender import TransferAdvanced, TransferEnded
 from common.wire.messages import KVDone, KVTarget
-from decode_worker.handover import MAX_PAUSE_S, Handovers
-from decode_worker.limits import HANDOVER_TIMEOUT_S
+from decode_worker.handover import HANDOVER_TIMEOUT_S, MAX_PAUSE_S, Handovers
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.sequence import DecodeSequence
 

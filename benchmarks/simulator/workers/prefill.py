@@ -15,8 +15,7 @@ from common.engine.kv.block_pool import BlockPool
 from common.engine.sequences.step_budget import Knob
 from common.latency.step_model import StepModel, StepShape
 from common.wire.messages import AbortRequest, PrefillRequest, Timeline, TokenDelta
-from prefill_worker.scheduler import PrefillChunk, PrefillScheduler
-from prefill_worker.sequence import PrefillSequence
+from prefill_worker.scheduler import PrefillChunk, PrefillScheduler, PrefillSequence
 
 
 class FixedPrefillScheduler(PrefillScheduler):

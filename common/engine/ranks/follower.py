@@ -14,13 +14,12 @@ from common.engine.kv import KVCache
 from common.engine.models import Decoder
 from common.engine.ranks.adapters import RankPlaces, take_adapters
 from common.engine.ranks.channel import Channel
-from common.engine.ranks.followed_steps import FollowedSteps
 from common.engine.ranks.group import RankGroup
-from common.engine.ranks.kv_memory import lend
-from common.engine.ranks.load_shard import load_shard, open_for_ranks
+from common.engine.ranks.kv_memory import lend, lend_heads
+from common.engine.ranks.liveness import give_pulse
 from common.engine.ranks.processes import LOAD_S, SEND_S, RankPlan, RankReport
-from common.engine.ranks.pulse import give_pulse
-from common.engine.ranks.remote_heads import lend_heads
+from common.engine.ranks.shard import load_shard, open_for_ranks
+from common.engine.ranks.steps import FollowedSteps
 from common.engine.run import (
     CUDAMemory,
     ModelRunner,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from common.engine.models import padded
-from common.engine.ranks.links import interface_to
-from common.engine.ranks.meeting import Meeting
+from common.engine.ranks.connection import interface_to
+from common.engine.ranks.processes import Meeting
 from common.errors import RankLost
 from common.model_files.architecture import Shard
 

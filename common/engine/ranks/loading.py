@@ -18,14 +18,12 @@ from common.engine.ranks.adapters import AllPlaces
 from common.engine.ranks.admission import key_of
 from common.engine.ranks.connection import plain_address
 from common.engine.ranks.group import COLLECTIVE_S, RankGroup
-from common.engine.ranks.kv_memory import borrow
-from common.engine.ranks.load_shard import load_shard, open_for_ranks
-from common.engine.ranks.meeting import Meeting
-from common.engine.ranks.processes import START_S, RankPlan, RankProcesses
+from common.engine.ranks.kv_memory import HeadsOverWire, borrow
+from common.engine.ranks.liveness import WaitDeadline
+from common.engine.ranks.processes import START_S, Meeting, RankPlan, RankProcesses
 from common.engine.ranks.rank_hosts import JoinedHost, RankHosts
-from common.engine.ranks.remote_heads import HeadsOverWire
-from common.engine.ranks.runner import RankedGraphRunner, RankedRunner
-from common.engine.ranks.wait_deadline import WaitDeadline
+from common.engine.ranks.shard import load_shard, open_for_ranks
+from common.engine.ranks.steps import RankedGraphRunner, RankedRunner
 from common.engine.run import (
     CUDAMemory,
     DraftPlan,

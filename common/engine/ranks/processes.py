@@ -24,8 +24,7 @@ import msgspec
 
 from common.engine.ranks.admission import LINKS
 from common.engine.ranks.channel import RANK_END_S, Channel
-from common.engine.ranks.meeting import Meeting
-from common.engine.ranks.pulse import QUIET_S, SILENT_S, SignsOfLife
+from common.engine.ranks.liveness import QUIET_S, SILENT_S, SignsOfLife
 from common.engine.ranks.rank_hosts import JoinedHost, links_of
 from common.engine.run import LargestSteps, MemoryNeed
 from common.errors import ModelError, RankLost
@@ -33,7 +32,7 @@ from common.machine import ChildProcess
 from common.model_files import ModelFiles
 
 if TYPE_CHECKING:
-    from common.engine.ranks.step_message import Numbers  # which imports torch, as a rank has not at its start
+    from common.engine.ranks.steps import Numbers  # which imports torch, as a rank has not at its start
 
 log = logging.getLogger(__name__)
 START_S = 900.0
@@ -44,6 +43,14 @@ SEND_S = 30.0
 """How long a rank may leave a step's message unread: at most one step before it is queued."""
 MEASURE = b"measure"
 """The message at which ranks that have loaded begin to measure: sums have shorter deadlines than loading."""
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """A file that all ranks of one host reach, or for those of several hosts a port of rank 0's."""
+
+    file: str = ""
+    host: str = ""
+    port: int = 0
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):

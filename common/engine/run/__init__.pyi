@@ -1,11 +1,9 @@
 """Memory that a worker needs, and steps: plain, as recorded graphs, on a thread."""
 
 from common.engine.run.draft_model import DraftPlan
-from common.engine.run.graph_capture import StepRecorder, recorder_for
 from common.engine.run.graph_runner import GraphRunner
 from common.engine.run.kernel_check import check_model_kernels
-from common.engine.run.kv_memory import CUDAMemory, blocks_left, measure
-from common.engine.run.largest_steps import LargestSteps
+from common.engine.run.kv_memory import CUDAMemory, blocks_left, measure, reserve_step_copies
 from common.engine.run.loaded import (
     LoadedModel,
     Makers,
@@ -17,13 +15,11 @@ from common.engine.run.loaded import (
     task_of,
     with_score,
 )
-from common.engine.run.memory_need import MemoryNeed
-from common.engine.run.recorded_steps import RecordedSteps, Spread, StepLaunch, StepSizes
+from common.engine.run.memory_need import LargestSteps, MemoryNeed
+from common.engine.run.recorded_steps import RecordedSteps, Spread, StepLaunch, StepRecorder, StepSizes, recorder_for
 from common.engine.run.runner import ModelRunner, RunnableModel
 from common.engine.run.seats import SeatChanges
-from common.engine.run.step_copies import reserve_step_copies
-from common.engine.run.step_launcher import StepLauncher
-from common.engine.run.step_thread import StepThread
+from common.engine.run.step_launchers import StepLauncher, StepThread
 from common.engine.run.worker_need import WeightForm, need_of
 
 __all__ = [

@@ -17,9 +17,7 @@ from torch import Tensor
 from common.blocks import Window
 from common.engine.kv import KVCache
 from common.engine.models import SequenceChunk
-from common.engine.run.buckets import bucket_for
-from common.engine.run.graph_capture import StepRecorder
-from common.engine.run.recorded_steps import RecordedSteps, StepLaunch, StepSizes
+from common.engine.run.recorded_steps import RecordedSteps, StepLaunch, StepRecorder, StepSizes, bucket_for
 from common.engine.run.runner import ModelRunner, RunnableModel, StepProfile
 from common.engine.run.seats import FROM_HOST, Seats
 from common.errors import InvalidRequest

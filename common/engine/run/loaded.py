@@ -18,14 +18,12 @@ from common.engine.kv import SMALL_DTYPES, KVCache, block_bytes, in_words
 from common.engine.models import Decoder, kv_form, load_model, load_score, open_model
 from common.engine.models.draft_heads import DraftingModel, load_drafting_model
 from common.engine.run.draft_model import DraftModel, DraftPlan
-from common.engine.run.graph_capture import recorder_for
 from common.engine.run.graph_runner import GraphRunner
 from common.engine.run.kernel_check import check_model_kernels
-from common.engine.run.kv_memory import CUDAMemory, blocks_left
-from common.engine.run.largest_steps import LargestSteps
-from common.engine.run.memory_need import GIB
+from common.engine.run.kv_memory import CUDAMemory, blocks_left, reserve_step_copies
+from common.engine.run.memory_need import GIB, LargestSteps
+from common.engine.run.recorded_steps import recorder_for
 from common.engine.run.runner import ModelRunner, RunnableModel
-from common.engine.run.step_copies import reserve_step_copies
 from common.engine.run.warm_up import warmed_up
 from common.engine.run.worker_need import WeightForm, need_of
 from common.engine.weights.formats import KVForm

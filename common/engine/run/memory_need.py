@@ -1,4 +1,7 @@
-"""Refuses a model that will not fit, before any of its weights are read, with the numbers. Loads without torch."""
+"""The least memory that a worker needs and its largest steps, as values that ranks exchange. Loads without torch.
+
+A model that will not fit is refused before any of its weights are read, with the numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from common.config import DecodeWorkerConfig, WorkerConfig
 from common.errors import ModelError
 from common.machine import Available, host_memory
 
@@ -81,3 +85,33 @@ def gpu_memory(device: str, share: float) -> Available:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
+
+
+class LargestSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of `num_tokens` tokens and `num_rows` sampled rows; with `samples` the model makes logits. With `recorded`
+    they are graphs, too. `share` is what a worker may use of its GPU's memory."""
+
+    num_tokens: int
+    num_rows: int
+    samples: bool
+    recorded: bool
+    share: float
+    block_size: int
+
+    @classmethod
+    def of(cls, config: WorkerConfig, *, samples: bool) -> LargestSteps:
+        return cls(
+            num_tokens=step_tokens(config),
+            num_rows=max(1, config.places),
+            samples=samples,
+            recorded=isinstance(config, DecodeWorkerConfig) and config.cuda_graphs,
+            share=config.gpu_memory_utilization,
+            block_size=config.block_tokens,
+        )
+
+
+def step_tokens(config: WorkerConfig) -> int:
+    """The most tokens that a worker computes in one step."""
+    if isinstance(config, DecodeWorkerConfig):
+        return config.places + config.step_tokens
+    return config.step_tokens

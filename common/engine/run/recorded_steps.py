@@ -3,14 +3,21 @@
 It knows no sequences. A launch is what the host has to say (`StepLaunch`), so every rank of a worker that gets the same
 launches runs the same steps. Rows that pad a step to its size have slot -1, so no KV is written, and no span, so
 attention skips them; their logits are dropped.
+
+Launching the few hundred kernels of a decode step one by one takes longer than small batches compute, so a GPU records
+each step as a CUDA graph. No other file uses that API.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,8 +25,6 @@ from torch import Tensor
 
 from common.engine.kv import KVCache
 from common.engine.models import NO_PLACE, ForwardBatch, HiddenRows, SequenceChunk
-from common.engine.run.buckets import bucket_sizes
-from common.engine.run.graph_capture import StepRecorder
 from common.engine.run.runner import RunnableModel
 from common.engine.run.seats import NO_SEAT, SeatChanges
 from kernels import SamplingTensors, StepPlan, fill_rows, on_device, sample, step_plan, to_device
@@ -38,6 +43,88 @@ from kernels.interface import (
 log = logging.getLogger(__name__)
 Spread = Callable[[Tensor], None]
 """Gives every rank the numbers that rank 0 has in this tensor, in place."""
+FINE_STEP, COARSE_STEP, FINE_UP_TO = 8, 64, 256
+"""Rows. At 8 a padded step computes at most 7 rows for nothing; above 256 that of 64 is less than a quarter."""
+WARMUPS = 2
+"""Runs before a recording: kernels compile, libraries allocate their workspaces, plans build their work lists."""
+
+
+class StepRecorder(Protocol):
+    """Records work that can be replayed."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """A function that replays `run` on the same memory, with the values that it then holds.
+
+        Calls `run` a few times; it must not read values on the host.
+        """
+
+
+class GraphRecorder:
+    """CUDA graphs that share one memory pool, so `record` the largest first: the others then fit into its memory.
+
+    Replays must follow each other on one stream. Another graph overwrites the tensors that `run` made, so `run` must
+    copy its results to memory from outside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
+            outside = torch.cuda.current_stream()
+            self._stream.wait_stream(outside)
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARMUPS):
+                    run()
+            outside.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Of this thread's calls alone: NCCL's own ask CUDA about earlier sums meanwhile (pytorch 104487, 110665).
+            recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+            # `outside` again: a recording that fails leaves its own stream the current one.
+            with collection_paused(), torch.cuda.stream(outside), recording:
+                run()
+        return graph.replay  # the bound method keeps the graph alive
+
+
+class PlainRecorder:
+    """Replays by running again: for devices without graphs, and for tests of what is recorded."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+
+def recorder_for(device: torch.device) -> StepRecorder:
+    """What records the steps of this device."""
+    return GraphRecorder(device) if device.type == "cuda" else PlainRecorder()
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pauses garbage collection: freeing a graph or pinned memory would spoil a recording."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, 32, ... and `max_num_seqs` itself, rising: wider apart where a padded row costs little."""
+    sizes = {1, 2, 4, *range(FINE_STEP, FINE_UP_TO + 1, FINE_STEP)}
+    sizes |= set(range(FINE_UP_TO, max_num_seqs, COARSE_STEP))
+    return (*sorted(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+def bucket_for(sizes: Sequence[int], count: int) -> int | None:
+    """The smallest of `sizes` (rising) that holds `count` rows, or None when none does or `count` is 0."""
+    index = bisect_left(sizes, count)
+    return sizes[index] if count > 0 and index < len(sizes) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from torch import Tensor
 from common.blocks import HOLE, Window
 from common.engine.kv import KVCache
 from common.engine.models import SequenceChunk, check_chunk
+from common.engine.sampling import draw_of
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.model_files import ModelConfig
-from kernels.interface import ADAPTER, BEFORE, POSITION, TABLE, TOP_K, TOP_P, SeatLayout
+from kernels.interface import ADAPTER, BEFORE, POSITION, TABLE, TOP_K, TOP_P, Draw, SeatLayout
 
 FROM_HOST = -1
 """The source of a row whose token comes from the host; others name a row of the step before."""
@@ -149,13 +150,10 @@ class Seats:
 
     def _sit_down(self, seat: int, chunk: SequenceChunk) -> Numbers:
         """Writes all of a seat: the places of what is written."""
-        temperature, top_p, min_p, top_k, seed = 0.0, 1.0, 0.0, 0, 0
-        if (params := chunk.params) is not None:
-            temperature = 0.0 if params.greedy else params.temperature
-            top_p, min_p, top_k, seed = params.top_p, params.min_p, params.top_k, params.seed
-        bits = struct.unpack("<qqq", struct.pack("<dfifi", top_p, temperature, 0, min_p, 0))
-        fields = (chunk.start, FROM_HOST, chunk.token_ids[0], chunk.adapter, seed, *bits)
-        self._seats[seat, :TABLE] = (*fields, min(top_k, MAX_TOP_K))
+        draw = Draw() if chunk.params is None else draw_of(chunk.params, chunk.start)
+        bits = struct.unpack("<qqq", struct.pack("<dfifi", draw.top_p, draw.temperature, 0, draw.min_p, 0))
+        fields = (chunk.start, FROM_HOST, chunk.token_ids[0], chunk.adapter, draw.seed, *bits)
+        self._seats[seat, :TABLE] = (*fields, min(draw.top_k, MAX_TOP_K))
         self._tables[seat] = ()
         entries = self._note_table(seat, chunk.block_table)
         return np.arange(entries[0] - TABLE, entries[-1] + 1)

@@ -9,7 +9,7 @@ import torch
 from common.config import WorkerConfig
 from common.engine.kv import KVCache
 from common.engine.models import SequenceChunk
-from common.engine.run.largest_steps import step_tokens
+from common.engine.run.memory_need import step_tokens
 from common.engine.run.runner import ModelRunner
 from common.engine.sampling import Sampler, SamplingRow, max_prompt_logprobs, token_logprobs
 from common.errors import ConfigError

@@ -8,9 +8,16 @@ from common.engine.sampling.logprobs import (
     separate,
     token_logprobs,
 )
-from common.engine.sampling.penalties import TokenCounts, needs_counts
-from common.engine.sampling.sampled import LaunchedTokens
-from common.engine.sampling.sampler import UNSAMPLED, PreparedRows, Sampler, SamplingRow, allowed_mask
+from common.engine.sampling.penalties import TokenCounts
+from common.engine.sampling.sampler import (
+    UNSAMPLED,
+    LaunchedTokens,
+    PreparedRows,
+    Sampler,
+    SamplingRow,
+    allowed_mask,
+    draw_of,
+)
 
 __all__ = [
     "LaunchedLogprobs",
@@ -22,9 +29,9 @@ __all__ = [
     "UNSAMPLED",
     "allowed_mask",
     "chunk_logprobs",
+    "draw_of",
     "launch_chunk_logprobs",
     "max_prompt_logprobs",
-    "needs_counts",
     "separate",
     "token_logprobs",
 ]

@@ -98,9 +98,9 @@ class Adjustment:
     banned: Sequence[int]
 
 
-def needs_counts(params: SamplingParams) -> bool:
-    """Whether a row's logits depend on the sequence's tokens."""
-    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+def adjusts(params: SamplingParams) -> bool:
+    """Whether `params` change logits, in addition to bans."""
+    return bool(params.logit_bias or params.has_penalties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,10 @@ class LogitChanges:
         )
 
     def apply(self, logits: Tensor) -> None:
-        """Changes logits float32 [n, vocab], contiguous, in place: bias, then penalties, then bans."""
+        """Changes logits float32 [n, vocab], contiguous, in place.
+
+        The order: bias; repetition, then frequency and presence penalties; bans.
+        """
         flat = logits.view(-1)
         arrays = (self.biased, self.bias, self.repeated, self.penalty, self.output, self.less, self.banned)
         biased, bias, repeated, penalty, output, less, banned = to_device(arrays, logits.device)

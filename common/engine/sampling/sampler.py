@@ -1,9 +1,9 @@
 """From logits to tokens. A row's token depends on its own logits, parameters, seed and position, and on nothing else.
 
-Order of operations on a row (vLLM's): logit bias; repetition, frequency and presence penalties; banned tokens; allowed
-tokens and the grammar; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that
-tokens of equal probability stay or go together and no sort order matters. The token is then the inverse of the
-cumulative distribution in token id order at one uniform number, which is a counter-based function of (seed, position).
+Order of operations on a row (vLLM's): the changes of logits in their order (`LogitChanges.apply`); allowed tokens and
+the grammar; temperature; then the filters min_p, top_k, top_p, each a threshold on probability, so that tokens of equal
+probability stay or go together and no sort order matters. The token is then the inverse of the cumulative distribution
+in token id order at one uniform number, which is a counter-based function of (seed, position).
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.sampling.logprobs import WantedLogprobs, launch_logprobs
-from common.engine.sampling.penalties import Adjustment, LogitChanges, TokenCounts, needs_counts
-from common.engine.sampling.sampled import LaunchedTokens
+from common.engine.sampling.logprobs import LaunchedLogprobs, WantedLogprobs, launch_logprobs
+from common.engine.sampling.penalties import Adjustment, LogitChanges, TokenCounts, adjusts
 from common.grammar import FREE, MASK_BITS, Constraint, TokenLimits, token_mask
-from common.wire import SampledToken, SamplingParams
-from kernels import Draw, SamplingTensors, on_device, sample, to_device
+from common.wire import SampledToken, SamplingParams, TokenLogprobs
+from kernels import Draw, SamplingTensors, on_device, sample, to_device, to_host
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +72,38 @@ class PreparedRows:
     logprobs: Mapping[int, WantedLogprobs]
 
 
+class LaunchedTokens:
+    """The tokens of a step, and what is wanted with them. The thread that launches the step makes it right after.
+
+    `ids` int64 [n] lie on the device, where the next step takes them from.
+    """
+
+    def __init__(self, ids: Tensor, logprobs: Sequence[LaunchedLogprobs], vocab_size: int) -> None:
+        self.ids, self._logprobs, self._vocab_size = ids, logprobs, vocab_size
+        self._host = to_host(ids)
+        self._event: torch.cuda.Event | None = None
+        if ids.device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> list[SampledToken]:
+        """Waits until the step has ended: a token for each row. Raises RuntimeError when it failed on the device.
+
+        A row without finite logits has an id that is no token, and no log-probabilities.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        if not self._logprobs:
+            return [SampledToken(token_id) for token_id in self._host.tolist()]
+        found: dict[int, TokenLogprobs] = {}
+        for launched in self._logprobs:
+            found |= zip(launched.rows, launched.read(), strict=True)
+        return [
+            SampledToken(token_id, found.get(row) if token_id < self._vocab_size else None)
+            for row, token_id in enumerate(self._host.tolist())
+        ]
+
+
 class Sampler:
     """Stateless but for the vocabulary's size."""
 
@@ -118,7 +149,7 @@ class Sampler:
 
     def _prepare(self, rows: Sequence[SamplingRow | None]) -> PreparedRows:
         wanted = [(i, row) for i, row in enumerate(rows) if row is not None]
-        adjusted = [(i, row) for i, row in wanted if _adjusts(row)]
+        adjusted = [(i, row) for i, row in wanted if row.limits.banned or adjusts(row.params)]
         return PreparedRows(
             rows,
             [i for i, _ in adjusted],
@@ -136,24 +167,20 @@ class Sampler:
             logits = logits.float()
             if draws is None:
                 rows = [row for row in prepared.rows if row is not None]
-                draws = SamplingTensors.pack([_draw_of(row) for row in rows], logits.device)
+                draws = SamplingTensors.pack([draw_of(row.params, row.position) for row in rows], logits.device)
             ids = sample(_adjusted(logits, prepared), draws, prepared.allowed)
             logprobs = launch_logprobs(logits, ids, prepared.logprobs) if prepared.logprobs else ()
             return LaunchedTokens(ids, logprobs, self.vocab_size)
 
 
-def _draw_of(row: SamplingRow) -> Draw:
-    params = row.params
+def draw_of(params: SamplingParams, position: int) -> Draw:
+    """What the sampling kernels get for the token at `position`."""
     temperature = 0.0 if params.greedy else params.temperature
-    return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, row.position)
+    return Draw(temperature, params.top_k, params.top_p, params.min_p, params.seed, position)
 
 
 def _wanted(params: SamplingParams) -> WantedLogprobs:
     return WantedLogprobs(params.logprobs, params.logprob_token_ids)
-
-
-def _adjusts(row: SamplingRow) -> bool:
-    return bool(row.limits.banned or row.params.logit_bias or needs_counts(row.params))
 
 
 def allowed_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
@@ -201,5 +228,5 @@ def _adjusted(logits: Tensor, prepared: PreparedRows) -> Tensor | list[Tensor]:
 def _adjustment(row: SamplingRow) -> Adjustment:
     if row.counts is not None:
         return Adjustment(row.params, row.counts, row.draft, row.limits.banned)
-    counts = TokenCounts(row.prompt_token_ids, row.output_token_ids) if needs_counts(row.params) else TokenCounts()
+    counts = TokenCounts(row.prompt_token_ids, row.output_token_ids) if row.params.has_penalties else TokenCounts()
     return Adjustment(row.params, counts, (), row.limits.banned)

@@ -1,16 +1,13 @@
 """What the engines of both workers share: sequences, the order of prompts, the size of steps, reports."""
 
 from common.engine.sequences.awaited_grammars import AwaitedGrammars, Fail
-from common.engine.sequences.engine import RequestEngine
+from common.engine.sequences.engine import NO_PARTS, EngineParts, RequestEngine
 from common.engine.sequences.hidden_states import NO_PLACES, HiddenPlaces, RowPlaces, hidden_places
-from common.engine.sequences.parts import NO_PARTS, EngineParts
 from common.engine.sequences.prompt_ordering import PromptOrder, prompt_order
 from common.engine.sequences.reports import Reports
-from common.engine.sequences.rules import RequestRules
 from common.engine.sequences.scheduler import Scheduler
-from common.engine.sequences.sequence import WorkerSequence
-from common.engine.sequences.step_budget import Knob, batch_cap, local_chunk, prefill_step
-from common.engine.sequences.token_goal import TokenGoal
+from common.engine.sequences.sequence import RequestRules, WorkerSequence
+from common.engine.sequences.step_budget import Knob, TokenGoal, batch_cap, local_chunk, prefill_step
 
 __all__ = [
     "AwaitedGrammars",

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
 
 from common.blocks import BlockHasher
+from common.engine.adapters import AdapterBank
 from common.engine.kv import BlockCounts
-from common.engine.kv.tiers import BlockRead, ReadEnded
+from common.engine.kv.tiers import BlockRead, BlockTiers, ReadEnded
 from common.engine.sequences.awaited_grammars import AwaitedGrammars, MaskReady
-from common.engine.sequences.knobs import KnobLog
-from common.engine.sequences.parts import EngineParts
+from common.engine.sequences.hidden_states import HiddenPlaces
 from common.engine.sequences.reports import Reports
 from common.engine.sequences.restores import Restores
-from common.engine.sequences.rules import RequestRules
 from common.engine.sequences.scheduler import Scheduler
-from common.engine.sequences.sequence import WorkerSequence
+from common.engine.sequences.sequence import RequestRules, WorkerSequence
 from common.engine.sequences.step_budget import Knob
+from common.engine.transfer import PeerCaches
 from common.engine.worker import (
     Engine,
     EngineConfig,
@@ -31,16 +33,65 @@ from common.engine.worker import (
     WorkerMetrics,
 )
 from common.errors import WireError
-from common.grammar import GrammarReady
+from common.grammar import GrammarReady, Grammars
 from common.latency import StepShape
 from common.wire import Role
 from common.wire.messages import AbortRequest, DecodeRequest, Message, PrefillRequest, ResetPrefixCache
 
-if TYPE_CHECKING:  # torch
-    pass
+log = logging.getLogger(__name__)
+LOG_INTERVAL_S = 10.0
+"""How often the log tells of one knob at most: it may turn at every step."""
+NOTABLE = 0.25
+"""A change of value by this share is logged; one of its reason always."""
 
 R = TypeVar("R", PrefillRequest, DecodeRequest)
 S = TypeVar("S", bound=WorkerSequence)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Without `grammars`, requests with a grammar are refused, without `adapters` those that name one.
+
+    The engine closes `tiers` and `peers`: nothing is read without the one, nothing is pulled without the other.
+    `hidden` are places of hidden states, for a model with a draft head.
+    """
+
+    grammars: Grammars | None = None
+    tiers: BlockTiers | None = None
+    adapters: AdapterBank | None = None
+    peers: PeerCaches | None = None
+    hidden: HiddenPlaces | None = None
+
+
+NO_PARTS = EngineParts()
+
+
+class KnobLog:
+    """Called by the engine's thread."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+        self._known: dict[str, Knob] = {}
+        self._logged: dict[str, tuple[Knob, float]] = {}
+
+    def note(self, name: str, knob: Knob, now: float) -> None:
+        """Note where the knob `name` stands at `now`, in seconds of a monotonic clock."""
+        known = self._known.get(name)
+        if knob == known:
+            return
+        self._known[name] = knob
+        self._metrics.set_knob(name, knob.value, knob.reason, is_new_reason=not known or known.reason != knob.reason)
+        if known is None:
+            self._logged[name] = knob, -LOG_INTERVAL_S
+            return
+        before, logged_at = self._logged[name]
+        is_notable = knob.reason != before.reason or abs(knob.value - before.value) >= NOTABLE * before.value
+        if is_notable and now - logged_at >= LOG_INTERVAL_S:
+            self._logged[name] = knob, now
+            log.info(
+                "%s: %d (%s), before %d (%s)", name, knob.value, knob.reason, before.value, before.reason,
+                extra={"knob": name, "value": knob.value, "reason": knob.reason},
+            )  # fmt: skip
 
 
 class RequestEngine(Engine, Generic[R, S]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -9,13 +10,76 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from common.cluster import DecodeLoad, backlog_s, pressure, unblocked_share
+from common.engine.worker.adapters import WorkerAdapters
 from common.engine.worker.engine import EngineStatus
-from common.engine.worker.tier_metrics import TierCollector
 from common.machine import register_process
 from common.observe import SECONDS, SHORT_SECONDS, DraftMetrics, Families
 
+TIER = ("tier",)
+ADAPTER = ("lora_name",)
 DRAFT_KINDS = ("ngram", "grammar", "model")
 RATES = (1e6, 1e7, 1e8, 2.5e8, 5e8, 1e9, 2e9, 4e9, 8e9, 1.6e10, 5e10)
+
+
+class TierCollector(Collector):
+    """What the tiers hold and held, at each scrape; nothing of a worker without tiers."""
+
+    def __init__(self, status: Callable[[], EngineStatus], labels: dict[str, str]) -> None:
+        self._status, self._families = status, Families(labels)
+
+    def collect(self) -> Iterator[Metric]:
+        if not (tiers := self._status().tiers):
+            return
+        gauge, counter = self._families.gauge, self._families.counter
+        states = [((t.name, "used"), t.num_blocks) for t in tiers]
+        states += [((t.name, "free"), max(0, t.num_slots - t.num_blocks) * t.is_on) for t in tiers]
+        yield gauge("diptych_kv_tier_blocks", "Places for KV blocks in tiers, by state", states, (*TIER, "state"))
+        is_on = [((t.name,), int(t.is_on)) for t in tiers]
+        yield gauge("diptych_kv_tier_up", "Whether a tier works: 0 after its disk failed or was full", is_on, TIER)
+        yield from (
+            counter(name, text, [((t.name,), getattr(t, field)) for t in tiers], TIER)
+            for name, text, field in (
+                ("diptych_kv_tier_blocks_written", "KV blocks written to tiers", "num_written"),
+                ("diptych_kv_tier_blocks_lost", "KV blocks that left memory before they were written", "num_lost"),
+                ("diptych_kv_tier_blocks_corrupt", "KV blocks whose checksum failed in a tier", "num_corrupt"),
+            )
+        )
+
+
+class AdapterCollector(Collector):
+    """What adapters take and who uses them, at each scrape; nothing of a worker without places for any."""
+
+    def __init__(
+        self,
+        adapters: WorkerAdapters,
+        status: Callable[[], EngineStatus],
+        labels: dict[str, str],
+        max_loras: int,
+    ) -> None:
+        self._adapters, self._status, self._max_loras = adapters, status, max_loras
+        self._families = Families(labels)
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._max_loras:
+            return
+        gauge, names, status = self._families.gauge, self._adapters.names, self._status()
+        running = {names.get(digest, digest): num for digest, num in status.adapters_running.items()}
+        waiting = {names.get(digest, digest): num for digest, num in status.adapters_waiting.items()}
+        used = [(("used",), status.num_adapters), (("free",), self._max_loras - status.num_adapters)]
+        yield gauge("diptych_lora_places", "Places for adapters, by state", used, ("state",))
+        loaded = [state for state in self._adapters.states if state.status == "loaded"]
+        sizes = [((state.name,), state.num_bytes) for state in loaded]
+        yield gauge("diptych_lora_bytes", "Memory that an adapter takes", sizes, ADAPTER)
+        requests = [((name, "running"), num) for name, num in running.items()]
+        requests += [((name, "waiting"), num) for name, num in waiting.items()]
+        yield gauge("diptych_lora_requests", "Requests here by adapter and state", requests, (*ADAPTER, "state"))
+        shown = (str(self._max_loras), ",".join(sorted(running)), ",".join(sorted(waiting)))
+        yield gauge(
+            "vllm:lora_requests_info",
+            "Adapters whose requests run and wait, as labels; the value is the time",
+            [(shown, time.time())],
+            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
 
 
 class _StatusCollector(Collector):

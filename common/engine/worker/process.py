@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, NoReturn
 import zmq
 import zmq.asyncio
 
-from common.engine.worker.adapter_metrics import AdapterCollector
 from common.engine.worker.adapters import WorkerAdapters
 from common.engine.worker.control import ControlServer, bind_control
 from common.engine.worker.duties import DRAIN_POLL_S, Duties
 from common.engine.worker.duty import DutyOffer
 from common.engine.worker.engine import EngineStatus, RequestReceived, RouterLost
-from common.engine.worker.metrics import WorkerMetrics
+from common.engine.worker.metrics import AdapterCollector, WorkerMetrics
 from common.engine.worker.probes import WorkerHTTP
 from common.engine.worker.step_times import DEVICE_FLOOR_S, FLOOR_S, StepTimes
 from common.engine.worker.vitals import WorkerIdentity, heartbeat_of, hello_of, probe_of

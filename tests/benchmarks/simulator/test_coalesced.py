@@ -12,7 +12,7 @@ from benchmarks.simulator.workers.coalesced import CoalescedGaps, CoalescedSched
 from benchmarks.simulator.world.scenario import Scenario
 from benchmarks.simulator.world.tokens import Content, CountedTokens, InjectedHasher
 from common.engine.kv.block_pool import BlockPool
-from common.engine.sequences.token_goal import TokenGoal
+from common.engine.sequences.step_budget import TokenGoal
 from common.latency.step_model import StepModel
 from common.wire.messages import DecodeRequest
 from common.wire.sampling_params import SamplingParams

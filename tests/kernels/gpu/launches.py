@@ -21,8 +21,8 @@ from triton.runtime import driver
 from common.engine.kv.cache import KVCache
 from common.engine.models.batch import SequenceChunk
 from common.engine.models.load import load_model
-from common.engine.run.graph_capture import PlainRecorder
 from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.recorded_steps import PlainRecorder
 from common.engine.run.runner import ModelRunner
 from common.engine.run.warm_up import run_every_kind
 from common.engine.sampling.sampler import Sampler, SamplingRow

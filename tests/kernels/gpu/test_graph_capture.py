@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from common.engine.run.graph_capture import GraphRecorder, collection_paused
+from common.engine.run.recorded_steps import GraphRecorder, collection_paused
 
 
 def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:

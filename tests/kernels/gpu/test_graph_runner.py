@@ -15,11 +15,11 @@ from common.engine.models.batch import ROW_BEFORE, SequenceChunk
 from common.engine.models.decoder import Decoder
 from common.engine.models.draft_heads.load import load_drafting_model
 from common.engine.models.load import load_model
-from common.engine.run.graph_capture import GraphRecorder, PlainRecorder
 from common.engine.run.graph_runner import GraphRunner
+from common.engine.run.recorded_steps import GraphRecorder, PlainRecorder
 from common.engine.run.runner import ModelRunner
 from common.engine.run.seats import FROM_HOST
-from common.engine.run.step_launcher import GraphStep, StepLauncher
+from common.engine.run.step_launchers import GraphStep, StepLauncher
 from common.engine.sampling.sampler import Sampler, SamplingRow
 from common.errors import BlockError, ContextLengthExceeded, InvalidRequest
 from common.model_files.tiny import make_tiny_model

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.errors import RequestError
-from common.grammar.finish import finish_reason
+from common.grammar.token_rules import finish_reason
 from common.model_files.files import ModelFiles
 from common.model_files.resolve import resolve_model
 from common.wire.sampling_params import TokenLogprobs

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from common.engine.models.load import open_model
-from common.engine.ranks.sharded_source import ShardedSource
+from common.engine.ranks.shard import ShardedSource
 from common.model_files.architecture.shard import Shard
 from common.model_files.quantization import Quantization
 from kernels import quantise

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from common.engine.models.load import open_model
-from common.engine.ranks.load_shard import open_for_ranks
-from common.engine.ranks.sharded_source import ShardedSource
+from common.engine.ranks.shard import ShardedSource, open_for_ranks
 from common.engine.weights.safetensors_weights import SafetensorsWeights
 from common.errors import ConfigError, ModelError
 from common.model_files.architecture.shard import Shard

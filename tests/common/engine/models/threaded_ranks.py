@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from common.engine.ranks.load_shard import load_shard
+from common.engine.ranks.shard import load_shard
 from common.model_files.architecture.shard import Shard
 from common.model_files.files import ModelFiles
 

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from common.engine.kv.cache import KVCache
 from common.engine.models.batch import ForwardBatch, SequenceChunk
-from common.engine.ranks.followed_steps import FollowedSteps
-from common.engine.ranks.runner import RankedGraphRunner, RankedRunner
-from common.engine.ranks.step_message import Numbers
-from common.engine.ranks.wait_deadline import WaitDeadline
-from common.engine.run.graph_capture import PlainRecorder
+from common.engine.ranks.liveness import WaitDeadline
+from common.engine.ranks.steps import FollowedSteps, Numbers, RankedGraphRunner, RankedRunner
+from common.engine.run.recorded_steps import PlainRecorder
 from common.engine.run.runner import ModelRunner
 from common.engine.run.seats import FROM_HOST
 from common.errors import BlockError, ModelError

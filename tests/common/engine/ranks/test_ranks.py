@@ -24,10 +24,10 @@ from common.engine.kv.staging import incoming_blocks, outgoing_blocks
 from common.engine.models.batch import SequenceChunk
 from common.engine.ranks import group, loading, processes
 from common.engine.ranks.adapters import AllPlaces
+from common.engine.ranks.liveness import PULSE_S
 from common.engine.ranks.loading import load_ranked, plans
 from common.engine.ranks.processes import RankPlan
-from common.engine.ranks.pulse import PULSE_S
-from common.engine.ranks.runner import RankedGraphRunner
+from common.engine.ranks.steps import RankedGraphRunner
 from common.engine.run.loaded import LoadedModel
 from common.errors import BlockError, ConfigError, ModelError, RankLost
 from common.model_files.resolve import resolve_model

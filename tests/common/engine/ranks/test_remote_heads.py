@@ -19,10 +19,10 @@ from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.quantised_staging import quantised_incoming, quantised_outgoing
 from common.engine.kv.sharded_cache import ShardedCache, segments
 from common.engine.kv.staging import GatheredOutgoing, StagedIncoming, incoming_blocks, outgoing_blocks
-from common.engine.ranks import remote_heads
+from common.engine.ranks import kv_memory
 from common.engine.ranks.channel import Channel
 from common.engine.ranks.connection import tuned
-from common.engine.ranks.remote_heads import CLEAR, READ, WRITE, HeadsOverWire, lend_heads
+from common.engine.ranks.kv_memory import CLEAR, READ, WRITE, HeadsOverWire, lend_heads
 from common.engine.transfer.transports.shm import PeerMemory, ReachedPlaces
 from common.errors import RankLost
 from common.model_files.architecture.shard import Shard
@@ -319,7 +319,7 @@ def test_threads_take_turns(two: Hosts) -> None:
 
 
 def test_a_rank_that_does_not_answer_ends_the_worker(two: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_heads, "ORDER_S", 0.1)
+    monkeypatch.setattr(kv_memory, "ORDER_S", 0.1)
     ours, theirs = connected()
     two.kv._remotes = [HeadsOverWire(ours)]  # nothing reads at the other end
     began = time.monotonic()

@@ -9,9 +9,9 @@ import pytest
 from common.config import DecodeWorkerConfig, PrefillWorkerConfig, RankHostConfig
 from common.config.sources import read
 from common.engine.models.load import load_model
-from common.engine.ranks.load_shard import load_shard
 from common.engine.ranks.loading import device_of, plans
-from common.engine.ranks.meeting import Meeting
+from common.engine.ranks.processes import Meeting
+from common.engine.ranks.shard import load_shard
 from common.engine.run.memory_need import MemoryNeed
 from common.engine.weights.formats.kv_scales import KVForm
 from common.errors import ConfigError

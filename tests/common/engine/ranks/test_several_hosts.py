@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.config import DecodeWorkerConfig
-from common.engine.ranks import group, loading, remote_heads
+from common.engine.ranks import group, kv_memory, loading
 from common.engine.ranks.loading import Ranks, load_ranked
 from common.engine.run.loaded import LoadedModel
 from common.errors import ModelError, RankLost
@@ -166,7 +166,7 @@ def test_a_frozen_rank_ends_the_worker_at_the_deadlines(
 ) -> None:
     """In a sum, and when its KV is asked for: its kernel answers, so the connections stay."""
     monkeypatch.setattr(group, "COLLECTIVE_S", 20.0)
-    monkeypatch.setattr(remote_heads, "ORDER_S", 1.0)
+    monkeypatch.setattr(kv_memory, "ORDER_S", 1.0)
     with spread(folder, tmp_path, 2, 2) as (loaded, (host,)), worker(folder, 1) as one:
         (rank,) = host.children()
         os.kill(rank, signal.SIGSTOP)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.engine.models.batch import SequenceChunk
-from common.engine.ranks.step_message import pack_launch, pack_sizes, pack_step, token_ids_of, unpack, unpack_step
+from common.engine.ranks.steps import pack_launch, pack_sizes, pack_step, token_ids_of, unpack, unpack_step
 from common.engine.run.recorded_steps import StepLaunch, StepSizes
 from common.engine.run.seats import SeatChanges
 

@@ -13,11 +13,11 @@ from common.engine.sequences.step_budget import (
     LEAST_LEARNT_STEPS,
     LEAST_STEP,
     Knob,
+    TokenGoal,
     batch_cap,
     local_chunk,
     prefill_step,
 )
-from common.engine.sequences.token_goal import TokenGoal
 from common.latency.step_model import StepModel, StepShape
 
 MODEL = StepModel(fixed_s=0.01, token_s=1e-4, pair_s=1e-8, row_s=1e-3, context_s=1e-6, num_steps=100)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from common.engine.sequences.token_goal import (
+from common.engine.sequences.step_budget import (
     DECREASE,
     INCREASE,
     JOIN_STEPS,

@@ -176,7 +176,7 @@ class CurveRig(Rig):
             self.gatekeeper.start()
             return bind_control(context, host, port, curve)
 
-        from ...worker import test_control
+        from . import test_control
 
         patch = pytest.MonkeyPatch()
         with patch.context() as scope:

@@ -9,8 +9,7 @@ import torch
 
 from common.engine.models.load import load_model, open_model
 from common.engine.models.mlp import MLP
-from common.engine.ranks.load_shard import load_shard
-from common.engine.ranks.sharded_source import ShardedSource
+from common.engine.ranks.shard import ShardedSource, load_shard
 from common.errors import ConfigError
 from common.model_files.architecture.shard import Shard
 from common.model_files.quantization import Quantization

@@ -1,0 +1,124 @@
+"""When a sequence ends, and which tokens must not come next, by a request's own rules. Pure.
+
+Prefill and decode workers apply the same rules, so they always agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from common.grammar.vocabulary import MASK_BITS
+from common.wire import TOKEN_BYTES, BadWord, SamplingParams, ThinkingBudget, pack_tokens
+
+KEPT_MASKS = 64
+"""Bit masks of token lists that requests repeat, of a bit a token: 16 KiB each for a vocabulary of 131,072."""
+
+
+def finish_reason(
+    params: SamplingParams,
+    eos_token_ids: Collection[int],
+    *,
+    num_output_tokens: int,
+    token_id: int,
+    num_tokens: int,
+    max_model_len: int,
+) -> str:
+    """ "stop", "length" or "" (go on) after `token_id` was sampled.
+
+    `num_output_tokens` and `num_tokens` (prompt + output) count `token_id`. An end token counts only after
+    `min_tokens` other tokens; `banned_tokens` keeps it from being sampled earlier.
+    """
+    if num_output_tokens > params.min_tokens:
+        if token_id in params.stop_token_ids:
+            return "stop"
+        if not params.ignore_eos and token_id in eos_token_ids:
+            return "stop"
+    if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
+        return "length"
+    return ""
+
+
+def banned_tokens(params: SamplingParams, eos_token_ids: Collection[int], num_output_tokens: int) -> tuple[int, ...]:
+    """Tokens the next sample must not be: the end tokens while `min_tokens` would not be reached by it."""
+    if num_output_tokens >= params.min_tokens:
+        return ()
+    return tuple(eos_token_ids) + params.stop_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """What must not be sampled at one place of an answer.
+
+    `banned` tokens must not, and of `forced`, unless it is None, nothing else may.
+    """
+
+    banned: tuple[int, ...] = ()
+    forced: int | None = None
+
+
+FREE = TokenLimits()
+
+
+def num_output_needed(params: SamplingParams, num_output_tokens: int) -> int:
+    """Return the number of last tokens that `token_limits` needs of an answer of `num_output_tokens` tokens."""
+    longest = max([len(beginning) for beginning, _ in params.bad_words], default=0) // TOKEN_BYTES
+    budget = params.thinking
+    return num_output_tokens if budget is not None and _is_due(budget, num_output_tokens) else longest
+
+
+def token_limits(
+    params: SamplingParams, eos_token_ids: Collection[int], num_output_tokens: int, output_end: Sequence[int]
+) -> TokenLimits:
+    """The limits of the token behind `num_output_tokens` tokens, of which `output_end` are the last.
+
+    `output_end` has at least the last `num_output_needed` tokens.
+    """
+    banned = banned_tokens(params, eos_token_ids, num_output_tokens)
+    budget = params.thinking
+    ends_thought = budget is not None and _is_due(budget, num_output_tokens)
+    if not params.bad_words and not ends_thought:
+        return TokenLimits(banned) if banned else FREE
+    forced = _next_of_end(budget, output_end) if budget is not None and ends_thought else None
+    return TokenLimits(banned + _ends_of_bad_words(params.bad_words, output_end), forced)
+
+
+def _ends_of_bad_words(bad_words: Sequence[BadWord], output_end: Sequence[int]) -> tuple[int, ...]:
+    """The last token of each bad word whose other tokens end the output."""
+    end = pack_tokens(output_end)
+    return tuple([last for beginning, last in bad_words if end.endswith(beginning)])
+
+
+def _is_due(budget: ThinkingBudget, num_output_tokens: int) -> bool:
+    """Whether the mark of the thought's end is being written: it takes as many tokens as it has, from the budget on."""
+    return budget.num_tokens <= num_output_tokens < budget.num_tokens + len(budget.end)
+
+
+def _next_of_end(budget: ThinkingBudget, output: Sequence[int]) -> int | None:
+    """The next token of the mark that ends the thought; None for an answer without a thought, or behind it."""
+    end = budget.end
+    if tuple(output[: len(budget.start)]) != budget.start or _contains(pack_tokens(output), pack_tokens(end)):
+        return None
+    last = tuple(output[max(0, len(output) - len(end) + 1) :])
+    written = next(size for size in range(len(last), -1, -1) if last[len(last) - size :] == end[:size])
+    return end[written]
+
+
+def _contains(output: bytes, mark: bytes) -> bool:
+    """Whether packed tokens contain others. Takes milliseconds for a million tokens, because a step waits for it."""
+    place = output.find(mark)
+    while place >= 0 and place % TOKEN_BYTES:
+        place = output.find(mark, place + 1)
+    return place >= 0
+
+
+@lru_cache(maxsize=KEPT_MASKS)
+def token_mask(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    """A bit for each of these tokens, 32 in each int32 [ceil(vocab_size / 32)]. Must not be changed."""
+    mask = np.zeros(-(-vocab_size // MASK_BITS), dtype=np.uint32)
+    ids = np.array([token_id for token_id in token_ids if 0 <= token_id < vocab_size], dtype=np.int64)
+    np.bitwise_or.at(mask, ids // MASK_BITS, np.uint32(1) << (ids % MASK_BITS).astype(np.uint32))
+    return mask.view(np.int32)
