@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import orjson
 from fastapi import APIRouter
+from pydantic import Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common.config import ADAPTER_NAME
 from common.errors import InvalidRequest
 from router.api import service_answers
 from router.api.openapi import documented
-from router.generation import Service, key_of, service_of
-from router.request import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, LoadAdapterRequest, UnloadAdapterRequest
+from router.generation import FrontDoor, ServedModel, front_door_of, key_of
+from router.request import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, Fields
+
+AdapterName = Annotated[str, StringConstraints(pattern=rf"^{ADAPTER_NAME}$")]
+"""As `--lora` takes it."""
+
+
+class LoadAdapterRequest(Fields):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Field(min_length=1, max_length=1024)] = Field(
+        description="a folder in PEFT's layout that every worker can read"
+    )
+    load_inplace: bool | None = Field(None, description="in place of what the name stands for")
+    model: str | None = Field(None, description="its base model; without it the default one")
+
+
+class UnloadAdapterRequest(Fields):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: AdapterName
+    model: str | None = None
+
 
 adapter_routes = APIRouter(tags=["operate"])
 """`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`."""
@@ -20,31 +46,31 @@ adapter_routes = APIRouter(tags=["operate"])
 @adapter_routes.post(LOAD_ADAPTER_PATH, **documented(LoadAdapterRequest, service_answers.LoadedAdapter))
 async def load_lora_adapter(request: Request) -> Response:
     """Load an adapter on every worker of a model that has places for adapters; answers once all have it."""
-    service = service_of(request)
-    with service.bodies.lease() as lease:
-        fields = await service.read(request, LoadAdapterRequest, lease)
-    base = _base(service, request, fields.model)
+    door = front_door_of(request)
+    with door.bodies.lease() as lease:
+        fields = await door.reader.read(request, LoadAdapterRequest, lease)
+    base = _base(door, request, fields.model)
     name = fields.lora_name
-    known = service.models.base_of(name)
-    if service.models.catalog.has(name) or known not in (None, base.model_name):
+    known = door.models.base_of(name)
+    if door.models.catalog.has(name) or known not in (None, base.name):
         raise InvalidRequest(f"lora_name: {name!r} is the name of a model or of another's adapter", param="lora_name")
     outcome = await base.adapters.load(name, fields.lora_path, in_place=bool(fields.load_inplace))
-    body = {"status": "ok", "id": name, "parent": base.model_name, "digest": outcome.digest}
+    body = {"status": "ok", "id": name, "parent": base.name, "digest": outcome.digest}
     return Response(orjson.dumps(body | {"num_workers": outcome.num_loaded}), media_type="application/json")
 
 
 @adapter_routes.post(UNLOAD_ADAPTER_PATH, **documented(UnloadAdapterRequest, service_answers.Status))
 async def unload_lora_adapter(request: Request) -> Response:
     """Unload an adapter everywhere; requests that use it already go on to their end."""
-    service = service_of(request)
-    with service.bodies.lease() as lease:
-        fields = await service.read(request, UnloadAdapterRequest, lease)
-    known = service.models.base_of(fields.lora_name)
-    base = service.models.services[known] if known is not None else _base(service, request, fields.model)
+    door = front_door_of(request)
+    with door.bodies.lease() as lease:
+        fields = await door.reader.read(request, UnloadAdapterRequest, lease)
+    known = door.models.base_of(fields.lora_name)
+    base = door.models.served[known] if known is not None else _base(door, request, fields.model)
     await base.adapters.unload(fields.lora_name)
     return Response(orjson.dumps({"status": "ok"}), media_type="application/json")
 
 
-def _base(service: Service, request: Request, asked: str | None) -> Service:
+def _base(door: FrontDoor, request: Request, asked: str | None) -> ServedModel:
     """The model that an adapter is for: the default one unless the body names another."""
-    return service.models.one(asked, key_of(request))
+    return door.models.one(asked, key_of(request))

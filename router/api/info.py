@@ -16,16 +16,20 @@ from common import __version__
 from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
 from router.api import service_answers
 from router.api.anthropic import answers as anthropic_answers
-from router.api.anthropic.fields import CountTokensRequest
-from router.api.anthropic.messages import count_tokens
-from router.api.load_answer import load_of, own_load
-from router.api.merged_load import merged_load
+from router.api.load import load_of, merged_load, own_load
 from router.api.openai import answers as openai_answers
-from router.api.openai.chat import conversation_tokens
 from router.api.openapi import documented
 from router.api.pages import CHAT, DASHBOARD, HEADERS, page
-from router.generation import Service, ShownModel, functions_of, key_of, service_of
-from router.request import MESSAGES_PATH, MODELS_PATH, check_number_of_ids
+from router.generation import (
+    FrontDoor,
+    ServedModel,
+    ShownModel,
+    conversation_tokens,
+    front_door_of,
+    functions_of,
+    key_of,
+)
+from router.request import MODELS_PATH, check_number_of_ids
 from router.request.errors import error_response, speaks_anthropic
 from router.request.fields import DetokenizeRequest, TokenizeRequest
 from router.text import SHORT_TEXT
@@ -57,7 +61,7 @@ async def live() -> Response:
 @probe_routes.get("/health", **documented(None, service_answers.Status))
 async def health(request: Request) -> Response:
     """200 while the process is healthy."""
-    failure = service_of(request).failure()
+    failure = front_door_of(request).failure()
     if failure:
         return error_response(Unavailable(failure))
     return _json({"status": "ok"})
@@ -66,10 +70,10 @@ async def health(request: Request) -> Response:
 @probe_routes.get("/ready", **documented(None, service_answers.Readiness))
 async def ready(request: Request) -> Response:
     """200 when the service takes requests: for some model, or with `?model=` for that one."""
-    service, asked = service_of(request), request.query_params.get("model")
-    is_ready, detail = service.ready
-    if asked is not None and (is_ready or not service.draining):
-        is_ready, detail = service.models.one(asked).availability
+    door, asked = front_door_of(request), request.query_params.get("model")
+    is_ready, detail = door.ready
+    if asked is not None and (is_ready or not door.draining):
+        is_ready, detail = door.models.one(asked).availability
     if not is_ready:
         return error_response(Unavailable(detail, retry_after_s=RETRY_AFTER_S))
     return _json({"status": "ready", "detail": detail})
@@ -85,8 +89,8 @@ async def ping(request: Request) -> Response:
 @probe_routes.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
-    service = service_of(request)
-    text = service.metrics.render() if service.siblings is None else await service.siblings.metrics()
+    door = front_door_of(request)
+    text = door.metrics.render() if door.siblings is None else await door.siblings.metrics()
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -102,20 +106,21 @@ async def load(request: Request) -> Response:
 
     Of several models together, or with `?model=` of that one.
     """
-    service, asked = service_of(request), request.query_params.get("model")
-    of = service if asked is None else service.models.one(asked)
-    if service.siblings is None:
-        return _json(load_of(of))
-    params = {} if asked is None else {"model": of.model_name}
-    others = (orjson.loads(body) for body in (await service.siblings.ask_all("/load", **params)).values())
-    told = [orjson.loads(orjson.dumps(own_load(of))), *others]
+    door, asked = front_door_of(request), request.query_params.get("model")
+    model = None if asked is None else door.models.one(asked)
+    if door.siblings is None:
+        return _json(load_of(door, model))
+    params = {} if model is None else {"model": model.name}
+    others = (orjson.loads(body) for body in (await door.siblings.ask_all("/load", **params)).values())
+    told = [orjson.loads(orjson.dumps(own_load(door, model))), *others]
     return _json(merged_load([one["load"] for one in told], [one["counts"] for one in told]))
 
 
 @probe_routes.post("/reset_prefix_cache", **documented(None, service_answers.Status))
 async def reset_prefix_cache(request: Request) -> Response:
     """Make every worker drop its prefix cache."""
-    service_of(request).client.reset_prefix_cache()
+    for served in front_door_of(request).models.served.values():
+        served.client.reset_prefix_cache()
     return _json({"status": "ok"})
 
 
@@ -129,11 +134,11 @@ model_routes = APIRouter(tags=["models"])
 )
 async def models(request: Request) -> Response:
     """What a key may ask for now; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
-    service = service_of(request)
-    shown = service.models.listed(key_of(request))
+    door = front_door_of(request)
+    shown = door.models.listed(key_of(request))
     if speaks_anthropic(request.scope):
-        return _json(_anthropic_page([_anthropic_model(service, one) for one in shown], request.query_params))
-    return _json({"object": "list", "data": [_model(service, one) for one in shown]})
+        return _json(_anthropic_page([_anthropic_model(door, one) for one in shown], request.query_params))
+    return _json({"object": "list", "data": [_model(door, one) for one in shown]})
 
 
 @model_routes.get(
@@ -142,27 +147,27 @@ async def models(request: Request) -> Response:
 )
 async def model(model: str, request: Request) -> Response:
     """One model, by name."""
-    service = service_of(request)
-    one = service.models.shown(model, key_of(request))
-    return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(service, one))
+    door = front_door_of(request)
+    one = door.models.shown(model, key_of(request))
+    return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(door, one))
 
 
-def _model(service: Service, one: ShownModel[Service]) -> dict[str, object]:
+def _model(door: FrontDoor, one: ShownModel) -> dict[str, object]:
     return {
         "id": one.name,
         "object": "model",
-        "created": service.created,
+        "created": door.created,
         "owned_by": "diptych",
-        "root": one.name if one.service is None else one.service.files.model_id,
+        "root": one.name if one.model is None else one.model.files.model_id,
         "parent": one.parent or None,
         "max_model_len": one.max_model_len,
         "ready": one.ready,
     }
 
 
-def _anthropic_model(service: Service, one: ShownModel[Service]) -> dict[str, object]:
+def _anthropic_model(door: FrontDoor, one: ShownModel) -> dict[str, object]:
     name = one.name
-    created = datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    created = datetime.fromtimestamp(door.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     unknown = dict.fromkeys(("max_tokens", "capabilities", "deprecated_at", "retires_at", "line"))
     known = {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active"}
     return {**known, "max_input_tokens": one.max_model_len, **unknown}
@@ -186,67 +191,54 @@ token_routes = APIRouter(tags=["tokens"])
 @token_routes.post("/tokenize", **documented(TokenizeRequest, service_answers.Tokens))
 async def tokenize(request: Request) -> Response:
     """The tokens of a text or of a rendered conversation."""
-    service = service_of(request)
-    with service.bodies.lease() as lease:
-        fields = await service.read(request, TokenizeRequest, lease)
-        service = service.models.one(fields.model, key_of(request))
-        token_ids = await _tokens(service, fields)
-    body = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
+    door = front_door_of(request)
+    with door.bodies.lease() as lease:
+        fields = await door.reader.read(request, TokenizeRequest, lease)
+        model = door.models.one(fields.model, key_of(request))
+        token_ids = await _tokens(model, fields)
+    body = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
 
     def answer() -> Response:
         named = token_ids if fields.return_token_strs else ()
-        names = [service.text.tokenizer.id_to_token(token_id) for token_id in named]
+        names = [model.text.tokenizer.id_to_token(token_id) for token_id in named]
         return _json(body | {"token_strs": names if fields.return_token_strs else None})
 
-    return await service.text.apart(answer) if len(token_ids) > SHORT_TEXT else answer()
+    return await model.text.apart(answer) if len(token_ids) > SHORT_TEXT else answer()
 
 
 @token_routes.post("/detokenize", **documented(DetokenizeRequest, service_answers.Text))
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
-    service = service_of(request)
-    with service.bodies.lease() as lease:
-        fields = await service.read(request, DetokenizeRequest, lease)
-        service = service.models.one(fields.model, key_of(request))
-        check_number_of_ids(len(fields.tokens), service.max_detokenize_ids)
-        shown = await service.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
+    door = front_door_of(request)
+    with door.bodies.lease() as lease:
+        fields = await door.reader.read(request, DetokenizeRequest, lease)
+        model = door.models.one(fields.model, key_of(request))
+        check_number_of_ids(len(fields.tokens), model.max_detokenize_ids)
+        shown = await model.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
     many = len(fields.tokens) > SHORT_TEXT
-    return await service.text.apart(partial(_json, {"prompt": shown})) if many else _json({"prompt": shown})
-
-
-@token_routes.post(
-    f"{MESSAGES_PATH}/count_tokens",
-    **documented(CountTokensRequest, anthropic_answers.TokenCount, errors=(anthropic_answers.AnthropicErrorBody,)),
-)
-async def message_tokens(request: Request) -> Response:
-    """The number of tokens in the prompt of a conversation, in the shape of Anthropic's API."""
-    service = service_of(request)
-    with service.bodies.lease() as lease:
-        fields = await service.read(request, CountTokensRequest, lease)
-        service = service.models.one(fields.model, key_of(request))
-        return _json({"input_tokens": await count_tokens(service, fields)})
+    return await model.text.apart(partial(_json, {"prompt": shown})) if many else _json({"prompt": shown})
 
 
 @token_routes.get("/tokenizer_info", **documented(None, service_answers.TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
     """Special tokens and the chat template; with `?model=` those of that model."""
-    service = service_of(request).models.one(request.query_params.get("model"), key_of(request))
-    text, files = service.text, service.files
+    model = front_door_of(request).models.one(request.query_params.get("model"), key_of(request))
+    text, files = model.text, model.files
     tokens = {"bos_token": files.bos_token or None, "eos_token": files.eos_token or None}
     ids = {f"{name}_id": text.tokenizer.token_to_id(token) if token else None for name, token in tokens.items()}
     info = {"tokenizer_class": "PreTrainedTokenizerFast", "vocab_size": text.vocab_size}
-    info |= {"model_max_length": service.max_model_len, **tokens, **ids}
+    info |= {"model_max_length": model.max_model_len, **tokens, **ids}
     return _json(info | {"pad_token": files.eos_token or None, "chat_template": text.chat_template})
 
 
-async def _tokens(service: Service, fields: TokenizeRequest) -> list[int]:
+async def _tokens(model: ServedModel, fields: TokenizeRequest) -> list[int]:
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequest("prompt: send either prompt or messages", param="prompt")
-    most = service.max_tokenize_bytes
+    most = model.max_tokenize_bytes
     if fields.prompt is not None:
         special = fields.add_special_tokens is not False
-        return await service.text.encode(fields.prompt, add_special_tokens=special, max_bytes=most)
-    return await conversation_tokens(service, fields, functions_of(fields.tools or ()), max_bytes=most)
+        return await model.text.encode(fields.prompt, add_special_tokens=special, max_bytes=most)
+    return await conversation_tokens(model, fields, functions_of(fields.tools or ()), max_bytes=most)
 
 
 def _json(body: object) -> Response:

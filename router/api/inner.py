@@ -12,9 +12,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from common.errors import RequestError, Unavailable
-from router.api.load_answer import own_load
+from router.api.load import own_load
 from router.api.responses.kept import KeptResponses
-from router.generation import Service
+from router.generation import FrontDoor
 from router.request.errors import error_response
 from router.siblings import NOT_MINE, OWNER
 
@@ -27,9 +27,9 @@ ABLE = "/able"
 EVENTS, CANCEL, DELETE, SETTLE = "/responses/events", "/responses/cancel", "/responses/delete", "/responses/settle"
 
 
-def inner_app(service: Service, kept: KeptResponses, siblings: Siblings) -> Starlette:
+def inner_app(door: FrontDoor, kept: KeptResponses, siblings: Siblings) -> Starlette:
     """The application at the process's Unix socket. The process that was asked first has checked the key."""
-    inner = _Inner(service, kept, siblings)
+    inner = _Inner(door, kept, siblings)
     routes = [
         Route("/health", inner.health),
         Route("/metrics", inner.metrics),
@@ -51,11 +51,11 @@ async def _refused(request: Request, error: Exception) -> Response:
 class _Inner:
     """The endpoints. Those about a response answer NOT_MINE unless it is made here, or was a short time ago."""
 
-    def __init__(self, service: Service, kept: KeptResponses, siblings: Siblings) -> None:
-        self._service, self._kept, self._siblings = service, kept, siblings
+    def __init__(self, door: FrontDoor, kept: KeptResponses, siblings: Siblings) -> None:
+        self._door, self._kept, self._siblings = door, kept, siblings
 
     async def health(self, request: Request) -> Response:
-        failure = self._service.failure()
+        failure = self._door.failure()
         return error_response(Unavailable(failure)) if failure else _json({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -63,10 +63,10 @@ class _Inner:
 
     async def load(self, request: Request) -> Response:
         asked = request.query_params.get("model")
-        return _json(own_load(self._service if asked is None else self._service.models.one(asked)))
+        return _json(own_load(self._door, None if asked is None else self._door.models.one(asked)))
 
     async def able(self, request: Request) -> Response:
-        return _json(self._service.models.available)
+        return _json(self._door.models.available)
 
     async def settle(self, request: Request) -> Response:
         """Wait until what was kept here so far is in the store."""
@@ -77,7 +77,7 @@ class _Inner:
         answer = self._answer(request)
         if answer is None or answer.events is None:
             return Response(status_code=NOT_MINE)
-        events = answer.follow(int(request.query_params["start"]), self._service.config.keepalive_s)
+        events = answer.follow(int(request.query_params["start"]), self._door.config.keepalive_s)
         return StreamingResponse(events, media_type="text/event-stream")
 
     async def cancel(self, request: Request) -> Response:

@@ -1,20 +1,24 @@
 """From a checked request to the pieces of its answer, for every API."""
 
-from router.generation.adapters import ServedAdapters
-from router.generation.answer_frames import Frames, OpenAIFrames, event
+from router.generation.answer_frames import Frames, Object, OpenAIFrames, Shape, event
+from router.generation.call import GenerationCall, generation_call
+from router.generation.chat_plan import chat_of, conversation_tokens, plan_chat, plan_translated
 from router.generation.choice import AnswerChoice, Piece, TokenWithLogprobs
+from router.generation.completion_plan import plan_completion
+from router.generation.context import RequestContext
 from router.generation.exchange import KEEP_ALIVE, SEND_GRACE_S, STREAM_HEADERS, Exchange
+from router.generation.front_door import FrontDoor, front_door_of, key_of
 from router.generation.logprobs import LogprobShapes
-from router.generation.model_choice import choose_model
 from router.generation.models import Models, ShownModel
-from router.generation.origin import Origin
-from router.generation.parts import AnswerParts, marks_of
-from router.generation.plan import AnswerPlan, PlannedPrompt, check_num_sequences, fit, make_plan, num_prompt_logprobs
+from router.generation.parts import AnswerParts
+from router.generation.plan import (
+    AnswerPlan,
+    PlannedPrompt,
+    make_plan,
+)
 from router.generation.request_log import RequestLog
-from router.generation.service import Service, ServingClient, key_of, service_of
-from router.generation.shape import Object, Shape
-from router.generation.structure import answer_grammar, functions_of, tool_calling
-from router.generation.token_rules import bad_words, num_kept, truncated
+from router.generation.served_model import ServedAdapters, ServedModel, ServingClient
+from router.generation.structure import functions_of, tool_calling
 from router.generation.tracing import Tracing
 
 __all__ = [
@@ -23,37 +27,36 @@ __all__ = [
     "AnswerPlan",
     "Exchange",
     "Frames",
+    "FrontDoor",
+    "GenerationCall",
     "KEEP_ALIVE",
     "LogprobShapes",
     "Models",
     "Object",
     "OpenAIFrames",
-    "Origin",
     "Piece",
     "PlannedPrompt",
+    "RequestContext",
     "RequestLog",
     "SEND_GRACE_S",
     "STREAM_HEADERS",
     "ServedAdapters",
-    "Service",
+    "ServedModel",
     "ServingClient",
     "Shape",
     "ShownModel",
     "TokenWithLogprobs",
     "Tracing",
-    "answer_grammar",
-    "bad_words",
-    "check_num_sequences",
-    "choose_model",
+    "chat_of",
+    "conversation_tokens",
     "event",
-    "fit",
+    "front_door_of",
+    "generation_call",
     "functions_of",
     "key_of",
     "make_plan",
-    "marks_of",
-    "num_kept",
-    "num_prompt_logprobs",
-    "service_of",
+    "plan_chat",
+    "plan_completion",
+    "plan_translated",
     "tool_calling",
-    "truncated",
 ]

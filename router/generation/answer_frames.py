@@ -11,9 +11,44 @@ from common.errors import RequestError
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
-from router.generation.service import Service
-from router.generation.shape import Object, Shape
+from router.generation.served_model import ServedModel
 from router.request.errors import error_object
+
+Object = dict[str, object]
+
+
+class Shape(Protocol):
+    """Writes choices as JSON objects. `prompt_token_ids` is None unless the client wants them."""
+
+    object: str
+    chunk_object: str
+    only_text: bool
+    """Whether pieces in the middle of a stream differ in nothing but the text of their only chunk."""
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Number of reasoning tokens so far; None for an API whose usage does not report them."""
+        ...
+
+    def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
+        """The choice in a stream's first chunk; None for an endpoint without such."""
+        ...
+
+    def chunks(self, choice: AnswerChoice, piece: Piece, *, at_least_one: bool) -> list[Object]:
+        """The chunks of a piece in a stream; none for a piece that adds nothing.
+
+        With `at_least_one` such a piece has an empty chunk, which carries the usage so far.
+        """
+        ...
+
+    def whole(self, choice: AnswerChoice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
+        """A complete choice."""
+        ...
+
+    def envelope(self, first: AnswerChoice, prompt_token_ids: list[int] | None) -> Object:
+        """Members of the answer, or of a stream's first chunk, beside its choices."""
+        ...
+
 
 DONE = b"data: [DONE]\n\n"
 ANY_TEXT = "\0text\0"
@@ -47,7 +82,7 @@ class Frames(Protocol):
 class OpenAIFrames:
     """Chunks as `data:` events; a `Shape` writes their choices."""
 
-    def __init__(self, service: Service, plan: AnswerPlan, shape: Shape, log: RequestLog) -> None:
+    def __init__(self, model: ServedModel, plan: AnswerPlan, shape: Shape, log: RequestLog) -> None:
         self._plan, self._shape, self._log = plan, shape, log
         fields = plan.fields
         options = fields.stream_options
@@ -59,7 +94,7 @@ class OpenAIFrames:
             "object": shape.chunk_object if fields.stream else shape.object,
             "created": plan.created,
             "model": plan.model,
-            "system_fingerprint": service.fingerprint,
+            "system_fingerprint": model.fingerprint,
         }
         self._repeats = shape.only_text and not self._usage_always
         self._around: dict[int, tuple[bytes, bytes]] = {}  # by the index of a choice

@@ -3,7 +3,7 @@
     start every choice ─> wait for the first arrival, at most keepalive_s ─> error? its own status
                                                                          └─> 200: opening chunks, text, usage, [DONE]
 
-The status waits for the first arrival, so that a full or empty service still answers 429 or 503.
+The status waits for the first arrival, so that a full or empty router still answers 429 or 503.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from starlette.types import Message, Receive, Scope, Send
 from common.errors import DeadlineExceeded, RequestError, Unavailable
 from router.dispatch import TokenEvent, TokenSource
 from router.generation.answer_frames import Frames
-from router.generation.beam_client import BeamClient
+from router.generation.beam_search import BeamClient
 from router.generation.choice import AnswerChoice, Piece
-from router.generation.generations import Arrival, ClientGone, Generations
-from router.generation.in_turn import InTurnClient
+from router.generation.front_door import FrontDoor
+from router.generation.generations import Arrival, ClientGone, Generations, InTurnClient
 from router.generation.pieces import Pieces, pieces_of
 from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
-from router.generation.service import Service
+from router.generation.served_model import ServedModel
 from router.request.errors import CLIENT_CLOSED, error_response
 
 SEND_GRACE_S = 30.0
@@ -53,14 +53,16 @@ class Exchange(Response):
 
     def __init__(
         self,
-        service: Service,
+        door: FrontDoor,
+        model: ServedModel,
         plan: AnswerPlan,
         frames: Frames,
         log: RequestLog,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__()
-        self._service, self._plan, self._frames, self._log = service, plan, frames, log
+        self._door, self._model = door, model
+        self._plan, self._frames, self._log = plan, frames, log
         self._before_end = before_end
         self._stream = bool(plan.fields.stream)
         self._generations: Generations | None = None
@@ -71,9 +73,9 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as held:
-            held.enter_context(self._service.bodies.lease_rest(self._plan.body_bytes))
+            held.callback(self._door.bodies.lease_rest(self._plan.body_bytes).release)
             try:
-                held.enter_context(self._service.prompt_logprob_budget.lease(self._plan.num_prompt_logprobs_held))
+                held.enter_context(self._door.prompt_logprobs.lease(self._plan.num_prompt_logprobs_held))
             except Unavailable as error:
                 await self._refuse(error, scope, receive, send)
                 self._settle()
@@ -82,14 +84,14 @@ class Exchange(Response):
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generations = self._generations = Generations(self._source(), self._service.unread)
+        generations = self._generations = Generations(self._source(), self._door.unread)
         pieces, watcher = pieces_of(scope), None
         if pieces is None:
             watcher = asyncio.create_task(_watch(receive, generations), name=f"{self._plan.id}-watch")
         else:
             pieces.watch(generations.leave)
         try:
-            async with asyncio.timeout(self._service.config.request_timeout_s + SEND_GRACE_S):
+            async with asyncio.timeout(self._door.config.request_timeout_s + SEND_GRACE_S):
                 await generations.start([choice.request for choice in self._plan.choices])
                 answer = self._answer_stream if self._stream else self._answer_whole
                 await answer(generations, scope, receive, send)
@@ -110,7 +112,7 @@ class Exchange(Response):
             self._log.end()
 
     def _source(self) -> TokenSource:
-        client, plan = self._service.client, self._plan
+        client, plan = self._model.client, self._plan
         if plan.beams is not None:
             return BeamClient(client, plan.beams)
         return InTurnClient(client, plan.most_at_once) if plan.most_at_once else client
@@ -119,7 +121,7 @@ class Exchange(Response):
 
     async def _answer_whole(self, generations: Generations, scope: Scope, receive: Receive, send: Send) -> None:
         pieces: list[list[Piece]] = [[] for _ in self._plan.choices]
-        keepalive_s = self._service.config.keepalive_s
+        keepalive_s = self._door.config.keepalive_s
         try:
             generations.sink = partial(self._keep, pieces)
             while not self._finished:
@@ -146,7 +148,7 @@ class Exchange(Response):
     # ------------------------------------------------------------ streamed
 
     async def _answer_stream(self, generations: Generations, scope: Scope, receive: Receive, send: Send) -> None:
-        keepalive_s, frames = self._service.config.keepalive_s, self._frames
+        keepalive_s, frames = self._door.config.keepalive_s, self._frames
         arrivals = await generations.next(keepalive_s)
         refused = next((arrival.error for arrival in arrivals if arrival.error is not None), None)
         if refused is not None:
@@ -196,7 +198,7 @@ class Exchange(Response):
 
         Events without log-probabilities do not wait for the turn budget.
         """
-        choice, pieces, turns = self._plan.choices[index], self._pieces, self._service.logprob_turns
+        choice, pieces, turns = self._plan.choices[index], self._pieces, self._door.logprob_turns
         if pieces is None or not pieces.ready or not self._is_middle(choice, event):
             return False
         if not event.logprobs:
@@ -210,7 +212,7 @@ class Exchange(Response):
     def _write(self, pieces: Pieces, choice: AnswerChoice, at: float, event: TokenEvent) -> None:
         if not choice.finish_reason and (data := self._frames.chunk(choice, self._pushed(choice, at, event))):
             pieces.write(data)
-            self._next_comment = at + self._service.config.keepalive_s
+            self._next_comment = at + self._door.config.keepalive_s
 
     # ------------------------------------------------------------ both
 
@@ -235,8 +237,8 @@ class Exchange(Response):
         The `first` bytes of an answer also have the log-probabilities of its prompts.
         """
         if self._is_many(num_tokens, first=first):
-            return await self._service.text.apart(write)
-        return write() if self._plan.num_logprobs < 0 else await self._service.logprob_turns.run(write)
+            return await self._model.text.apart(write)
+        return write() if self._plan.num_logprobs < 0 else await self._door.logprob_turns.run(write)
 
     def _is_many(self, num_tokens: int, *, first: bool) -> bool:
         plan = self._plan
@@ -246,7 +248,7 @@ class Exchange(Response):
 
     async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error."""
-        self._service.hint(error)
+        self._door.add_retry_after(error)
         self._log.fail(error)
         await error_response(error)(scope, receive, send)
 
@@ -270,8 +272,8 @@ class Exchange(Response):
             if choice.pooled:
                 choice.first_at = choice.last_at = at
             return
-        metrics = self._service.metrics
-        self._service.gate.spend(self._log.visit, num_tokens)
+        metrics = self._model.metrics
+        self._door.gate.spend(self._log.visit, num_tokens)
         if not choice.first_at:
             choice.first_at = at
             metrics.observe_first(at - self._log.visit.began, num_tokens)
@@ -280,12 +282,12 @@ class Exchange(Response):
         choice.last_at = at
 
     def _settle(self) -> None:
-        """Count an answer in the pace of the service, or give the key back the tokens of a prompt never computed."""
+        """Count an answer in the pace of the router, or give the key back the tokens of a prompt never computed."""
         log = self._log
         if log.status == 200:
-            self._service.pace.ended(time.monotonic())
+            self._door.pace.ended(time.monotonic())
         elif log.status >= 429 and log.status != CLIENT_CLOSED and not log.num_output_tokens:
-            self._service.gate.spend(log.visit, -log.num_prompt_tokens)
+            self._door.gate.spend(log.visit, -log.num_prompt_tokens)
 
     @property
     def _finished(self) -> bool:

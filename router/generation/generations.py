@@ -6,18 +6,72 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from msgspec.structs import replace
 
-from common.errors import InternalError, RequestError
+from common.errors import DeadlineExceeded, InternalError, Overloaded, RequestError
 from router.dispatch import GenerationRequest, TokenEvent, TokenSource
-from router.generation.packed_logprobs import PackedLogprobs
-from router.generation.unread import UnreadBudget
+from router.generation.budgets import UnreadBudget
+from router.generation.logprobs import PackedLogprobs
 from router.request.errors import as_request_error
+
+
+class InTurnClient:
+    """A client for one answer. The time that a request waits here for its turn counts towards its deadline.
+
+    A request that the pools refuse for want of room, while others of the answer are there, has another turn after one
+    of these: from then on one fewer is there at a time.
+    """
+
+    def __init__(self, client: TokenSource, most_at_once: int) -> None:
+        self._client, self._places = client, asyncio.Semaphore(most_at_once)
+        self._began, self._num_there = time.monotonic(), 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """See `TokenSource.generate`; one that is refused behind its first event is not tried again."""
+        while True:
+            placed = msgspec.structs.replace(request, deadline_s=await self._turn(request))
+            self._num_there += 1
+            began = gives_up_place = False
+            try:
+                async with aclosing(self._client.generate(placed)) as events:
+                    async for event in events:
+                        began = True
+                        yield event
+                return
+            except Overloaded:
+                if began or self._num_there == 1:
+                    raise
+                gives_up_place = True
+            finally:
+                self._num_there -= 1
+                if not gives_up_place:
+                    self._places.release()
+
+    async def _turn(self, request: GenerationRequest) -> float:
+        """Wait for a place; the seconds that the request has left then. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(self._left_s(request)):
+                await self._places.acquire()
+        except TimeoutError:
+            raise self._late(request) from None
+        left_s = self._left_s(request)
+        if left_s <= 0:
+            self._places.release()
+            raise self._late(request)
+        return left_s
+
+    def _left_s(self, request: GenerationRequest) -> float:
+        return request.deadline_s - (time.monotonic() - self._began)
+
+    def _late(self, request: GenerationRequest) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the request's {request.deadline_s:g} s were over before the turn of all its prompts")
+
 
 log = logging.getLogger(__name__)
 

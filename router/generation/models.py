@@ -1,84 +1,87 @@
-"""Which of a router's models a request gets: every endpoint asks here.
+"""The models of a router: which of them a request is for, and which of these has capacity for it.
 
-asked name ── Catalog ──> the models that may answer it ── ready? ──> candidates, the best first
+asked name ── Catalog ──> the models that may answer it ── ready? ──> candidates, the best first ── capacity? ──> plan
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar
 
-from common.errors import RETRY_AFTER_S, ModelNotFound, Unavailable
-from router.access import ANONYMOUS, ApiKey, Forbidden
-from router.generation.adapters import ServedAdapters
-from router.models import Catalog
-
-
-class Served(Protocol):
-    """What the choice among models reads of a served model."""
-
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def availability(self) -> tuple[bool, str]:
-        """Whether it would answer a request now, and what is missing."""
-        ...
-
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def adapters(self) -> ServedAdapters: ...
-
-
-S = TypeVar("S", bound=Served)
+from common.errors import RETRY_AFTER_S, ModelNotFound, Overloaded, Unavailable
+from common.model_files import Task
+from router.access import ANONYMOUS, ApiKey, Forbidden, Gate, RateLimited, Visit
+from router.dispatch import Caller
+from router.generation.context import RequestContext
+from router.generation.plan import AnswerPlan
+from router.generation.request_log import RequestLog
+from router.generation.served_model import ServedModel
+from router.models import Catalog, ModelEntry, ModelTable
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCandidates(Generic[S]):
-    """The model that a request is for, and those of it and its fallbacks that may answer now, the best first."""
+class ModelCandidates:
+    """The model that a request is for, and those of it and its fallbacks that may answer now, the best first.
 
-    first: S
-    usable: tuple[S, ...]
+    `adapter` is the name of an adapter of the model if the request names one, else "".
+    """
+
+    first: ServedModel
+    usable: tuple[ServedModel, ...]
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class ShownModel(Generic[S]):
-    """What a list of models says of one name. `service`: the model that it stands for; None for a split.
+class ShownModel:
+    """One name in the list of models. `model`: the model that it stands for; None for a split.
 
     `ready`: whether a worker would answer now. Every model that it stands for takes `max_model_len` tokens. `parent`:
     the base model of an adapter, else "".
     """
 
     name: str
-    service: S | None
+    model: ServedModel | None
     ready: bool
     max_model_len: int
     parent: str = ""
 
 
-class Models(Generic[S]):
-    """The models of a router: `services` by their names, the default one first. The `catalog` may be replaced."""
+class Models:
+    """All models of a router, by name, the default one first. The `catalog` may be replaced."""
 
-    def __init__(self, catalog: Catalog, services: Mapping[str, S]) -> None:
-        self.catalog, self.services = catalog, services
+    def __init__(self, catalog: Catalog, served: Mapping[str, ServedModel]) -> None:
+        self.catalog, self.served = catalog, served
 
-    def candidates(self, asked: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates[S]:
+    @classmethod
+    def of_one(cls, model: ServedModel) -> Models:
+        """A single model that has only its own names."""
+        entry = ModelEntry(model.config.model, model.config.served_model_name)
+        return cls(Catalog(ModelTable((entry,)), (model.files.model_id,)), {model.name: model})
+
+    @property
+    def default(self) -> ServedModel:
+        """The model of requests that name none."""
+        return next(iter(self.served.values()))
+
+    def candidates(self, asked: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates:
         """The models to try for a request: those with ready workers, and behind them one that waits for workers.
 
         `requester` is whom splits draw for. Raises ModelNotFound, Forbidden, and Unavailable when none of them has a
         worker and none may wait for one.
         """
         base = self.base_of(asked, key)  # an adapter has no fallbacks
+        adapter = "" if base is None else asked or ""
         chain = (base,) if base is not None else self.catalog.chain(asked, key, requester)
         if len(chain) == 1 and self.catalog.entries[chain[0]].holds:
-            return ModelCandidates(only := self.services[chain[0]], (only,))
-        found = {name: self.services[name].availability for name in chain}
+            return ModelCandidates(only := self.served[chain[0]], (only,), adapter)
+        found = {name: self.served[name].availability for name in chain}
         ready = [name for name in chain if found[name][0]]
         holding = [name for name in chain if not found[name][0] and self.catalog.entries[name].holds]
         first = chain[0]
-        if usable := tuple(self.services[name] for name in (*ready, *holding[:1])):
-            return ModelCandidates(self.services[first], usable)
+        if usable := tuple(self.served[name] for name in (*ready, *holding[:1])):
+            return ModelCandidates(self.served[first], usable, adapter)
         raise Unavailable(f"model {first!r}: {found[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
 
     def lacking(self, asked: str | None) -> str:
@@ -87,7 +90,7 @@ class Models(Generic[S]):
         Raises ModelNotFound.
         """
         self.catalog.chain(asked)
-        if len(self.services) == 1:
+        if len(self.served) == 1:
             return ""
         names = self.catalog.models[:1] if asked is None else self.catalog.targets(asked)
         available = set(self.available)
@@ -96,24 +99,32 @@ class Models(Generic[S]):
     @property
     def available(self) -> list[str]:
         """The models that have workers for a request now."""
-        return [name for name, service in self.services.items() if service.availability[0]]
+        return [name for name, model in self.served.items() if model.availability[0]]
 
-    def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> S:
+    def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> ServedModel:
         """The model for what needs no worker, such as tokenizing. Raises ModelNotFound, Forbidden."""
         base = self.base_of(asked, key)
-        return self.services[self.catalog.chain(asked, key)[0] if base is None else base]
+        return self.served[self.catalog.chain(asked, key)[0] if base is None else base]
 
     def base_of(self, asked: str | None, key: ApiKey = ANONYMOUS) -> str | None:
         """The model whose adapter has this name; None when it names none. Raises Forbidden.
 
         A key may use an adapter that is on its list, and those of the models that it may use.
         """
-        if asked is None or self.catalog.has(asked):
+        if asked is None or asked in self.served or self.catalog.has(asked):
             return None
-        base = next((name for name, service in self.services.items() if service.adapters.has(asked)), None)
+        base = next((name for name, model in self.served.items() if model.adapters.has(asked)), None)
         if base is not None and asked not in key.models and not self.catalog.may_use(key, base):
             raise Forbidden(f"key {key.name!r} may not use adapter {asked!r} of model {base!r}", param="model")
         return base
+
+    def checked_name(self, asked: str | None) -> str:
+        """The name under which a batch shows the model of a line. Raises ModelNotFound for an unknown name."""
+        if asked is None or len(self.served) == 1:
+            return self.name_of(asked, self.default.name)
+        if self.base_of(asked) is None:
+            self.catalog.chain(asked)
+        return asked
 
     def name_of(self, asked: str | None, own: str) -> str:
         """The name that an answer of the model `own` has: as asked, or of the model where another name stands for it.
@@ -125,38 +136,125 @@ class Models(Generic[S]):
         if self.base_of(asked) == own:
             return asked
         self.catalog.chain(asked)
-        if own not in self.services:  # that of a front, which stands for all of its models
-            return asked
         return asked if asked in self.catalog.own_names(own) else own
 
-    def listed(self, key: ApiKey = ANONYMOUS) -> list[ShownModel[S]]:
+    def listed(self, key: ApiKey = ANONYMOUS) -> list[ShownModel]:
         """What clients with this key may ask for now. A model that waits for no worker is there while one is ready."""
-        available = {name: service.availability[0] for name, service in self.services.items()}
+        available = {name: model.availability[0] for name, model in self.served.items()}
         shown = [self._shown(name, available) for name in (one.name for one in self.catalog.listed(key))]
         found = [one for one in shown if one.ready or self._holds(one.name)]
-        return [*found, *(one for name in self.services for one in self._adapters(name, key))]
+        return [*found, *(one for name in self.served for one in self._adapters(name, key))]
 
-    def shown(self, asked: str, key: ApiKey = ANONYMOUS) -> ShownModel[S]:
+    def shown(self, asked: str, key: ApiKey = ANONYMOUS) -> ShownModel:
         """One name of the list. Raises ModelNotFound, Forbidden."""
         if (base := self.base_of(asked, key)) is not None:
             if (one := next((one for one in self._adapters(base, key) if one.name == asked), None)) is not None:
                 return one
             raise ModelNotFound(f"adapter {asked!r} is being loaded", param="model")
         self.catalog.chain(asked, key)
-        return self._shown(asked, {name: self.services[name].availability[0] for name in self.catalog.targets(asked)})
+        return self._shown(asked, {name: self.served[name].availability[0] for name in self.catalog.targets(asked)})
 
-    def _adapters(self, base: str, key: ApiKey) -> Iterator[ShownModel[S]]:
+    def _adapters(self, base: str, key: ApiKey) -> Iterator[ShownModel]:
         """The adapters of a model that clients with this key may ask for."""
-        service, may_use = self.services[base], self.catalog.may_use(key, base)
-        for known in service.adapters.names():
+        model, may_use = self.served[base], self.catalog.may_use(key, base)
+        for known in model.adapters.names():
             if (may_use or known.name in key.models) and not self.catalog.has(known.name):
-                yield ShownModel(known.name, service, known.ready, service.max_model_len, base)
+                yield ShownModel(known.name, model, known.ready, model.max_model_len, base)
 
     def _holds(self, name: str) -> bool:
         return any(self.catalog.entries[model].holds for model in self.catalog.targets(name))
 
-    def _shown(self, name: str, available: Mapping[str, bool]) -> ShownModel[S]:
-        services = [self.services[model] for model in self.catalog.targets(name)]
-        shortest = min(service.max_model_len for service in services)
-        ready = any(available[service.model_name] for service in services)
-        return ShownModel(name, services[0] if self.catalog.is_model(name) else None, ready, shortest)
+    def _shown(self, name: str, available: Mapping[str, bool]) -> ShownModel:
+        models = [self.served[one] for one in self.catalog.targets(name)]
+        shortest = min(model.max_model_len for model in models)
+        ready = any(available[model.name] for model in models)
+        return ShownModel(name, models[0] if self.catalog.is_model(name) else None, ready, shortest)
+
+
+class Asked(Protocol):
+    """The fields of a request body that the choice of a model reads."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def end_user(self) -> str: ...
+    @property
+    def request_class(self) -> str | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def tier(self) -> str | None: ...
+    def longest_text(self) -> str | list[int]: ...
+
+
+F = TypeVar("F", bound=Asked)
+Plan = Callable[[ServedModel, F, RequestContext], Awaitable[AnswerPlan]]
+"""Plans the answer to a body at a model."""
+
+
+async def choose_model(
+    models: Models,
+    gate: Gate,
+    log: RequestLog,
+    asked: F,
+    context: RequestContext,
+    plan: Plan[F],
+    tasks: Collection[Task],
+) -> tuple[ServedModel, AnswerPlan]:
+    """The model that answers, and its plan. When it has no capacity, the next candidate is tried, if there is one.
+
+    The model must be served for one of `tasks`. The request counts in the metrics of the model that it is for, and once
+    known in those of the one that answers.
+    Raises RequestError: if none of several candidates has capacity, the error of the first.
+    """
+    visit = log.visit
+    candidates = models.candidates(asked.model, visit.key, requester_of(visit, asked.end_user))
+    log.metrics = candidates.first.metrics
+    refusals: list[Overloaded | Unavailable] = []
+    for model in candidates.usable:
+        try:
+            _check_capacity(model, partial(_is_longer, model, asked), context)
+            gate.models.enter(visit, model.name)
+            model.check_task(*tasks)
+            name = candidates.adapter or models.name_of(asked.model, model.name)
+            planned = await plan(model, asked, replace(context, model_name=name, adapter=candidates.adapter))
+            gate.models.take_prompt(visit, planned.num_prompt_tokens)
+            if len(candidates.usable) > 1:
+                _check_length(model, gate, visit, planned, context)
+            break
+        except (Overloaded, Unavailable) as refusal:
+            if len(candidates.usable) == 1:
+                raise
+            gate.models.leave(visit)
+            if isinstance(refusal, RateLimited) and refusal.of_key:
+                raise
+            refusals.append(refusal)
+    else:
+        raise refusals[0]
+    if model is not candidates.first:
+        candidates.first.metrics.count_fallback(model.name)
+        candidates.first.client.passed_on()
+        log.metrics = model.metrics
+    return model, planned
+
+
+def requester_of(visit: Visit, end_user: str) -> str:
+    """For whom a split draws one of its models: the user that the body names, else this one request."""
+    return f"user:{visit.key.name}:{end_user}" if end_user else f"request:{visit.request_id}"
+
+
+def _check_length(model: ServedModel, gate: Gate, visit: Visit, planned: AnswerPlan, context: RequestContext) -> None:
+    """Check the capacity again, now that the length of the prompt is known."""
+    try:
+        _check_capacity(model, max(len(prompt.token_ids) for prompt in planned.prompts).__gt__, context)
+    except (Overloaded, Unavailable):
+        gate.models.spend(visit, -planned.num_prompt_tokens)
+        raise
+
+
+def _is_longer(model: ServedModel, asked: Asked, num_tokens: int) -> bool:
+    return model.text.exceeds(asked.longest_text(), num_tokens)
+
+
+def _check_capacity(model: ServedModel, is_longer: Callable[[int], bool], context: RequestContext) -> None:
+    model.client.check_room(is_longer, Caller(context.key.name, (context.request_class,)))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from router.generation.choice import AnswerChoice, Piece
-from router.generation.service import Service
+from router.generation.served_model import ServedModel
 from router.generation.structure import ToolCalling, is_held, tool_calling
 from router.request.fields import ChatRequest, SamplingFields
 from router.text import (
@@ -41,23 +41,23 @@ class _Scanners:
         return self.thought_tokens.count if self.thought_tokens is not None and thinks else 0
 
 
-def is_scanned(service: Service, calling: ToolCalling | None) -> bool:
+def is_scanned(model: ServedModel, calling: ToolCalling | None) -> bool:
     """Whether a scanner of the model's form reads the answers: for calls, or for channels, which each answer has."""
-    return service.dialect.parses and (calling is not None or service.dialect.format.has_channels)
+    return model.dialect.parses and (calling is not None or model.dialect.format.has_channels)
 
 
-def reads_thoughts(service: Service, fields: ChatRequest, calling: ToolCalling | None) -> bool:
+def reads_thoughts(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> bool:
     """Whether the answers may begin with a thought between marks.
 
     An answer that must match a form from its first token cannot.
     """
-    return service.thinks and not is_held(fields, calling) and not service.dialect.format.has_channels
+    return model.thinks and not is_held(fields, calling) and not model.dialect.format.has_channels
 
 
-def marks_of(service: Service, fields: ChatRequest, calling: ToolCalling | None) -> frozenset[int]:
+def marks_of(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> frozenset[int]:
     """The special tokens that the text of the answers keeps, because scanners look for them."""
-    marks = service.marks if is_scanned(service, calling) else frozenset[int]()
-    return marks | service.thought_marks if reads_thoughts(service, fields, calling) else marks
+    marks = model.marks if is_scanned(model, calling) else frozenset[int]()
+    return marks | model.thought_marks if reads_thoughts(model, fields, calling) else marks
 
 
 class AnswerParts:
@@ -66,17 +66,18 @@ class AnswerParts:
     A model whose answer must match a form from its first token cannot think before it.
     """
 
-    def __init__(self, service: Service, fields: SamplingFields) -> None:
+    def __init__(self, model: ServedModel, fields: SamplingFields) -> None:
         """`fields` is a `ChatRequest`; requests of other APIs are translated to one."""
         assert isinstance(fields, ChatRequest)
         calling = tool_calling(fields)
-        self._text, self._shows_thought = service.text, fields.include_reasoning is not False
-        self._is_scanned, self._form = is_scanned(service, calling), service.dialect.format
+        self._text, self._shows_thought = model.text, fields.include_reasoning is not False
+        self._is_scanned, self._form = is_scanned(model, calling), model.dialect.format
         self._functions = {function.name: function for function in calling.functions} if calling is not None else {}
-        self._has_thoughts = service.shows_thoughts
+        self._has_thoughts = model.shows_thoughts
         self._only_calls = is_held(fields, calling)  # or only JSON of a schema
-        self._thinks = reads_thoughts(service, fields, calling)
-        self._continues_thought = bool((open_thought(fields.continued_text) or "").strip())
+        self._thinks = reads_thoughts(model, fields, calling)
+        continued = fields.continued_text
+        self._continues_thought = bool(continued and (open_thought(continued) or "").strip())
         self._scanners: dict[int, _Scanners] = {}
         self._id = secrets.token_hex(16)
 

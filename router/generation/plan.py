@@ -14,12 +14,12 @@ import msgspec
 from common.errors import ContextLengthExceeded, InvalidRequest
 from common.wire import MAX_TOP_LOGPROBS, BadWord, Pooling, SamplingParams, ThinkingBudget
 from router.dispatch import GenerationRequest, Prompt
-from router.generation.beam_client import BeamSettings
+from router.generation.beam_search import BeamSettings
+from router.generation.budgets import MAX_PROMPT_LOGPROBS
 from router.generation.choice import AnswerChoice
-from router.generation.logprob_budget import MAX_PROMPT_LOGPROBS
-from router.generation.origin import Origin
+from router.generation.context import RequestContext
 from router.generation.parts import AnswerParts
-from router.generation.service import Service
+from router.generation.served_model import ServedModel
 from router.generation.token_rules import thinking_budget
 from router.request import COPIED
 from router.request.errors import InvalidField
@@ -96,9 +96,9 @@ def derive_seed(seed: int, index: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-def check_num_sequences(service: Service, num_prompts: int, n: int) -> None:
+def check_num_sequences(model: ServedModel, num_prompts: int, n: int) -> None:
     """Raises InvalidRequest for a request that would not fit even alone: a 503 would have its client retry for ever."""
-    most = min(MAX_SEQUENCES, service.config.max_inflight)
+    most = min(MAX_SEQUENCES, model.config.max_inflight)
     if num_prompts * n <= most:
         return
     param = "n" if num_prompts == 1 else "prompt"
@@ -125,9 +125,9 @@ def fit(
 
 
 def make_plan(
-    service: Service,
+    model: ServedModel,
     fields: SamplingFields,
-    origin: Origin,
+    context: RequestContext,
     prompts: Sequence[PlannedPrompt],
     *,
     prefix: str,
@@ -142,20 +142,21 @@ def make_plan(
 
     `num_prompt_logprobs` is -1 for none. Every answer must match `grammar`, unless it is "", and must not contain
     `bad_words`. The text of an answer includes the special tokens `marks`. With `pooled`, an answer is the prompt's
-    vector. Prefix cache entries of the origin's key are shared only within its group.
+    vector. Prefix cache entries of the context's key are shared only within its group.
     """
-    num_logprobs = _num_logprobs(service, fields, prompts)
+    num_logprobs = _num_logprobs(model, fields, prompts)
     num_prompt_logprobs_held = _num_prompt_logprobs(fields, prompts, num_prompt_logprobs)
     answer_id = f"{prefix}{secrets.token_hex(16)}"
     choices: list[AnswerChoice] = []
-    parts = AnswerParts(service, fields) if fields.stops and isinstance(fields, ChatRequest) else None
-    salt, adapter = origin.key.salt(fields.cache_salt or ""), service.adapter_of(fields.model)
+    parts = AnswerParts(model, fields) if fields.stops and isinstance(fields, ChatRequest) else None
+    salt = context.salt
+    adapter = model.adapters.digest_of(context.adapter) if context.adapter else ""
     compact = [replace(prompt, token_ids=array("I", prompt.token_ids)) for prompt in prompts]
     for number, prompt in enumerate(compact):
         seed = secrets.randbits(63) if fields.seed is None else fields.seed
         shared = Prompt(prompt.token_ids, salt, adapter)
         params = sampling_params(
-            service,
+            model,
             fields,
             prompt.max_tokens,
             num_logprobs,
@@ -163,16 +164,16 @@ def make_plan(
             grammar=grammar,
             num_prompt_logprobs=num_prompt_logprobs,
             bad_words=bad_words,
-            thinking=thinking_budget(service, fields, prompt.token_ids),
-            pooling=service.task.pooling if pooled else "",
+            thinking=thinking_budget(model, fields, prompt.token_ids),
+            pooling=model.task.pooling if pooled else "",
         )
         for k in range(fields.num_sampled):
             index = len(choices)
             seeded = msgspec.structs.replace(params, seed=derive_seed(seed, k)) if k else params
-            request = _request(service, origin, f"{answer_id}-{index}", prompt, shared, salt, adapter, seeded)
+            request = _request(model, context, f"{answer_id}-{index}", prompt, shared, salt, adapter, seeded)
             choices.append(
                 _choice(
-                    service,
+                    model,
                     fields,
                     index,
                     number,
@@ -183,21 +184,28 @@ def make_plan(
                     silent=not prompt.max_tokens,
                 )
             )
-    name, created = service.check_model(fields.model), int(time.time())
-    beams = _beams(service, fields) if fields.use_beam_search else None
-    held = num_prompt_logprobs_held
-    kept = fields.without_prompt()
-    return AnswerPlan(answer_id, created, name, kept, compact, choices, held, num_logprobs, beams)
+    beams = _beams(model, fields) if fields.use_beam_search else None
+    return AnswerPlan(
+        answer_id,
+        int(time.time()),
+        context.model_name,
+        fields.without_prompt(),
+        compact,
+        choices,
+        num_prompt_logprobs_held,
+        num_logprobs,
+        beams,
+    )
 
 
-def _beams(service: Service, fields: SamplingFields) -> BeamSettings:
+def _beams(model: ServedModel, fields: SamplingFields) -> BeamSettings:
     penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
-    return BeamSettings(fields.num_beams, fields.n or 1, penalty, service.text.eos_token_ids)
+    return BeamSettings(fields.num_beams, fields.n or 1, penalty, model.text.eos_token_ids)
 
 
 def _request(
-    service: Service,
-    origin: Origin,
+    model: ServedModel,
+    context: RequestContext,
     request_id: str,
     prompt: PlannedPrompt,
     shared: Prompt,
@@ -206,28 +214,28 @@ def _request(
     params: SamplingParams,
 ) -> GenerationRequest:
     """What the dispatcher gets for one choice: `shared` is its prompt in the form that all choices use."""
-    request_class = origin.request_class
+    request_class = context.request_class
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
         params=params,
         cache_salt=salt,
-        deadline_s=service.config.request_timeout_s,
-        traceparent=origin.traceparent if TRACEPARENT.fullmatch(origin.traceparent) else "",
+        deadline_s=model.config.request_timeout_s,
+        traceparent=context.traceparent if TRACEPARENT.fullmatch(context.traceparent) else "",
         prompt=shared,
         ttft_s=request_class.ttft_s,
         tpot_s=request_class.tpot_s,
         priority=request_class.priority,
         request_class=request_class.name,
-        key=origin.key.name,
+        key=context.key.name,
         share=request_class.share,
-        pooled_width=service.task.width if params.pooling else 0,
+        pooled_width=model.task.width if params.pooling else 0,
         adapter=adapter,
     )
 
 
 def _choice(
-    service: Service,
+    model: ServedModel,
     fields: SamplingFields,
     index: int,
     prompt: int,
@@ -250,7 +258,7 @@ def _choice(
         index,
         prompt,
         request,
-        Detokenizer(service.text.tokenizer, skip_special_tokens=skip_special, kept=marks),
+        Detokenizer(model.text.tokenizer, skip_special_tokens=skip_special, kept=marks),
         stops,
         include_stop=include_stop,
         echo=echo,
@@ -259,7 +267,7 @@ def _choice(
 
 
 def sampling_params(
-    service: Service,
+    model: ServedModel,
     fields: SamplingFields,
     max_tokens: int,
     num_logprobs: int,
@@ -280,15 +288,15 @@ def sampling_params(
     stop_token_ids = tuple(dict.fromkeys(fields.stop_token_ids or ()))
     allowed = tuple(dict.fromkeys(fields.allowed_token_ids or ()))
     shown = tuple(dict.fromkeys(fields.logprob_token_ids or ()))
-    service.text.check_ids(stop_token_ids, param="stop_token_ids")
-    service.text.check_ids(allowed, param="allowed_token_ids")
-    service.text.check_ids(shown, param="logprob_token_ids")
+    for name, ids in (("stop_token_ids", stop_token_ids), ("allowed_token_ids", allowed), ("logprob_token_ids", shown)):
+        if ids:
+            model.text.check_ids(ids, param=name)
     return SamplingParams(
         **copied,
         max_tokens=max(1, max_tokens),
         top_k=max(0, fields.top_k or 0),
         seed=seed,
-        logit_bias=_logit_bias(service, fields.logit_bias or {}),
+        logit_bias=_logit_bias(model, fields.logit_bias or {}),
         logprobs=num_logprobs,
         stop_token_ids=stop_token_ids,
         grammar=grammar,
@@ -301,12 +309,12 @@ def sampling_params(
     )
 
 
-def _num_logprobs(service: Service, fields: SamplingFields, prompts: Sequence[PlannedPrompt]) -> int:
+def _num_logprobs(model: ServedModel, fields: SamplingFields, prompts: Sequence[PlannedPrompt]) -> int:
     """Alternatives to each generated token; -1: no log-probabilities. Raises InvalidRequest for too many in all."""
     if fields.num_alternatives is None:
         return 0 if fields.num_sampled > (fields.n or 1) else -1  # the likeliest answers are found by them
     name = "top_logprobs" if "top_logprobs" in type(fields).model_fields else "logprobs"
-    number = service.num_alternatives(fields.num_alternatives, name)
+    number = model.num_alternatives(fields.num_alternatives, name)
     num_tokens = sum(prompt.max_tokens for prompt in prompts) * max(fields.num_sampled, fields.num_beams)
     if number > MAX_TOP_LOGPROBS and num_tokens * (1 + number) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
@@ -317,13 +325,13 @@ def _num_logprobs(service: Service, fields: SamplingFields, prompts: Sequence[Pl
     return number
 
 
-def num_prompt_logprobs(service: Service, fields: SamplingFields, of_echo: int | None = None) -> int:
+def num_prompt_logprobs(model: ServedModel, fields: SamplingFields, of_echo: int | None = None) -> int:
     """Alternatives to each token of the prompts, as asked for and for an echo; -1: no log-probabilities.
 
     Raises InvalidRequest.
     """
     asked = ((fields.prompt_logprobs, "prompt_logprobs"), (of_echo, "logprobs"))
-    return max([service.num_alternatives(number, name) for number, name in asked if number is not None], default=-1)
+    return max([model.num_alternatives(number, name) for number, name in asked if number is not None], default=-1)
 
 
 def _num_prompt_logprobs(fields: SamplingFields, prompts: Sequence[PlannedPrompt], num_alternatives: int) -> int:
@@ -339,11 +347,12 @@ def _num_prompt_logprobs(fields: SamplingFields, prompts: Sequence[PlannedPrompt
     return num_logprobs
 
 
-def _logit_bias(service: Service, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+def _logit_bias(model: ServedModel, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
     for name, value in bias.items():
         if not (name.isascii() and name.isdigit() and len(name) < 12):
             raise InvalidField("logit_bias: keys are token ids", f", not {name[:80]!r}", param="logit_bias")
         pairs[int(name)] = float(value)
-    service.text.check_ids(tuple(pairs), param="logit_bias")
+    if pairs:
+        model.text.check_ids(tuple(pairs), param="logit_bias")
     return tuple(pairs.items())

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.errors import InvalidRequest
-from router.access import ApiKey
-from router.generation.service import Service
+from router.generation.context import RequestContext
+from router.generation.served_model import ServedModel
 from router.request import JsonSchema
 from router.request.errors import InvalidField
 from router.request.fields import ChatRequest, NamedTool, ResponseFormat, SamplingFields, Tool
@@ -79,15 +79,15 @@ def is_held(fields: ChatRequest, calling: ToolCalling | None) -> bool:
 
 
 async def answer_grammar(
-    service: Service, fields: SamplingFields, key: ApiKey, calling: ToolCalling | None = None
+    model: ServedModel, fields: SamplingFields, context: RequestContext, calling: ToolCalling | None = None
 ) -> str:
     """Return the grammar that the answer must match; "" for none. Raises InvalidRequest, Unavailable.
 
     A process writes and compiles it within the same bounds as the workers, so workers receive only usable grammars.
-    Like cached prefixes, cached verdicts are shared within the salt of the `key`.
+    Like cached prefixes, cached verdicts are shared within the salt.
     """
     forms = _forms(fields)
-    if calling is not None and not service.dialect.parses:
+    if calling is not None and not model.dialect.parses:
         if calling.required:
             what = "this server does not look for calls in answers (--tool-parser none): only auto and none can be had"
             raise InvalidRequest(f"tool_choice: {what}", param="tool_choice")
@@ -97,32 +97,32 @@ async def answer_grammar(
         raise InvalidRequest(f"{names}: only one of these can be had at a time", param=forms[1].param)
     if not forms and calling is None:
         return ""
-    if not service.text.eos_token_ids:
+    if not model.text.eos_token_ids:
         param = forms[0].param if forms else "tools"
         raise InvalidRequest(f"{param}: this model has no end token, so nothing could end the answer", param=param)
-    wanted = forms[0] if calling is None else _form_of_calls(service, calling, forms[0] if forms else None)
-    salt, param = key.salt(fields.cache_salt or ""), wanted.param
+    wanted = forms[0] if calling is None else _form_of_calls(model, calling, forms[0] if forms else None)
+    param = wanted.param
     try:
         is_long = calling is not None and len(calling.functions) > MANY_FUNCTIONS
-        demand = await service.text.apart(wanted.demand) if is_long else wanted.demand()
-        grammar = await service.text.grammar(demand, salt=salt, owner=key.name)
+        demand = await model.text.apart(wanted.demand) if is_long else wanted.demand()
+        grammar = await model.text.grammar(demand, salt=context.salt, owner=context.key.name)
     except ValueError as error:
         raise InvalidField(f"{param}: cannot be used", f": {error}", param=param) from error
     except RecursionError as error:
         raise InvalidRequest(f"{param}: nested too deeply", param=param) from error
-    if calling is not None and service.dialect.format.reads_schemas:
-        await service.text.apart(calling.read_schemas)  # reading long schemas would block the event loop
+    if calling is not None and model.dialect.format.reads_schemas:
+        await model.text.apart(calling.read_schemas)  # reading long schemas would block the event loop
     return grammar
 
 
-def _form_of_calls(service: Service, calling: ToolCalling, form: Form | None) -> Form:
+def _form_of_calls(model: ServedModel, calling: ToolCalling, form: Form | None) -> Form:
     answer = None if form is None else form.schema
     if form is not None and not calling.required and not isinstance(answer, dict):
         raise InvalidRequest(f"{form.param}: with tools only JSON of a schema can be had", param=form.param)
     schema = answer if isinstance(answer, dict) else None
-    thought = service.spelled_thought
+    thought = model.spelled_thought
     wanted = Wanted(calling.functions, calling.required, calling.several, schema, thought)
-    return Form("tools", partial(CallsDemand.of, service.dialect.format, service.text.spell, wanted))
+    return Form("tools", partial(CallsDemand.of, model.dialect.format, model.text.spell, wanted))
 
 
 def _forms(fields: SamplingFields) -> list[Form]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from common.errors import InvalidRequest
 from common.wire import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord, ThinkingBudget
-from router.generation.service import Service
+from router.generation.served_model import ServedModel
 from router.request.fields import SamplingFields
 from router.text import CLOSE, OPEN, TAIL_TOKENS, begins_inside, open_thought
 
@@ -38,11 +38,11 @@ def truncated(token_ids: list[int], fields: SamplingFields, max_model_len: int, 
     return token_ids[:keep] if fields.truncation_side == "right" else token_ids[-keep:]
 
 
-async def bad_words(service: Service, fields: SamplingFields) -> tuple[BadWord, ...]:
+async def bad_words(model: ServedModel, fields: SamplingFields) -> tuple[BadWord, ...]:
     """Each way in which the tokenizer writes a bad word. Raises InvalidRequest, Unavailable."""
     if not fields.bad_words:
         return ()
-    words = await service.text.spellings(fields.bad_words)
+    words = await model.text.spellings(fields.bad_words)
     longest = max([word.num_tokens for word in words], default=0)
     if longest > MAX_BAD_WORD_TOKENS or len(words) > MAX_BAD_WORDS:
         raise InvalidRequest(
@@ -60,7 +60,7 @@ async def bad_words(service: Service, fields: SamplingFields) -> tuple[BadWord, 
     return words
 
 
-def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
+def thinking_budget(model: ServedModel, fields: SamplingFields, prompt: Sequence[int]) -> ThinkingBudget | None:
     """Return the tokens that end a thought that is too long. Tokens of a thought that the prompt leaves open count.
 
     Raises InvalidRequest for a model without thought marks.
@@ -68,16 +68,16 @@ def thinking_budget(service: Service, fields: SamplingFields, prompt: Sequence[i
     budget = fields.thinking_token_budget
     if budget is None or budget < 0:
         return None
-    encode, token_bytes = service.text.tokenizer.encode, service.text.token_bytes
+    encode, token_bytes = model.text.tokenizer.encode, model.text.token_bytes
     start, end = (encode(mark, add_special_tokens=False) for mark in (OPEN, CLOSE))
     # A mark of several tokens may be written in other tokens than these, unless each is a single byte.
     certain = all(len(ids) == 1 or all(len(token_bytes(i)) == 1 for i in ids) for ids in (start, end))
-    if not service.thinks or not certain:
+    if not model.thinks or not certain:
         raise InvalidRequest(
             "thinking_token_budget: this model does not write its thoughts between tokens of their own",
             param="thinking_token_budget",
         )
-    tail = service.text.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
+    tail = model.text.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
     if begins_inside(tail):
         return ThinkingBudget(budget, tuple(end))
     if open_thought(fields.continued_text) is not None:

@@ -9,22 +9,83 @@ A body waits as bytes until there is memory for its objects, which take many tim
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
+import msgspec
 import orjson
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from common.errors import InvalidRequest, Unavailable
-from router.request.content_encoding import decoded, encoding_of
+from common.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from router.request.errors import BodyTimeout, BodyTooLarge, UnsupportedMediaType, invalid_field
 from router.text import MAX_NUMBERS, VALUE_BYTES, ValueCounter
 
+ACCEPTED = "gzip, deflate"
+FIRST_BYTES, DECODED_BYTES = 64 * 1024, 256 * 1024
+"""Bytes to decode at a time. The first piece of a part of at most this size is decoded on the event loop, in 0.1 ms,
+all others in a thread."""
+
+
+def encoding_of(headers: Headers) -> str:
+    """Return the content encoding of a body: gzip, deflate, or "" for none. Raises UnsupportedMediaType."""
+    named = ",".join(headers.getlist("content-encoding")).strip().lower().removeprefix("x-")
+    if named in ("", "identity"):
+        return ""
+    if named not in ("gzip", "deflate"):
+        raise UnsupportedMediaType(f"Content-Encoding: {named[:100]!r} is not supported (expected one of {ACCEPTED})")
+    return named
+
+
+async def decoded(parts: AsyncIterable[bytes], encoding: str, max_bytes: int) -> AsyncIterator[bytes]:
+    """Decode the body in pieces of at most DECODED_BYTES. The encoded `parts` may have `max_bytes` in total.
+
+    Raises InvalidRequest for data that is invalid or incomplete, and BodyTooLarge.
+    """
+    decoder, head, size = None, b"", 0
+    try:
+        async for part in parts:
+            size += len(part)
+            if size > max_bytes:
+                raise BodyTooLarge(f"the encoded body has more than {max_bytes:,} bytes, the maximum")
+            if decoder is None:
+                part = head = head + part
+                if len(head) < 2:
+                    continue
+                decoder = zlib.decompressobj(_window(head, encoding))
+            is_first = len(part) <= FIRST_BYTES
+            while part:
+                if decoder.eof:
+                    raise InvalidRequest(f"bytes follow the {encoding} data of the body")
+                if is_first:
+                    yield decoder.decompress(part, FIRST_BYTES)
+                else:
+                    yield await asyncio.to_thread(decoder.decompress, part, DECODED_BYTES)
+                part, is_first = decoder.unconsumed_tail or decoder.unused_data, False
+        while decoder is None or not decoder.eof:  # the decoder may still hold decoded data
+            rest = b"" if decoder is None else decoder.decompress(b"", FIRST_BYTES)
+            if not rest:
+                raise InvalidRequest(f"the {encoding} data of the body is incomplete")
+            yield rest
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not valid {encoding} data ({error})") from error
+
+
+def _window(head: bytes, encoding: str) -> int:
+    """Return zlib's `wbits`. Some clients send deflate data without the zlib header that RFC 9110 requires."""
+    if encoding == "gzip":
+        return 16 + zlib.MAX_WBITS
+    has_header = head[0] & 0x0F == 8 and int.from_bytes(head[:2], "big") % 31 == 0
+    return zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
+
+
 M = TypeVar("M", bound=BaseModel)
+Result = TypeVar("Result")
 
 BODY_TIMEOUT_S = 60.0
 """How long a body may take to arrive."""
@@ -169,6 +230,10 @@ class BodyLease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """End the lease; a second call has no effect."""
         self.budget.num_bytes -= self._num_bytes
         self.budget.release_objects(self._object_bytes)
         self._num_bytes = self._object_bytes = 0
@@ -203,7 +268,7 @@ def validated(body: dict[str, object], model: type[M]) -> M:
         raise invalid_field(error, body) from error
 
 
-async def read_body(request: Request, lease: BodyLease, max_numbers: int = MAX_NUMBERS) -> bytearray:
+async def read_body(request: Request, lease: BodyLease, max_model_len: Callable[[], int]) -> bytearray:
     """Read and decode a body of at most `max_body_bytes`, and wait for memory for its objects.
 
     Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable, and InvalidRequest for data that does not match
@@ -215,8 +280,8 @@ async def read_body(request: Request, lease: BodyLease, max_numbers: int = MAX_N
     declared = request.headers.get("content-length", "0")
     if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(f"{int(declared):,} bytes", max_bytes)
-    data, counter, num_counted = bytearray(), ValueCounter("the body has", max_numbers=max_numbers), 0
-    size = 0
+    data, size, num_counted = bytearray(), 0, 0
+    counter: ValueCounter | None = None
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in decoded(request.stream(), encoding, max_bytes) if encoding else request.stream():
@@ -226,17 +291,24 @@ async def read_body(request: Request, lease: BodyLease, max_numbers: int = MAX_N
                 lease.take(len(part))
                 data += part
                 if size > LARGE_BYTES:
+                    counter = counter or _counter(max_model_len)
                     counter.add(part if num_counted else data)
                     num_counted = size
     except TimeoutError as error:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
     if size > max_bytes:
         raise _too_large(f"more than {max_bytes:,} bytes{' when decoded' if encoding else ''}", max_bytes)
-    if not num_counted and VALUE_BYTES * _most_values(data) > SMALL_OBJECT_BYTES:
+    if counter is None and VALUE_BYTES * _most_values(data) > SMALL_OBJECT_BYTES:
+        counter = _counter(max_model_len)
         counter.add(data)
-    if counter.object_bytes > SMALL_OBJECT_BYTES:
+    if counter is not None and counter.object_bytes > SMALL_OBJECT_BYTES:
         await lease.take_objects(counter.object_bytes)
     return data
+
+
+def _counter(max_model_len: Callable[[], int]) -> ValueCounter:
+    """Counts the values of a large body, which may have as many numbers as a prompt may have tokens."""
+    return ValueCounter("the body has", max_numbers=max(MAX_NUMBERS, max_model_len()))
 
 
 def _check_content_type(named: str) -> None:
@@ -249,3 +321,118 @@ def _check_content_type(named: str) -> None:
 
 def _too_large(size: str, max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body has {size}; the maximum is {max_bytes:,}")
+
+
+MAX_FIELD_BYTES = 1024 * 1024
+"""The size of a field outside the prompt, in a large body."""
+PROMPT_FIELDS = frozenset(("prompt", "messages", "input", "tokens"))
+Pieces = dict[str, msgspec.Raw]
+
+
+class Threads(Protocol):
+    """Runs long jobs in threads, a bounded number at once."""
+
+    async def apart(self, job: Callable[[], Result], size: int = ...) -> Result: ...
+
+
+class BodyReader:
+    """Reads bodies and checks their fields.
+
+    `max_model_len` returns the maximum number of tokens of a prompt, `max_ids` that of token ids to be made into text.
+    """
+
+    def __init__(self, threads: Threads, max_model_len: Callable[[], int], max_ids: Callable[[], int]) -> None:
+        self._threads, self._max_model_len, self._max_ids = threads, max_model_len, max_ids
+
+    async def read(self, request: Request, model: type[M], lease: BodyLease) -> M:
+        """The body of a request as a checked `model`. Sets the `rest_bytes` of the lease.
+
+        Raises RequestError, such as Unavailable when too many bodies wait, and ClientDisconnect when the client leaves
+        meanwhile.
+        """
+        data = await read_body(request, lease, self._max_model_len)
+        if not is_large(data):
+            return parse(data, model)
+        max_model_len, max_ids = self._max_model_len(), self._max_ids()
+        return await self._threads.apart(lambda: parse_large(data, model, max_model_len, max_ids, lease), len(data))
+
+
+def parse_large(
+    data: bytes | bytearray, model: type[M], max_model_len: int, max_ids: int, lease: BodyLease | None = None
+) -> M:
+    """As `body.parse`, but the values of unknown fields are not checked to be JSON. Raises InvalidRequest.
+
+    Sets the `rest_bytes` of the lease.
+    """
+    try:
+        fields = msgspec.json.decode(data, type=Pieces)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest("the body must be a JSON object") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    names = getattr(model, "known_fields", model.model_fields)
+    known = {name: memoryview(raw) for name, raw in fields.items() if name in names}
+    parsed = validated({name: _value(name, raw, max_model_len, max_ids) for name, raw in known.items()}, model)
+    if lease is not None:
+        lease.rest_bytes = _rest_bytes(known)
+    return parsed
+
+
+def _rest_bytes(fields: Mapping[str, memoryview]) -> int:
+    """Memory of the fields that are not the prompt, in bytes: their text and their objects."""
+    rest = [bytes(raw) for name, raw in fields.items() if name not in PROMPT_FIELDS]
+    num_bytes = sum(map(len, rest))
+    counter = ValueCounter("the body has", max_values=num_bytes, max_numbers=num_bytes)
+    for text in rest:
+        counter.add(text)
+    return num_bytes + counter.kept_bytes
+
+
+def check_number_of_ids(num_ids: int, max_ids: int) -> None:
+    """Bound the `tokens` that are to be made into text. Raises InvalidRequest."""
+    if num_ids > max_ids:
+        raise InvalidRequest(f"tokens: {num_ids:,} ids, at most {max_ids:,} are made into text", param="tokens")
+
+
+def _value(name: str, raw: memoryview, max_model_len: int, max_ids: int) -> object:
+    if name not in PROMPT_FIELDS and len(raw) > MAX_FIELD_BYTES:
+        raise InvalidRequest(
+            f"{name}: may have at most {MAX_FIELD_BYTES:,} bytes of JSON, not {len(raw):,}", param=name
+        )
+    if name == "tokens" and _is_list(raw):
+        check_number_of_ids(_num_elements(raw), max_ids)
+    if len(raw) <= LARGE_BYTES or not _is_list(raw) or _holds_numbers(raw):
+        _check_number(name, raw, max_model_len)
+        return _object(raw)
+    pieces = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    for i, piece in enumerate(pieces):
+        _check_number(name, memoryview(piece), max_model_len, f"[{i}]")
+    return [_object(memoryview(piece)) for piece in pieces]
+
+
+def _is_list(raw: memoryview) -> bool:
+    return bytes(raw[:1]) == b"["
+
+
+def _holds_numbers(raw: memoryview) -> bool:
+    """Whether JSON looks like token ids."""
+    return _is_list(raw) and bytes(raw[1:64]).lstrip()[:1].isdigit()
+
+
+def _num_elements(raw: memoryview) -> int:
+    """Elements of a list of numbers that is not empty."""
+    return bytes(raw).count(b",") + 1
+
+
+def _check_number(name: str, raw: memoryview, max_model_len: int, place: str = "") -> None:
+    """Bound the token ids of a prompt. Raises ContextLengthExceeded."""
+    num_tokens = _num_elements(raw) if name == "prompt" and _holds_numbers(raw) else 0
+    if num_tokens >= max_model_len:
+        raise ContextLengthExceeded(num_tokens, max_model_len, where=f"{name}{place}")
+
+
+def _object(raw: memoryview) -> object:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error

@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from common.wire import MAX_ALLOWED_TOKENS, MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, bounds_of
-from router.request.refused import Only, Refused
+from common.errors import MAX_SHOWN_CHARS, InvalidRequest
+from common.wire import (
+    MAX_ALLOWED_TOKENS,
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    PENALTIES,
+    bounds_of,
+    default_of,
+)
+from router.request.errors import NOT_HERE
+
+NOTHING: tuple[object, ...] = (False, "", [], {})
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Annotates a field that may only be null or one of `same`: values that ask for what this server does anyway."""
+
+    same: tuple[object, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.same], "description": "nothing else is supported by this server"}
+
+    def _checked(self, value: object) -> object:
+        if value is None or any(type(value) is type(same) and value == same for same in self.same):
+            return value
+        shown = repr(value)[:MAX_SHOWN_CHARS] if type(value) in (str, int, float) else "this field"
+        raise PydanticCustomError(NOT_HERE, "{what} is not supported by this server", {"what": shown})
+
+
+Refused = Annotated[Any, Only(NOTHING)]
+
 
 MAX_CHARS_OF_A_STOP = 1024
 """Of one stop string; all of a request together have a bound of their own."""
@@ -145,3 +190,43 @@ OLDER_ONLY = ("best_of", "use_beam_search", "length_penalty")
 """Fields that OpenAI's two older APIs serve, and that here may only ask for the default, in any spelling of it."""
 EXTENSIONS = tuple(name for name in Extensions.model_fields if name not in OLDER_ONLY)
 """Fields that a translated request hands on as they are."""
+
+
+CHANGES_SCORES: Mapping[str, object] = {
+    **{name: default_of(name) for name in PENALTIES},
+    "logit_bias": None,
+}
+"""Fields that would change the log-probabilities by which beams compete, with the values that change nothing."""
+NEEDS_ONE_ANSWER: Mapping[str, object] = {
+    **dict.fromkeys(("structured_outputs", "response_format", "tools")),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
+    **dict.fromkeys(("json_schema", "grammar", "regex", "ebnf")),
+    "thinking_token_budget": -1,
+}
+"""Fields that a worker keeps along an answer; each step of a search is an answer of its own, of one token."""
+MAX_ALLOWED = MAX_LOGIT_BIAS
+"""Allowed tokens of a search: a step asks for the log-probability of each."""
+
+
+def check_beams(fields: Extensions, num_alternatives: int | None) -> None:
+    """Raises InvalidRequest for what a beam search cannot do. `num_alternatives` are those that its answer shows."""
+    _refuse(fields, CHANGES_SCORES, "beams compete by the model's own log-probabilities")
+    _refuse(fields, NEEDS_ONE_ANSWER, "each token of a beam is an answer of its own")
+    _refuse(fields, {"logprob_token_ids": None}, "a search asks for the likeliest tokens")
+    allowed = fields.allowed_token_ids or ()
+    if len(allowed) > MAX_ALLOWED:
+        raise InvalidRequest(
+            f"allowed_token_ids: must be at most {MAX_ALLOWED:,} with use_beam_search (got {len(allowed):,})",
+            param="allowed_token_ids",
+        )
+    if allowed and num_alternatives:  # a worker reports the likeliest tokens or the allowed ones, not both
+        name = "top_logprobs" if "top_logprobs" in type(fields).model_fields else "logprobs"
+        raise InvalidRequest(
+            f"{name}: must be 0 with use_beam_search and allowed_token_ids (got {num_alternatives})", param=name
+        )
+
+
+def _refuse(fields: Extensions, lacking: Mapping[str, object], why: str) -> None:
+    for name, same in lacking.items():
+        if getattr(fields, name, None) not in (None, same, [], {}):
+            raise InvalidRequest(f"{name}: not allowed with use_beam_search: {why}", param=name)

@@ -9,15 +9,31 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
 from common.errors import InvalidRequest
 from common.wire import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, bounds_of
-from router.request.beams import check_beams
-from router.request.extensions import Extensions, Fields, GrammarText, JsonSchema, StopText, TokenId
-from router.request.refused import Only, Refused
+from router.request.extensions import (
+    Extensions,
+    Fields,
+    GrammarText,
+    JsonSchema,
+    Only,
+    Refused,
+    StopText,
+    TokenId,
+    check_beams,
+)
 from router.text.calls import Function
 
 MAX_STOPS, MAX_CHOICES, MAX_PROMPTS, MAX_MESSAGES, MAX_TOOLS = 64, 128, 1024, 10_000, 1024
@@ -437,3 +453,24 @@ class DetokenizeRequest(Fields):
     model: str | None = None
     tokens: Ids
     skip_special_tokens: bool | None = None
+
+
+class Invocation(SamplingFields):
+    """`POST /invocations`. It is read as a `ChatRequest` if it has `messages`, and else as a `CompletionRequest`."""
+
+    known_fields: ClassVar = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+
+    def longest_text(self) -> str | list[int]:
+        raise NotImplementedError("an invocation is read as one of two other requests")
+
+    def without_prompt(self) -> Self:
+        raise NotImplementedError("an invocation is read as one of two other requests")
+
+    @property
+    def num_alternatives(self) -> int | None:
+        raise NotImplementedError("an invocation is read as one of two other requests")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Any:
+        return (ChatRequest if "messages" in body else CompletionRequest).model_validate(body)

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
 
 from common import __version__
 from common.config import OFF, RouterConfig
 from common.errors import RequestError
-from common.model_files import ModelFiles
 from router.access import Gate
-from router.api import adapter_routes, generate_routes, install_openapi, model_routes, probe_routes, token_routes
-from router.api.anthropic import AnthropicErrorBody, CountTokensRequest, MessagesRequest
+from router.api import (
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    adapter_routes,
+    install_openapi,
+    model_routes,
+    probe_routes,
+    token_routes,
+)
+from router.api.anthropic import AnthropicErrorBody, CountTokensRequest, MessagesRequest, message_routes
 from router.api.batches import NewBatch, batch_routes, file_routes
 from router.api.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest, embedding_routes
-from router.api.openai import ErrorBody
+from router.api.openai import ErrorBody, chat_routes, completion_routes
 from router.api.responses import KeptResponses, ResponsesRequest, response_routes
-from router.generation import Service, ServingClient, Tracing
+from router.generation import FrontDoor, Models, Tracing
 from router.observe import RouterMetrics
-from router.request import GENERATING, LoadAdapterRequest, UnloadAdapterRequest
 from router.request.errors import CLIENT_CLOSED, MethodNotAllowed, UnknownPath, error_response
 from router.request.fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.server.entrance import generates
 from router.server.front import Front
+from router.server.short_cut import GeneratingEndpoints, RouterApp
 from router.siblings import RouterPart, SharedUsage
 from router.stored import IN_MEMORY
-from router.text import TextPipeline
 
 if TYPE_CHECKING:  # only routers of several processes need its HTTP client
     from router.siblings import Siblings
@@ -42,7 +45,7 @@ if TYPE_CHECKING:  # only routers of several processes need its HTTP client
 MAX_SHOWN_PATH = 200
 """Characters of a path that an error repeats."""
 ROUTERS = (
-    *(generate_routes, response_routes, embedding_routes, file_routes, batch_routes),
+    *(chat_routes, completion_routes, message_routes, response_routes, embedding_routes, file_routes, batch_routes),
     *(model_routes, token_routes, probe_routes, adapter_routes),
 )
 ROUTES = [route for router in ROUTERS for route in router.routes]
@@ -50,51 +53,45 @@ ROUTES = [route for router in ROUTERS for route in router.routes]
 
 
 def build_app(
-    client: ServingClient,
-    text: TextPipeline,
-    files: ModelFiles,
     config: RouterConfig,
+    models: Models,
     metrics: RouterMetrics,
     failure: Callable[[], str] = str,
     tracing: Tracing | None = None,
     part: RouterPart | None = None,
 ) -> FastAPI:
-    """The application over a client of the pools. `app.state.service` is its `Service`, which `serve` drains.
+    """The application that serves `models`. `app.state.front_door` is its `FrontDoor`, which `serve` drains.
 
     `app.state.responses` are its `KeptResponses` and `app.state.batches` its `KeptBatches`, None
     without a store. `serve` closes both.
-    `part` says which process of a router this is, of several. `failure` says why `/health` must not be 200; "" while
-    the process is healthy. Raises ConfigError when a file that the configuration names cannot be used.
+    `config` and `metrics` are the router's. `part` says which process of a router this is, of several. `failure`
+    returns why `/health` must not be 200; "" while the process is healthy. Raises ConfigError when a file that the
+    configuration names cannot be used.
     """
     gate = Gate(config, metrics, usage=None if part is None else SharedUsage(part), part=part)
     siblings = None if part is None else siblings_of(part, metrics)
-    service = Service(client, text, files, config, metrics, gate, failure, tracing, siblings)
+    door = FrontDoor(models, config, metrics, gate, failure, tracing, siblings)
     if part is not None:
-        service.created = part.began_at
+        door.created = part.began_at
     app = RouterApp(title="Diptych", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.service = service
+    app.state.front_door = door
     responses, uploaded = _stores(config, metrics, IN_MEMORY if part is None else part.memory_store)
-    kept = app.state.responses = KeptResponses(service, responses)
+    kept = app.state.responses = KeptResponses(door, responses)
     metrics.watch_store(lambda: (kept.size, kept.num_in_background))
-    generating = _Generating()
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = app
-        await generating(scope, receive, send)
-
+    generating = GeneratingEndpoints(app, ROUTES)
     app.state.batches = None
     if uploaded is not None:
         from router.api.batches import KeptBatches
 
-        batches = app.state.batches = KeptBatches(service, uploaded, answer)
+        batches = app.state.batches = KeptBatches(door, uploaded, generating)
         metrics.batches.watch(lambda: batches.store.size, lambda: batches.running)
     app.router.routes.extend(ROUTES)  # `include_router` would make each of them again, for its first request
-    refusals = _Refusals(service)
+    refusals = _Refusals(metrics)
     app.add_exception_handler(RequestError, refusals.of_ours)
     app.add_exception_handler(HTTPException, refusals.of_framework)
     app.add_exception_handler(ClientDisconnect, refusals.of_leaving)
-    app.add_middleware(Front, service=service)
-    app.short_cut = Front(generating, service)
+    app.add_middleware(Front, door=door)
+    app.short_cut = Front(generating, door)
     bodies = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, NewBatch)
     pooling = (EmbeddingRequest, ScoreRequest, RerankRequest)
     adapters = (LoadAdapterRequest, UnloadAdapterRequest)
@@ -120,43 +117,16 @@ def siblings_of(part: RouterPart, metrics: RouterMetrics) -> Siblings:
     return Siblings(part, metrics.render)
 
 
-class RouterApp(FastAPI):
-    """FastAPI, with a short cut for generation requests: no layer of it does anything for their endpoints."""
-
-    short_cut: Front | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.short_cut is not None and scope["type"] == "http" and generates(scope):
-            scope["app"] = self
-            await self.short_cut(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
-
-
-class _Generating:
-    """The endpoints of generation by their paths. They answer every `RequestError` themselves."""
-
-    def __init__(self) -> None:
-        self._endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            route.path: route.endpoint
-            for route in (*generate_routes.routes, *response_routes.routes, *embedding_routes.routes)
-            if isinstance(route, APIRoute) and route.path in GENERATING and "POST" in (route.methods or ())
-        }
-        assert self._endpoints.keys() == GENERATING
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._endpoints[scope["path"]](Request(scope, receive))
-        await response(scope, receive, send)
-
-
 class _Refusals:
     """Turns exceptions into answers, and counts them."""
 
-    def __init__(self, service: Service) -> None:
-        self._metrics = service.metrics
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
 
     async def of_ours(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
+        if request.state.visit.record is not None:  # the log of a generation request has counted it
+            return error_response(error.with_traceback(None))
         return self._answer(error)
 
     async def of_framework(self, request: Request, error: Exception) -> Response:
@@ -185,5 +155,6 @@ class _Refusals:
         return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
     async def of_leaving(self, request: Request, error: Exception) -> Response:
-        self._metrics.count_error(CLIENT_CLOSED, "client_closed")
+        if request.state.visit.record is None:
+            self._metrics.count_error(CLIENT_CLOSED, "client_closed")
         return Response(status_code=CLIENT_CLOSED)  # never sent

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 
 from common.errors import RequestError
 from router.access import HEADER, Visit, caller_of
-from router.generation import Service
+from router.generation import FrontDoor
 from router.request import COMPLETION_PATH, GENERATING, POOLING
 
 MANY_PROMPTS = POOLING | {COMPLETION_PATH}
@@ -25,18 +25,18 @@ def generates(scope: Mapping[str, object]) -> bool:
     return scope["method"] == "POST" and scope["path"] in GENERATING
 
 
-def check_entrance(service: Service, visit: Visit, headers: Headers) -> None:
+def check_entrance(door: FrontDoor, visit: Visit, headers: Headers) -> None:
     """Raises RequestError for a generation request that cannot be served now with any body, and counts the refusal."""
     try:
-        service.check_open()
-        service.gate.check_tokens(visit)
+        door.check_open()
+        door.gate.check_tokens(visit)
         # 0 for those whose body may hold many short prompts
         num_bytes = 0 if visit.path in MANY_PROMPTS else declared_bytes(headers)
-        caller = caller_of(service.config.classes, visit.key, headers.get(HEADER, ""))
-        service.client.check_room(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens, caller)
+        caller = caller_of(door.config.classes, visit.key, headers.get(HEADER, ""))
+        door.check_capacity(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens, caller)
     except RequestError as error:
-        service.hint(error)
-        log, _ = service.begin(visit, headers)
+        door.add_retry_after(error)
+        log, _ = door.begin(visit, headers)
         log.fail(error)
         log.end()
         raise

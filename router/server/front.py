@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import InternalError, RequestError
 from router.access import Visit, check_web_page
-from router.generation import Service
+from router.generation import FrontDoor
 from router.request.errors import CLIENT_CLOSED, error_response
 from router.server.entrance import check_entrance, generates
 
@@ -24,14 +24,14 @@ SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class Front:
     """Pure ASGI, so that streams and disconnects pass through untouched."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
+    def __init__(self, app: ASGIApp, door: FrontDoor) -> None:
+        self._app, self._door = app, door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        service, gate = self._service, self._service.gate
+        door, gate = self._door, self._door.gate
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")
         if not SANE_ID.fullmatch(request_id):
@@ -57,7 +57,7 @@ class Front:
             if is_head:  # stop the endpoint before it creates the body
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        service.num_active += 1
+        door.num_active += 1
         try:
             refusal = self._refusal(scope, headers, visit)
             if refusal is None:
@@ -69,25 +69,25 @@ class Front:
             visit.error = InternalError.__name__
             if not visit.status:
                 error = InternalError("the server failed to handle this request")
-                service.metrics.count_error(error.status, error.type)
+                door.metrics.count_error(error.status, error.type)
                 await error_response(error)(scope, receive, send_with_headers)
         finally:
-            service.num_active -= 1
+            door.num_active -= 1
             visit.status = visit.status or CLIENT_CLOSED
             gate.leave(visit)
 
     def _refusal(self, scope: Scope, headers: Headers, visit: Visit) -> RequestError | None:
         """Why the request is refused before its body is read, which is counted; None if it is not."""
         try:
-            if self._service.is_loopback and self._service.gate.ring is None:
+            if self._door.is_loopback and self._door.gate.ring is None:
                 check_web_page(visit.method, headers.raw)
-            self._service.gate.admit(visit, shown_key(headers))
+            self._door.gate.admit(visit, shown_key(headers))
             if generates(scope):
-                check_entrance(self._service, visit, headers)
+                check_entrance(self._door, visit, headers)
         except RequestError as refusal:
             if not visit.error:  # `check_entrance` counts its own refusals
                 visit.error = type(refusal).__name__
-                self._service.metrics.count_error(refusal.status, refusal.type)
+                self._door.metrics.count_error(refusal.status, refusal.type)
             return refusal
         return None
 

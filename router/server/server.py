@@ -38,7 +38,7 @@ from common.wire import CLIENTS_BACKLOG, listening
 from router.api import ABLE, inner_app
 from router.api.responses import KeptResponses
 from router.fleet import MAX_DISCOVERED
-from router.generation import SEND_GRACE_S, Service
+from router.generation import SEND_GRACE_S, FrontDoor
 from router.server.http_connection import ConnectionSlots, HTTPBounds, HTTPConnection
 
 if TYPE_CHECKING:  # loaded where there is a store, or several processes
@@ -114,11 +114,11 @@ class InnerServer:
         await self._siblings.close()
 
 
-async def catch_up(service: Service, siblings: Siblings, stop: asyncio.Event) -> None:
+async def catch_up(door: FrontDoor, siblings: Siblings, stop: asyncio.Event) -> None:
     """Wait until `stop`, or until each model for which another process has workers has some here too."""
     began, told = time.monotonic(), (await siblings.ask_all(ABLE)).values()
     awaited = set(itertools.chain.from_iterable(orjson.loads(body) for body in told))
-    while missing := awaited.difference(service.models.available):
+    while missing := awaited.difference(door.models.available):
         if stop.is_set():
             return
         if time.monotonic() - began > PATIENCE_S:
@@ -196,14 +196,14 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(_Server):
     """uvicorn with bounded connections."""
 
-    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+    def __init__(self, door: FrontDoor, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._service, settings, self._metrics = service, service.config, service.metrics
-        reject = service.metrics.count_rejected
+        self._door, settings, self._metrics = door, door.config, door.metrics
+        reject = door.metrics.count_rejected
         slots = ConnectionSlots(connections_possible(settings), lambda: reject("evicted"), time.monotonic)
         answer_s = settings.request_timeout_s + SEND_GRACE_S
         self._bounds = HTTPBounds(slots, settings.header_timeout_s, answer_s, reject)
-        certificate = service.gate.certificate
+        certificate = door.gate.certificate
         self._tls: ssl.SSLContext | None = None if certificate is None else certificate.context
         self._accepting: list[asyncio.Task[None]] = []
         self._listed: list[asyncio.Protocol] = []  # the connections of the present second
@@ -211,7 +211,7 @@ class Server(_Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on `sockets`."""
         loop = asyncio.get_running_loop()
-        self._service.is_loopback = all(is_loopback(each.getsockname()[0]) for each in sockets or ())
+        self._door.is_loopback = all(is_loopback(each.getsockname()[0]) for each in sockets or ())
         await self.lifespan.startup()
         if self._tls is None:
             self.servers = [
@@ -290,23 +290,21 @@ async def serve(
     app: FastAPI, listener: socket.socket, close: Callable[[], Awaitable[None]], stop: asyncio.Event
 ) -> None:
     """Serve on `listener` until `stop` is set. `close` ends the app's client after the drain."""
-    service: Service = app.state.service
+    door: FrontDoor = app.state.front_door
     kept: KeptResponses = app.state.responses
     batches: KeptBatches | None = app.state.batches
-    allow_files(service.config)
-    inner = (
-        None if service.siblings is None else InnerServer(inner_app(service, kept, service.siblings), service.siblings)
-    )
+    allow_files(door.config)
+    inner = None if door.siblings is None else InnerServer(inner_app(door, kept, door.siblings), door.siblings)
     if inner is not None:
         await inner.start()
-    if service.gate.reloads:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
-    if service.siblings is not None:
-        await catch_up(service, service.siblings, stop)
+    if door.gate.reloads:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, door.gate.reload)
+    if door.siblings is not None:
+        await catch_up(door, door.siblings, stop)
     server = server_of(app)
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task(stop.wait(), name="stop")
-    watching = asyncio.create_task(service.gate.watch(), name="watch")
+    watching = asyncio.create_task(door.gate.watch(), name="watch")
     if batches is not None:
         batches.start()
     await asyncio.wait((running, stopping, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -314,7 +312,7 @@ async def serve(
     try:
         if batches is not None:
             batches.drain()
-        await _drain(service)
+        await _drain(door)
         if batches is not None:
             await batches.stop()
         await kept.stop()
@@ -329,7 +327,7 @@ async def serve(
         if batches is not None:
             await batches.close()
         await kept.close()
-        await asyncio.to_thread(service.gate.close)
+        await asyncio.to_thread(door.gate.close)
     if watching.done() and not watching.cancelled():
         watching.result()  # it ends only by a bug: raise it
 
@@ -351,7 +349,7 @@ def server_of(app: FastAPI) -> Server:
         timeout_graceful_shutdown=UVICORN_CLOSE_S,
     )
     config.load()
-    server = Server(app.state.service, config)
+    server = Server(app.state.front_door, config)
     server.lifespan = config.lifespan_class(config)
     return server
 
@@ -395,14 +393,14 @@ def _other_files(config: RouterConfig) -> int:
     return FILES_A_WORKER * num_workers + OTHER_FILES
 
 
-async def _drain(service: Service) -> None:
+async def _drain(door: FrontDoor) -> None:
     """Refuse new requests, and wait for the running ones."""
-    service.draining = True
+    door.draining = True
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + service.config.drain_timeout_s
-    while service.num_active and loop.time() < deadline:  # noqa: ASYNC110 (polls a counter for a short time)
+    deadline = loop.time() + door.config.drain_timeout_s
+    while door.num_active and loop.time() < deadline:  # noqa: ASYNC110 (polls a counter for a short time)
         await asyncio.sleep(POLL_S)
-    log.info("stopping", extra={"unfinished": service.num_active})
+    log.info("stopping", extra={"unfinished": door.num_active})
 
 
 def _on_signal(stop: asyncio.Event) -> None:

@@ -1,23 +1,20 @@
 """All that a router serves: one model, or several behind one front door.
 
-one       app ── Service ── ServedModel ── workers
-several   app ── front Service ── Models ──┬─ Service ── ServedModel ── workers of a <─┐
-                 EveryModel (load, ready)  └─ Service ── ServedModel ── workers of b <─┴─ ModelCensus
+one       app ── FrontDoor ── Models ─── ServedModel ── ModelBackend ── workers
+several   app ── FrontDoor ── Models ─┬─ ServedModel ── ModelBackend ── workers of a <─┐
+                                      └─ ServedModel ── ModelBackend ── workers of b <─┴─ ModelCensus
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-from fastapi import FastAPI
+from collections.abc import Sequence
 
 from common.config import RouterConfig
 from common.errors import ConfigError
-from common.model_files import ModelFiles, resolve_model
+from common.model_files import resolve_model
 from router.fleet import ModelCensus
-from router.generation import Models, ServedAdapters, Service, ServingClient, Tracing
+from router.generation import FrontDoor, Models, Tracing
 from router.models import (
     LORA_FIELD,
     MODELS_FIELD,
@@ -29,13 +26,12 @@ from router.models import (
     settings_of,
 )
 from router.observe import ENGINE, DiscoveryCollector, RouterMetrics
-from router.planner import Outlook, budget_of
+from router.planner import budget_of
 from router.server.adapter_follower import AdapterFollower
 from router.server.app import build_app
-from router.server.every_model import EveryModel
-from router.server.served_model import ServedModel
+from router.server.model_backend import ModelBackend
 from router.siblings import RouterPart
-from router.text import MAX_PENDING, TextPipeline, TextThreads
+from router.text import MAX_PENDING, TextThreads
 
 TOKENIZER_THREADS = 2
 """With two or more, an additional thread handles texts above 256 KiB."""
@@ -63,38 +59,38 @@ class Serving:
         configs = settings_of(config, self.catalog.entries)
         check_planned(config, configs)
         if len(files) == 1:
-            alone = ServedModel(configs[0], files[0], threads, has_prefill=table.models[0].has_prefill)
-            self.models: tuple[ServedModel, ...] = (alone,)
-            self.app = app_of_one(self.catalog, self.models[0], lambda: self.failure, self.tracing, part)
+            alone = ModelBackend(configs[0], files[0], threads, has_prefill=table.models[0].has_prefill)
+            self.models: tuple[ModelBackend, ...] = (alone,)
+            config, metrics = configs[0], alone.metrics
         else:
-            front, budget = RouterMetrics(NO_MODEL, None), budget_of(config)
+            metrics, budget = RouterMetrics(NO_MODEL, None), budget_of(config)
             names = [frozenset((own.model_id, entry.model)) for own, (_, entry) in zip(files, entries, strict=True)]
             self.models = tuple(
-                ServedModel(
+                ModelBackend(
                     one,
                     own,
                     threads,
-                    front=front,
+                    front=metrics,
                     models=known,
                     budget=budget,
                     has_prefill=entry.has_prefill,
                 )
                 for one, own, known, entry in zip(configs, files, names, table.models, strict=True)
             )
-            self.census = self._census(config, names, front)
-            self.app = app_of_several(
-                config, self.catalog, self.models, front, lambda: self.failure, self.tracing, part
-            )
-
-        service: Service = self.app.state.service
+            metrics.show_models([model.metrics for model in self.models])
+            self.census = self._census(config, names, metrics)
+        models = Models(self.catalog, {model.name: model.served for model in self.models})
+        self.app = build_app(config, models, metrics, lambda: self.failure, self.tracing, part)
+        door: FrontDoor = self.app.state.front_door
+        door.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
         if (watch := self._source.watch) is not None:
-            service.gate.also_watch(MODELS_FIELD, watch, self._read_anew)
+            door.gate.also_watch(MODELS_FIELD, watch, self._read_anew)
         self._adapters: AdapterFollower | None = None
         if config.lora_file and (part is None or part.index == 0):
             self._adapters_source = AdaptersSource(config.lora_file, self.catalog, part)
-            orders = {model.name: model.adapters for model in self.models}
+            orders = {model.name: model.dispatcher.adapters for model in self.models}
             self._adapters = AdapterFollower(orders, self._adapters_source.entries)
-            service.gate.also_watch(LORA_FIELD, self._adapters_source.watch, self._read_adapters)
+            door.gate.also_watch(LORA_FIELD, self._adapters_source.watch, self._read_adapters)
 
     async def start(self) -> None:
         """Connect to the workers; returns at once."""
@@ -139,9 +135,9 @@ class Serving:
             allowed = "the same models, names, parsers, goals and prefill, in the same order; a restart takes others"
             raise ConfigError(MODELS_FIELD, self._config.models_file, allowed)
         self.catalog = Catalog(table, [model.files.model_id for model in self.models])
-        service: Service = self.app.state.service
-        service.models.catalog = self.catalog
-        service.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
+        door: FrontDoor = self.app.state.front_door
+        door.models.catalog = self.catalog
+        door.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
         self._source.accept()
 
     async def _read_adapters(self) -> None:
@@ -160,79 +156,3 @@ class Serving:
             labels = {"model_name": NO_MODEL, "engine": ENGINE}
             metrics.registry.register(DiscoveryCollector(census.source.status, labels))
         return census
-
-
-class Member(Protocol):
-    """What the front door uses of one model."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def client(self) -> ServingClient: ...
-    @property
-    def text(self) -> TextPipeline: ...
-    @property
-    def files(self) -> ModelFiles: ...
-    @property
-    def config(self) -> RouterConfig: ...
-    @property
-    def metrics(self) -> RouterMetrics: ...
-    @property
-    def outlook(self) -> Outlook | None: ...
-    @property
-    def adapters(self) -> ServedAdapters: ...
-
-
-def app_of_one(
-    catalog: Catalog,
-    model: Member,
-    failure: Callable[[], str],
-    tracing: Tracing | None,
-    part: RouterPart | None = None,
-) -> FastAPI:
-    """The application of a router with one model. Raises ConfigError."""
-    app = build_app(model.client, model.text, model.files, model.config, model.metrics, failure, tracing, part)
-    service: Service = app.state.service
-    service.outlook, service.adapters = lambda: model.outlook, model.adapters
-    service.models = Models(catalog, {model.name: service})
-    service.gate.models.change({name: entry.limits for name, entry in catalog.entries.items()})
-    return app
-
-
-def app_of_several(
-    config: RouterConfig,
-    catalog: Catalog,
-    models: Sequence[Member],
-    metrics: RouterMetrics,
-    failure: Callable[[], str] = str,
-    tracing: Tracing | None = None,
-    part: RouterPart | None = None,
-) -> FastAPI:
-    """The application of a router with several models, whose `metrics` show those of all. Raises ConfigError."""
-    first, clients = models[0], {model.name: model.client for model in models}
-    every = EveryModel(clients, {model.name: model.files.max_model_len for model in models})
-    metrics.show_models([model.metrics for model in models])
-    app = build_app(every, first.text, first.files, config, metrics, failure, tracing, part)
-    front: Service = app.state.service
-    services = {model.name: _behind(front, model) for model in models}
-    front.models = Models(catalog, services)
-    front.gate.models.change({name: entry.limits for name, entry in catalog.entries.items()})
-    for service in services.values():
-        service.models = front.models
-    return app
-
-
-def _behind(front: Service, model: Member) -> Service:
-    """The service of one model behind the front."""
-    service = Service(
-        model.client,
-        model.text,
-        model.files,
-        model.config,
-        model.metrics,
-        front.gate,
-        tracing=front.tracing,
-        front=front,
-    )
-    service.outlook, service.adapters = lambda: model.outlook, model.adapters
-    return service

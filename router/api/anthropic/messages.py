@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: answers conversations in the shape of Anthropic's API."""
+"""`POST /v1/messages`: answers conversations in the shape of Anthropic's API, or counts their tokens."""
 
 from __future__ import annotations
 
@@ -6,44 +6,86 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
 
 from common.errors import RequestError
+from router.api.anthropic.answers import AnthropicErrorBody, AnthropicMessage, TokenCount
 from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
-from router.api.openai import chat_of, conversation_tokens
+from router.api.openapi import documented
+from router.api.query import json_answer
 from router.generation import (
     AnswerChoice,
     AnswerParts,
     AnswerPlan,
     Object,
     Piece,
+    RequestContext,
     RequestLog,
-    Service,
+    ServedModel,
+    chat_of,
+    conversation_tokens,
     event,
+    front_door_of,
+    generation_call,
+    key_of,
+    plan_translated,
     tool_calling,
 )
-from router.request import named_as
+from router.request import MESSAGES_PATH, named_as
 from router.request.errors import anthropic_error
 from router.text import CallPart, Part, TextPart, ThoughtPart
+
+message_routes = APIRouter()
+"""`/v1/messages` and `/v1/messages/count_tokens`."""
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
-async def count_tokens(service: Service, fields: CountTokensRequest) -> int:
-    """The number of tokens that the prompt of these messages has. Raises RequestError."""
-    service.check_model(fields.model)
-    chat = await chat_of(service, fields.as_chat, is_long=fields.is_long)
-    with named_as(fields.names):
-        calling = tool_calling(chat)
-    functions = calling.functions if calling else ()
-    return len(await conversation_tokens(service, chat, functions, max_bytes=service.max_tokenize_bytes))
+@message_routes.post(
+    MESSAGES_PATH,
+    tags=["generate"],
+    **documented(MessagesRequest, AnthropicMessage, streams=True, errors=(AnthropicErrorBody,)),
+)
+async def messages(request: Request) -> Response:
+    """Answer a conversation, in the shape of Anthropic's API."""
+    with generation_call(request) as call:
+        fields = await call.read(MessagesRequest)
+        model, plan = await call.plan(fields, plan_messages)
+        return call.answer(model, plan, MessagesFrames(model, plan, call.log))
+
+
+@message_routes.post(
+    f"{MESSAGES_PATH}/count_tokens",
+    tags=["tokens"],
+    **documented(CountTokensRequest, TokenCount, errors=(AnthropicErrorBody,)),
+)
+async def message_tokens(request: Request) -> Response:
+    """The number of tokens in the prompt of a conversation, in the shape of Anthropic's API."""
+    door = front_door_of(request)
+    with door.bodies.lease() as lease:
+        fields = await door.reader.read(request, CountTokensRequest, lease)
+        model = door.models.one(fields.model, key_of(request))
+        chat = await chat_of(model, fields.as_chat, is_long=fields.is_long)
+        with named_as(fields.names):
+            calling = tool_calling(chat)
+        functions = calling.functions if calling else ()
+        token_ids = await conversation_tokens(model, chat, functions, max_bytes=model.max_tokenize_bytes)
+        return json_answer({"input_tokens": len(token_ids)})
+
+
+async def plan_messages(model: ServedModel, fields: MessagesRequest, context: RequestContext) -> AnswerPlan:
+    """Plan the chat request that the messages mean. Raises RequestError."""
+    return await plan_translated(model, fields, context, fields.as_chat, is_long=fields.is_long)
 
 
 class MessagesFrames:
     """A message of blocks: thoughts, text and calls of tools. A stream opens, fills and closes one after the other."""
 
-    def __init__(self, service: Service, fields: MessagesRequest, plan: AnswerPlan, log: RequestLog) -> None:
+    def __init__(self, model: ServedModel, plan: AnswerPlan, log: RequestLog) -> None:
         self._plan, self._log = plan, log
-        self._parts = AnswerParts(service, plan.fields)
+        self._parts = AnswerParts(model, plan.fields)
         self._num_blocks = 0
         self._open = ""  # the type of the last block until it is closed
 

@@ -32,7 +32,7 @@ from router.api.batches.batch_format import (
 )
 from router.api.batches.halt import Halt
 from router.api.batches.lines import InputLine
-from router.generation import SEND_GRACE_S, Service
+from router.generation import SEND_GRACE_S, FrontDoor
 from router.request.errors import error_object
 from router.stored import BatchUsage, LineResult, StoredBatch
 
@@ -124,22 +124,22 @@ class LineAsker:
     One line more waits for each of several models that has no worker, and so has one started where that is done.
     """
 
-    def __init__(self, service: Service, answer: Answer) -> None:
-        self._service, self._answer = service, answer
-        self._slots = asyncio.Semaphore(service.config.batch_concurrency)
+    def __init__(self, door: FrontDoor, answer: Answer) -> None:
+        self._door, self._answer = door, answer
+        self._slots = asyncio.Semaphore(door.config.batch_concurrency)
         self._waited_for: set[str] = set()  # models without a worker
         self.num_asking = 0
 
     @property
     def num_places(self) -> int:
         """The most lines that are asked at once."""
-        num_models = len(self._service.models.services)
-        return self._service.config.batch_concurrency + (num_models if num_models > 1 else 0)
+        num_models = len(self._door.models.served)
+        return self._door.config.batch_concurrency + (num_models if num_models > 1 else 0)
 
     async def result(self, line: InputLine, batch: StoredBatch, halt: Halt) -> LineResult | None:
         """The line's result; None if the batch stopped before. Raises KeyGone, and ModelAway for a later try."""
         request_id, wait_s, num_failures = new_request_id(), FIRST_WAIT_S, 0
-        metrics = self._service.metrics.batches
+        metrics = self._door.metrics.batches
         while True:
             lacking = self._lacking(line)
             if self.is_away(lacking):
@@ -161,12 +161,12 @@ class LineAsker:
 
     def is_away(self, model: str) -> bool:
         """Whether a model has no worker, and a line waits for one already."""
-        return model in self._waited_for and self._service.models.lacking(model) == model
+        return model in self._waited_for and self._door.models.lacking(model) == model
 
     def _lacking(self, line: InputLine) -> str:
         """See `Models.lacking`; what is wrong with the line's model is the endpoint's to say."""
         try:
-            return self._service.models.lacking(line.model if isinstance(line.model, str) else None)
+            return self._door.models.lacking(line.model if isinstance(line.model, str) else None)
         except RequestError:
             return ""
 
@@ -186,20 +186,20 @@ class LineAsker:
     async def _ready(self, halt: Halt) -> bool:
         """Wait for workers; False when the batch stopped before."""
         while not halt.stops:
-            if self._service.client.ready[0]:
+            if self._door.has_workers[0]:
                 return True
             await halt.pause(NOT_READY_S)
         return False
 
     async def _once(self, line: InputLine, batch: StoredBatch, halt: Halt, request_id: str) -> _Reply | None:
         """One try; None when it was given up."""
-        service, path = self._service, batch.endpoint
-        visit = service.gate.on_behalf(batch.owner, request_id, method=METHOD, path=path, client=batch.id)
+        door, path = self._door, batch.endpoint
+        visit = door.gate.on_behalf(batch.owner, request_id, method=METHOD, path=path, client=batch.id)
         if visit is None:
             raise KeyGone
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(line.body)).encode())]
         if not line.names_class:
-            name = batch_class_of(service.config.classes, visit.key).name
+            name = batch_class_of(door.config.classes, visit.key).name
             headers.append((HEADER.encode(), name.encode()))
         scope: Scope = {
             **{"type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b""},
@@ -214,18 +214,18 @@ class LineAsker:
             return {"type": "http.disconnect"}
 
         self.num_asking += 1
-        service.num_active += 1
+        door.num_active += 1
         try:
-            async with asyncio.timeout(service.config.request_timeout_s + GRACE_S):
+            async with asyncio.timeout(door.config.request_timeout_s + GRACE_S):
                 await self._answer(scope, receive, reply.send)
         except Exception:
             log.exception("a line of a batch failed", extra={"batch": batch.id, "line": line.number})
             reply = _Reply.failed()
         finally:
             self.num_asking -= 1
-            service.num_active -= 1
+            door.num_active -= 1
             visit.status = reply.status or visit.status
-            service.gate.leave(visit)
+            door.gate.leave(visit)
         return reply if reply.status and not (halt.aborts and reply.status in AGAIN) else None
 
 

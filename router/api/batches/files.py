@@ -10,10 +10,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from router.api.batches.answers import DeletedFile, FileBody, FileListBody
 from router.api.batches.errors import OFF, NoFiles
 from router.api.batches.fields import PURPOSES
 from router.api.batches.shape import file_object, page_object
-from router.api.openai import DeletedFile, FileBody, FileListBody
 from router.api.openapi import documented
 from router.api.query import json_answer, number, order_of, owner_of, parameters
 from router.stored import StoredFile

@@ -17,7 +17,7 @@ from router.api.batches.fields import WINDOW_S, NewBatch
 from router.api.batches.halt import Halted
 from router.api.batches.run import BatchRun
 from router.api.batches.upload import Upload, Uploads
-from router.generation import Service
+from router.generation import FrontDoor
 from router.stored import (
     BATCH_INPUT,
     CANCELLING,
@@ -42,9 +42,9 @@ GIVE_UP_S = 5.0
 class KeptBatches:
     """Owned by the application, whose endpoints of generation are `answer`."""
 
-    def __init__(self, service: Service, store: FileStore, answer: Answer) -> None:
-        self._service, self.store = service, store
-        self._asker = LineAsker(service, answer)
+    def __init__(self, door: FrontDoor, store: FileStore, answer: Answer) -> None:
+        self._door, self.store = door, store
+        self._asker = LineAsker(door, answer)
         self._uploads = Uploads()
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -67,11 +67,11 @@ class KeptBatches:
 
     async def upload(self, request: Request, owner: str) -> StoredFile:
         """Keep the file in the request's form. Raises RequestError."""
-        self._service.check_open()
+        self._door.check_open()
         with self._uploads.place(owner):
             now = time.time()
             file = StoredFile(new_file_id(), owner, BATCH_INPUT, "", now, now + self.store.max_age_s)
-            return await Upload(self.store, file, self._service.config.max_file_mib * 2**20).read(request)
+            return await Upload(self.store, file, self._door.config.max_file_mib * 2**20).read(request)
 
     async def delete_file(self, file_id: str, owner: str) -> None:
         """Forget a file. Raises RequestError."""
@@ -92,7 +92,7 @@ class KeptBatches:
 
     async def create(self, fields: NewBatch, owner: str) -> StoredBatch:
         """A new batch, on which this router begins to work. Raises RequestError."""
-        self._service.check_open()
+        self._door.check_open()
         file = await self.file(fields.input_file_id, owner, param="input_file_id")
         if file.purpose != BATCH_INPUT:
             raise InvalidRequest(
@@ -212,7 +212,7 @@ class KeptBatches:
     def _begin(self, batch: StoredBatch) -> None:
         if self._stopping or batch.id in self._runs:
             return  # `stop` leaves it to the next router; a run that ends lets its lease run out
-        run = self._runs[batch.id] = BatchRun(self._service, self.store, self._asker, batch)
+        run = self._runs[batch.id] = BatchRun(self._door, self.store, self._asker, batch)
         if batch.status == CANCELLING:
             run.halt.set(Halted.CANCELLED)
         task = asyncio.create_task(run.run(), name=batch.id)

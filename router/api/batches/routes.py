@@ -9,13 +9,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.api.batches.answers import BatchBody, BatchListBody
 from router.api.batches.fields import NewBatch
 from router.api.batches.files import batches_of
 from router.api.batches.shape import batch_object, page_object
-from router.api.openai import BatchBody, BatchListBody
 from router.api.openapi import documented
 from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, json_answer, number, owner_of, parameters
-from router.generation import service_of
+from router.generation import front_door_of
 
 batch_routes = APIRouter()
 """`/v1/batches` and the batches below it."""
@@ -34,9 +34,9 @@ LISTED: dict[str, Any] = documented(None, BatchListBody) | {
 @batch_routes.post("/v1/batches", tags=TAGS, **documented(NewBatch, BatchBody))
 async def create_batch(request: Request) -> Response:
     """Begin to answer all requests of a file."""
-    service = service_of(request)
-    with service.bodies.lease() as lease:
-        fields = await service.read(request, NewBatch, lease)
+    door = front_door_of(request)
+    with door.bodies.lease() as lease:
+        fields = await door.reader.read(request, NewBatch, lease)
     return json_answer(batch_object(await batches_of(request).create(fields, owner_of(request))))
 
 

@@ -19,7 +19,7 @@ from router.api.batches.asker import KeyGone, LineAsker, ModelAway
 from router.api.batches.batch_format import BatchResult
 from router.api.batches.halt import Halt, Halted
 from router.api.batches.lines import ENVELOPE_BYTES, InputLine, judge, lines_of, parsed
-from router.generation import Service
+from router.generation import FrontDoor
 from router.stored import (
     CANCELLED,
     COMPLETED,
@@ -50,8 +50,8 @@ EXPIRED_TEXT = "the batch's completion window ended before this request had an a
 class BatchRun:
     """The work on one batch by this router, which has its lease."""
 
-    def __init__(self, service: Service, store: FileStore, asker: LineAsker, batch: StoredBatch) -> None:
-        self._service, self._store, self._asker, self.batch = service, store, asker, batch
+    def __init__(self, door: FrontDoor, store: FileStore, asker: LineAsker, batch: StoredBatch) -> None:
+        self._door, self._store, self._asker, self.batch = door, store, asker, batch
         self._turn = asyncio.Lock()
         self._away: set[str] = set()  # models whose lines were put off
         self._timer: asyncio.TimerHandle | None = None
@@ -119,12 +119,12 @@ class BatchRun:
 
     async def _validate(self) -> bool:
         """Whether the batch goes on: its lines are in order, and it is this router's."""
-        config, batches = self._service.config, self._store.batches
+        config, batches = self._door.config, self._store.batches
         async with aclosing(self._raw_lines()) as lines:
             report = await judge(
                 lines,
                 self.batch.endpoint,
-                self._service.check_model,
+                self._door.models.checked_name,
                 max_lines=MAX_LINES,
                 max_bytes=config.max_body_bytes + ENVELOPE_BYTES,
                 stopped=lambda: self.halt.stops,
@@ -207,7 +207,7 @@ class BatchRun:
     # ------------------------------------------------------------ lines
 
     def _raw_lines(self) -> AsyncGenerator[tuple[int, bytes | None], None]:
-        max_bytes = self._service.config.max_body_bytes + ENVELOPE_BYTES
+        max_bytes = self._door.config.max_body_bytes + ENVELOPE_BYTES
         return lines_of(self._store, self.batch.input_file, max_bytes)
 
     async def _unanswered(self) -> AsyncGenerator[InputLine, None]:

@@ -1,100 +1,76 @@
-"""`POST /v1/chat/completions`: makes a plan of a conversation, and writes the answer in OpenAI's shape."""
+"""`POST /v1/chat/completions`: answers conversations in OpenAI's shape."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from common.errors import InvalidRequest
-from router.api.openai.choice_shape import ChoiceShape, merged
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.openai.answers import ChatCompletion
+from router.api.openapi import documented
 from router.generation import (
     AnswerChoice,
     AnswerParts,
-    AnswerPlan,
+    LogprobShapes,
     Object,
-    Origin,
+    OpenAIFrames,
     Piece,
-    PlannedPrompt,
-    Service,
-    answer_grammar,
-    bad_words,
-    check_num_sequences,
-    fit,
-    make_plan,
-    marks_of,
-    num_prompt_logprobs,
-    tool_calling,
-    truncated,
+    ServedModel,
+    generation_call,
+    plan_chat,
 )
-from router.request.fields import ChatRequest, TokenizeRequest, has_many_parts
+from router.request import CHAT_PATH
+from router.request.fields import ChatRequest, SamplingFields
 from router.text import OPEN, CallPart, Part, TextPart, ThoughtPart, open_thought
-from router.text.calls import Function
 
 
-async def plan_chat(service: Service, fields: ChatRequest, origin: Origin, *, prefix: str = "chatcmpl-") -> AnswerPlan:
-    """Render and tokenise the conversation. Raises RequestError."""
-    service.check_model(fields.model)
-    fields.check()
-    check_num_sequences(service, 1, max(fields.num_sampled, fields.num_beams))
-    limit = service.max_model_len
-    calling = tool_calling(fields)
-    grammar = await answer_grammar(service, fields, origin.key, calling)
-    wanted = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    functions = calling.functions if calling else ()
-    salt = origin.key.salt(fields.cache_salt or "")
-    if fields.truncate_prompt_tokens is None:
-        token_ids = await conversation_tokens(service, fields, functions, limit=limit, salt=salt)
-    else:
-        most = service.max_tokenize_bytes
-        whole = await conversation_tokens(service, fields, functions, max_bytes=most, salt=salt)
-        token_ids = truncated(whole, fields, limit, wanted or 1)
-    if not token_ids:
-        raise InvalidRequest("messages: the conversation makes an empty prompt", param="messages")
-    prompt = PlannedPrompt(token_ids, fit(len(token_ids), wanted, limit, param="messages"))
-    return make_plan(
-        service,
-        fields,
-        origin,
-        [prompt],
-        prefix=prefix,
-        num_prompt_logprobs=num_prompt_logprobs(service, fields),
-        grammar=grammar,
-        bad_words=await bad_words(service, fields),
-        marks=marks_of(service, fields, calling),
+class ChoiceShape:
+    """The settings of a request that both shapes follow."""
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        return None
+
+    def __init__(self, model: ServedModel, fields: SamplingFields) -> None:
+        as_ids, wanted, of_prompt = fields.return_tokens_as_token_ids, fields.num_alternatives, fields.prompt_logprobs
+        self._logprobs = self._prompt_logprobs = None
+        if wanted is not None:
+            number = len(fields.logprob_token_ids or ()) or model.num_alternatives(wanted, "logprobs")
+            self._logprobs = LogprobShapes(model.text, number, as_ids=bool(as_ids))
+        if of_prompt is not None:
+            self._prompt_logprobs = LogprobShapes(model.text, model.num_alternatives(of_prompt, "prompt_logprobs"))
+        self._token_ids, self._streams = bool(fields.return_token_ids), bool(fields.stream)
+
+    def _of_prompt(self, choice: AnswerChoice) -> Object:
+        """The member `prompt_logprobs`; null for requests that do not want it."""
+        if self._prompt_logprobs is None:
+            return {"prompt_logprobs": None}
+        token_ids = choice.request.prompt_token_ids
+        return {"prompt_logprobs": self._prompt_logprobs.prompt(token_ids, choice.prompt_logprobs)}
+
+
+def merged(choice: AnswerChoice, pieces: Sequence[Piece]) -> Piece:
+    """All pieces of a finished choice as one."""
+    return Piece(
+        text="".join([piece.text for piece in pieces]),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        with_logprobs=[token for piece in pieces for token in piece.with_logprobs],
+        finish_reason=choice.finish_reason,
     )
 
 
-async def conversation_tokens(
-    service: Service,
-    fields: ChatRequest | TokenizeRequest,
-    functions: Sequence[Function] = (),
-    *,
-    limit: int = 0,
-    max_bytes: int = 0,
-    salt: str | None = None,
-) -> list[int]:
-    """The tokens of the rendered conversation, which describes `functions`; the rest as in `TextPipeline`."""
-    continued = bool(fields.continue_final_message)
-    generation_prompt = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
-    given = fields.messages or []
+chat_routes = APIRouter(tags=["generate"])
 
-    def as_dicts() -> list[dict[str, Any]]:
-        return [message.as_dict() for message in given]
 
-    try:
-        return await service.text.encode_chat(
-            await service.text.apart(as_dicts) if has_many_parts(given) else as_dicts(),
-            functions=functions,
-            dialect=service.dialect,
-            add_generation_prompt=generation_prompt,
-            continue_final_message=continued,
-            extra=fields.template_variables if isinstance(fields, ChatRequest) else fields.chat_template_kwargs,
-            limit=limit,
-            max_bytes=max_bytes,
-            salt=salt,
-        )
-    except RecursionError as error:
-        raise InvalidRequest("messages: nested too deeply", param="messages") from error
+@chat_routes.post(CHAT_PATH, **documented(ChatRequest, ChatCompletion, streams=True))
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    with generation_call(request) as call:
+        fields = await call.read(ChatRequest)
+        model, plan = await call.plan(fields, plan_chat)
+        return call.answer(model, plan, OpenAIFrames(model, plan, ChatShape(model, fields), call.log))
 
 
 class ChatShape(ChoiceShape):
@@ -103,10 +79,10 @@ class ChatShape(ChoiceShape):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, service: Service, fields: ChatRequest) -> None:
-        super().__init__(service, fields)
+    def __init__(self, model: ServedModel, fields: ChatRequest) -> None:
+        super().__init__(model, fields)
         self._echo, self._echoed_thought = _split_echo(fields)
-        self._parts = AnswerParts(service, fields)
+        self._parts = AnswerParts(model, fields)
         self.only_text = self._parts.only_text and self._logprobs is None and not self._token_ids
 
     @property

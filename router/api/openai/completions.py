@@ -1,119 +1,58 @@
-"""`POST /v1/completions`: makes a plan of prompts, and writes the answer in OpenAI's shape."""
+"""`POST /v1/completions`: continues texts, in OpenAI's shape. `POST /invocations` also answers conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.errors import InvalidRequest
-from router.api.openai.choice_shape import ChoiceShape, merged
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.openai.answers import ChatCompletion, Completion
+from router.api.openai.chat import ChatShape, ChoiceShape, merged
+from router.api.openapi import documented
 from router.generation import (
     AnswerChoice,
-    AnswerPlan,
     Object,
-    Origin,
+    OpenAIFrames,
     Piece,
-    PlannedPrompt,
-    Service,
+    ServedModel,
     TokenWithLogprobs,
-    answer_grammar,
-    bad_words,
-    check_num_sequences,
-    fit,
-    make_plan,
-    num_kept,
-    num_prompt_logprobs,
-    truncated,
+    generation_call,
+    plan_chat,
+    plan_completion,
 )
-from router.request.fields import CompletionRequest
-from router.text import middle_form
+from router.request import COMPLETION_PATH, INVOCATIONS_PATH, Invocation
+from router.request.fields import ChatRequest, CompletionRequest
 
-DEFAULT_MAX_TOKENS = 16
-"""As OpenAI's API says of completions."""
-
-
-async def plan_completion(service: Service, fields: CompletionRequest, origin: Origin) -> AnswerPlan:
-    """Tokenise the prompts. Raises RequestError."""
-    service.check_model(fields.model)
-    fields.check()
-    sources = _sources(fields.prompt)
-    check_num_sequences(service, len(sources), max(fields.num_sampled, fields.num_beams))
-    grammar = await answer_grammar(service, fields, origin.key)
-    prompts = [await _prompt(service, fields, source, param) for source, param in sources]
-    return make_plan(
-        service,
-        fields,
-        origin,
-        prompts,
-        prefix="cmpl-",
-        num_prompt_logprobs=num_prompt_logprobs(service, fields, fields.echo_logprobs),
-        echo=bool(fields.echo),
-        grammar=grammar,
-        bad_words=await bad_words(service, fields),
-    )
+completion_routes = APIRouter(tags=["generate"])
 
 
-def _sources(prompt: str | list[int] | list[str] | list[list[int]]) -> list[tuple[str | list[int], str]]:
-    """Each prompt with the name of its field."""
-    if isinstance(prompt, str):
-        return [(prompt, "prompt")]
-    if not prompt:
-        raise InvalidRequest("prompt: must not be empty", param="prompt")
-    if isinstance(prompt[0], int):
-        return [([part for part in prompt if isinstance(part, int)], "prompt")]
-    return [(part, f"prompt[{i}]") for i, part in enumerate(prompt) if isinstance(part, str | list)]
+@completion_routes.post(COMPLETION_PATH, **documented(CompletionRequest, Completion, streams=True))
+async def completions(request: Request) -> Response:
+    """Continue a text."""
+    with generation_call(request) as call:
+        fields = await call.read(CompletionRequest)
+        model, plan = await call.plan(fields, plan_completion)
+        return call.answer(model, plan, OpenAIFrames(model, plan, CompletionShape(model, fields), call.log))
 
 
-async def _prompt(service: Service, fields: CompletionRequest, source: str | list[int], param: str) -> PlannedPrompt:
-    limit, text = service.max_model_len, service.text
-    echo = ""
-    if isinstance(source, str):
-        token_ids = await _encoded(service, fields, source)
-        echo = source if fields.echo else ""
-    else:
-        token_ids = source
-    if fields.suffix:
-        token_ids = await _around_middle(service, fields, token_ids)
-    wanted = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    token_ids = truncated(token_ids, fields, limit, max(1, wanted)) or _begin_of_text(service, param)
-    max_tokens = fit(len(token_ids), fields.max_tokens, limit, default=DEFAULT_MAX_TOKENS, param=param)
-    if not isinstance(source, str):
-        text.check_ids(token_ids, param=param)  # only after `fit` has bounded their number
-        if fields.echo:
-            echo = await text.decode(token_ids, skip_special_tokens=fields.skip_special_tokens is not False)
-    return PlannedPrompt(token_ids, max_tokens, echo)
-
-
-async def _encoded(service: Service, fields: CompletionRequest, source: str) -> list[int]:
-    """The tokens of a text prompt, which may be too long where it will be truncated."""
-    special = fields.add_special_tokens is not False
-    if fields.truncate_prompt_tokens is None:
-        return await service.text.encode(source, add_special_tokens=special, limit=service.max_model_len)
-    wanted = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    keep = 0 if fields.suffix else num_kept(fields, service.max_model_len, max(1, wanted))
-    most, side = service.max_tokenize_bytes, fields.truncation_side or "left"
-    return await service.text.encode(source, add_special_tokens=special, max_bytes=most, keep=keep, side=side)
-
-
-async def _around_middle(service: Service, fields: CompletionRequest, before: list[int]) -> list[int]:
-    """The prompt for the text between `before` and the suffix. Raises InvalidRequest for a model that cannot."""
-    form = middle_form(service.text.tokenizer)
-    if form is None:
-        raise InvalidRequest("suffix: this model has no tokens for a text behind its answer", param="suffix")
-    if fields.echo_logprobs is not None:
-        raise InvalidRequest("suffix: not allowed with echo and logprobs", param="suffix")
-    limit = service.max_model_len
-    after = await service.text.encode(fields.suffix or "", add_special_tokens=False, limit=limit)
-    opening = await service.text.encode("", add_special_tokens=True)  # where a text prompt has such tokens
-    begins = before[: len(opening)] == opening
-    return [*opening, *form.prompt(before[len(opening) :], after)] if begins else form.prompt(before, after)
-
-
-def _begin_of_text(service: Service, param: str) -> list[int]:
-    """The prompt in place of an empty one. Raises InvalidRequest for a model without such a token."""
-    bos = service.text.tokenizer.token_to_id(service.files.bos_token) if service.files.bos_token else None
-    if bos is None:
-        raise InvalidRequest(f"{param}: must not be empty", param=param)
-    return [bos]
+@completion_routes.post(
+    INVOCATIONS_PATH, **documented(ChatRequest | CompletionRequest, ChatCompletion | Completion, streams=True)
+)
+async def invocations(request: Request) -> Response:
+    """Answer a conversation, or continue a text: as the body has `messages` or a `prompt`."""
+    shape: ChatShape | CompletionShape
+    with generation_call(request) as call:
+        fields = await call.read(Invocation)
+        if isinstance(fields, ChatRequest):
+            model, plan = await call.plan(fields, plan_chat)
+            shape = ChatShape(model, fields)
+        else:
+            assert isinstance(fields, CompletionRequest)
+            model, plan = await call.plan(fields, plan_completion)
+            shape = CompletionShape(model, fields)
+        return call.answer(model, plan, OpenAIFrames(model, plan, shape, call.log))
 
 
 class CompletionShape(ChoiceShape):
@@ -121,8 +60,8 @@ class CompletionShape(ChoiceShape):
 
     object = chunk_object = "text_completion"
 
-    def __init__(self, service: Service, fields: CompletionRequest) -> None:
-        super().__init__(service, fields)
+    def __init__(self, model: ServedModel, fields: CompletionRequest) -> None:
+        super().__init__(model, fields)
         self._echo_has_logprobs = fields.echo_logprobs is not None
         self._skip_special = fields.skip_special_tokens is not False
         self.only_text = self._logprobs is None and not self._token_ids

@@ -16,7 +16,7 @@ from router.generation import (
     Object,
     Piece,
     RequestLog,
-    Service,
+    ServedModel,
     TokenWithLogprobs,
     event,
 )
@@ -38,7 +38,7 @@ class ResponsesFrames:
 
     def __init__(
         self,
-        service: Service,
+        model: ServedModel,
         fields: ResponsesRequest,
         plan: AnswerPlan,
         log: RequestLog,
@@ -47,8 +47,8 @@ class ResponsesFrames:
         stored: bool = False,
     ) -> None:
         self._fields, self._plan, self._log, self._keep, self._stored = fields, plan, log, keep, stored
-        self._parts = AnswerParts(service, plan.fields)
-        self._logprobs = LogprobShapes(service.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
+        self._parts = AnswerParts(model, plan.fields)
+        self._logprobs = LogprobShapes(model.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
         self._items: list[Object] = []
         self._text: list[str] = []
         self._arguments: list[str] = []

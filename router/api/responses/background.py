@@ -20,7 +20,16 @@ from router.access import Visit
 from router.api.responses.answers import ResponsesFrames
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.items import record_of
-from router.generation import KEEP_ALIVE, AnswerPlan, Exchange, Object, RequestLog, Service
+from router.generation import (
+    KEEP_ALIVE,
+    AnswerPlan,
+    Exchange,
+    FrontDoor,
+    GenerationCall,
+    Object,
+    RequestLog,
+    ServedModel,
+)
 from router.request import RESPONSES_PATH
 from router.stored import QUEUED, RUNNING, ResponseStore, StoredResponse, StoreFailed
 
@@ -158,8 +167,8 @@ class BackgroundAnswer:
 class BackgroundAnswers:
     """The answers in the background of this process: those that run, and for a while those that ended."""
 
-    def __init__(self, service: Service, store: ResponseStore) -> None:
-        self._service, self._store = service, store
+    def __init__(self, door: FrontDoor, store: ResponseStore) -> None:
+        self._door, self._store = door, store
         self._answers: dict[str, BackgroundAnswer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -186,7 +195,7 @@ class BackgroundAnswers:
 
     def check_room(self, owner: str) -> None:
         """Raises Overloaded when as many answers as allowed are being made, for all keys or for this one."""
-        most = self._service.config.max_background
+        most = self._door.config.max_background
         own = most if not owner else max(1, most // 2)
         running = [answer.owner for answer in self._answers.values() if not answer.ended.is_set()]
         num_own = running.count(owner)
@@ -198,15 +207,15 @@ class BackgroundAnswers:
             )
 
     async def start(
-        self, service: Service, fields: ResponsesRequest, given: bytes, plan: AnswerPlan, log: RequestLog
+        self, call: GenerationCall, model: ServedModel, fields: ResponsesRequest, given: bytes, plan: AnswerPlan
     ) -> BackgroundAnswer:
         """Begin to make an answer, which takes its visit's place among the key's. `given` are its stored input items.
 
         Raises StoreFailed, Overloaded.
         """
-        answer = BackgroundAnswer(fields, given, log.visit, log)
-        frames = ResponsesFrames(service, fields, plan, log, partial(self._keep, answer), stored=True)
-        exchange = Exchange(service, plan, frames, log)
+        answer = BackgroundAnswer(fields, given, call.visit, call.log)
+        frames = ResponsesFrames(model, fields, plan, call.log, partial(self._keep, answer), stored=True)
+        exchange = call.answer(model, plan, frames)
         self._loop = asyncio.get_running_loop()
         self.check_room(answer.owner)  # others may have come while this one was tokenised
         answer.response = frames.response(QUEUED)
@@ -223,7 +232,7 @@ class BackgroundAnswers:
         answer.on_growth = self._bound_events
         task = asyncio.create_task(self._run(answer, exchange, frames), name=f"{answer.id}-background")
         self._tasks.add(task)
-        self._service.num_active += 1
+        self._door.num_active += 1
         task.add_done_callback(self._on_done)
         return answer
 
@@ -256,7 +265,7 @@ class BackgroundAnswers:
         finally:
             answer.ended.set()
             answer.add(b"")  # wakes those who read
-            self._service.gate.leave(answer.visit)
+            self._door.gate.leave(answer.visit)
             if stored and answer.events is None:
                 self.forget(answer.id)
             else:
@@ -265,7 +274,7 @@ class BackgroundAnswers:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._service.num_active -= 1
+        self._door.num_active -= 1
         if not task.cancelled() and task.exception() is not None:
             log.error("an answer in the background was lost", exc_info=task.exception())
 

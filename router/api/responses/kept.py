@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from common.errors import InvalidRequest, RequestError, quoted
 from router.api.responses.fields import Item, ResponsesRequest
 from router.api.responses.items import conversation_items, input_items, listed, record_of, shown
-from router.generation import Object, Service
+from router.generation import AnswerPlan, FrontDoor, Object, RequestContext, ServedModel, plan_translated
 from router.request import BodyLease
 from router.request.fields import MAX_MESSAGES
 from router.stored import (
@@ -64,13 +64,13 @@ class UnknownResponse(NothingKept):
 class KeptResponses:
     """Owned by the application. Without a `store` nothing is kept."""
 
-    def __init__(self, service: Service, store: ResponseStore | None) -> None:
-        self._service, self._store = service, store
+    def __init__(self, door: FrontDoor, store: ResponseStore | None) -> None:
+        self._door, self._store = door, store
         self._background: BackgroundAnswers | None = None
         if store is not None:
             from router.api.responses.background import BackgroundAnswers
 
-            self._background = BackgroundAnswers(service, store)
+            self._background = BackgroundAnswers(door, store)
 
     @property
     def store(self) -> ResponseStore:
@@ -105,6 +105,16 @@ class KeptResponses:
         """Whether the response to this request is kept."""
         return self._store is not None and fields.store is not False
 
+    async def plan(self, model: ServedModel, fields: ResponsesRequest, context: RequestContext) -> AnswerPlan:
+        """Plan the chat request that the conversation so far and its new items mean. Raises RequestError."""
+        self.check(fields, context.key.name)
+        with self._door.bodies.lease() as lease:
+            past = await self.past(fields, context.key.name, lease)
+            if fields.background:  # its events are what is made of it, read or not
+                fields = fields.model_copy(update={"stream": True})
+            translate = partial(fields.as_chat, past)
+            return await plan_translated(model, fields, context, translate, is_long=fields.is_long(past))
+
     def check(self, fields: ResponsesRequest, owner: str) -> None:
         """Raises InvalidRequest for what the store does not allow, Overloaded for too much in the background."""
         for name in (PREVIOUS, "background"):
@@ -120,7 +130,7 @@ class KeptResponses:
         if not self.stores(fields):
             return b""
         write = partial(listed, fields, response_id)
-        return await self._service.text.apart(write) if fields.is_long(()) else write()
+        return await self._door.models.default.text.apart(write) if fields.is_long(()) else write()
 
     def keep(self, fields: ResponsesRequest, given: bytes, owner: str, response: Object) -> None:
         """Store a response that ended. Never waits; any thread may call."""
@@ -140,7 +150,7 @@ class KeptResponses:
 
     async def past(self, fields: ResponsesRequest, owner: str, lease: BodyLease) -> list[Item]:
         """The items of the conversation that a request goes on from, counted by the lease. Raises RequestError."""
-        name, most = fields.previous_response_id, self._service.config.max_body_bytes
+        name, most = fields.previous_response_id, self._door.config.max_body_bytes
         if not name:
             return []
         await self.background.settled(name, owner)
@@ -210,7 +220,7 @@ class KeptResponses:
     async def input_items(self, response_id: str, owner: str) -> list[Object]:
         """All that a response was made from, but its instructions. Raises RequestError."""
         try:
-            turns = await asked(self.store.turns_left(response_id, owner, 2 * self._service.config.max_body_bytes))
+            turns = await asked(self.store.turns_left(response_id, owner, 2 * self._door.config.max_body_bytes))
         except ConversationTooLong as long:
             raise InvalidRequest(str(long)) from long
         if not turns:
@@ -238,12 +248,12 @@ class KeptResponses:
 
     async def _settle_others(self, response_id: str, owner: str) -> bool:
         """Have the other processes of this router write what waits; False where there are none."""
-        siblings = self._service.siblings
+        siblings = self._door.siblings
         return siblings is not None and bool(await siblings.ask_all("/responses/settle", owner, id=response_id))
 
     async def _read(self, turns: Sequence[StoredTurn], read: Callable[[], T]) -> T:
         many = sum(len(turn.input) + len(turn.output) for turn in turns) > MANY_BYTES
-        return await self._service.text.apart(read) if many else read()
+        return await self._door.models.default.text.apart(read) if many else read()
 
 
 def _shown(record: StoredResponse, *, lapsed: bool) -> Object:

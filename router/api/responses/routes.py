@@ -14,16 +14,23 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import RETRY_AFTER_S, InvalidRequest, Unavailable
-from router.api.generate import serve
 from router.api.inner import CANCEL, DELETE, EVENTS
-from router.api.openai import DeletedResponse, InputItems, ResponseBody, plan_translated
+from router.api.openai import DeletedResponse, InputItems, ResponseBody
 from router.api.openapi import documented
 from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, flag, json_answer, number, order_of, owner_of, parameters
 from router.api.responses.answers import ResponsesFrames
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.items import page_of
 from router.api.responses.kept import KeptResponses
-from router.generation import STREAM_HEADERS, AnswerPlan, Exchange, Object, Origin, RequestLog, Service, service_of
+from router.generation import (
+    STREAM_HEADERS,
+    AnswerPlan,
+    FrontDoor,
+    GenerationCall,
+    ServedModel,
+    front_door_of,
+    generation_call,
+)
 from router.request import RESPONSES_PATH
 from router.stored import StoreFailed
 
@@ -59,32 +66,18 @@ def kept_of(request: Request) -> KeptResponses:
 async def respond(request: Request) -> Response:
     """Answer a conversation, in the shape of OpenAI's Responses API."""
     kept = kept_of(request)
-
-    async def plan(service: Service, fields: ResponsesRequest, origin: Origin) -> AnswerPlan:
-        kept.check(fields, origin.key.name)
-        with service.bodies.lease() as lease:
-            past = await kept.past(fields, origin.key.name, lease)
-            if fields.background:  # its events are what is made of it, read or not
-                fields = fields.model_copy(update={"stream": True})
-            translate = partial(fields.as_chat, past)
-            return await plan_translated(service, fields, origin, translate, is_long=fields.is_long(past))
-
-    async def answer(service: Service, fields: ResponsesRequest, plan: AnswerPlan, log: RequestLog) -> Response:
-        log.visit.left_out = fields.left_out
+    with generation_call(request) as call:
+        fields = await call.read(ResponsesRequest)
+        model, plan = await call.plan(fields, kept.plan)
+        call.visit.left_out = fields.left_out
         given, fields = await kept.given(fields, plan.id), fields.without_prompt()
         plan = replace(plan, body_bytes=plan.body_bytes + len(given))
         if fields.background:
-            return await _in_background(kept, service, fields, given, plan, log)
-        stores, owner = kept.stores(fields), log.visit.key.name
-
-        def keep(response: Object) -> None:
-            if stores:
-                kept.keep(fields, given, owner, response)
-
-        frames = ResponsesFrames(service, fields, plan, log, keep, stored=stores)
-        return Exchange(service, plan, frames, log, kept.written if stores else None)
-
-    return await serve(request, ResponsesRequest, plan, answer)
+            return await _in_background(kept, call, model, fields, given, plan)
+        if not kept.stores(fields):
+            return call.answer(model, plan, ResponsesFrames(model, fields, plan, call.log))
+        keep = partial(kept.keep, fields, given, call.visit.key.name)
+        return call.answer(model, plan, ResponsesFrames(model, fields, plan, call.log, keep, stored=True), kept.written)
 
 
 @response_routes.get(ONE, tags=TAGS, **SHOWN)
@@ -106,7 +99,7 @@ async def show(response_id: str, request: Request) -> Response:
             "the router that made it, until minutes after its end; ask without stream",
             param="stream",
         )
-    return _stream(request.app.state.service, answer, start)
+    return _stream(front_door_of(request), answer, start)
 
 
 @response_routes.delete(ONE, tags=TAGS, **documented(None, DeletedResponse))
@@ -137,23 +130,28 @@ async def list_input_items(response_id: str, request: Request) -> Response:
 
 
 async def _in_background(
-    kept: KeptResponses, service: Service, fields: ResponsesRequest, given: bytes, plan: AnswerPlan, log: RequestLog
+    kept: KeptResponses,
+    call: GenerationCall,
+    model: ServedModel,
+    fields: ResponsesRequest,
+    given: bytes,
+    plan: AnswerPlan,
 ) -> Response:
     """Begin to make a response in the background, and answer with its state."""
     try:
-        answer = await kept.background.start(service, fields, given, plan, log)
+        answer = await kept.background.start(call, model, fields, given, plan)
     except StoreFailed as failed:
         raise Unavailable(f"background: {failed}", param="background", retry_after_s=RETRY_AFTER_S) from failed
-    return _stream(service, answer, 0) if fields.stream else json_answer(answer.response)
+    return _stream(call.door, answer, 0) if fields.stream else json_answer(answer.response)
 
 
 async def _by_maker(request: Request, response_id: str, path: str, **params: str) -> Response | None:
     """The answer of that process of this router which makes a response in the background, if that is another one."""
-    service, owner = service_of(request), owner_of(request)
-    if service.siblings is None or kept_of(request).background.find(response_id, owner) is not None:
+    door, owner = front_door_of(request), owner_of(request)
+    if door.siblings is None or kept_of(request).background.find(response_id, owner) is not None:
         return None
     method = "GET" if path == EVENTS else "POST"
-    theirs = await service.siblings.ask(method, path, owner, {"id": response_id, **params})
+    theirs = await door.siblings.ask(method, path, owner, {"id": response_id, **params})
     if theirs is None:
         return None
     if path == EVENTS and theirs.status_code == HTTPStatus.OK:
@@ -166,6 +164,6 @@ async def _by_maker(request: Request, response_id: str, path: str, **params: str
     return Response(body, theirs.status_code, media_type=theirs.headers.get("content-type"))
 
 
-def _stream(service: Service, answer: BackgroundAnswer, start: int) -> Response:
-    events = answer.follow(start, service.config.keepalive_s)
+def _stream(door: FrontDoor, answer: BackgroundAnswer, start: int) -> Response:
+    events = answer.follow(start, door.config.keepalive_s)
     return StreamingResponse(events, headers={name.decode(): value.decode() for name, value in STREAM_HEADERS})

@@ -24,6 +24,8 @@ from common.model_files.resolve import resolve_model
 from common.wire.sampling_params import TokenLogprobs
 from router.dispatch.client import ANYONE, Caller, GenerationRequest, RequestTimeline, TokenEvent
 from router.dispatch.load import ClassLoad, DispatchLoad, WorkerLoad
+from router.generation.models import Models
+from router.generation.served_model import ServedModel
 from router.generation.tracing import Tracing
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
@@ -197,7 +199,9 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         name = config.served_model_name or files.model_id
         tracing = Tracing.of(config)
         if application is None:
-            app = build_app(engine, pipeline or text, files, config, RouterMetrics(name, engine.load), tracing=tracing)
+            metrics = RouterMetrics(name, engine.load)
+            model = ServedModel(engine, pipeline or text, files, config, metrics)  # type: ignore[arg-type]
+            app = build_app(config, Models.of_one(model), metrics, tracing=tracing)
         else:
             app = application(config)
         listener = listen("127.0.0.1", 0)
@@ -215,7 +219,7 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         if server.config.app.state.batches is not None:
             await server.config.app.state.batches.close()
         await server.config.app.state.responses.close()
-        server.config.app.state.service.gate.close()
+        server.config.app.state.front_door.gate.close()
         if tracing is not None:
             tracing.close()
 

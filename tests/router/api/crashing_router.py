@@ -14,6 +14,8 @@ from pathlib import Path
 from common.config import RouterConfig
 from common.model_files.resolve import resolve_model
 from router.dispatch.client import GenerationRequest, TokenEvent
+from router.generation.models import Models
+from router.generation.served_model import ServedModel
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
 from router.server.server import listen, serve, stop_on_signals
@@ -27,7 +29,9 @@ async def main(port: int, store: str) -> None:
     text = TextPipeline.from_files(files, threads=1)
     engine = Slow(Path(f"{store}.asked"))
     config = RouterConfig(model="tiny-random", response_store=store, batch_concurrency=3)
-    app = build_app(engine, text, files, config, RouterMetrics("tiny-random", engine.load))  # type: ignore[arg-type]
+    metrics = RouterMetrics("tiny-random", engine.load)
+    model = ServedModel(engine, text, files, config, metrics)  # type: ignore[arg-type]
+    app = build_app(config, Models.of_one(model), metrics)
 
     async def close() -> None:
         pass

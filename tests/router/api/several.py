@@ -13,26 +13,13 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.model_files.files import ModelFiles
-from router.generation.adapters import NO_ADAPTERS
+from router.generation.models import Models
+from router.generation.served_model import ServedModel
 from router.models.catalog import Catalog
 from router.models.models_file import ModelEntry, ModelTable, Split, settings_of
 from router.observe.metrics import RouterMetrics
-from router.server.serving import app_of_several
+from router.server.app import build_app
 from router.text.text_pipeline import TextPipeline
-
-
-@dataclass
-class Member:
-    """One model with a scripted engine."""
-
-    name: str
-    client: Any
-    text: TextPipeline
-    files: ModelFiles
-    config: RouterConfig
-    metrics: RouterMetrics
-    outlook: None = None
-    adapters: Any = NO_ADAPTERS
 
 
 @dataclass
@@ -73,19 +60,21 @@ def several(start: Any, tools: Any, files: ModelFiles, text: TextPipeline) -> St
         catalog = Catalog(ModelTable(changed, splits), ["org/small", "org/large"])
 
         def application(config: RouterConfig) -> FastAPI:
-            front = RouterMetrics("", None)
-            members = [
-                Member(
-                    name,
+            metrics = RouterMetrics("", None)
+            served = [
+                ServedModel(
                     engine,
                     text,
                     msgspec.structs.replace(files, model_id=f"org/{name}"),
                     own,
-                    RouterMetrics(name, engine.load, front=front),
+                    RouterMetrics(name, engine.load, front=metrics),
                 )
                 for (name, engine), own in zip(engines.items(), settings_of(config, catalog.entries), strict=True)
             ]
-            return app_of_several(config, catalog, members, front)
+            metrics.show_models([model.metrics for model in served])
+            app = build_app(config, Models(catalog, {model.name: model for model in served}), metrics)
+            app.state.front_door.gate.models.change({name: one.limits for name, one in catalog.entries.items()})
+            return app
 
         return Several(await start(application=application, **settings), **engines)
 

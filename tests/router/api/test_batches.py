@@ -250,7 +250,7 @@ async def test_a_key_that_is_gone_ends_its_batches(start: Any, tools: Any, tmp_p
     entry = '[[key]]\nname = "{}"\nsha256 = "{}"\n'
     path.write_text(entry.format("alice", digest_of(b"alice").hex()))
     running = await start(tools.Engine(hold_after=0), api_key_file=str(path), batch_concurrency=1)
-    gate = running.app.state.service.gate
+    gate = running.app.state.front_door.gate
     async with client_of(running, "alice") as sdk:
         batch = await made(sdk, [line("a"), line("b")])
         await tools.until(lambda: running.engine.requests)
@@ -274,7 +274,7 @@ async def test_a_router_that_ends_leaves_its_batches_to_the_next(start: Any, too
         hold_from(running, 5)
         batch = await made(sdk, [line(f"{i}") for i in range(20)])
         await tools.until(lambda: len(running.engine.requests) >= 7)
-    running.app.state.service.draining = True
+    running.app.state.front_door.draining = True
     await running.app.state.batches.close()
     assert len(running.engine.aborted) == 2
     again = await start(tools.Engine(), response_store=store)
@@ -294,7 +294,7 @@ async def test_a_draining_router_begins_nothing(start: Any, tools: Any) -> None:
         file = await sdk.files.create(file=("a", json.dumps(line("a")).encode()), purpose="batch")
         batch = await made(sdk, [line(f"{i}") for i in range(9)])
         await tools.until(lambda: len(running.engine.requests) == 2)
-        running.app.state.service.draining = True
+        running.app.state.front_door.draining = True
         running.app.state.batches.drain()
         running.engine.go.set()
         await tools.until(lambda: not running.app.state.batches.running[0])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.request import content_encoding
+from router.request import body as request_body
 
 BODY = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
 
@@ -30,13 +30,13 @@ async def post(running: Any, data: bytes, encoding: str, path: str = "/v1/comple
 
 
 @pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
-@pytest.mark.parametrize("num_spaces", [0, content_encoding.FIRST_BYTES, 3_000_000])
+@pytest.mark.parametrize("num_spaces", [0, request_body.FIRST_BYTES, 3_000_000])
 async def test_a_compressed_body(
     running: Any, encoding: str, encode: Callable[[bytes], bytes], num_spaces: int
 ) -> None:
     reply = await post(running, encode(BODY + b" " * num_spaces), encoding)
     assert reply.status_code == 200, reply.text
-    assert running.app.state.service.bodies.num_bytes == 0
+    assert running.app.state.front_door.bodies.num_bytes == 0
     assert (
         await post(running, encode(b'{"prompt": "hi"}' + b" " * num_spaces), encoding, "/tokenize")
     ).status_code == 200
@@ -54,8 +54,8 @@ async def test_a_bomb_is_not_decoded(
     """A body of twenty thousand bytes would be twenty million. Nothing beyond the bound is decoded."""
     running = await start(max_body_bytes=200_000)
     held: list[int] = []
-    service = running.app.state.service
-    lease = type(service.bodies.lease())
+    door = running.app.state.front_door
+    lease = type(door.bodies.lease())
     take = lease.take
 
     def watched(self: Any, num_bytes: int) -> None:
@@ -68,7 +68,7 @@ async def test_a_bomb_is_not_decoded(
     reply = await post(running, bomb, encoding)
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
     assert "when decoded" in reply.json()["error"]["message"]
-    assert max(held) <= 200_000 and service.bodies.num_bytes == 0
+    assert max(held) <= 200_000 and door.bodies.num_bytes == 0
 
 
 @pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
@@ -82,8 +82,8 @@ async def test_every_cut_into_parts(encoding: str, encode: Callable[[bytes], byt
             yield data[at : at + size]
         yield b""
 
-    pieces = [piece async for piece in content_encoding.decoded(parts(), encoding.lower().removeprefix("x-"), 10**6)]
-    assert b"".join(pieces) == whole and max(map(len, pieces)) <= content_encoding.DECODED_BYTES
+    pieces = [piece async for piece in request_body.decoded(parts(), encoding.lower().removeprefix("x-"), 10**6)]
+    assert b"".join(pieces) == whole and max(map(len, pieces)) <= request_body.DECODED_BYTES
 
 
 async def test_encoded_bytes_have_the_bound_too(start: Any) -> None:
@@ -102,7 +102,7 @@ async def test_encoded_bytes_have_the_bound_too(start: Any) -> None:
 
 async def test_decoded_bytes_count_among_those_of_all_bodies(start: Any) -> None:
     running = await start(max_body_bytes=2_000_000)
-    bodies = running.app.state.service.bodies
+    bodies = running.app.state.front_door.bodies
     bodies.num_bytes = bodies.max_bytes - 500_000
     reply = await post(running, gzip.compress(BODY + b" " * 1_000_000), "gzip")
     assert reply.status_code == 503 and bodies.num_bytes == bodies.max_bytes - 500_000

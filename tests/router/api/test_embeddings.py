@@ -200,7 +200,7 @@ async def test_special_tokens_stay_around_a_pair_that_is_cut(
 ) -> None:
     """What the model reads a score from may be the last of them."""
     task = ServedTask("score", "last", 1, sigmoid=True)
-    monkeypatch.setattr("router.generation.service.served_task", lambda *_: task)
+    monkeypatch.setattr("router.generation.served_model.served_task", lambda *_: task)
     running = await start(PoolingEngine(width=1), pipeline=framed)
     for path, body in (
         ("/v1/score", {"text_1": "ab", "text_2": "0123456789"}),

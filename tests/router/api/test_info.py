@@ -23,13 +23,13 @@ async def test_health_and_ready(start: Any, tools: Any) -> None:
 
 
 async def test_a_router_that_cannot_go_on_is_not_healthy(running: Any) -> None:
-    running.app.state.service.failure = lambda: "router task 'ticks' ended"
+    running.app.state.front_door.failure = lambda: "router task 'ticks' ended"
     assert (await running.http.get("/health")).status_code == 503
     assert (await running.http.get("/ping")).status_code == 503
 
 
 async def test_a_draining_router_takes_nothing_new(running: Any) -> None:
-    running.app.state.service.draining = True
+    running.app.state.front_door.draining = True
     assert (await running.http.get("/ready")).status_code == 503
     reply = await running.completion()
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
@@ -87,7 +87,7 @@ async def test_tokens_that_do_not_exist(running: Any) -> None:
     "most", [2_000, pytest.param(500_000, marks=pytest.mark.slow)]
 )  # different code reads bodies of each size
 async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.generation.service.Service.max_tokenize_bytes", most)
+    monkeypatch.setattr("router.generation.served_model.ServedModel.max_tokenize_bytes", most)
     http = (await start()).http
     ok, long = "é" * (most // 2), "é" * (most // 2) + "e"
     assert (await http.post("/tokenize", json={"prompt": ok})).json()["count"] == most
@@ -103,7 +103,7 @@ async def test_a_text_that_is_too_long_to_be_tokenised(start: Any, most: int, mo
 
 @pytest.mark.parametrize("most", [500, 125_000])
 async def test_too_many_ids_to_be_made_into_text(start: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.generation.service.Service.max_tokenize_bytes", 4 * most)
+    monkeypatch.setattr("router.generation.served_model.ServedModel.max_tokenize_bytes", 4 * most)
     http = (await start()).http
     assert (await http.post("/detokenize", json={"tokens": [104] * most})).json() == {"prompt": "h" * most}
     reply = await http.post("/detokenize", json={"tokens": [104] * (most + 1)})
@@ -112,10 +112,10 @@ async def test_too_many_ids_to_be_made_into_text(start: Any, most: int, monkeypa
 
 
 async def test_what_may_be_tokenised_grows_with_the_model(running: Any, start: Any, tools: Any) -> None:
-    service = running.app.state.service
-    assert (service.max_tokenize_bytes, service.max_detokenize_ids) == (2**20, 2**18)
-    service = (await start(tools.Engine(max_model_len=2**17))).app.state.service
-    assert (service.max_tokenize_bytes, service.max_detokenize_ids) == (2**21, 2**19)
+    model = running.app.state.front_door.models.default
+    assert (model.max_tokenize_bytes, model.max_detokenize_ids) == (2**20, 2**18)
+    model = (await start(tools.Engine(max_model_len=2**17))).app.state.front_door.models.default
+    assert (model.max_tokenize_bytes, model.max_detokenize_ids) == (2**21, 2**19)
 
 
 async def test_long_answers_are_written_beside_the_event_loop(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,9 @@ async def test_load_has_the_plan_of_a_router_that_makes_one(start: Any) -> None:
     running = await start(slo_ttft_ms=500.0, slo_quantile=0.9)
     assert (await running.http.get("/load")).json()["plan"] is None
     plan = Plan({"decode": PoolPlan(2, 3, 1, "KV blocks")}, Prediction(math.inf, 0.02), unmet="too dear")
-    running.app.state.service.outlook = lambda: Outlook(plan, OfferedLoad(rate=1.5), Fleet({}), (0.25, 0.0))
+    running.app.state.front_door.models.default.outlook = lambda: Outlook(
+        plan, OfferedLoad(rate=1.5), Fleet({}), (0.25, 0.0)
+    )
     reply = await running.http.get("/load")
     service_answers.Load.model_validate_json(reply.content, strict=True)
     assert reply.json()["plan"] == {

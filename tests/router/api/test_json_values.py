@@ -13,8 +13,8 @@ from common.errors import InvalidRequest
 from router.api.anthropic.fields import MessagesRequest
 from router.api.embeddings.fields import EmbeddingRequest
 from router.api.responses.fields import ResponsesRequest
+from router.request.body import parse_large
 from router.request.fields import ChatRequest, CompletionRequest
-from router.request.large_body import parse_large
 from router.text.conversation import template_messages
 from router.text.json_values import COUNTED_BYTES, MAX_VALUES, ValueCounter
 

@@ -15,10 +15,8 @@ from common.errors import InvalidRequest, RequestError
 from router.api.anthropic.fields import Block, CountTokensRequest, MessagesRequest
 from router.api.responses.fields import Item, Part, ResponsesRequest
 from router.request import body as request_body
-from router.request import large_body
-from router.request.body import LARGE_BYTES, parse
+from router.request.body import LARGE_BYTES, MAX_FIELD_BYTES, parse, parse_large
 from router.request.fields import MAX_PARTS, ChatRequest, CompletionRequest, ContentPart, DetokenizeRequest, Message
-from router.request.large_body import MAX_FIELD_BYTES, parse_large
 from router.text.text_threads import HUGE_TEXT
 
 MAX_LEN = 100_000
@@ -130,8 +128,7 @@ async def test_many_values_in_few_bytes_are_read_in_threads(
 
         return note
 
-    for where in (request_body, large_body):
-        monkeypatch.setattr(where, "validated", noted(where.validated))
+    monkeypatch.setattr(request_body, "validated", noted(request_body.validated))
     for model in (MessagesRequest, CountTokensRequest, ResponsesRequest):
         monkeypatch.setattr(model, "as_chat", noted(model.as_chat))
     monkeypatch.setattr(Message, "as_dict", noted(Message.as_dict))
@@ -181,11 +178,11 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(
 
 
 async def test_small_requests_do_not_wait_for_large_ones(running: Any, tools: Any) -> None:
-    service, opened = running.app.state.service, threading.Event()
-    blocked = asyncio.create_task(service.text.apart(opened.wait, HUGE_TEXT + 1))
+    text, opened = running.app.state.front_door.models.default.text, threading.Event()
+    blocked = asyncio.create_task(text.apart(opened.wait, HUGE_TEXT + 1))
     try:
         large = [asyncio.create_task(running.completion(prompt="hi", unknown=PADDING, max_tokens=2)) for _ in range(3)]
-        await tools.until(lambda: service.text.num_pending == 4)
+        await tools.until(lambda: text.num_pending == 4)
         assert (await running.completion(max_tokens=2)).status_code == 200
         assert not any(task.done() for task in large)
     finally:

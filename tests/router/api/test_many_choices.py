@@ -16,9 +16,9 @@ from common.errors import Unavailable
 from router.api.openai.chat import ChatShape
 from router.dispatch.client import GenerationRequest, TokenEvent
 from router.generation.answer_frames import OpenAIFrames
+from router.generation.budgets import TurnBudget
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.exchange import MANY_LOGPROBS
-from router.generation.turn_budget import TurnBudget
 
 from .conftest import Engine
 
@@ -133,7 +133,7 @@ async def test_log_probabilities_wait_for_a_turn_with_time_and_text_does_not(
 ) -> None:
     running = await start(turns)
     ticks = itertools.count()  # each job takes the whole time of a turn
-    running.app.state.service.logprob_turns = TurnBudget(1.0, clock=lambda: float(next(ticks)))
+    running.app.state.front_door.logprob_turns = TurnBudget(1.0, clock=lambda: float(next(ticks)))
     with_logprobs: list[int] = []
     text_alone: list[int] = []
     chunk = OpenAIFrames.chunk

@@ -6,20 +6,19 @@ import orjson
 import pytest
 
 from common.observe.averages import RecentQuantile
-from router.api.load_answer import own_load
-from router.api.merged_load import merged_load
+from router.api.load import merged_load, own_load
 from router.observe.recent_traffic import KINDS, SHARES
 
 
 async def test_one_process_alone_is_all(running: Any) -> None:
-    service = running.app.state.service
-    own = orjson.loads(orjson.dumps(own_load(service)))
+    door = running.app.state.front_door
+    own = orjson.loads(orjson.dumps(own_load(door)))
     assert orjson.loads(orjson.dumps(merged_load([own["load"]], [own["counts"]]))) == own["load"]
 
 
 async def test_two_processes(running: Any) -> None:
     await running.completion(max_tokens=8)
-    own = orjson.loads(orjson.dumps(own_load(running.app.state.service)))
+    own = orjson.loads(orjson.dumps(own_load(running.app.state.front_door)))
     other = orjson.loads(orjson.dumps(own))
     other["load"]["classes"][0] |= {"attainment": {"ttft": 0.5}, "oldest_wait_s": 9.0}
     own["load"]["classes"][0] |= {"attainment": {"ttft": 1.0}}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from router.api.load import joined_load
 from router.dispatch.load import ClassLoad, DispatchLoad
-from router.server.every_model import joined
 
 from .batching import client_of, ended, line, made
 from .several import Start
@@ -52,5 +52,5 @@ async def test_load_shows_the_goals_of_each_model(several: Start) -> None:
 
 def test_a_class_of_several_models_has_the_tightest_of_their_goals() -> None:
     loads = [DispatchLoad({}, (), {}, {}, {}, 0, classes=(ClassLoad("a", ttft_ms=t, tpot_ms=p),)) for t, p in GOALS]
-    (shown,) = joined(loads).classes
+    (shown,) = joined_load(loads).classes
     assert (shown.ttft_ms, shown.tpot_ms) == (200.0, 30.0)

@@ -119,7 +119,7 @@ async def test_what_a_client_does_not_read_waits_for_it(start: Any, tools: Any) 
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     )
     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    unread = running.app.state.service.unread
+    unread = running.app.state.front_door.unread
     await tools.until(lambda: unread.num_bytes > 0)
     answer = await reader.read()
     writer.close()

@@ -169,7 +169,7 @@ async def test_all_that_are_under_way_together_are_bounded(start: Any, tools: An
     assert "2,000,000" in refused.json()["error"]["message"] and refused.headers["retry-after"]
     running.engine.go.set()
     assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
-    assert running.app.state.service.prompt_logprob_budget._held == 0
+    assert running.app.state.front_door.prompt_logprobs._held == 0
     assert (await running.completion(**large)).status_code == 200
 
 

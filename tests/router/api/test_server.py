@@ -18,6 +18,8 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import Unavailable
+from router.generation.models import Models
+from router.generation.served_model import ServedModel
 from router.observe.metrics import RouterMetrics
 from router.server.app import build_app
 from router.server.server import listen, serve, stop_on_signals
@@ -31,7 +33,8 @@ class Served:
 
     def __init__(self, engine: Any, files: Any, text: Any) -> None:
         config = RouterConfig(model="tiny-random")
-        self.app = build_app(engine, text, files, config, RouterMetrics("tiny", engine.load))
+        metrics = RouterMetrics("tiny", engine.load)
+        self.app = build_app(config, Models.of_one(ServedModel(engine, text, files, config, metrics)), metrics)
         self.engine, self.closed = engine, False
         self.listener = listen("127.0.0.1", 0)
         url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
@@ -61,7 +64,7 @@ async def ask(served: Served, tools: Any) -> asyncio.Task[httpx.Response]:
 async def test_running_answers_finish(served: Served, tools: Any) -> None:
     request = await ask(served, tools)
     os.kill(os.getpid(), signal.SIGTERM)
-    await tools.until(lambda: served.app.state.service.draining)
+    await tools.until(lambda: served.app.state.front_door.draining)
     assert (await served.http.get("/ready")).status_code == 503
     assert (await served.http.post("/v1/completions", json={"prompt": "a"})).status_code == 503
     assert not served.closed
@@ -72,8 +75,8 @@ async def test_running_answers_finish(served: Served, tools: Any) -> None:
 
 
 async def test_answers_that_take_too_long_end_with_an_error(served: Served, tools: Any) -> None:
-    service = served.app.state.service
-    service.config = dataclasses.replace(service.config, drain_timeout_s=0.05)
+    door = served.app.state.front_door
+    door.config = dataclasses.replace(door.config, drain_timeout_s=0.05)
     request = await ask(served, tools)
     os.kill(os.getpid(), signal.SIGTERM)
     last = (await request).text.removesuffix("\n\n").rpartition("data: ")[2]
@@ -83,17 +86,17 @@ async def test_answers_that_take_too_long_end_with_an_error(served: Served, tool
 
 @pytest.mark.parametrize("in_time", [True, False])
 async def test_answers_in_the_background_finish_or_are_cancelled(served: Served, tools: Any, in_time: bool) -> None:
-    service, kept = served.app.state.service, served.app.state.responses
-    service.config = dataclasses.replace(service.config, drain_timeout_s=60.0 if in_time else 0.0)
+    door, kept = served.app.state.front_door, served.app.state.responses
+    door.config = dataclasses.replace(door.config, drain_timeout_s=60.0 if in_time else 0.0)
     body = {"input": "a", "max_output_tokens": 5, "background": True}
     name = (await served.http.post("/v1/responses", json=body)).json()["id"]
     await tools.until(lambda: kept.background.find(name, "").response["status"] == "in_progress")
     os.kill(os.getpid(), signal.SIGTERM)
-    await tools.until(lambda: service.draining)
+    await tools.until(lambda: door.draining)
     if in_time:
         served.engine.go.set()
     await served.task
-    again = store_of(service.config, lambda reason: None)
+    again = store_of(door.config, lambda reason: None)
     assert again is not None
     found, _ = await again.find(name, "") or (None, None)
     again.close()

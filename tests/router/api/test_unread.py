@@ -12,9 +12,9 @@ import pytest
 from common.errors import Unavailable
 from common.wire.sampling_params import SamplingParams, TokenLogprobs
 from router.dispatch.client import GenerationRequest, TokenEvent
+from router.generation.budgets import UnreadBudget
 from router.generation.generations import MAX_WAITING, Generations
-from router.generation.packed_logprobs import PackedLogprobs
-from router.generation.unread import UnreadBudget
+from router.generation.logprobs import PackedLogprobs
 
 from .conftest import Engine
 
@@ -131,7 +131,7 @@ class Flood(Engine):
 async def test_an_unread_stream_ends_with_an_error(start: Any, connect: Any) -> None:
     engine = Flood()
     running = await start(engine)
-    budget = running.app.state.service.unread = UnreadBudget(most=1_000_000)
+    budget = running.app.state.front_door.unread = UnreadBudget(most=1_000_000)
     reader, writer = await connect(running)
     reader._transport.pause_reading()
     body = b'{"prompt": "hi", "stream": true, "logprobs": 20, "max_tokens": 4000, "n": 2}'

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from common.wire.sampling_params import SamplingParams
-from router.api.load_answer import load_body
+from router.api.load import load_body
 from router.cli import top
 from router.cli.top import BAD, WARM, WIDTH, picture
 from router.dispatch.client import RequestTimeline

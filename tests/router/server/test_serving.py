@@ -60,45 +60,44 @@ async def serving(tmp_path: Path) -> AsyncIterator[Any]:
     yield make
     for one in made:
         await one.app.state.responses.close()
-        one.app.state.service.gate.close()
+        one.app.state.front_door.gate.close()
         await one.close()
 
 
 async def test_each_model_has_settings_of_its_own_and_all_share_the_threads(serving: Any) -> None:
     found, _ = serving()
-    small, large = found.app.state.service.models.services.values()
-    assert (small.model_name, large.model_name) == ("small", "large")
+    small, large = found.app.state.front_door.models.served.values()
+    assert (small.name, large.name) == ("small", "large")
     assert (small.config.tool_parser, large.config.tool_parser) == ("auto", "none")
     assert [one.config.classes["default"].tpot_s for one in (small, large)] == [0.0, 0.04]
     assert [one.dispatcher.core.has_prefill for one in found.models] == [True, False]
     assert small.text._threads is large.text._threads
-    assert small.gate is large.gate is found.app.state.service.gate
 
 
 async def test_one_model_of_a_file_has_no_front_and_no_census(serving: Any) -> None:
     found, _ = serving('[[model]]\nmodel = "tiny-random"\nname = "small"\naliases = ["old"]\n')
-    service = found.app.state.service
-    assert found.census is None and service.front is None
-    assert service.models.one("old") is service.models.one(None) is service
-    assert service.check_model("old") == "small" and service.check_model("tiny-random") == "tiny-random"
+    door = found.app.state.front_door
+    assert found.census is None and len(door.models.served) == 1
+    assert door.models.one("old") is door.models.one(None) is door.models.default
+    assert [door.models.name_of(name, "small") for name in ("old", "tiny-random")] == ["small", "tiny-random"]
 
 
 async def test_a_changed_file_changes_names_splits_and_limits(serving: Any, tmp_path: Path) -> None:
     found, file = serving()
-    service = found.app.state.service
-    watching = asyncio.create_task(service.gate.watch())
+    door = found.app.state.front_door
+    watching = asyncio.create_task(door.gate.watch())
     changed = FILE.replace('aliases = ["old"]', 'aliases = ["new"]\nrequests_per_minute = 5')
     changed += '[[split]]\nname = "chat"\nweights = {{ small = 1, large = 0 }}\n'
     file.write_text(changed.format(folder=tmp_path / "large"))
-    service.gate.reload()
+    door.gate.reload()
     async with asyncio.timeout(60):
-        while not service.models.catalog.has("new"):  # noqa: ASYNC110 (no event tells of it)
+        while not door.models.catalog.has("new"):  # noqa: ASYNC110 (no event tells of it)
             await asyncio.sleep(0.01)
     watching.cancel()
-    assert service.models.one("chat").model_name == service.models.one("new").model_name == "small"
-    assert service.gate.models._of_all["small"].quota.limits == Limits(requests_per_minute=5)
+    assert door.models.one("chat").name == door.models.one("new").name == "small"
+    assert door.gate.models._of_all["small"].quota.limits == Limits(requests_per_minute=5)
     with pytest.raises(ModelNotFound):
-        service.models.one("old")
+        door.models.one("old")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ async def test_other_models_need_a_restart(serving: Any, tmp_path: Path, old: st
     file.write_text(FILE.replace(old, new).format(folder=tmp_path / "large"))
     with pytest.raises(ConfigError, match="the same models"):
         await found._read_anew()
-    assert found.app.state.service.models.one("old").model_name == "small"
+    assert found.app.state.front_door.models.one("old").name == "small"
 
 
 PLANNED = FILE.replace('aliases = ["old"]', 'decode_deployment = "small-decode"\nmax_decode = 4\nprice_decode = 2.5')
@@ -216,7 +215,7 @@ def parts(tmp_path: Path) -> tuple[RouterPart, ...]:
 @pytest.mark.slow
 async def test_processes_of_a_router_grant_the_limits_of_a_model_together(serving: Any, parts: Any) -> None:
     text = FILE.replace('aliases = ["old"]', "requests_per_minute = 3")
-    gates = [serving(text, part=part)[0].app.state.service.gate for part in parts]
+    gates = [serving(text, part=part)[0].app.state.front_door.gate for part in parts]
     visits = [Visit(str(number), "POST", "/", "client", ANONYMOUS) for number in range(4)]
     for number, visit in enumerate(visits[:3]):
         gates[number % 2].models.enter(visit, "small")
@@ -237,20 +236,20 @@ async def test_a_process_that_is_started_again_goes_by_the_file_that_the_others_
     with pytest.raises(ConfigError, match="the same models"):
         await found._read_anew()
     again, _ = serving(None, part=parts[1])
-    assert again.app.state.service.models.one("new").model_name == "small"
-    assert not again.app.state.service.models.catalog.has("third")
+    assert again.app.state.front_door.models.one("new").name == "small"
+    assert not again.app.state.front_door.models.catalog.has("third")
     assert [again._source.watch.look() for _ in range(2)] == [True, False]  # it tries what the others refused, once
     with pytest.raises(ConfigError, match="the same models"):
         await again._read_anew()
     file.write_text("[[model]\n")
     third, _ = serving(None, part=parts[1])
-    assert third.app.state.service.models.one("new").model_name == "small"
+    assert third.app.state.front_door.models.one("new").name == "small"
 
 
 @pytest.mark.slow
 async def test_all_processes_say_the_same_of_a_model(serving: Any, parts: Any, tmp_path: Path) -> None:
     os.utime(tmp_path / LOCK, (1234, 1234))
-    assert [serving(part=part)[0].app.state.service.created for part in parts] == [1234, 1234]
+    assert [serving(part=part)[0].app.state.front_door.created for part in parts] == [1234, 1234]
 
 
 @pytest.mark.parametrize(("task", "missing"), [("embed", "prefill"), ("generate", "decode")])

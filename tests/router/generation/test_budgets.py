@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router.generation.turn_budget import TurnBudget
+from router.generation.budgets import TurnBudget
 
 
 class Work:

@@ -1,4 +1,4 @@
-"""One model of a router with all that it has of its own: workers, tokenizer, metrics, plan."""
+"""What runs behind one served model: its workers, tokenizer, metrics and plan."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Collection
 
 from common.config import RouterConfig
 from common.model_files import ModelFiles, served_task
-from router.dispatch import AdapterOrders, Dispatcher
-from router.generation import ServingClient
+from router.dispatch import Dispatcher
+from router.generation import ServedModel, ServingClient
 from router.observe import ENGINE, MeasuredClient, PlanCollector, PoolCollector, RouterMetrics, SLOWindow
-from router.planner import Budget, LoadWindow, Outlook, PlanLoop, SizingForecaster, scaler_of
+from router.planner import Budget, LoadWindow, PlanLoop, SizingForecaster, scaler_of
 from router.text import TextPipeline, TextThreads
 
 
-class ServedModel:
-    """Owned by the router's event loop: `start`, serve, `close`."""
+class ModelBackend:
+    """Owned by the router's event loop: `start`, serve, `close`. `served` is the model as the endpoints see it."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class ServedModel:
         load = LoadWindow(config.slo_quantile)
         self._plans = config.planner != "off"
         measures = window.has_goals or self._plans
-        self.client: ServingClient = self.dispatcher
+        client: ServingClient = self.dispatcher
         if measures:
-            self.client = MeasuredClient(self.dispatcher, window, load=load)
+            client = MeasuredClient(self.dispatcher, window, load=load)
         self.planning = PlanLoop(
             config,
             load,
@@ -62,16 +62,15 @@ class ServedModel:
             has_prefill=self.dispatcher.core.has_prefill,
         )
         self.metrics.registry.register(PlanCollector(lambda: self.planning.outlook, labels))
-
-    @property
-    def adapters(self) -> AdapterOrders:
-        """Its LoRA adapters."""
-        return self.dispatcher.adapters
-
-    @property
-    def outlook(self) -> Outlook | None:
-        """The planner's latest look."""
-        return self.planning.outlook
+        self.served = ServedModel(
+            client,
+            self.text,
+            files,
+            config,
+            self.metrics,
+            adapters=self.dispatcher.adapters,
+            outlook=lambda: self.planning.outlook,
+        )
 
     @property
     def failure(self) -> str:

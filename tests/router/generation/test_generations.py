@@ -11,7 +11,7 @@ import pytest
 from common.errors import DeadlineExceeded, Overloaded
 from common.wire.sampling_params import SamplingParams
 from router.dispatch.client import GenerationRequest, TokenEvent
-from router.generation.in_turn import InTurnClient
+from router.generation.generations import InTurnClient
 
 
 class Pools:

@@ -1,0 +1,198 @@
+"""The answer of `/load`: stages of requests, recent traffic, classes, workers, and the plan.
+
+Loads add up twice: those of several models in one process, and the answers of several processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from router.dispatch import ClassLoad, DispatchLoad
+from router.generation import FrontDoor, ServedModel
+from router.observe import Traffic, percentiles_of
+from router.planner import Goals, Outlook, goals_of
+
+Load = Mapping[str, Any]
+"""The answer of `/load`, as another process sent it."""
+K = TypeVar("K")
+N = TypeVar("N", int, float)
+
+OWN_OF_CLASS = ("num_in_flight", "num_waiting", "num_held", "num_refused")
+WORST_OF_CLASS = ("oldest_wait_s", "wait_limit_s")
+OWN_OF_WORKER = ("num_booked_requests", "num_dropped_frames", "num_unsent", "num_cuts")
+"""What each process has of its own; the rest is a view of the same workers."""
+
+
+def load_of(door: FrontDoor, model: ServedModel | None = None) -> dict[str, object]:
+    """The load of a model in this process, or of all."""
+    models = list(door.models.served.values()) if model is None else [model]
+    alone = models[0] if len(models) == 1 else None
+    load = joined_load([one.client.load() for one in models])
+    outlook, goals = (None, goals_of(door.config)) if alone is None else (alone.outlook(), goals_of(alone.config))
+    traffic = (door if alone is None else alone).metrics.traffic.summary(time.monotonic())
+    return load_body(load, outlook, goals, [_model(one) for one in models], traffic)
+
+
+def own_load(door: FrontDoor, model: ServedModel | None = None) -> dict[str, object]:
+    """The same with its times by kind and bucket, from which those of several processes are computed."""
+    metrics = (door if model is None else model).metrics
+    return {"load": load_of(door, model), "counts": metrics.traffic.counts(time.monotonic())}
+
+
+def _model(model: ServedModel) -> dict[str, object]:
+    """One model, with its own goals, classes and plan."""
+    outlook, goals = model.outlook(), goals_of(model.config)
+    return {
+        "id": model.name,
+        "max_model_len": model.max_model_len,
+        "ready": model.availability[0],
+        "goals": _tails(goals.ttft_s, goals.tpot_s),
+        "classes": model.client.load().classes,
+        "plan": None if outlook is None else _plan(outlook, goals),
+    }
+
+
+def load_body(
+    load: DispatchLoad,
+    outlook: Outlook | None,
+    goals: Goals,
+    models: Sequence[Mapping[str, object]],
+    traffic: Traffic,
+) -> dict[str, object]:
+    """For `orjson`, which writes dataclasses by itself, and infinity as null."""
+    return {
+        "server_load": sum(load.stages.values()),
+        "models": models,
+        "stages": load.stages,
+        "traffic": traffic,
+        "classes": load.classes,
+        "workers": load.workers,
+        "plan": None if outlook is None else _plan(outlook, goals),
+        "events": load.events,
+    }
+
+
+def _plan(outlook: Outlook, goals: Goals) -> dict[str, object]:
+    plan = outlook.plan
+    return {
+        "pools": plan.pools,
+        "quantile": goals.quantile,
+        "requests_per_s": outlook.load.rate,
+        "goals": _tails(goals.ttft_s, goals.tpot_s),
+        "predicted": _tails(plan.predicted.ttft_s, plan.predicted.tpot_s),
+        "measured": _tails(*outlook.measured_s),
+        "unmet": plan.unmet,
+        "held": plan.held,
+    }
+
+
+def _tails(ttft_s: float, tpot_s: float) -> dict[str, float]:
+    return {"ttft_ms": ttft_s * 1e3, "tpot_ms": tpot_s * 1e3}
+
+
+def joined_load(loads: Sequence[DispatchLoad]) -> DispatchLoad:
+    """The loads of several models as one: counts add up, and workers follow each other."""
+    if len(loads) == 1:
+        return loads[0]
+    return DispatchLoad(
+        stages=_sums(load.stages for load in loads),
+        workers=tuple(worker for load in loads for worker in load.workers),
+        num_retries=_sums(load.num_retries for load in loads),
+        num_failures=_sums(load.num_failures for load in loads),
+        num_choices=_sums(load.num_choices for load in loads),
+        num_stale_deltas=sum(load.num_stale_deltas for load in loads),
+        num_handovers=_sums(load.num_handovers for load in loads),
+        num_balanced=_sums(load.num_balanced for load in loads),
+        wait_limit_s=min(load.wait_limit_s for load in loads),
+        classes=tuple(_joined_class(of_class) for of_class in zip(*(load.classes for load in loads), strict=True)),
+        num_taken_back=sum(load.num_taken_back for load in loads),
+        num_policy_errors=sum(load.num_policy_errors for load in loads),
+        role_changes=_sums(load.role_changes for load in loads),
+        events=tuple(sorted((event for load in loads for event in load.events), key=lambda event: event.age_s)),
+    )
+
+
+def _joined_class(loads: Sequence[ClassLoad]) -> ClassLoad:
+    """A class in all models: the tightest of their goals, and the one that it met least, count."""
+    goals = dict.fromkeys(goal for load in loads for goal in load.attainment)
+    return replace(
+        loads[0],
+        ttft_ms=_tightest(load.ttft_ms for load in loads),
+        tpot_ms=_tightest(load.tpot_ms for load in loads),
+        num_in_flight=sum(load.num_in_flight for load in loads),
+        num_waiting=sum(load.num_waiting for load in loads),
+        num_held=sum(load.num_held for load in loads),
+        oldest_wait_s=max(load.oldest_wait_s for load in loads),
+        wait_limit_s=min(load.wait_limit_s for load in loads),
+        num_refused=sum(load.num_refused for load in loads),
+        attainment={goal: min(load.attainment[goal] for load in loads if goal in load.attainment) for goal in goals},
+    )
+
+
+def _tightest(goals_ms: Iterable[float]) -> float:
+    """The least of goals, of which 0 is none."""
+    return min(filter(None, goals_ms), default=0.0)
+
+
+def merged_load(loads: Sequence[Load], counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
+    """Merge the `loads` of all processes, the asked one first, with their times by kind and bucket.
+
+    Requests, rates and times are those of all. The state of workers, plan and events are the first process's view.
+    """
+    first, *_ = loads
+    weights = [load["traffic"]["ttft"]["num"] for load in loads]
+    times = {
+        kind: [sum(bucket) for bucket in zip(*filter(None, _each(counts, kind)), strict=True)] for kind in counts[0]
+    }
+    rates = _sums(load["traffic"]["rates"] for load in loads)
+    return {
+        **first,
+        "models": [_merged_model(one, loads, weights) for one in first["models"]],
+        "server_load": sum(load["server_load"] for load in loads),
+        "stages": _sums(load["stages"] for load in loads),
+        "traffic": {**first["traffic"], "rates": rates, **percentiles_of(times)},
+        "classes": _merged_classes([load["classes"] for load in loads], weights),
+        "workers": [_merged_worker(one, loads) for one in first["workers"]],
+    }
+
+
+def _merged_model(first: Load, loads: Sequence[Load], weights: Sequence[int]) -> dict[str, Any]:
+    same = [next((one for one in load["models"] if one["id"] == first["id"]), first) for load in loads]
+    return {**first, "classes": _merged_classes([one["classes"] for one in same], weights)}
+
+
+def _merged_classes(told: Sequence[Sequence[Load]], weights: Sequence[int]) -> list[dict[str, Any]]:
+    return [_merged_class(one, told, weights) for one in told[0]]
+
+
+def _merged_class(first: Load, told: Sequence[Sequence[Load]], weights: Sequence[int]) -> dict[str, Any]:
+    """A share that met a goal is weighed by the answers that each process gave lately."""
+    same = [next((one for one in classes if one["name"] == first["name"]), first) for classes in told]
+    attained = {}
+    for goal in first["attainment"]:
+        total = sum(weights)
+        pairs = zip(weights, same, strict=True)
+        of_all = sum(weight * one["attainment"].get(goal, 1.0) for weight, one in pairs)
+        attained[goal] = of_all / total if total else first["attainment"][goal]
+    sums = {name: sum(_each(same, name)) for name in OWN_OF_CLASS}
+    return {**first, **sums, **{name: max(_each(same, name)) for name in WORST_OF_CLASS}, "attainment": attained}
+
+
+def _merged_worker(first: Load, loads: Sequence[Load]) -> dict[str, Any]:
+    same = [one for load in loads for one in load["workers"] if one["address"] == first["address"]]
+    return {**first, **{name: sum(_each(same, name)) for name in OWN_OF_WORKER}}
+
+
+def _sums(counts: Iterable[Mapping[K, N]]) -> dict[K, N]:
+    total: Counter[K] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(total)
+
+
+def _each(ones: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    return [one[name] for one in ones]

@@ -1,0 +1,84 @@
+"""A request to a generation endpoint, from its body to the plan of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
+
+from common.errors import RequestError
+from common.model_files import Task
+from router.access import HEADER, Visit, class_of
+from router.generation.answer_frames import Frames
+from router.generation.context import RequestContext
+from router.generation.exchange import Exchange
+from router.generation.front_door import front_door_of
+from router.generation.models import Asked, Plan, choose_model
+from router.generation.plan import AnswerPlan
+from router.generation.served_model import ServedModel
+
+F = TypeVar("F", bound=Asked)
+M = TypeVar("M", bound=BaseModel)
+
+
+@contextmanager
+def generation_call(request: Request) -> Iterator[GenerationCall]:
+    """A request to a generation endpoint: logs the error that ends it, and releases the memory of its body."""
+    call = GenerationCall(request)
+    try:
+        yield call
+    except ClientDisconnect:
+        call.log.client_gone()
+        call.log.end()
+        raise
+    except RequestError as error:
+        call.door.add_retry_after(error)
+        call.log.fail(error)
+        call.log.end()
+        raise
+    finally:
+        call.lease.release()
+
+
+class GenerationCall:
+    """One request: `read` its body, `plan` its answer at a model, and `answer` it."""
+
+    def __init__(self, request: Request) -> None:
+        self.door = front_door_of(request)
+        self.visit: Visit = request.state.visit
+        self.log, self._traceparent = self.door.begin(self.visit, request.headers)
+        self._request, self.lease = request, self.door.bodies.lease()
+
+    async def read(self, fields: type[M]) -> M:
+        """The body as checked `fields`. Raises RequestError, and ClientDisconnect when the client leaves meanwhile."""
+        return await self.door.reader.read(self._request, fields, self.lease)
+
+    async def plan(self, fields: F, plan: Plan[F], *tasks: Task) -> tuple[ServedModel, AnswerPlan]:
+        """Choose a model that is served for one of `tasks`, or without any to generate text, and plan the answer.
+
+        Raises RequestError.
+        """
+        asked = (self._request.headers.get(HEADER, ""), fields.request_class, fields.tier)
+        request_class = class_of(self.door.config.classes, self.visit.key, *asked)
+        self.log.request_class = request_class.name
+        salt = self.visit.key.salt(fields.cache_salt or "")
+        context = RequestContext(self.visit.key, request_class, salt, self._traceparent)
+        model, planned = await choose_model(
+            self.door.models, self.door.gate, self.log, fields, context, plan, tasks or ("generate",)
+        )
+        self.door.gate.take_prompt(self.visit, planned.num_prompt_tokens)
+        return model, replace(planned, body_bytes=self.lease.rest_bytes)
+
+    def answer(
+        self,
+        model: ServedModel,
+        plan: AnswerPlan,
+        frames: Frames,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> Exchange:
+        """The response that generates the answer and writes its `frames`; `before_end`: see `Exchange`."""
+        return Exchange(self.door, model, plan, frames, self.log, before_end)

@@ -1,0 +1,113 @@
+"""What a router has once, for all of its models: keys, limits, memory budgets, metrics, and its state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from common.config import RouterConfig
+from common.errors import RETRY_AFTER_S, RequestError, Unavailable
+from router.access import ApiKey, Gate, Pace, Visit
+from router.dispatch import Caller
+from router.generation.budgets import LogprobBudget, TurnBudget, UnreadBudget
+from router.generation.models import Models
+from router.generation.request_log import RequestLog
+from router.generation.tracing import Tracing
+from router.observe import RouterMetrics
+from router.request import BodyBudget, BodyReader
+
+if TYPE_CHECKING:  # only routers of several processes need its HTTP client
+    from router.siblings import Siblings
+
+
+@dataclass
+class FrontDoor:
+    """The entrance of a router. Each of its `models` is a `ServedModel`.
+
+    `config` and `metrics` are the router's; with a single model they are also that model's. `draining` refuses new
+    requests, and `num_active` counts HTTP requests that are being answered. `is_loopback`: clients connect to a
+    loopback address. `failure` returns why this process must be restarted; "" while it is healthy. `siblings` are the
+    other processes that serve the port; None for a router of one process.
+    """
+
+    models: Models
+    config: RouterConfig
+    metrics: RouterMetrics
+    gate: Gate
+    failure: Callable[[], str] = str
+    tracing: Tracing | None = None
+    siblings: Siblings | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    is_loopback: bool = False
+    num_active: int = 0
+    pace: Pace = field(default_factory=Pace)
+    bodies: BodyBudget = field(init=False)
+    reader: BodyReader = field(init=False)
+    prompt_logprobs: LogprobBudget = field(default_factory=LogprobBudget)
+    unread: UnreadBudget = field(default_factory=UnreadBudget)
+    logprob_turns: TurnBudget = field(default_factory=TurnBudget)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBudget(self.config.max_body_bytes)
+        served = self.models.served.values()
+        self.reader = BodyReader(
+            self.models.default.text,
+            lambda: max(model.max_model_len for model in served),
+            lambda: max(model.max_detokenize_ids for model in served),
+        )
+
+    def begin(self, visit: Visit, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
+        """The log of a request to a generation endpoint, and the `traceparent` for its workers."""
+        log = RequestLog(self.metrics, visit)
+        if self.tracing is None:
+            return log, headers.get("traceparent", "")
+        trace = log.trace = self.tracing.begin(visit.path, headers, visit.began)
+        return log, trace.traceparent
+
+    def check_open(self) -> None:
+        """Raises Unavailable while the process is about to end."""
+        if self.draining:
+            raise Unavailable("this router is shutting down", retry_after_s=RETRY_AFTER_S)
+
+    def check_capacity(self, is_longer: Callable[[int], bool], caller: Caller) -> None:
+        """Raises RequestError if the only model has no capacity. Of several models only the body names one."""
+        if len(self.models.served) == 1:
+            self.models.default.client.check_room(is_longer, caller)
+
+    def add_retry_after(self, error: RequestError) -> None:
+        """Add a `Retry-After` estimate to a capacity error that has none."""
+        unknown = error.retry_after_s is None or error.retry_after_s <= RETRY_AFTER_S
+        if error.status in (429, 503) and unknown and not self.draining:
+            seconds = self.pace.drain_s(self.num_active, time.monotonic())
+            error.retry_after_s = error.retry_after_s if seconds is None else max(RETRY_AFTER_S, seconds)
+
+    @property
+    def has_workers(self) -> tuple[bool, str]:
+        """Whether workers of some model would answer a request now, and which models lack workers."""
+        found = {name: model.availability for name, model in self.models.served.items()}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        lacking = "; ".join(f"{name}: {why}" for name, (_, why) in found.items() if why)
+        return any(is_ready for is_ready, _ in found.values()), lacking
+
+    @property
+    def ready(self) -> tuple[bool, str]:
+        """Whether this router serves requests, and if not, why."""
+        return (False, "this router is shutting down") if self.draining else self.has_workers
+
+
+def key_of(request: Request) -> ApiKey:
+    """The key that the request came with."""
+    visit: Visit = request.state.visit
+    return visit.key
+
+
+def front_door_of(request: Request) -> FrontDoor:
+    """The front door of the application that got the request: all applications share the endpoints."""
+    door: FrontDoor = request.app.state.front_door
+    return door

@@ -1,0 +1,60 @@
+"""A short cut for generation requests past the layers of FastAPI, which do nothing for their endpoints.
+
+Without it, a short request (100 prompt tokens, 4 output tokens) takes 0.94 ms of CPU time in the application instead of
+0.77 ms. The router as a process then serves 650 such requests per CPU second instead of 709 (medians of five rounds in
+turns, `python -m benchmarks.router --only short`).
+
+The endpoints do not depend on it: `RouterApp.short_cut = None` has FastAPI call them, with the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.errors import RequestError
+from router.request import GENERATING
+from router.request.errors import CLIENT_CLOSED, error_response
+from router.server.entrance import generates
+
+
+class RouterApp(FastAPI):
+    """FastAPI with the short cut."""
+
+    short_cut: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.short_cut is not None and scope["type"] == "http" and generates(scope):
+            scope["app"] = self
+            await self.short_cut(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+class GeneratingEndpoints:
+    """An ASGI application of the endpoints that generate, by path. Lines of batches use it too."""
+
+    def __init__(self, app: FastAPI, routes: Iterable[BaseRoute]) -> None:
+        self._app = app
+        self._endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            route.path: route.endpoint
+            for route in routes
+            if isinstance(route, APIRoute) and route.path in GENERATING and "POST" in (route.methods or ())
+        }
+        assert self._endpoints.keys() == GENERATING
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self._app
+        try:
+            response = await self._endpoints[scope["path"]](Request(scope, receive))
+        except RequestError as error:
+            response = error_response(error.with_traceback(None))  # a traceback refers to frames, which have the body
+        except ClientDisconnect:
+            response = Response(status_code=CLIENT_CLOSED)  # never sent
+        await response(scope, receive, send)
