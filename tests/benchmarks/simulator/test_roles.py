@@ -15,7 +15,7 @@ from benchmarks.simulator.workers.process import ROLE_DRAIN_S
 from benchmarks.simulator.world.scenario import Scenario, read_scenario
 from common.wire.messages import ChangeRole, WorkerHeartbeat
 from router.dispatch import role_changes
-from router.planner import sizing_forecaster
+from router.planner import split
 
 PREFILL = {"coefficients": {"fixed_s": 0.01, "token_s": 2e-4}, "start_s": 1.0, "role_change_s": 0.1}
 DECODE = {"coefficients": {"fixed_s": 0.04, "row_s": 0.002, "token_s": 2e-4}, "start_s": 1.0, "role_change_s": 0.1}
@@ -31,7 +31,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Role changes come sooner than by default."""
     monkeypatch.setattr(role_changes, "CHANGE_AFTER_S", 1.0)
     monkeypatch.setattr(role_changes, "CHANGE_INTERVAL_S", 3.0)
-    monkeypatch.setattr(sizing_forecaster, "CHANGE_INTERVAL_S", 3.0)
+    monkeypatch.setattr(split, "CHANGE_INTERVAL_S", 3.0)
 
 
 def alternating(**values: Any) -> Scenario:
