@@ -68,7 +68,7 @@ class GuardedPolicy(Policy):
         self, prefill: Sequence[Worker], decode: Sequence[Worker], shape: RequestShape, now: float
     ) -> Choice | None:
         try:
-            choice = self._policy.choose(prefill, decode, shape, now)
+            choice = self._policy.choose(_trusted(prefill), _trusted(decode), shape, now)
             if choice is None:
                 return None
             if why := misfit(choice, prefill, decode, shape):
@@ -84,7 +84,7 @@ class GuardedPolicy(Policy):
         self, prefill: Sequence[Worker], decode: Worker, shape: RequestShape, now: float
     ) -> Worker | None:
         try:
-            first = self._policy.choose_prefill(prefill, decode, shape, now)
+            first = self._policy.choose_prefill(_trusted(prefill), decode, shape, now)
             if first is not None and (why := misfit(Choice(first, decode), prefill, [decode], shape)):
                 raise ValueError(why)
             return first
@@ -98,3 +98,9 @@ class GuardedPolicy(Policy):
             self._logged_at = now
             name = type(self._policy).__qualname__
             log.error("routing policy %s failed, the built-in one decides: %r", name, error, exc_info=error)
+
+
+def _trusted(workers: Sequence[Worker]) -> Sequence[Worker]:
+    """The workers that have not failed several requests in a row, if there are any: one that fails fast looks idle."""
+    trusted = [worker for worker in workers if not worker.life.suspect]
+    return trusted or workers

@@ -34,7 +34,6 @@ FAMILIES = (
             **{"topk_method": "greedy", "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
         },
         decoder="deepseek",
-        mlp_bias="mlp_bias",
         experts=ExpertFacts(
             read=partial(
                 grouped_experts,

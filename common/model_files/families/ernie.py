@@ -48,7 +48,6 @@ FAMILIES = (
         defaults=sizes(103424, 1024, 3072, 18, 16, 2, 131072)
         | {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
         renamed=(("use_bias", "attention_bias"), ("use_bias", "mlp_bias")),
-        mlp_bias="mlp_bias",
         neighbours=True,
         gguf=GGUFFacts(architecture="ernie4_5"),
     ),

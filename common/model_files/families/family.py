@@ -137,7 +137,7 @@ class Family:
     qk_norm: Literal["", "head", "heads", "use_qk_norm"] = ""
     qkv_bias: bool | str = "attention_bias"
     output_bias: bool | str = "attention_bias"
-    mlp_bias: bool | str = False
+    mlp_bias: bool | str = "mlp_bias"
     fused_qkv: bool = False
     fused_gate_up: bool = False
     sinks: bool = False

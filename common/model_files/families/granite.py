@@ -22,7 +22,6 @@ FAMILIES = (
     Family(
         model_type="granite",
         defaults=LLAMA.defaults,
-        mlp_bias="mlp_bias",
         attention_scale=_scale,
         gguf=GGUFFacts(architecture="granite", interleaves=True),
     ),

@@ -7,7 +7,6 @@ from common.model_files.families.family import Family, GGUFFacts, sizes
 LLAMA = Family(
     model_type="llama",
     defaults=sizes(32000, 4096, 11008, 32, 32, None, 2048),
-    mlp_bias="mlp_bias",
     gguf=GGUFFacts(architecture="llama", interleaves=True),
 )
 FAMILIES = (LLAMA,)

@@ -1,4 +1,4 @@
-"""The model families that are served. A new family is added to `FAMILIES` here."""
+"""The model families that are served. A new maker is added to `FAMILIES` here."""
 
 from __future__ import annotations
 

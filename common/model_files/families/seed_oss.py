@@ -10,7 +10,6 @@ FAMILIES = (
         defaults=sizes(155136, 4096, 27648, 64, 80, 8, 524288)
         | {"head_dim": 128, "attention_bias": True, "attention_out_bias": False},
         output_bias="attention_out_bias",
-        mlp_bias="mlp_bias",
         gguf=GGUFFacts(architecture="seed_oss", norms={**GGUF_NORMS, "before_mlp": "post_attention_norm"}),
     ),
 )

@@ -9,7 +9,6 @@ FAMILIES = (
         model_type="smollm3",
         defaults=sizes(128256, 2048, 11008, 36, 16, 4, 32768)
         | {"rope_theta": 2e6, "tie_word_embeddings": True, "use_sliding_window": False, "no_rope_layer_interval": 4},
-        mlp_bias="mlp_bias",
         windows=Windows(asked_for=True),
         rotates="listed",
         gguf=GGUFFacts(architecture="smollm3", interleaves=True),

@@ -27,6 +27,7 @@ from router.cli.serve.probe import claim_port, reachable_host
 from router.cli.serve.processes import ServePlan, read_plan
 from router.cli.serve.supervisor import Supervisor
 from router.models import Catalog, table_of
+from router.policy import load_policy
 from router.request import CHAT_PATH, EMBEDDINGS_PATH, SCORE_PATH
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `diptych serve`."""
     try:
         plan = read_plan(sys.argv[1:] if argv is None else argv)
+        load_policy(plan.router.routing_policy, plan.router.local_prefill_threshold)  # refused before models are loaded
         port = claim_port(plan.router.host, plan.router.port)
         plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, port=port))
         setup_logging("serve", plan.router.log_level, plan.router.log_json)

@@ -85,7 +85,7 @@ def test_a_class_of_a_module_is_a_policy(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     (
-        ("best", "one of diptych, random, round-robin, least-loaded, prefix-only, or module:Class"),
+        ("best", f"one of {', '.join(POLICIES)}, or module:Class"),
         ("no_such_module:Mine", "No module named 'no_such_module'"),
         ("bad_policies:Mine", "division by zero"),
         ("own_policies:Missing", "no attribute 'Missing'"),
@@ -202,3 +202,16 @@ def test_a_new_prefill_worker_is_guarded_too() -> None:
     assert policy.choose_prefill(prefill, decode[0], SHAPE, 0.0) is prefill[1] and len(errors) == 1
     policy, errors = guarded(ValueError())
     assert policy.choose_prefill(prefill, decode[0], SHAPE, 0.0) is prefill[1] and len(errors) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name] is not RoutingPolicy])
+def test_workers_that_keep_failing_are_left_out_while_there_are_others(name: str) -> None:
+    """They fail fast, and so look idle."""
+    (prefill, decode), policy = workers(), GuardedPolicy(load_policy(name, 64, Random(3)))
+    decode[0].life.suspect = prefill[0].life.suspect = True
+    for _ in range(20):
+        choice = policy.choose(prefill, decode, SHAPE, 0.0)
+        assert choice is not None and choice.prefill in (None, prefill[1]) and choice.decode is decode[1]
+        assert policy.choose_prefill(prefill, decode[1], SHAPE, 0.0) in (None, prefill[1])
+    decode[1].life.suspect = prefill[1].life.suspect = True
+    assert policy.choose(prefill, decode, SHAPE, 0.0) is not None
