@@ -37,7 +37,7 @@ class HermesFormat(CallFormat):
     marks = (OPEN, CLOSE)
     openings = (OPEN,)
     layouts = (LAYOUT,)
-    rendered_call = rf"<tool_call>(?s:.{{0,80}}){PROBE_NAME}"
+    rendered_call = rf"<tool_call>\s*\{{(?s:.{{0,80}}){PROBE_NAME}"
 
     def grammar(self, wanted: Wanted, spell: Spell) -> str:
         before, rules = opening(spell(OPEN))

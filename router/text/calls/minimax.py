@@ -25,7 +25,7 @@ PARAMETER = '<parameter name="'
 class MiniMaxFormat(TaggedFormat):
     name = "minimax"
     marks = (OPEN, CLOSE)
-    rendered_call = rf'{INVOKE}{PROBE_NAME}">'
+    rendered_call = rf'{OPEN}\s*{INVOKE}{PROBE_NAME}">'
     openings = (OPEN,)
     tags = ArgumentTags(PARAMETER, '">', "", END_PARAMETER)
     _begun: ClassVar[tuple[str | PatternPart, ...]] = (

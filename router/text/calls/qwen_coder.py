@@ -35,7 +35,7 @@ class QwenCoderFormat(TaggedFormat):
     marks = (OPEN, CLOSE)
     rendered_call = rf"{FUNCTION}{PROBE_NAME}>"
     openings: ClassVar[tuple[str, ...]] = (OPEN, FUNCTION)
-    tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, lined=True)
+    tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, lined=True, python=True)
     layouts = function_layouts(OPEN, CLOSE)
 
     def called(self, name: str, arguments: str, spell: Spell) -> str:

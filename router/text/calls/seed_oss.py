@@ -22,5 +22,5 @@ class SeedOSSFormat(QwenCoderFormat):
     marks = (OPEN, CLOSE)
     rendered_call = rf"{OPEN}\s*{FUNCTION}{PROBE_NAME}>"
     openings = (OPEN, FUNCTION)
-    tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, python=True)
+    tags = ArgumentTags(PARAMETER, ">", "", END_PARAMETER, python=True, writes_python=True)
     layouts = function_layouts(OPEN, CLOSE)

@@ -62,7 +62,7 @@ class ArgumentTags:
     """The tags of an argument: `open` KEY `key_end`, white space, `value` VALUE `close`.
 
     `lined`: a line break after the last opening tag and one before the closing one do not belong to the value.
-    `python`: lists and dictionaries are in Python's syntax.
+    `python`: lists and dictionaries may be in Python's syntax; with `writes_python` the model was taught no other.
     """
 
     open: str
@@ -71,6 +71,7 @@ class ArgumentTags:
     close: str
     lined: bool = False
     python: bool = False
+    writes_python: bool = False
 
 
 class TaggedFormat(CallFormat):
@@ -121,7 +122,7 @@ class TaggedFormat(CallFormat):
             return []
         if not isinstance(given, dict):
             return []
-        return [(key, as_text(value, python=self.tags.python)) for key, value in given.items()]
+        return [(key, as_text(value, python=self.tags.writes_python)) for key, value in given.items()]
 
 
 class _ValueEnd:

@@ -19,11 +19,13 @@ from ...templates import (
     KIMI,
     LLAMA3,
     LLAMA3_SINGLE,
+    MEMBERS,
     MISTRAL,
     PLAIN,
     STRICT,
     TEMPLATES,
     VARIANTS,
+    template,
 )
 
 NAMES = tuple(dict.fromkeys(each.name for each in FORMATS))
@@ -59,7 +61,14 @@ def test_the_form_is_that_of_the_template(name: str) -> None:
     assert scanner.push(shown) and scanner.num_calls == 1, "its own calls can be read"
 
 
-@pytest.mark.parametrize("source", [PLAIN, STRICT, None])
+OTHER_MINIMAX = template(
+    ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="{{ f.name }}">'
+    + MEMBERS + "<{{ k }}>{{ v }}]<]minimax[>[</{{ k }}>{% endfor %}]<]minimax[>[</invoke>"
+)  # fmt: skip
+"""A format that no scanner here reads, though it has tags of others."""
+
+
+@pytest.mark.parametrize("source", [PLAIN, STRICT, OTHER_MINIMAX, None])
 def test_a_template_without_calls_gets_them_in_words(source: str | None) -> None:
     dialect = dialect_of(ChatTemplate(source))
     assert not dialect.native and dialect.format.name == "hermes"

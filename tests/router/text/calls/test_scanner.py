@@ -181,6 +181,8 @@ VARIANTS: list[tuple[str, str, list[Item]]] = [
                     "<parameter=days>\n[]\n</parameter>\n</function>\n</tool_call>",
      [("get_weather", '{"city": "\\n a\\n<b> \\n", "days": []}')]),
     ("qwen3-coder", f"<tool_call><function=get_weather>{PARIS}{PARIS}</function></tool_call>", [IN_PARIS]),
+    ("qwen3-coder", "<tool_call>\n<function=now>\n<parameter=a>\n['x', None]\n</parameter>\n</function>\n</tool_call>",
+     [("now", '{"a": ["x", null]}')]),
     ("qwen3-coder", "<tool_call>\n<function=now>\n<parameter=a>\n1\n</parameter>\nwhat?",
      [("now", '{"a": 1}'), "what?"]),
     ("glm", "<tool_call>now</tool_call>", [NOW]),
