@@ -36,7 +36,7 @@ The chart needs Kubernetes 1.27; everything else is optional. Example values are
 
 `helm` sees the APIs of a cluster, not their versions: check those of KEDA and the Gateway API yourself.
 
-A pool under `prefill.pools` or `decode.pools` takes its `name`, its `model`, and everything under `workers`; missing
+A pool under `prefill.pools` or `decode.pools` takes its `model` and everything under `workers`; missing
 values come from `prefill.defaults` or `decode.defaults`, and then from `workers`. A router Deployment serves one model:
 each entry of `models` gets its own, whose `router` overrides the chart's `router`; with `sharedRouter` one serves all.
 In a pool or a model's `router` null drops a value that it would inherit.

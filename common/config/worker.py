@@ -239,7 +239,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         "auto",
         "how KV blocks travel; auto: through shared memory between workers of one host and user, else over TCP; "
         "shm: refuse a worker that cannot share; nixl: decode workers read them with NIXL, by RDMA where the network "
-        "has it, and over TCP where one side has no NIXL (pip install 'diptych[nixl]'); cuda-ipc: GPUs copy them "
+        "has it, and over TCP where one side has no NIXL (pip install nixl); cuda-ipc: GPUs copy them "
         "from another GPU of the host, and over TCP where they cannot reach it",
         group="Transfer",
         choices=("auto", "tcp", "shm", "nixl", "cuda-ipc"),

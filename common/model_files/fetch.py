@@ -1,7 +1,4 @@
-"""`diptych fetch NAME`: brings a model into the cache.
-
-python -m common.model_files.fetch [NAME] [--force] [--no-weights]
-"""
+"""`diptych fetch NAME`: brings a model into the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from common.model_files.resolve import resolve_model
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Exit status 0 when the model is in the cache, 1 with one sentence on stderr when not."""
-    parser = argparse.ArgumentParser(prog="python -m common.model_files.fetch", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="diptych fetch", description="Bring a model into the cache.")
     parser.add_argument(
         "model", nargs="?", default=DEFAULT_MODEL, help=f"built-in name (default {DEFAULT_MODEL}), or id"
     )

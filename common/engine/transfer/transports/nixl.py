@@ -444,4 +444,4 @@ def load_bindings() -> ModuleType:
     try:
         return import_module("nixl._bindings")
     except (ImportError, OSError) as error:
-        raise NixlError(f"NIXL is not installed, or does not load (pip install 'diptych[nixl]'): {error}") from error
+        raise NixlError(f"NIXL is not installed, or does not load (pip install nixl): {error}") from error
