@@ -3,8 +3,8 @@
 `decode` checks that nothing changed on the way, bounds sizes while unpacking, validates every field's type and range,
 and raises `WireError` for anything else.
 
-`encode` walks a message twice because the project packs with `msgpack`: msgspec alone writes the same bytes of a
-`TokenOutput` with 32 deltas in 3.5 us, not 23 us, which no step notices.
+`encode` packs with `msgpack`, as the project does: msgspec alone would write the same bytes of a `TokenOutput` with 32
+deltas in 3 us, not 14 us, which no step notices.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgpack
 import msgspec
 import xxhash
+from msgspec.structs import astuple
 
 from common.errors import WireError
 from common.wire.message_fields import MAX_MESSAGE_BYTES
@@ -27,7 +28,8 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 def encode(message: Message) -> bytes:
     """One message as bytes."""
-    packed: bytes = msgpack.packb(msgspec.to_builtins(message, builtin_types=(bytes,)))
+    fields = (message.__struct_config__.tag, *astuple(message))
+    packed: bytes = msgpack.packb(fields, default=astuple)  # structs within a message have no tag
     return seal(packed)
 
 
