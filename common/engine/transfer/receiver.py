@@ -22,7 +22,14 @@ import zmq
 from common.engine.transfer.frames import MAX_FRAME_BYTES, discard_rest, receive_blocks
 from common.engine.transfer.mailbox import Mailbox
 from common.engine.transfer.peer_memories import PeerMemories
-from common.engine.transfer.transports.interface import BlockSource, IncomingEnd, ReadEnded, SenderMemory, committed
+from common.engine.transfer.transports.interface import (
+    BlockSource,
+    IncomingEnd,
+    ReadAheadMemory,
+    ReadEnded,
+    SenderMemory,
+    committed,
+)
 from common.errors import BlockError, WireError
 from common.wire import Curve, DropLog, bind, decode, encode
 from common.wire.messages import KVAck, KVBlocks, KVDone, KVFailed, KVOpen, KVTaken, Message
@@ -81,7 +88,7 @@ class IncomingTransfer:
     @property
     def reads_ahead(self) -> bool:
         """Whether the blocks of several messages are read at once, so that `busy_s` is not what they took."""
-        return self.memory is not None and self.memory.reads_ahead
+        return isinstance(self.memory, ReadAheadMemory)
 
     @property
     def num_blocks(self) -> int:
@@ -346,7 +353,7 @@ class KVReceiver:
         """Start to read the blocks of a message, if their memory reads ahead. False: it does not."""
         with self._lock:
             transfer = self._transfer_of(header)
-        if transfer is None or transfer.memory is None or not transfer.memory.reads_ahead:
+        if transfer is None or not isinstance(transfer.memory, ReadAheadMemory):
             return False
         if extra := discard_rest(self._socket):
             problem = f"{extra} frames behind blocks that are to be read"

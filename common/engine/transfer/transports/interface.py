@@ -132,7 +132,7 @@ class IncomingEnd(ABC, Generic[Details]):
         return None
 
     def ended(self) -> Iterator[ReadEnded]:
-        """Yield the reads, of memory that `reads_ahead`, that have succeeded or failed since the last call."""
+        """Yield the reads of `ReadAheadMemory` that have succeeded or failed since the last call."""
         return iter(())
 
     def close(self) -> None:
@@ -150,8 +150,6 @@ class SenderMemory(ABC):
     """Memory of a sender that this worker copies blocks out of, from `IncomingEnd.accept` until `close`."""
 
     transport: ClassVar[str]
-    reads_ahead: ClassVar[bool] = False
-    """`begin` starts a read, and `IncomingEnd.ended` yields it, instead of `copy`."""
     process: int | None = None
     """A file descriptor that turns readable when the sender has died; the memory is closed then."""
     failed = ""
@@ -171,13 +169,21 @@ class SenderMemory(ABC):
     def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
         """Copy and verify the blocks that `header` names. Does not raise for what a sender can cause."""
 
-    def begin(self, peer: bytes, header: KVBlocks) -> str:
-        """Start to read the blocks that `header` names. Returns what is wrong with them, or ""."""
-        raise NotImplementedError
-
     @abstractmethod
     def close(self) -> None:
         """Release the memory. Nothing is copied afterwards."""
+
+
+class ReadAheadMemory(SenderMemory):
+    """Memory whose reads take a while: `begin` starts one, and `IncomingEnd.ended` yields it."""
+
+    @abstractmethod
+    def begin(self, peer: bytes, header: KVBlocks) -> str:
+        """Start to read the blocks that `header` names. Returns what is wrong with them, or ""."""
+
+    def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
+        """Refuse blocks of a transfer that began after `header` was seen to belong to none."""
+        return [], 0, "blocks are to be copied from memory that this worker cannot read"
 
 
 @dataclass(slots=True, eq=False)

@@ -33,8 +33,8 @@ from common.engine.transfer.frames import blocks_per_message
 from common.engine.transfer.transports.interface import (
     Copied,
     IncomingEnd,
+    ReadAheadMemory,
     ReadEnded,
-    SenderMemory,
     Transport,
     copy_on_host,
 )
@@ -160,11 +160,10 @@ class OfferedMemory:
         self._agent.unregister(self._registered)
 
 
-class RemoteMemory(SenderMemory):
+class RemoteMemory(ReadAheadMemory):
     """The reader's side of an offer."""
 
     transport = NAME
-    reads_ahead = True
 
     def __init__(self, offer: KVRemote, reads: RemoteReads) -> None:
         self.offer, self._reads = offer, reads
@@ -186,10 +185,6 @@ class RemoteMemory(SenderMemory):
 
     def begin(self, peer: bytes, header: KVBlocks) -> str:
         return self._reads.begin(peer, header, self)
-
-    def copy(self, header: KVBlocks, transfer: IncomingTransfer, into: IncomingBlocks) -> Copied:
-        """Refuse blocks of a transfer that began after `header` was seen to belong to none."""
-        return [], 0, "blocks are to be copied from memory that this worker cannot read"
 
     def close(self) -> None:
         self._reads.disconnect(self)
