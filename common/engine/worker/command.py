@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from common.config import AUTO, DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig, counterpart, exit_refused, load
 from common.errors import ConfigError
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from common.engine.worker.process import WorkerProcess
 
 log = logging.getLogger(__name__)
-C = TypeVar("C", bound=WorkerConfig)
-Other = TypeVar("Other", bound=WorkerConfig)
 Build: TypeAlias = "Callable[[DutyOffer, DutyOffer | None], WorkerProcess]"
 """Makes the process of its role and of the role to which it may change."""
 
@@ -35,41 +33,16 @@ def make_process(home: DutyOffer, other: DutyOffer | None) -> WorkerProcess:
     """The process of a worker."""
     from common.engine.worker.process import WorkerProcess
 
-    return WorkerProcess(home) if other is None else WorkerProcess(home, other)
+    return WorkerProcess(home, other)
 
 
 def run_role(role: Role, argv: Sequence[str], build: Build = make_process) -> int:
     """Run a worker of `role` until SIGTERM: 0 after a clean end, 2 when settings or model are refused."""
     away: Role = "decode" if role == "prefill" else "prefill"
-
-    def offer(of: Role, config: WorkerConfig) -> DutyOffer:
-        made: DutyOffer = resolve_name(DUTIES[of])(config)  # imports torch
-        return made
-
-    return run_command(
-        argv,
-        SETTINGS[role],
-        SETTINGS[away],
-        role,
-        lambda config, other: build(offer(role, config), None if other is None else offer(away, other)),
-    )
-
-
-def run_command(
-    argv: Sequence[str],
-    config_type: type[C],
-    other_type: type[Other],
-    role: str,
-    build: Callable[[C, Other | None], WorkerProcess],
-) -> int:
-    """The exit status: 0 after a clean end, 2 when settings or model are refused.
-
-    `build` also gets the settings of the other role, if the worker may change to it.
-    """
     prog = f"diptych {role}-worker"
-    config = load(config_type, argv, prog=prog)
+    config = load(SETTINGS[role], argv, prog=prog)
     try:
-        other = counterpart(config, other_type) if config.role_change else None
+        other = counterpart(config, SETTINGS[away]) if config.role_change else None
     except ConfigError as error:
         exit_refused(error, prog)
     setup_logging(config.worker_id or role, config.log_level, json=config.log_json)
@@ -82,10 +55,17 @@ def run_command(
         config, other = _on_found_device(config, other, prog)
     from common.engine.worker.process import run_worker
 
-    return run_worker(lambda: build(config, other))
+    return run_worker(lambda: build(_offer(role, config), None if other is None else _offer(away, other)))
 
 
-def _on_found_device(config: C, other: Other | None, prog: str) -> tuple[C, Other | None]:
+def _offer(role: Role, config: WorkerConfig) -> DutyOffer:
+    offer: DutyOffer = resolve_name(DUTIES[role])(config)  # imports torch
+    return offer
+
+
+def _on_found_device(
+    config: WorkerConfig, other: WorkerConfig | None, prog: str
+) -> tuple[WorkerConfig, WorkerConfig | None]:
     """Replace `--device auto` in the settings of both roles, and log the choice."""
     gpus = find_gpus_here()
     refusal = gpu_refusal(config, gpus) or ("" if other is None else gpu_refusal(other, gpus))
