@@ -89,7 +89,7 @@ class DecodeDuty(Duty):
             receiver,
             epoch=self.parts.identity.epoch,
             fingerprint=loaded.fingerprint,
-            require_shared=self.transport.is_required,
+            required=self.transport.name if self.transport.is_required else "",
         )
         sender = self.new_sender(
             loaded,

@@ -29,9 +29,10 @@ class _EarlyOpen:
 class IncomingTransfers:
     """Sends messages to prefill workers for the engine. The scheduler owns the blocks; a transfer only borrows them."""
 
-    def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str, require_shared: bool = False) -> None:
+    def __init__(self, receiver: KVReceiver, *, epoch: int, fingerprint: str, required: str = "") -> None:
+        """`required`: the transport whose offers must be readable here; "": frames will do."""
         self._receiver, self._epoch, self._fingerprint = receiver, epoch, fingerprint
-        self._require_shared = require_shared
+        self._required = required
         self._early: OrderedDict[tuple[str, int], _EarlyOpen] = OrderedDict()
 
     def mismatch(self, event: TransferOpened) -> str:
@@ -41,8 +42,8 @@ class IncomingTransfers:
             return f"meant for boot epoch {message.decode_epoch} of this address, this is {self._epoch}"
         if message.fingerprint != self._fingerprint:
             return f"KV layout {message.fingerprint} differs from this worker's {self._fingerprint}"
-        if self._require_shared and event.memory is None:
-            return f"the memory of {message.worker_id} cannot be read here, and kv_transport is shm"
+        if self._required and event.memory is None:
+            return f"the memory of {message.worker_id} cannot be read here, and kv_transport is {self._required}"
         return ""
 
     def keep_early(self, event: TransferOpened, now: float) -> None:

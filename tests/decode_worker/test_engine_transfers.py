@@ -238,6 +238,14 @@ def test_a_wrong_prefill_worker_is_refused(engine: Rig, fields: dict[str, Any], 
     assert not engine.failures() and engine.engine.check_integrity().owned == 0
 
 
+def test_a_prefill_worker_without_the_required_transport_is_refused(engine: Rig) -> None:
+    engine.engine._transfers.incoming._required = "teleport"
+    engine.ask(prompt(40), remote=True)
+    engine.peer.open("a", blocks=3)
+    engine.until(lambda: engine.peer.socket.poll(0))
+    assert "cannot be read here, and kv_transport is teleport" in engine.peer.read().reason
+
+
 def test_an_impossible_first_token_is_not_believed(engine: Rig) -> None:
     tokens = prompt(40)
     transferring(engine, tokens)

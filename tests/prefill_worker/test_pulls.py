@@ -127,6 +127,16 @@ def test_a_layout_of_another_kind_lends_nothing(pair: Callable[..., Any]) -> Non
     assert ask(other, FIRST, "a", peer=peer_of(holder)) == (other.oracle(FIRST), 0)
 
 
+def test_nothing_is_pulled_in_frames_where_a_transport_is_required(
+    pair: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    holder, other = pair(share=False)
+    other.puller._required = "teleport"
+    with caplog.at_level("INFO"):
+        assert ask(other, FIRST, "a", peer=peer_of(holder)) == (other.oracle(FIRST), 0)
+    assert "the memory of holder cannot be read here, and kv_transport is teleport" in caplog.text
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_blocks_that_change_while_they_travel_are_computed(pair: Callable[..., Any], share: bool) -> None:
     """As when they are evicted and written to behind their checksum."""

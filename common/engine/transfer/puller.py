@@ -127,12 +127,15 @@ class KVPuller:
         notify: Callable[[ReadEnded], None],
         *,
         transport: IncomingEnd[Any] | None = None,
-        require_shared: bool = False,
+        required: str = "",
         curve: Curve | None = None,
     ) -> None:
-        """`transport` accepts `ReadableMemory` that peers offer. `require_shared`: pull from no other peers."""
+        """`transport` accepts `ReadableMemory` that peers offer.
+
+        `required`: the transport whose offers must be readable here; "": frames will do.
+        """
         self._context, self._fingerprint, self._curve = context, fingerprint, curve
-        self._incoming, self._notify, self._require_shared = incoming, notify, require_shared
+        self._incoming, self._notify, self._required = incoming, notify, required
         self._block_bytes, self._batch = block_bytes, blocks_per_message(block_bytes)
         self._memories = PeerMemories(() if transport is None else (transport,))
         self._commands: Mailbox[Pull | None] = Mailbox(context)
@@ -243,8 +246,10 @@ class KVPuller:
     def _opened(self, pull: Pull, memory: ReadableMemory | None) -> None:
         """The peer's offer is known: ask for blocks."""
         pull.shared = memory is not None and not memory.closed
-        if self._require_shared and not pull.shared:
-            self._fail(pull, f"the memory of {pull.peer.worker_id} cannot be read here, and kv_transport is shm")
+        if self._required and not pull.shared:
+            self._fail(
+                pull, f"the memory of {pull.peer.worker_id} cannot be read here, and kv_transport is {self._required}"
+            )
         else:
             self._ask(pull)
 

@@ -154,7 +154,7 @@ class Duty(ABC):
             copied_incoming(kv),
             notify,
             transport=transport,
-            require_shared=self.transport.is_required,
+            required=self.transport.name if self.transport.is_required else "",
             curve=self.parts.curve,
         )
         lender.start(
