@@ -2,9 +2,9 @@
 
 Every step holds one token of each decoding sequence (and draft tokens behind it, see `speculation.py`), plus at most
 `local_prefill_chunk` prompt tokens of sequences that are (re)computed here, so that a long prompt does not stall all
-streams; `prompt_order` says whose. With a goal for the time of a token, predicted times say how
-many of these, and how many sequences run side by side (`step_budget`); one that has waited for
-`PATIENCE` times as long runs besides. `queue.py` says which waiting requests get blocks.
+streams; `prompt_order` says whose. With a goal for the time of a token, predicted times say how many of these, and how
+many sequences run side by side (`step_budget.py`); one that has waited for `PATIENCE` times as long runs besides.
+`queue.py` says which waiting requests get blocks.
 
 Where the model looks back through a window, a running sequence gives back the blocks that its next token does not see,
 once no step in flight reads them, and none while a transfer may read them.
@@ -208,7 +208,7 @@ class DecodeScheduler(DecodeQueue):
     ) -> SchedulerOutput:
         """The next step. Granted sequences own blocks for their whole prompt from here on.
 
-        `model` predicts the times that decide in which order prompts are computed (`prompt_order.py`).
+        `model` predicts the times that decide in which order prompts are computed (`prompt_order`).
         `withdraw` takes the blocks of a sequence back from any transfer or read before it is preempted. `restore` may
         begin to read blocks of a prompt that is computed here; nothing of it is computed while its `read` lasts.
         """

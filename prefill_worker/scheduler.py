@@ -1,10 +1,10 @@
 """Which prompt tokens a prefill worker computes next. Pure: no clocks, sockets or tensors.
 
-One order (`prompt_order`) decides which prompts are admitted and which admitted ones share the
-token budget of a step: a long prompt comes in chunks, and others pass it between two of them. While prompts have goals,
-steps are as small as they can be without losing tokens a second (`step_budget`). An admitted prompt
-owns all blocks that it needs, so those that are passed always come to their end. A prompt is admitted only when it is
-about to be computed: those that wait own no blocks that a more urgent one could lack.
+One order (`prompt_order`) decides which prompts are admitted and which admitted ones share the token budget of a step:
+a long prompt comes in chunks, and others pass it between two of them. While prompts have goals, steps are as small as
+they can be without losing tokens a second (`step_budget.py`). An admitted prompt owns all blocks that it needs, so
+those that are passed always come to their end. A prompt is admitted only when it is about to be computed: those that
+wait own no blocks that a more urgent one could lack.
 
 Where the model looks back through a window, an admitted prompt owns as many blocks as it ever needs at once. After each
 chunk it gives those back that are out of the window, and gets as many for the next chunk in the same moment. Blocks

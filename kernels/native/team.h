@@ -1,5 +1,5 @@
 // Threads that compute one step together. They ask before each chain of operations how many of them may compute,
-// since workers of one machine share its cores (common/machine/core_share.py).
+// since workers of one machine share its cores (common/machine/cores.py).
 //
 // A chain is over when its parts are done: no thread waits for one that has left, or that has not come yet.
 #pragma once

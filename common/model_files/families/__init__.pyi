@@ -1,16 +1,14 @@
 """Facts about model families, one file per maker, and the registry of all of them. No torch."""
 
-from common.model_files.families.family import GGUF_NORMS, DecoderName, ExpertFacts, Family, GGUFFacts, NormPlace
+from common.model_files.families.family import DecoderName, Family, GGUFFacts, NormPlace
 from common.model_files.families.registry import FAMILIES, GGUF_ARCHITECTURES, WRAPPERS, gguf_family
 
 __all__ = [
     "DecoderName",
-    "ExpertFacts",
     "FAMILIES",
     "Family",
     "GGUFFacts",
     "GGUF_ARCHITECTURES",
-    "GGUF_NORMS",
     "NormPlace",
     "WRAPPERS",
     "gguf_family",
