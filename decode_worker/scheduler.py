@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.engine.kv import BlockCounts, BlockPool
+from common.engine.kv import BlockPool
 from common.engine.sequences import TokenGoal, batch_cap, local_chunk, prompt_order
 from common.errors import BlockError
 from common.latency import StepModel, StepShape
@@ -118,7 +118,6 @@ class DecodeScheduler(DecodeQueue):
             window=window,
         )
         self._usual_chunk = usual_chunk
-        self._lingering: list[DecodeSequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -320,12 +319,6 @@ class DecodeScheduler(DecodeQueue):
             self._lingering.append(sequence)
         else:
             self._release(sequence)
-
-    def check_integrity(self) -> BlockCounts:
-        """Every owned block belongs to a request that lives or lingers. Raises BlockError otherwise."""
-        return self.pool.check_integrity(
-            sequence.owned_blocks for sequence in (*self._by_id.values(), *self._lingering)
-        )
 
     def _end_step_of(self, sequence: DecodeSequence) -> bool:
         """Record that a step in flight has ended for the sequence; whether the sequence is still here."""

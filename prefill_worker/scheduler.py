@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.blocks import HOLE, CachedPrefix
-from common.engine.kv import BlockCounts, BlockPool
+from common.engine.kv import BlockPool
 from common.engine.sequences import Knob, PromptOrder, Scheduler, WorkerSequence, prefill_step, prompt_order
 from common.latency import StepModel, StepShape
 from common.wire.messages import PrefillRequest
@@ -142,7 +142,6 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
         self.waiting: list[PrefillSequence] = []  # the oldest first
         self.held: dict[str, PrefillSequence] = {}
         self._in_flight: dict[PrefillChunk, frozenset[bytes]] = {}  # and the hashes of the blocks that each fills
-        self._lingering: list[PrefillSequence] = []
         self._top_priority = 0
         self._owned: Counter[int] = Counter()  # blocks of prompts, by priority
 
@@ -248,12 +247,6 @@ class PrefillScheduler(Scheduler[PrefillSequence]):
             self._lingering.append(sequence)
         else:
             self._take_blocks(sequence)
-
-    def check_integrity(self) -> BlockCounts:
-        """Every owned block belongs to a prompt that lives or lingers. Raises BlockError otherwise."""
-        return self.pool.check_integrity(
-            sequence.owned_blocks for sequence in (*self._by_id.values(), *self._lingering)
-        )
 
     def _is_ready(self, sequence: PrefillSequence) -> bool:
         """Whether the next step may compute tokens of an admitted prompt."""

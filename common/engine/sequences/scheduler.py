@@ -24,6 +24,7 @@ class Scheduler(ABC, Generic[S]):
     """Owns the block pool and every request of the worker.
 
     `unready` holds requests whose grammar is being compiled. They own no blocks, and no other request waits for them.
+    `_lingering` holds sequences that have ended while a step in flight still writes to their blocks.
     A step computes at most `step_tokens` tokens of prompts, and `batch_cap` requests run side by side: what flags allow
     (`most_step_tokens`, `max_num_seqs`), or less where a goal wants it (`step_budget.py`).
     """
@@ -40,6 +41,7 @@ class Scheduler(ABC, Generic[S]):
         self.running: list[S] = []
         self.unready: list[S] = []
         self._by_id: dict[str, S] = {}
+        self._lingering: list[S] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -101,9 +103,11 @@ class Scheduler(ABC, Generic[S]):
             self.unready.remove(sequence)
             self._enqueue(sequence)
 
-    @abstractmethod
     def check_integrity(self) -> BlockCounts:
-        """Raises BlockError when a block is owned by no live request."""
+        """Every owned block belongs to a request that lives or lingers. Raises BlockError otherwise."""
+        return self.pool.check_integrity(
+            sequence.owned_blocks for sequence in (*self._by_id.values(), *self._lingering)
+        )
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold the KV of `num_tokens` tokens."""
