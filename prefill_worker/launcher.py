@@ -6,7 +6,6 @@ ended when `launch` returns.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,8 +27,6 @@ from common.engine.sequences import NO_PLACES, HiddenPlaces
 from common.wire import Pooling, SampledToken, TokenLogprobs
 from kernels import Linear, on_device, to_host
 from prefill_worker.scheduler import PrefillChunk
-
-log = logging.getLogger(__name__)
 
 
 class Pooler:
@@ -164,10 +161,7 @@ class PromptLauncher:
 
     def close(self) -> None:
         """Waits for all that was launched, unless the device has failed: nothing writes to blocks afterwards."""
-        try:
-            self._runner.wait()
-        except RuntimeError as error:  # raised, it would keep the KV threads and so the process alive
-            log.warning("the device failed: %s", str(error).splitlines()[0])
+        self._runner.finish()
 
     def _mark(self) -> torch.cuda.Event | None:
         if self._runner.kv.device.type != "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,8 @@ from common.engine.models import ForwardBatch, SequenceChunk
 from common.errors import ModelError
 from common.model_files import ModelConfig
 from kernels import on_device
+
+log = logging.getLogger(__name__)
 
 
 class RunnableModel(Protocol):
@@ -93,3 +96,10 @@ class ModelRunner:
         """Waits for all launched work: afterwards others may read and write the blocks of its chunks."""
         if self.kv.device.type == "cuda":
             torch.cuda.current_stream(self.kv.device).synchronize()
+
+    def finish(self) -> None:
+        """As `wait`, unless the device has failed: nothing writes to blocks afterwards."""
+        try:
+            self.wait()
+        except RuntimeError as error:  # raised, it would keep the KV threads and so the process alive
+            log.warning("the device failed: %s", str(error).splitlines()[0])

@@ -12,7 +12,6 @@ messages while the next step already runs. How the rows of a step are sampled ma
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -26,7 +25,6 @@ from common.engine.sampling import LaunchedTokens, PreparedRows, Sampler, Sampli
 from common.wire import SampledToken, SamplingParams
 from kernels import on_device
 
-log = logging.getLogger(__name__)
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -73,10 +71,7 @@ class StepLauncher:
 
     def close(self) -> None:
         """Waits for the launched steps, unless the device has failed."""
-        try:
-            self._runner.wait()
-        except RuntimeError as error:  # raised, it would keep the KV threads and so the process alive
-            log.warning("the device failed: %s", str(error).splitlines()[0])
+        self._runner.finish()
 
 
 class ThreadStep:
