@@ -31,7 +31,7 @@ A backend for another device implements `backends.Backend` and is named in `back
 
 from __future__ import annotations
 
-from kernels.backends import Backend, backend, has_device_kernels, has_own_kernels, prepare
+from kernels.backends import has_device_kernels, has_own_kernels, prepare
 from kernels.blocks import block_sums, gather_blocks, scatter_blocks, wire_bytes
 from kernels.cpu.backend import share_cores
 from kernels.cpu.native_plan import NativePlan
@@ -59,13 +59,12 @@ from kernels.interface.kernels import UNSCALED, AttentionRule, HeadNorms, Kernel
 from kernels.interface.quantised_weight import QuantisedWeight, quantise, rounding_group, unified
 from kernels.interface.routing import Routing
 from kernels.linear import GatedLinear, Linear, Weight
-from kernels.lora import MAX_RANK, NO_ADAPTER, LoraChange, LoraPart, LoraRows, LoraSite
+from kernels.lora import NO_ADAPTER, LoraChange, LoraPart, LoraRows, LoraSite
 from kernels.sampling import sample
 
 __all__ = [
     "AttentionPlan",
     "AttentionRule",
-    "Backend",
     "Draw",
     "Embedding",
     "Expert",
@@ -82,7 +81,6 @@ __all__ = [
     "LoraPart",
     "LoraRows",
     "LoraSite",
-    "MAX_RANK",
     "NO_ADAPTER",
     "NativePlan",
     "Program",
@@ -96,7 +94,6 @@ __all__ = [
     "Weight",
     "add_gated",
     "add_rms_norm",
-    "backend",
     "block_sums",
     "fill_rows",
     "gated",

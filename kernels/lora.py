@@ -21,8 +21,6 @@ from kernels.cpu.recorder import NotRecordable, Slot
 from kernels.cpu.structs import LoraStruct
 from kernels.interface.lora import GroupedRows, LoraStack
 
-MAX_RANK = 512
-"""What `native/lora.h` has room for."""
 NO_ADAPTER = -1
 LEAST_COLUMNS = 16
 """Of a tile of the GPU's product, which has outputs of one part alone."""

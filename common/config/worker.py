@@ -123,6 +123,7 @@ class WorkerConfig(CommonConfig, PodSettings):
         ge=0,
         le=128,
     )
+    # `kernels/native/lora.h` has room for 512.
     max_lora_rank: int = setting(64, "largest rank of a LoRA adapter", group="Model", ge=1, le=512)
     device: str = setting(
         AUTO,
