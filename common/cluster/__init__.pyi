@@ -1,5 +1,3 @@
-"""The part of the Kubernetes API that Diptych uses."""
-
 from common.cluster.access import CREDENTIALS, ClusterAccess
 from common.cluster.api import KubernetesClient, KubernetesError
 from common.cluster.lease import Lease

@@ -1,13 +1,3 @@
-"""Every setting of every Diptych process. docs/configuration.md lists them; a test compares the two.
-
-    ServeConfig                      one machine: how many of each worker
-    CommonConfig <- RouterConfig
-                 <- WorkerConfig     <- PrefillWorkerConfig, DecodeWorkerConfig
-    RankHostConfig                   ranks of a worker on another host
-
-`cluster` and `scaling` hold groups of settings that these classes inherit.
-"""
-
 from common.config.common import CommonConfig
 from common.config.decode_worker import USUAL_SEQS, DecodeWorkerConfig
 from common.config.field import AUTO, GOAL_MS, Config, Field, fields_of, to_argv, to_env

@@ -1,5 +1,3 @@
-"""Which tokens may come next: grammars, compiled within bounds, limits on tokens, and what ends a sequence."""
-
 from common.grammar.checks import GrammarChecks
 from common.grammar.compiler import main
 from common.grammar.gbnf import gbnf_to_lark, is_gbnf

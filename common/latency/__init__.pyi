@@ -1,5 +1,3 @@
-"""How long steps and KV transfers take: models that workers fit to their own, and that routers predict with. Pure."""
-
 from common.latency.link_model import WORTHWHILE, LinkFit, LinkFits, LinkModel, Links
 from common.latency.step_fit import StepFit
 from common.latency.step_model import NOTHING, StepModel, StepShape

@@ -1,5 +1,3 @@
-"""What a process asks of its machine: cores, memory, descriptors, child processes."""
-
 from common.machine.child_process import ChildProcess
 from common.machine.cores import CoreShare, pin_to_cores, spin_briefly
 from common.machine.files import NO_ROOM, READ_S, UnreadableFile, is_full, raise_file_limit, read_regular_file

@@ -1,5 +1,3 @@
-"""A model on disk: found, fetched, described and tokenised, without torch."""
-
 from common.model_files.config import HFReader, ModelConfig, from_hf
 from common.model_files.files import ModelFiles
 from common.model_files.fingerprint import layout_fingerprint, weights_fingerprint

@@ -1,5 +1,3 @@
-"""Logs; averages, windows and quantiles of recent observations."""
-
 from common.observe.averages import Ewma, RecentQuantile, SlidingWindow, quantiles_of
 from common.observe.logging import REMIND_S, setup_logging
 from common.observe.metrics import SECONDS, SHORT_SECONDS, DraftMetrics, Families, Samples

@@ -1,5 +1,3 @@
-"""What crosses process borders: messages, sampling parameters, and the sockets and keys that carry them."""
-
 from common.wire.adapter_messages import MAX_ADAPTERS, MAX_PATH
 from common.wire.codec import MAX_IN_A_ROW, decode, encode
 from common.wire.curve import Curve, read_key_pair, warn_of_readers

@@ -1,5 +1,3 @@
-"""Who may do what: API keys, limits, request classes, TLS, web pages, the audit log."""
-
 from router.access.class_choice import HEADER, batch_class_of, caller_of, class_of
 from router.access.errors import Forbidden, RateLimited
 from router.access.files import FileWatch, content_of, table_of

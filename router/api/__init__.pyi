@@ -1,5 +1,3 @@
-"""The endpoints, in the shapes of OpenAI's and Anthropic's APIs."""
-
 from router.api.adapters import LoadAdapterRequest, UnloadAdapterRequest, adapter_routes
 from router.api.info import model_routes, probe_routes, token_routes
 from router.api.inner import ABLE, inner_app

@@ -1,11 +1,3 @@
-"""The router's core: every event of a request or worker becomes actions, and tokens of two workers one stream.
-
-dispatcher (asyncio) -> core (synchronous, also in virtual time) -> turns -> router.dispatch (who waits)
-    │                     └────> router.dispatch -> router.policy, router.fleet (all pure)
-    └─────> fleet -> connection (ZeroMQ), registry -> worker
-              └────> discovery: which addresses exist
-"""
-
 from router.dispatch.adapter_orders import AdapterOrders, Superseded
 from router.dispatch.client import (
     ANYONE,

@@ -1,5 +1,3 @@
-"""The router's workers: connections, signs of life, and the load of each."""
-
 from router.fleet.adapters import FleetAdapters, KnownAdapter, Outcome
 from router.fleet.booking import Booking
 from router.fleet.census import ModelCensus

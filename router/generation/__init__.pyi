@@ -1,5 +1,3 @@
-"""From a checked request to the pieces of its answer, for every API."""
-
 from router.generation.answer_frames import Frames, Object, OpenAIFrames, Shape, event
 from router.generation.call import GenerationCall, generation_call
 from router.generation.chat_plan import chat_of, conversation_tokens, plan_chat, plan_translated

@@ -1,5 +1,3 @@
-"""Which models a router serves, under which names, and which of them a request gets."""
-
 from router.models.adapters_file import LORA_FIELD, AdapterEntry, AdaptersSource
 from router.models.catalog import Catalog
 from router.models.models_file import (

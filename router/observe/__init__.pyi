@@ -1,5 +1,3 @@
-"""What the router measures: of itself, of its requests, and of the pools."""
-
 from router.observe.collectors import DiscoveryCollector, PlanCollector, PoolCollector
 from router.observe.measured_client import MeasuredClient
 from router.observe.metrics import ENGINE, RouterMetrics

@@ -1,5 +1,3 @@
-"""How many workers each pool should have: from the offered load and the goals, by predicted waiting."""
-
 from router.planner.budget import Budget
 from router.planner.loop import Outlook, PlanLoop, budget_of, goals_of, scaler_of
 from router.planner.offered_load import LoadWindow, SampledRequest

@@ -1,5 +1,3 @@
-"""What clients send, and the errors that they get."""
-
 from router.request.body import (
     BODY_TIMEOUT_S,
     LARGE_BYTES,

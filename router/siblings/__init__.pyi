@@ -1,5 +1,3 @@
-"""The processes of one router (`--router-processes`): what each tells the others, and how that adds up."""
-
 from router.siblings.part import LOCK, NOT_MINE, OWNER, AgreedFile, RouterPart
 from router.siblings.siblings import Siblings
 from router.siblings.usage import KeyUsage, SharedUsage, UsedUp

@@ -1,5 +1,3 @@
-"""What outlives its request, in SQLite: responses, files and batches. Loaded only where one is kept."""
-
 from router.stored.errors import ConversationGone, ConversationTooLong, FileInUse, StoreFailed, StoreFull, asked
 from router.stored.files import FileStore
 from router.stored.location import file_store_of, store_of

@@ -1,5 +1,3 @@
-"""From text to tokens and back: conversations, calls, thoughts, stop strings, detokenizing."""
-
 from router.text.answer_grammar import ANY_OBJECT
 from router.text.content_stops import ContentStops
 from router.text.detokenizer import Detokenizer

@@ -1,5 +1,3 @@
-"""LoRA adapters: read from disk, checked, and held in the places that a step's rows name."""
-
 from common.engine.adapters.bank import AdapterBank, HeldAdapter
 from common.engine.adapters.peft_file import AdapterWeights
 from common.engine.adapters.places import AdaptedModel, AdapterPlaces

@@ -1,5 +1,3 @@
-"""The KV cache of a worker: its block pool, its memory, and the copies into and out of it."""
-
 from common.engine.kv.block_log import BlockLog
 from common.engine.kv.block_pool import BlockCounts, BlockPool
 from common.engine.kv.block_ring import BlockRing, ring_for

@@ -1,5 +1,3 @@
-"""Decoders in torch, one file per forward pass, and how a model is loaded."""
-
 from common.engine.models.batch import NO_PLACE, ROW_BEFORE, ForwardBatch, HiddenRows, SequenceChunk, check_chunk
 from common.engine.models.decoder import Decoder
 from common.engine.models.load import (

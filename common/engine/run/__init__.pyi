@@ -1,5 +1,3 @@
-"""Memory that a worker needs, and steps: plain, as recorded graphs, on a thread."""
-
 from common.engine.run.draft_model import DraftPlan
 from common.engine.run.graph_runner import GraphRunner
 from common.engine.run.kernel_check import check_model_kernels

@@ -1,5 +1,3 @@
-"""Sampling, penalties and log probabilities."""
-
 from common.engine.sampling.logprobs import (
     LaunchedLogprobs,
     chunk_logprobs,

@@ -1,5 +1,3 @@
-"""What the engines of both workers share: sequences, the order of prompts, the size of steps, reports."""
-
 from common.engine.sequences.awaited_grammars import AwaitedGrammars, Fail
 from common.engine.sequences.engine import NO_PARTS, EngineParts, RequestEngine
 from common.engine.sequences.hidden_states import NO_PLACES, HiddenPlaces, RowPlaces, hidden_places

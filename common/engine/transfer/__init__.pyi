@@ -1,5 +1,3 @@
-"""Both ends of a KV transfer: sender and receiver, and lender and puller of cached blocks."""
-
 from common.engine.transfer.frames import blocks_in_queues, blocks_per_message
 from common.engine.transfer.lender import KVLender, Lendable, LenderIdentity
 from common.engine.transfer.puller import KVPuller, PeerCaches

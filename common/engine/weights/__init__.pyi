@@ -1,5 +1,3 @@
-"""Tensors of checkpoints: read from safetensors and GGUF files, cut for a rank, dequantised where needed."""
-
 from common.engine.weights.gguf_weights import GGUFWeights
 from common.engine.weights.safetensors_weights import QuantisedSafetensors, SafetensorsWeights
 

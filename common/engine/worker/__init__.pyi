@@ -1,5 +1,3 @@
-"""The worker process: start and end, duties, engine loop, control channel, probes, metrics."""
-
 from common.engine.worker.command import run_role
 from common.engine.worker.duty import Duty, DutyOffer, WorkerParts
 from common.engine.worker.engine import Engine, EngineConfig, EngineStatus, RequestReceived, RouterLost, Send

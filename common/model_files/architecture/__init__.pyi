@@ -1,5 +1,3 @@
-"""What a configuration says of a model's architecture: layers, rotary embedding, experts, latents, shards."""
-
 from common.model_files.architecture.experts import (
     SIGMOID_GATING,
     ExpertsConfig,

@@ -1,5 +1,3 @@
-"""Facts about model families, one file per maker, and the registry of all of them. No torch."""
-
 from common.model_files.families.family import DecoderName, Family, GGUFFacts, NormPlace
 from common.model_files.families.registry import FAMILIES, GGUF_ARCHITECTURES, WRAPPERS, gguf_family
 

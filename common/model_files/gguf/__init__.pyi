@@ -1,5 +1,3 @@
-"""GGUF files: metadata, tensors, vocabulary and tokenizer."""
-
 from common.model_files.gguf.metadata import rope_factors
 from common.model_files.gguf.quantised import BITS, GROUP, unpack_mxfp4
 from common.model_files.gguf.tensors import GGUFFile

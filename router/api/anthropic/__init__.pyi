@@ -1,5 +1,3 @@
-"""Anthropic's messages."""
-
 from router.api.anthropic.answers import AnthropicErrorBody
 from router.api.anthropic.fields import CountTokensRequest, MessagesRequest
 from router.api.anthropic.messages import message_routes

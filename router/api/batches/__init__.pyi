@@ -1,5 +1,3 @@
-"""Files and batches: what clients upload, and how its lines are answered without them."""
-
 from router.api.batches.batch_format import (
     PATHS,
     BadBatch,

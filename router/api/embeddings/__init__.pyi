@@ -1,5 +1,3 @@
-"""Answers of prompts alone: embeddings, and scores of pairs of texts."""
-
 from router.api.embeddings.endpoints import embedding_routes
 from router.api.embeddings.fields import EmbeddingRequest, RerankRequest, ScoreRequest
 

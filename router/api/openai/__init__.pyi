@@ -1,5 +1,3 @@
-"""OpenAI's completions and chat completions."""
-
 from router.api.openai.answers import DeletedResponse, ErrorBody, InputItems, ResponseBody
 from router.api.openai.chat import chat_routes, merged
 from router.api.openai.completions import completion_routes

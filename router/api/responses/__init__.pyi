@@ -1,5 +1,3 @@
-"""OpenAI's responses: answered, stored, continued and made in the background."""
-
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.kept import KeptResponses
 from router.api.responses.routes import response_routes

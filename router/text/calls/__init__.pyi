@@ -1,5 +1,3 @@
-"""Tool-call formats: one file each, a registry, and what they share."""
-
 from router.text.calls.dialect import Dialect, dialect_of
 from router.text.calls.format import CallFormat, Function, Spell, Wanted
 from router.text.calls.harmony import ChannelTokens

@@ -1,5 +1,3 @@
-"""JSON schemas, rewritten so that llguidance enforces all that they say, or refused with the place that it cannot."""
-
 from router.text.schema.canonical_form import Document, canonical
 from router.text.schema.control_characters import has_controls, with_exact_sets, without_open_objects
 from router.text.schema.keywords import TYPES, Unenforceable

@@ -1,5 +1,3 @@
-"""Blocks below the prefix cache: in the host memory of a GPU's worker, and in files that outlive a worker."""
-
 from common.engine.kv.tiers.block_read import BlockRead
 from common.engine.kv.tiers.block_tiers import BlockTiers, ReadEnded
 from common.engine.kv.tiers.copies import copied_incoming

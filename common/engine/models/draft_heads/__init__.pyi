@@ -1,5 +1,3 @@
-"""MTP layers, EAGLE and EAGLE-3 heads, which draft tokens from the hidden states of a model."""
-
 from common.engine.models.draft_heads.drafting_model import DraftingModel
 from common.engine.models.draft_heads.eagle3_head import Eagle3Tensors
 from common.engine.models.draft_heads.head_files import MTP

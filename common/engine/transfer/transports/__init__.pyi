@@ -1,5 +1,3 @@
-"""KV transports: one file each, behind the interface of `interface.py`, registered in `registry.py`."""
-
 from common.engine.transfer.transports.interface import SenderMemory, Transport
 from common.engine.transfer.transports.registry import new_transport
 from common.engine.transfer.transports.tcp import Frames

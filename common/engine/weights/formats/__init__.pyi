@@ -1,5 +1,3 @@
-"""Formats of quantised checkpoints, one file each."""
-
 from common.engine.weights.formats.kv_scales import KVForm
 from common.engine.weights.formats.registry import read_weight_format
 from common.engine.weights.formats.stored import HEAD, TABLE, StoredForm, StoredTensor
