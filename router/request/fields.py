@@ -7,19 +7,11 @@ changes nothing: to ignore it would give a wrong answer. tests/router/api/known 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    ModelWrapValidatorHandler,
-    StringConstraints,
-    Tag,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, RootModel, StringConstraints, Tag
 
 from common.errors import InvalidRequest
 from common.wire import MAX_GRAMMAR_CHARS, MAX_LOGIT_BIAS, bounds_of
@@ -455,22 +447,18 @@ class DetokenizeRequest(Fields):
     skip_special_tokens: bool | None = None
 
 
-class Invocation(SamplingFields):
-    """`POST /invocations`. It is read as a `ChatRequest` if it has `messages`, and else as a `CompletionRequest`."""
+def _kind_of_invocation(body: Mapping[str, object]) -> str:
+    return "chat" if "messages" in body else "completion"
+
+
+class Invocation(
+    RootModel[
+        Annotated[
+            Annotated[ChatRequest, Tag("chat")] | Annotated[CompletionRequest, Tag("completion")],
+            Discriminator(_kind_of_invocation),
+        ]
+    ]
+):
+    """`POST /invocations`: a conversation if it has `messages`, and else a text to continue."""
 
     known_fields: ClassVar = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
-
-    def longest_text(self) -> str | list[int]:
-        raise NotImplementedError("an invocation is read as one of two other requests")
-
-    def without_prompt(self) -> Self:
-        raise NotImplementedError("an invocation is read as one of two other requests")
-
-    @property
-    def num_alternatives(self) -> int | None:
-        raise NotImplementedError("an invocation is read as one of two other requests")
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _read(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Any:
-        return (ChatRequest if "messages" in body else CompletionRequest).model_validate(body)

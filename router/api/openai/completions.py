@@ -44,12 +44,11 @@ async def invocations(request: Request) -> Response:
     """Answer a conversation, or continue a text: as the body has `messages` or a `prompt`."""
     shape: ChatShape | CompletionShape
     with generation_call(request) as call:
-        fields = await call.read(Invocation)
+        fields = (await call.read(Invocation)).root
         if isinstance(fields, ChatRequest):
             model, plan = await call.plan(fields, plan_chat)
             shape = ChatShape(model, fields)
         else:
-            assert isinstance(fields, CompletionRequest)
             model, plan = await call.plan(fields, plan_completion)
             shape = CompletionShape(model, fields)
         return call.answer(model, plan, OpenAIFrames(model, plan, shape, call.log))
