@@ -42,6 +42,8 @@ FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 NumAlternatives = Annotated[int, Field(ge=-1, lt=2**31)]
 """At most --max-logprobs; -1: the whole vocabulary."""
 LogprobTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGIT_BIAS, fail_fast=True)]
+Temperature = Annotated[float, Field(**bounds_of("temperature"))]
+TopP = Annotated[float, Field(**bounds_of("top_p"))]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -75,10 +77,8 @@ class SamplingFields(Extensions):
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(None, description="null: the default model")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(**bounds_of("temperature"))] | None = Field(
-        None, description="default 1; 0 is greedy"
-    )
-    top_p: Annotated[float, Field(**bounds_of("top_p"))] | None = None
+    temperature: Temperature | None = Field(None, description="default 1; 0 is greedy")
+    top_p: TopP | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -24,7 +24,7 @@ from router.request import (
 )
 from router.request import fields as ours
 from router.request.errors import ThreadUnsupported, unsupported
-from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort
+from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort, TopP
 
 TEXT = frozenset(("text",))
 UNSEEN = frozenset(("thinking", "redacted_thinking"))
@@ -192,7 +192,7 @@ class MessagesRequest(Conversation, Extensions):
     stream: bool | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="default 1; 0 is greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: Metadata | None = None
 

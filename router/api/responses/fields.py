@@ -28,7 +28,7 @@ from router.request import (
 )
 from router.request import fields as ours
 from router.request.errors import unsupported
-from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort
+from router.request.fields import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, ChatRequest, Effort, Temperature, TopP
 
 TEXT_PARTS = frozenset(("input_text", "output_text", "text"))
 MAX_ID_CHARS = 256
@@ -133,8 +133,8 @@ class ResponsesRequest(Extensions):
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default 1; 0 is greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = Field(None, description="default 1; 0 is greedy")
+    top_p: TopP | None = None
     top_logprobs: ours.NumAlternatives | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     stream: bool | None = None
