@@ -7,12 +7,13 @@ import logging
 import math
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from common.errors import DiptychError
 from router.cli.serve.child import Child
-from router.cli.serve.liveness import WORKER_ROUNDS, watch
+from router.cli.serve.liveness import watch
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Keeper:
+class Keeper(ABC):
     """Owns child processes. `run` returns after `stop` was called and every child has ended.
 
     `period_s`: between two probes of a child, 0 for none; a child may take `start_s` to start, 0: any time, and
@@ -59,15 +60,15 @@ class Keeper:
         self._stopped_at = 0.0
 
     @property
+    @abstractmethod
     def children(self) -> tuple[Child, ...]:
         """All that are owned now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rounds_of(self, child: Child) -> int:
         """Bad probes in a row that end a child."""
-        return WORKER_ROUNDS
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - not every keeper has more
         """More work of `run`, by `own`."""
 
     def stop(self) -> None:
