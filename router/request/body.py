@@ -239,14 +239,9 @@ class BodyLease:
         self._num_bytes = self._object_bytes = 0
 
 
-def is_large(data: bytes | bytearray) -> bool:
-    """Whether parsing JSON takes longer than the event loop may: commas and opened brackets bound its values."""
-    return len(data) > LARGE_BYTES or _most_values(data) > MANY_VALUES
-
-
-def _most_values(data: bytes | bytearray) -> int:
+def _most_values(data: bytearray) -> int:
     """Upper bound on the values of JSON, because each but the first follows a separator."""
-    return sum(map(data.count, SEPARATORS))
+    return len(data) - len(data.translate(None, SEPARATORS))
 
 
 def parse(data: bytes | bytearray, model: type[M]) -> M:
@@ -268,8 +263,10 @@ def validated(body: dict[str, object], model: type[M]) -> M:
         raise invalid_field(error, body) from error
 
 
-async def read_body(request: Request, lease: BodyLease, max_model_len: Callable[[], int]) -> bytearray:
+async def read_body(request: Request, lease: BodyLease, max_model_len: Callable[[], int]) -> tuple[bytearray, bool]:
     """Read and decode a body of at most `max_body_bytes`, and wait for memory for its objects.
+
+    Also returns whether to parse it takes longer than the event loop may.
 
     Raises UnsupportedMediaType, BodyTooLarge, BodyTimeout, Unavailable, and InvalidRequest for data that does not match
     its encoding and for JSON with too many values.
@@ -298,12 +295,16 @@ async def read_body(request: Request, lease: BodyLease, max_model_len: Callable[
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
     if size > max_bytes:
         raise _too_large(f"more than {max_bytes:,} bytes{' when decoded' if encoding else ''}", max_bytes)
-    if counter is None and VALUE_BYTES * _most_values(data) > SMALL_OBJECT_BYTES:
-        counter = _counter(max_model_len)
-        counter.add(data)
+    is_large = counter is not None
+    if counter is None:
+        most_values = _most_values(data)
+        is_large = most_values > MANY_VALUES
+        if VALUE_BYTES * most_values > SMALL_OBJECT_BYTES:
+            counter = _counter(max_model_len)
+            counter.add(data)
     if counter is not None and counter.object_bytes > SMALL_OBJECT_BYTES:
         await lease.take_objects(counter.object_bytes)
-    return data
+    return data, is_large
 
 
 def _counter(max_model_len: Callable[[], int]) -> ValueCounter:
@@ -350,8 +351,8 @@ class BodyReader:
         Raises RequestError, such as Unavailable when too many bodies wait, and ClientDisconnect when the client leaves
         meanwhile.
         """
-        data = await read_body(request, lease, self._max_model_len)
-        if not is_large(data):
+        data, is_large = await read_body(request, lease, self._max_model_len)
+        if not is_large:
             return parse(data, model)
         max_model_len, max_ids = self._max_model_len(), self._max_ids()
         return await self._threads.apart(lambda: parse_large(data, model, max_model_len, max_ids, lease), len(data))
