@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -27,21 +26,21 @@ M = TypeVar("M", bound=BaseModel)
 
 @contextmanager
 def generation_call(request: Request) -> Iterator[GenerationCall]:
-    """A request to a generation endpoint: logs the error that ends it, and releases the memory of its body."""
+    """A request to a generation endpoint: logs the error that ends it, and then releases the memory of its body."""
     call = GenerationCall(request)
     try:
         yield call
-    except ClientDisconnect:
-        call.log.client_gone()
-        call.log.end()
-        raise
-    except RequestError as error:
-        call.door.add_retry_after(error)
-        call.log.fail(error)
-        call.log.end()
-        raise
-    finally:
+    except BaseException as error:
         call.lease.release()
+        match error:
+            case ClientDisconnect():
+                call.log.client_gone()
+                call.log.end()
+            case RequestError():
+                call.door.add_retry_after(error)
+                call.log.fail(error)
+                call.log.end()
+        raise
 
 
 class GenerationCall:
@@ -71,7 +70,7 @@ class GenerationCall:
             self.door.models, self.door.gate, self.log, fields, context, plan, tasks or ("generate",)
         )
         self.door.gate.take_prompt(self.visit, planned.num_prompt_tokens)
-        return model, replace(planned, body_bytes=self.lease.rest_bytes)
+        return model, planned
 
     def answer(
         self,
@@ -80,5 +79,9 @@ class GenerationCall:
         frames: Frames,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> Exchange:
-        """The response that generates the answer and writes its `frames`; `before_end`: see `Exchange`."""
-        return Exchange(self.door, model, plan, frames, self.log, before_end)
+        """The response that generates the answer and writes its `frames`; `before_end`: see `Exchange`.
+
+        From now on it owns the memory of the body, of which it needs no more than the fields without the prompt.
+        """
+        self.lease.keep_rest()
+        return Exchange(self.door, model, plan, frames, self.log, self.lease, before_end)

@@ -29,6 +29,7 @@ from router.generation.pieces import Pieces, pieces_of
 from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
 from router.generation.served_model import ServedModel
+from router.request import BodyLease
 from router.request.errors import CLIENT_CLOSED, error_response
 
 SEND_GRACE_S = 30.0
@@ -48,7 +49,8 @@ KEEP_ALIVE = b": keep-alive\n\n"
 class Exchange(Response):
     """The answer to one generation request. It owns the request's generations while it is sent.
 
-    `before_end` is awaited once the end of the answer is made and before it is sent.
+    It also owns the `lease` of what it needs of the request's body. `before_end` is awaited once the end of the answer
+    is made and before it is sent.
     """
 
     def __init__(
@@ -58,12 +60,13 @@ class Exchange(Response):
         plan: AnswerPlan,
         frames: Frames,
         log: RequestLog,
+        lease: BodyLease,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__()
         self._door, self._model = door, model
         self._plan, self._frames, self._log = plan, frames, log
-        self._before_end = before_end
+        self._lease, self._before_end = lease, before_end
         self._stream = bool(plan.fields.stream)
         self._generations: Generations | None = None
         self._pieces: Pieces | None = None
@@ -73,7 +76,7 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as held:
-            held.callback(self._door.bodies.lease_rest(self._plan.body_bytes).release)
+            held.callback(self._lease.release)
             try:
                 held.enter_context(self._door.prompt_logprobs.lease(self._plan.num_prompt_logprobs_held))
             except Unavailable as error:
@@ -198,12 +201,12 @@ class Exchange(Response):
 
         Events without log-probabilities do not wait for the turn budget.
         """
-        choice, pieces, turns = self._plan.choices[index], self._pieces, self._door.logprob_turns
+        choice, pieces = self._plan.choices[index], self._pieces
         if pieces is None or not pieces.ready or not self._is_middle(choice, event):
             return False
         if not event.logprobs:
             self._write(pieces, choice, at, event)
-        elif turns.has_time:
+        elif (turns := self._door.logprob_turns).has_time:
             turns.run_now(partial(self._write, pieces, choice, at, event))
         else:
             return False

@@ -53,7 +53,7 @@ class AnswerPlan:
     It will hold `num_prompt_logprobs_held` log-probabilities of prompts, alternatives included. Each generated token
     has `num_logprobs` alternatives, or with -1 no log-probabilities. `beams`: a search finds all choices of a prompt.
     The vectors of an answer that has some are `num_values` numbers. At most `most_at_once` choices are with the pools
-    at a time, 0: all of them. `body_bytes` is the memory of what the answer needs of the request's body.
+    at a time, 0: all of them.
     """
 
     id: str
@@ -67,7 +67,6 @@ class AnswerPlan:
     beams: BeamSettings | None = None
     num_values: int = 0
     most_at_once: int = 0
-    body_bytes: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -131,12 +131,6 @@ class BodyBudget:
         """Memory for one body until the end of a `with` block."""
         return BodyLease(self)
 
-    def lease_rest(self, num_bytes: int) -> BodyLease:
-        """Memory for what an answer needs of its body to its end. It is never refused."""
-        lease = BodyLease(self)
-        lease.count(max(0, num_bytes - UNCOUNTED_REST_BYTES))
-        return lease
-
     async def reserve_objects(self, num_bytes: int) -> None:
         """Wait, in FIFO order, for memory for the objects of one body. Raises Unavailable."""
         turn = asyncio.get_running_loop().create_future()
@@ -231,6 +225,11 @@ class BodyLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+    def keep_rest(self) -> None:
+        """Release all but what the answer needs of the body to its end. It is never refused."""
+        self.release()
+        self.count(max(0, self.rest_bytes - UNCOUNTED_REST_BYTES))
 
     def release(self) -> None:
         """End the lease; a second call has no effect."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
@@ -71,7 +70,7 @@ async def respond(request: Request) -> Response:
         model, plan = await call.plan(fields, kept.plan)
         call.visit.left_out = fields.left_out
         given, fields = await kept.given(fields, plan.id), fields.without_prompt()
-        plan = replace(plan, body_bytes=plan.body_bytes + len(given))
+        call.lease.rest_bytes += len(given)
         if fields.background:
             return await _in_background(kept, call, model, fields, given, plan)
         if not kept.stores(fields):
