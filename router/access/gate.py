@@ -185,7 +185,11 @@ class Gate:
             raise self._refusal(visit, denied)
 
     def take_prompt(self, visit: Visit, num_tokens: int) -> None:
-        """Count a prompt. Raises RateLimited, or InvalidRequest for a prompt that always exceeds the limit."""
+        """Count a prompt for its model and its key.
+
+        Raises RateLimited, or InvalidRequest for a prompt that always exceeds a limit.
+        """
+        self.models.take_prompt(visit, num_tokens)
         denied = visit.quota.take_prompt(num_tokens, self._clock())
         if denied is None:
             return

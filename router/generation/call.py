@@ -66,11 +66,9 @@ class GenerationCall:
         self.log.request_class = request_class.name
         salt = self.visit.key.salt(fields.cache_salt or "")
         context = RequestContext(self.visit.key, request_class, salt, self._traceparent)
-        model, planned = await choose_model(
+        return await choose_model(
             self.door.models, self.door.gate, self.log, fields, context, plan, tasks or ("generate",)
         )
-        self.door.gate.take_prompt(self.visit, planned.num_prompt_tokens)
-        return model, planned
 
     def answer(
         self,

@@ -218,7 +218,7 @@ async def choose_model(
             model.check_task(*tasks)
             name = candidates.adapter or models.name_of(asked.model, model.name)
             planned = await plan(model, asked, replace(context, model_name=name, adapter=candidates.adapter))
-            gate.models.take_prompt(visit, planned.num_prompt_tokens)
+            gate.take_prompt(visit, planned.num_prompt_tokens)
             if len(candidates.usable) > 1:
                 _check_length(model, gate, visit, planned, context)
             break
@@ -248,7 +248,7 @@ def _check_length(model: ServedModel, gate: Gate, visit: Visit, planned: AnswerP
     try:
         _check_capacity(model, max(len(prompt.token_ids) for prompt in planned.prompts).__gt__, context)
     except (Overloaded, Unavailable):
-        gate.models.spend(visit, -planned.num_prompt_tokens)
+        gate.spend(visit, -planned.num_prompt_tokens)
         raise
 
 
