@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -24,12 +24,16 @@ F = TypeVar("F", bound=Asked)
 M = TypeVar("M", bound=BaseModel)
 
 
-@contextmanager
-def generation_call(request: Request) -> Iterator[GenerationCall]:
-    """A request to a generation endpoint: logs the error that ends it, and then releases the memory of its body."""
+@asynccontextmanager
+async def generation_call(request: Request, model: type[M]) -> AsyncIterator[tuple[GenerationCall, M]]:
+    """A request to a generation endpoint, and its body as a checked `model`.
+
+    Logs the error that ends it, and then releases the memory of its body. Raises RequestError, and ClientDisconnect
+    when the client leaves before the body is there.
+    """
     call = GenerationCall(request)
     try:
-        yield call
+        yield call, await call.door.reader.read(request, model, call.lease)
     except BaseException as error:
         call.lease.release()
         match error:
@@ -44,17 +48,13 @@ def generation_call(request: Request) -> Iterator[GenerationCall]:
 
 
 class GenerationCall:
-    """One request: `read` its body, `plan` its answer at a model, and `answer` it."""
+    """One request: `plan` its answer at a model, and `answer` it."""
 
     def __init__(self, request: Request) -> None:
         self.door = front_door_of(request)
         self.visit: Visit = request.state.visit
         self.log, self._traceparent = self.door.begin(self.visit, request.headers)
         self._request, self.lease = request, self.door.bodies.lease()
-
-    async def read(self, fields: type[M]) -> M:
-        """The body as checked `fields`. Raises RequestError, and ClientDisconnect when the client leaves meanwhile."""
-        return await self.door.reader.read(self._request, fields, self.lease)
 
     async def plan(self, fields: F, plan: Plan[F], *tasks: Task) -> tuple[ServedModel, AnswerPlan]:
         """Choose a model that is served for one of `tasks`, or without any to generate text, and plan the answer.

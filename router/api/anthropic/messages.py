@@ -50,8 +50,7 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_t
 )
 async def messages(request: Request) -> Response:
     """Answer a conversation, in the shape of Anthropic's API."""
-    with generation_call(request) as call:
-        fields = await call.read(MessagesRequest)
+    async with generation_call(request, MessagesRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_messages)
         return call.answer(model, plan, MessagesFrames(model, plan, call.log))
 

@@ -262,8 +262,7 @@ embedding_routes = APIRouter(tags=["generate"])
 @embedding_routes.post(EMBEDDINGS_PATH, **documented(EmbeddingRequest, EmbeddingList))
 async def embeddings(request: Request) -> Response:
     """Embed texts: one vector for each."""
-    with generation_call(request) as call:
-        fields = await call.read(EmbeddingRequest)
+    async with generation_call(request, EmbeddingRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_embeddings, "embed")
         return call.answer(model, plan, EmbeddingFrames(model, fields, plan))
 
@@ -271,8 +270,7 @@ async def embeddings(request: Request) -> Response:
 @embedding_routes.post(SCORE_PATH, **documented(ScoreRequest, ScoreList))
 async def score(request: Request) -> Response:
     """Score pairs of texts, in the shape of vLLM's API."""
-    with generation_call(request) as call:
-        fields = await call.read(ScoreRequest)
+    async with generation_call(request, ScoreRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_scores, "embed", "score")
         return call.answer(model, plan, ScoreFrames(model, fields, plan))
 
@@ -280,7 +278,6 @@ async def score(request: Request) -> Response:
 @embedding_routes.post(RERANK_PATH, **documented(RerankRequest, Ranking))
 async def rerank(request: Request) -> Response:
     """Order documents by their scores with a query, in the shape of Jina's and Cohere's APIs."""
-    with generation_call(request) as call:
-        fields = await call.read(RerankRequest)
+    async with generation_call(request, RerankRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_scores, "embed", "score")
         return call.answer(model, plan, RerankFrames(model, fields, plan))

@@ -67,8 +67,7 @@ chat_routes = APIRouter(tags=["generate"])
 @chat_routes.post(CHAT_PATH, **documented(ChatRequest, ChatCompletion, streams=True))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    with generation_call(request) as call:
-        fields = await call.read(ChatRequest)
+    async with generation_call(request, ChatRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_chat)
         return call.answer(model, plan, OpenAIFrames(model, plan, ChatShape(model, fields), call.log))
 

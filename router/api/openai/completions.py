@@ -31,8 +31,7 @@ completion_routes = APIRouter(tags=["generate"])
 @completion_routes.post(COMPLETION_PATH, **documented(CompletionRequest, Completion, streams=True))
 async def completions(request: Request) -> Response:
     """Continue a text."""
-    with generation_call(request) as call:
-        fields = await call.read(CompletionRequest)
+    async with generation_call(request, CompletionRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_completion)
         return call.answer(model, plan, OpenAIFrames(model, plan, CompletionShape(model, fields), call.log))
 
@@ -43,8 +42,8 @@ async def completions(request: Request) -> Response:
 async def invocations(request: Request) -> Response:
     """Answer a conversation, or continue a text: as the body has `messages` or a `prompt`."""
     shape: ChatShape | CompletionShape
-    with generation_call(request) as call:
-        fields = (await call.read(Invocation)).root
+    async with generation_call(request, Invocation) as (call, body):
+        fields = body.root
         if isinstance(fields, ChatRequest):
             model, plan = await call.plan(fields, plan_chat)
             shape = ChatShape(model, fields)

@@ -65,8 +65,7 @@ def kept_of(request: Request) -> KeptResponses:
 async def respond(request: Request) -> Response:
     """Answer a conversation, in the shape of OpenAI's Responses API."""
     kept = kept_of(request)
-    with generation_call(request) as call:
-        fields = await call.read(ResponsesRequest)
+    async with generation_call(request, ResponsesRequest) as (call, fields):
         model, plan = await call.plan(fields, kept.plan)
         call.visit.left_out = fields.left_out
         given, fields = await kept.given(fields, plan.id), fields.without_prompt()
