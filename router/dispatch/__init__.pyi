@@ -1,4 +1,4 @@
-from router.dispatch.adapter_orders import AdapterOrders, Superseded
+from router.dispatch.adapter_orders import Superseded
 from router.dispatch.client import (
     ANYONE,
     Caller,
@@ -14,7 +14,6 @@ from router.dispatch.prompt import Prompt
 
 __all__ = [
     "ANYONE",
-    "AdapterOrders",
     "Caller",
     "ClassLoad",
     "DispatchLoad",

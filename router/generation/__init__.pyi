@@ -1,4 +1,4 @@
-from router.generation.answer_frames import Frames, Object, OpenAIFrames, Shape, event
+from router.generation.answer_frames import Object, OpenAIFrames, event
 from router.generation.call import GenerationCall, generation_call
 from router.generation.chat_plan import chat_of, conversation_tokens, plan_chat, plan_translated
 from router.generation.choice import AnswerChoice, Piece, TokenWithLogprobs
@@ -15,7 +15,7 @@ from router.generation.plan import (
     make_plan,
 )
 from router.generation.request_log import RequestLog
-from router.generation.served_model import ServedAdapters, ServedModel, ServingClient
+from router.generation.served_model import ServedModel, ServingClient
 from router.generation.structure import functions_of, tool_calling
 from router.generation.tracing import Tracing
 
@@ -24,7 +24,6 @@ __all__ = [
     "AnswerParts",
     "AnswerPlan",
     "Exchange",
-    "Frames",
     "FrontDoor",
     "GenerationCall",
     "KEEP_ALIVE",
@@ -38,10 +37,8 @@ __all__ = [
     "RequestLog",
     "SEND_GRACE_S",
     "STREAM_HEADERS",
-    "ServedAdapters",
     "ServedModel",
     "ServingClient",
-    "Shape",
     "ShownModel",
     "TokenWithLogprobs",
     "Tracing",
