@@ -1,7 +1,8 @@
 """A worker that follows a script: it speaks the messages of routers and workers as a real one does, without a model.
 
 It does no I/O. A test gives it messages with `take`, and it answers through `send` and `ship`, which a subclass
-carries: over sockets in tests/router/cluster.py, in any order in test_dispatcher_states.py beside it.
+carries: over sockets in tests/router/cluster.py, in any order in
+tests/router/dispatch/test_dispatcher_states.py.
 """
 
 from __future__ import annotations

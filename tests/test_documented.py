@@ -1,11 +1,13 @@
-"""A setting, endpoint or metric that the documentation does not name fails here."""
+"""A setting, endpoint or metric that the documentation does not name fails here, and so does a file that is gone."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import runpy
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from common.config.field import Config, fields_of
 from router.cli.main import COMMANDS
 
 PACKAGES = ("common", "prefill_worker", "decode_worker", "router")
+TREE = (*PACKAGES, "kernels", "benchmarks", "tests", "helm", "deploy", "docs")
 METRIC = re.compile(r"(vllm:|diptych_)[a-z0-9_]+")
 ROUTE_METHODS = {"get", "post", "put", "delete", "api_route", "Route"}
 
@@ -103,6 +106,56 @@ def test_the_map_names_what_exists(repository: Path) -> None:
                 wrong.append(f"docs/architecture.md names {name}, which {path} does not define")
                 break
     assert not wrong, "\n".join(wrong)
+
+
+def test_links_lead_somewhere(repository: Path) -> None:
+    """Each relative link of a page leads to a file, and to a heading of it where it names one."""
+    wrong = []
+    for page in pages(repository):
+        for link in re.findall(r"\]\(([^)\s:]+)\)", page.read_text(encoding="utf-8")):
+            path, _, heading = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or heading and heading not in headings(target):
+                wrong.append(f"{page.relative_to(repository)} links to {link}")
+    assert not wrong, "\n".join(wrong)
+
+
+def pages(repository: Path) -> list[Path]:
+    return [*repository.glob("*.md"), *(page for top in TREE for page in (repository / top).rglob("*.md"))]
+
+
+@functools.cache
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", line.strip().lower()).replace(" ", "-") for line in lines}
+
+
+def test_files_that_texts_name_exist(repository: Path) -> None:
+    """Files of this tree that pages, docstrings and comments name; NAME and MAKER stand for any name."""
+    kinds = {".py", ".pyi", ".h", ".cpp", ".sh", ".toml"}
+    files = [file for top in TREE for file in (repository / top).rglob("*") if file.suffix in kinds]
+    names = {file.name for file in files}
+    texts = [*files, *pages(repository), repository / "pyproject.toml"]
+    texts.remove(repository / "CHANGELOG.md")  # which names what there was
+    wrong = []
+    for file in texts:
+        text, here = file.read_text(encoding="utf-8"), file.relative_to(repository)
+        for path in re.findall(rf"(?<![\w/.-])(?<!'s )(?:{'|'.join(TREE)})/[\w/]+\.(?:pyi?|h|cpp|sh|toml|md)\b", text):
+            if not re.search("NAME|MAKER", path) and not (repository / path).exists():
+                wrong.append(f"{here} names {path}")
+        if file.suffix != ".md":
+            wrong += [f"{here} names {name}" for name in re.findall(r"`(\w+\.pyi?)`", text) if name not in names]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_make_check_runs_exists(repository: Path) -> None:
+    environment = {"PATH": os.environ["PATH"]}  # without the flags of a make that runs the tests
+    lines = subprocess.check_output(["make", "-n", "check"], cwd=repository, env=environment, text=True)
+    paths = re.findall(r"(?<= )tests/\S+", lines)
+    assert len(paths) > 20
+    absent = [path for path in paths if not (repository / path).exists()]
+    assert not absent, f"the Makefile names {', '.join(absent)}"
 
 
 def names_defined_by(node: ast.stmt) -> set[str]:

@@ -18,7 +18,7 @@ from router.planner.sizing import size
 
 @dataclass
 class Planned:
-    """The planner, fed as the router feeds it. `blind` spans lose its metrics: the window hears of no arrivals."""
+    """The planner, fed as the router feeds it."""
 
     planner: Planner
     window: LoadWindow = field(default_factory=LoadWindow)

@@ -51,9 +51,9 @@ class Failed:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """`sender_epoch` and `receiver_epoch` are the lives of the two workers that it belongs to.
+    """The KV of one request on its way from one worker to another.
 
-    Of `num_blocks` blocks, `num_ready` are computed; those from `first_block` on must cross. -1: not granted yet.
+    `num_ready` of `num_blocks` blocks are computed. Those from `first_block` on must cross; -1: not granted yet.
     Those before `first_kept` are out of the model's window, and nobody needs them.
     A `growing` sequence is decoded meanwhile: it has caught up once the receiver has all blocks that were full a moment
     ago, and has `num_tokens` tokens when it is computed.

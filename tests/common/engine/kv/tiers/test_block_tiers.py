@@ -26,7 +26,7 @@ def digest(number: int) -> bytes:
 
 
 class Memory:
-    """The blocks of a pool, each full of one number. `before_copy` is called on the writing thread."""
+    """The blocks of a pool, each full of one number. `during_copy` is called on the writing thread."""
 
     def __init__(self) -> None:
         self.blocks = np.zeros((8, BLOCK_BYTES), np.uint8)
