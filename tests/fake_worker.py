@@ -8,6 +8,7 @@ tests/router/dispatch/test_dispatcher_states.py.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ class Job:
     order: HandOver | None = None
 
 
-class FakeWorker:
+class FakeWorker(ABC):
     """Its state, and what it says to whom. `hello` and `beat` replace fields of its hello and of its heartbeats."""
 
     def __init__(self, worker_id: str, role: str, epoch: int = 1, **hello: Any) -> None:
@@ -107,12 +108,12 @@ class FakeWorker:
 
     # ------------------------------------------------------------ carried by a subclass
 
-    def send(self, router: bytes, message: Message) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def send(self, router: bytes, message: Message) -> None: ...
 
+    @abstractmethod
     def ship(self, request_id: str, attempt: int, target: KVTarget, tokens: list[int]) -> None:
         """Bring the KV of these tokens to another worker."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------ what routers say
 

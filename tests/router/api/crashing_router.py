@@ -14,6 +14,7 @@ from pathlib import Path
 from common.config import RouterConfig
 from common.model_files.resolve import resolve_model
 from router.dispatch.client import GenerationRequest, TokenEvent
+from router.dispatch.load import DispatchLoad
 from router.generation.models import Models
 from router.generation.served_model import ServedModel
 from router.observe.metrics import RouterMetrics
@@ -52,8 +53,8 @@ class Slow:
     def check_room(self, *_: object) -> None:
         pass
 
-    def load(self) -> None:
-        raise NotImplementedError
+    def load(self) -> DispatchLoad:
+        return DispatchLoad({}, (), {}, {}, {}, 0)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
         with self._asked.open("ab") as file:
