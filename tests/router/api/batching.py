@@ -19,10 +19,6 @@ def line(name: Any, path: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": path, "body": body}
 
 
-def client_of(running: Any, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0)
-
-
 async def made(sdk: openai.AsyncOpenAI, lines: Sequence[Any], path: Any = COMPLETIONS, **fields: Any) -> Batch:
     texts = (one if isinstance(one, str) else json.dumps(one) for one in lines)
     file = await sdk.files.create(file=("in.jsonl", "\n".join(texts).encode()), purpose="batch")

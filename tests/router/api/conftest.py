@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
@@ -34,6 +34,9 @@ from router.text.text_pipeline import TextPipeline
 
 from .chromium import Browser
 from .several import several as several  # the fixture of several models
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "tiny-random"
 EOS = 259
@@ -241,6 +244,15 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 async def running(start: Start) -> Running:
     return await start()
+
+
+@pytest.fixture
+async def sdk(running: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's official client, which takes a second to import."""
+    from .sdk import client_of
+
+    async with client_of(running) as client:
+        yield client
 
 
 @pytest.fixture

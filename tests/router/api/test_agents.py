@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
 import pytest
+
+from .sdk import client_of
 
 agents = pytest.importorskip("agents", reason="needs the package openai-agents")
 
@@ -37,7 +38,7 @@ async def test_an_agent_calls_a_tool_and_goes_on(running: Any, streamed: bool) -
 
     scripted(running, CALL, SAID, "You are welcome.")
     agents.set_tracing_disabled(True)
-    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+    async with client_of(running) as client:
         model = agents.OpenAIResponsesModel(model="tiny-random", openai_client=client)
         tool = agents.function_tool(time_in)
         agent = agents.Agent(name="clock", instructions="Tell the time.", tools=[tool], model=model)

@@ -20,11 +20,9 @@ from router.access.keys import digest_of
 from router.api.responses import background as responses_background
 from router.server.server import _drain
 
+from .sdk import client_of
+
 ASKED: Any = {"model": "tiny-random", "input": "hi", "max_output_tokens": 9}
-
-
-def client_of(running: Any, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture

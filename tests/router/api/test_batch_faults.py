@@ -12,13 +12,8 @@ from common.errors import InternalError, Overloaded
 from router.dispatch.client import GenerationRequest, TokenEvent
 from router.stored.errors import StoreFailed
 
-from .batching import COMPLETIONS, client_of, ended, line, lines_in, made
-
-
-@pytest.fixture
-async def sdk(running: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with client_of(running) as client:
-        yield client
+from .batching import COMPLETIONS, ended, line, lines_in, made
+from .sdk import client_of
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,10 @@ from router.access.keys import digest_of
 from router.api.batches import kept
 from router.dispatch.client import GenerationRequest, TokenEvent
 
-from .batching import COMPLETIONS, client_of, ended, line, lines_in, made
+from .batching import COMPLETIONS, ended, line, lines_in, made
+from .sdk import client_of
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-
-
-@pytest.fixture
-async def sdk(running: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with client_of(running) as client:
-        yield client
 
 
 async def test_every_line_is_answered(sdk: openai.AsyncOpenAI, running: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,10 @@ import pytest
 
 from router.access.keys import digest_of
 
+from .sdk import client_of
+
 MIB = 1024 * 1024
 FORM = {"purpose": "batch"}
-
-
-def client_of(running: Any, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0)
-
-
-@pytest.fixture
-async def sdk(running: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with client_of(running) as client:
-        yield client
 
 
 async def upload(running: Any, content: bytes, name: str = "in.jsonl", **form: str) -> httpx.Response:

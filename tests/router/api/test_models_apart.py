@@ -9,7 +9,8 @@ import pytest
 from router.api.load import joined_load
 from router.dispatch.load import ClassLoad, DispatchLoad
 
-from .batching import client_of, ended, line, made
+from .batching import ended, line, made
+from .sdk import client_of
 from .several import Start
 
 GOALS = ((500.0, 0.0), (200.0, 30.0), (0.0, 60.0))

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 from msgspec.structs import replace
 
 from common.model_files.files import ModelFiles
 from common.wire.sampling_params import ThinkingBudget
 from router.text.text_pipeline import TextPipeline
+
+from .sdk import client_of
 
 THOUGHT = "The user greets. I greet."
 ANSWER = f"<think>\n{THOUGHT}\n</think>\n\nHello!"
@@ -187,7 +188,7 @@ async def test_a_thought_alone_has_an_empty_text_behind_it(thinking: Any) -> Non
 
 @pytest.mark.slow
 async def test_a_thought_is_an_item_of_a_response(thinking: Any) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0) as sdk:
+    async with client_of(thinking) as sdk:
         response = await sdk.responses.create(model="tiny-random", input="hi")
         async with sdk.responses.stream(model="tiny-random", input="hi") as stream:
             events = [event async for event in stream]
@@ -209,7 +210,7 @@ async def test_a_thought_alone_is_a_response(start: Any, tools: Any, num_tokens:
     """One that is cut off in its thought has no message; one that ends by itself has an empty one."""
     running = await answering(start, tools, f"<think>{THOUGHT}</think>")
     asked: Any = {"model": "tiny-random", "input": "hi", "max_output_tokens": num_tokens}
-    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as sdk:
+    async with client_of(running) as sdk:
         whole = await sdk.responses.create(**asked)
         streamed = [event async for event in await sdk.responses.create(**asked, stream=True)][-1].response  # type: ignore[union-attr]
     for response in (whole, streamed):
@@ -240,7 +241,7 @@ async def test_usage_counts_the_tokens_of_a_thought(
 ) -> None:
     running = await answering(start, tools, answer, per_event)
     asked: Any = {"model": "tiny-random", "messages": HI, "max_tokens": limit, "n": 2}
-    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as sdk:
+    async with client_of(running) as sdk:
         whole = await sdk.chat.completions.create(**asked)
         stream = await sdk.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
         streamed = [chunk async for chunk in stream][-1]  # type: ignore[union-attr]
@@ -311,7 +312,7 @@ async def test_log_probabilities_of_a_response_are_those_of_its_text(start: Any,
     running = await answering(start, tools, f"<think>hm</think>\n\nHello. {CALL}\nBye.", per_event)
     asked: Any = {"model": "tiny-random", "input": "hi", "include": ["message.output_text.logprobs"]}
     asked["tools"] = [{"type": "function", "name": "now", "parameters": None, "strict": None}]
-    async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as sdk:
+    async with client_of(running) as sdk:
         whole = await sdk.responses.create(**asked)
         async with sdk.responses.stream(**asked) as stream:
             streamed = await stream.get_final_response()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -14,6 +13,8 @@ from common.errors import InternalError
 from router.api.responses.fields import ResponsesRequest
 from router.request.fields import MAX_MESSAGES, MAX_TOOLS
 
+from .sdk import client_of
+
 ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -21,16 +22,6 @@ TOOLS: Any = [
     {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False},
     {"type": "function", "name": "now", "description": "the time", "parameters": None, "strict": None},
 ]
-
-
-def client_of(running: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-async def sdk(running: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with client_of(running) as client:
-        yield client
 
 
 async def post(running: Any, **fields: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,10 @@ import pytest
 from router.access.keys import digest_of
 from router.stored.errors import StoreFailed
 
+from .sdk import client_of
+
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": False}]
-
-
-def client_of(running: Any, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0)
-
-
-@pytest.fixture
-async def sdk(running: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with client_of(running) as client:
-        yield client
 
 
 async def post(running: Any, **fields: Any) -> Any:
