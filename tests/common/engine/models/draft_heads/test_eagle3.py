@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.engine.kv.cache import KVCache
-from common.engine.models.batch import ROW_BEFORE, SequenceChunk
+from common.engine.models.batch import SequenceChunk
 from common.engine.models.draft_heads.drafting_model import DraftingModel
 from common.engine.models.draft_heads.load import load_drafting_model
 from common.engine.models.load import load_model
@@ -18,7 +17,7 @@ from common.engine.run.runner import ModelRunner
 from .....eagle3_heads import PlainEagle3, config_of, eagle3_folder
 from .....families import CASES
 from ..generation import SIZES, files_of, random_checkpoint
-from .test_draft_head import TOKENS, drafted, run
+from .head_checks import TOKENS, check_draft_rows, check_every_bit, check_formula, check_rounding
 
 LAYER = config_of(SIZES)
 HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -86,35 +85,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 @pytest.mark.slow_except("llama", "qwen3")
 @pytest.mark.parametrize("kind", HEADS)
 def test_logits_are_those_of_the_formula(checkpoints: Checkpoints, kind: str) -> None:
-    """A head that reads the model's states, and then its own; with chunks the KV is the same."""
     served, head = checkpoints.folders(kind)
-    plain, ran = PlainEagle3(head, served), len(TOKENS) - 2
-    states = plain.states(TOKENS[:ran])
-    before = torch.cat((torch.zeros_like(states[:1]), states))
-    first, own = plain.forward(TOKENS[: ran + 1], before)
-    second, _ = plain.forward(TOKENS, torch.cat((before, own[-1:])))
-    for ends in ((ran,), (17, 32, ran), (1, ran - 1, ran)):
-        got = drafted(*run(checkpoints.load(kind), TOKENS, ends), TOKENS)
-        for ours, theirs in zip(got, (first[-1], second[-1]), strict=True):
-            known = theirs.isfinite()
-            assert torch.equal(ours.isfinite(), known)
-            assert (ours - theirs)[known].abs().max() < 2e-4 * theirs[known].abs().max()
+    check_formula(PlainEagle3(head, served), lambda: checkpoints.load(kind))
 
 
 @pytest.mark.slow_except("qwen3-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3", "speculators", "gemma2", "olmo2", "gpt-oss"])
 def test_the_models_logits_keep_every_bit(checkpoints: Checkpoints, kind: str, dtype: str) -> None:
-    """In steps of prompts and rows, all and some of which are sampled."""
     served, _ = checkpoints.folders(kind)
-    steps = []
-    for model in (load_model(files_of(served), dtype=dtype), checkpoints.load(kind, dtype=dtype)):
-        runner = ModelRunner(model, KVCache(model.config, 12, 16, dtype))
-        chunks = [SequenceChunk(TOKENS, 0, range(4), all_logits=True), SequenceChunk((1, 2, 3), 0, (4,))]
-        rows = [SequenceChunk((3,), 50, range(4)), SequenceChunk((4,), 3, (4,)), SequenceChunk((5,), 4, (4,))]
-        last = [SequenceChunk(TOKENS, 0, range(6, 10)), SequenceChunk((6,), 5, (4,), sample=False)]
-        steps.append(torch.cat([runner.forward(each) for each in (chunks, rows, last)]))
-    assert torch.equal(*steps)
+    check_every_bit((load_model(files_of(served), dtype=dtype), checkpoints.load(kind, dtype=dtype)), dtype)
 
 
 def test_a_step_stays_one_native_program(checkpoints: Checkpoints) -> None:
@@ -131,15 +111,7 @@ def test_a_step_stays_one_native_program(checkpoints: Checkpoints) -> None:
 
 
 def test_draft_rows_read_the_row_before(checkpoints: Checkpoints) -> None:
-    """The rows of one sequence in a step write the KV that a chunk of them would have written."""
-    model = checkpoints.load("qwen3")
-    (runner, table), (other, _) = run(model, TOKENS, (40, 48)), run(model, TOKENS, (40,))
-    rows = [SequenceChunk((TOKENS[40],), 40, table, before=3, kept=1)]
-    rows += [SequenceChunk((TOKENS[at],), at, table, before=ROW_BEFORE, kept=3) for at in range(41, 48)]
-    other.forward(rows)
-    assert torch.equal(*(each.kv.tensor[table[2], -1] for each in (runner, other)))
-    first, second = (drafted(each, table, TOKENS)[0] for each in (runner, other))
-    assert torch.equal(first, second)
+    check_draft_rows(checkpoints.load("qwen3"))
 
 
 def test_what_is_kept_of_a_token_is_one_state(checkpoints: Checkpoints) -> None:
@@ -149,9 +121,4 @@ def test_what_is_kept_of_a_token_is_one_state(checkpoints: Checkpoints) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_its_matrices_are_rounded_as_the_models_are(checkpoints: Checkpoints, quantization: str) -> None:
-    exact, rounded = (
-        drafted(*run(checkpoints.load("llama", **given), TOKENS, (48,)), TOKENS)[0]
-        for given in ({}, {"quantization": quantization})
-    )
-    assert not torch.equal(exact, rounded)
-    assert torch.corrcoef(torch.stack((exact, rounded)))[0, 1] > {"int8": 0.99, "int4": 0.8}[quantization]
+    check_rounding(lambda **given: checkpoints.load("llama", **given), quantization)
