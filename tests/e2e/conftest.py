@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.stack import Stack
 from common.model_files.resolve import resolve_model
+from common.model_files.tiny import make_tiny_model
 
 from ..rig import System, make_stack
 
@@ -23,6 +24,13 @@ def prompts_of(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[li
     """Random prompts that share no prefix."""
     source = random.Random(seed)
     return [[source.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models, for services of several."""
+    home = tmp_path_factory.mktemp("models")
+    return {name: make_tiny_model(home / name, seed=seed) for seed, name in enumerate(("first", "second"), 11)}
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-from common.model_files.tiny import make_tiny_model
-
 from ..rig import TwoModels, make_stack_of_two, wait_until
 from .test_router_processes import pids, told
 
@@ -81,12 +79,6 @@ class Processes(TwoModels):
     def all_know_all_workers(self) -> bool:
         """Whether each of the processes has every worker ready, by its gauges."""
         return self.metric("diptych_worker_state", 'state="ready"') == NUM * len(self.stack.workers())
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    home = tmp_path_factory.mktemp("models")
-    return {name: make_tiny_model(home / name, seed=seed) for seed, name in enumerate(("first", "second"), 11)}
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from common.model_files.tiny import make_tiny_model
-
 from ..rig import READY_S, TwoModels, make_stack_of_two
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -31,12 +29,6 @@ admin = true
 """
 BOTH = {"authorization": "Bearer a-key-for-both-of-them"}
 FIRST = {"authorization": "Bearer a-key-for-the-first-model"}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    home = tmp_path_factory.mktemp("models")
-    return {name: make_tiny_model(home / name, seed=seed) for seed, name in enumerate(("first", "second"), 11)}
 
 
 @pytest.fixture(scope="module")

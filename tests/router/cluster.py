@@ -212,6 +212,19 @@ async def collect(dispatcher: Dispatcher, request: GenerationRequest) -> tuple[l
     return tokens, event
 
 
+async def streaming(dispatcher: Dispatcher, prompt: list[int], **options: Any) -> asyncio.Task[Any]:
+    """A request whose first token has come, and the task that collects the rest."""
+    stream = dispatcher.generate(make_request(prompt, **options))
+    tokens = list((await anext(stream)).token_ids)
+
+    async def rest() -> Any:
+        async for event in stream:
+            tokens.extend(event.token_ids)
+        return tokens, event
+
+    return asyncio.create_task(rest())
+
+
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
     cluster = Cluster()
@@ -225,6 +238,7 @@ class Tools:
     until = staticmethod(until)
     request = staticmethod(make_request)
     collect = staticmethod(collect)
+    streaming = staticmethod(streaming)
     expected = staticmethod(expected)
     cluster = Cluster
     SILENT_S = SILENT_S

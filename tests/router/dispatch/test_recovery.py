@@ -12,19 +12,6 @@ from common.wire.messages import AbortRequest, DecodeRequest, PrefillRequest, To
 PROMPT = list(range(1, 13))
 
 
-async def streaming(dispatcher, tools, **options):
-    """A request whose first token has come, and the task that collects the rest."""
-    stream = dispatcher.generate(tools.request(PROMPT, **options))
-    tokens = list((await anext(stream)).token_ids)
-
-    async def rest():
-        async for event in stream:
-            tokens.extend(event.token_ids)
-        return tokens, event
-
-    return asyncio.create_task(rest())
-
-
 def busy(workers):
     """The worker that runs a request now."""
     return next(worker for worker in workers if worker.jobs)
@@ -51,7 +38,7 @@ async def test_prefill_dies_before_the_first_token(cluster, tools):
 async def test_prefill_dies_after_the_first_token_and_before_the_transfer(cluster, tools):
     dispatcher = await cluster.start(prefill=2)
     cluster.ship, ship = (lambda *kv: None), cluster.ship
-    task = await streaming(dispatcher, tools)
+    task = await tools.streaming(dispatcher, PROMPT)
     victim = next(worker for worker in cluster.prefill if worker.of(PrefillRequest))
     cluster.ship = ship
     victim.die()
@@ -86,7 +73,7 @@ async def test_decode_dies_mid_stream(cluster, tools):
     dispatcher = await cluster.start(decode=2)
     for worker in cluster.decode:
         worker.token_s = 0.01
-    task = await streaming(dispatcher, tools, max_tokens=40)
+    task = await tools.streaming(dispatcher, PROMPT, max_tokens=40)
     await tools.until(lambda: dispatcher.load().stages["decode"])
     victim = busy(cluster.decode)
     victim.die()
@@ -103,7 +90,7 @@ async def test_decode_dies_mid_stream(cluster, tools):
 async def test_decode_restarts_on_the_same_address(cluster, tools):
     dispatcher = await cluster.start()
     cluster.decode[0].token_s = 0.01
-    task = await streaming(dispatcher, tools, max_tokens=40)
+    task = await tools.streaming(dispatcher, PROMPT, max_tokens=40)
     await tools.until(lambda: dispatcher.load().stages["decode"])
     cluster.decode[0].die()
     await cluster.decode[0].restart()
@@ -114,7 +101,7 @@ async def test_decode_restarts_on_the_same_address(cluster, tools):
 async def test_a_new_epoch_on_a_living_connection_is_a_new_worker(cluster, tools):
     dispatcher = await cluster.start()
     cluster.decode[0].token_s = 0.01
-    task = await streaming(dispatcher, tools, max_tokens=40)
+    task = await tools.streaming(dispatcher, PROMPT, max_tokens=40)
     await tools.until(lambda: dispatcher.load().stages["decode"])
     cluster.decode[0].jobs.clear()
     cluster.decode[0].epoch += 1_000_000
@@ -127,7 +114,7 @@ async def test_a_worker_that_lost_this_router_is_greeted_anew_and_its_streams_mo
     dispatcher = await cluster.start(decode=2, worker_timeout_s=60.0)
     for worker in cluster.decode:
         worker.token_s = 0.01
-    rest = await streaming(dispatcher, tools, max_tokens=60)
+    rest = await tools.streaming(dispatcher, PROMPT, max_tokens=60)
     await tools.until(lambda: dispatcher.load().stages["decode"])
     first = busy(cluster.decode)
     (router,) = first.routers
@@ -146,7 +133,7 @@ async def test_a_silent_decode_worker_is_left_and_its_late_words_ignored(cluster
     dispatcher = await cluster.start(decode=2, worker_timeout_s=tools.SILENT_S)
     for worker in cluster.decode:
         worker.token_s = 0.02
-    task = await streaming(dispatcher, tools, max_tokens=60)
+    task = await tools.streaming(dispatcher, PROMPT, max_tokens=60)
     await tools.until(lambda: dispatcher.load().stages["decode"])
     frozen = busy(cluster.decode)
     frozen.beating, frozen.token_s = False, 0.5
@@ -298,7 +285,7 @@ async def test_a_draining_worker_gets_nothing_new_and_finishes(cluster, tools):
     dispatcher = await cluster.start(decode=2)
     for worker in cluster.decode:
         worker.token_s = 0.01
-    task = await streaming(dispatcher, tools, max_tokens=30)
+    task = await tools.streaming(dispatcher, PROMPT, max_tokens=30)
     await tools.until(lambda: dispatcher.load().stages["decode"])
     leaving = busy(cluster.decode)
     leaving.beat["draining"] = True

@@ -14,19 +14,6 @@ ROUNDED = 5
 """What the worker that dies says instead of the scripted model's first token."""
 
 
-async def streaming(dispatcher, tools, **options):
-    """A request whose first token has come, and the task that collects the rest."""
-    stream = dispatcher.generate(tools.request(PROMPT, **options))
-    tokens = list((await anext(stream)).token_ids)
-
-    async def rest():
-        async for event in stream:
-            tokens.extend(event.token_ids)
-        return tokens, event
-
-    return asyncio.create_task(rest())
-
-
 def strikes(dispatcher):
     return [worker.life.num_strikes for worker in dispatcher.fleet.registry.workers.values()]
 
@@ -45,7 +32,7 @@ async def begun_by_one_that_dies(cluster, tools, num_prefill):
 
     for worker in cluster.prefill:
         worker.on_request = lambda router, message, worker=worker: round_differently(worker, router, message)
-    task = await streaming(dispatcher, tools)
+    task = await tools.streaming(dispatcher, PROMPT)
     victim = next(worker for worker in cluster.prefill if worker.of(PrefillRequest))
     for worker in cluster.prefill:
         worker.on_request = lambda router, message: False
@@ -74,7 +61,7 @@ async def test_the_decode_worker_speaks_before_the_replacement(cluster, tools):
     cluster.ship, ship = (lambda *kv: None), cluster.ship
     for worker in cluster.prefill:
         worker.on_request = lambda router, message, worker=worker: worker.output(router, message, 0, [ROUNDED]) or True
-    task = await streaming(dispatcher, tools)
+    task = await tools.streaming(dispatcher, PROMPT)
     victim, other = sorted(cluster.prefill, key=lambda worker: not worker.of(PrefillRequest))
 
     def ship_only(router, message):
@@ -98,7 +85,7 @@ async def test_a_helper_that_comes_too_late_may_differ(cluster, tools):
     decode = cluster.decode[0]
     held = []
     decode.on_request = lambda router, message: held.append((router, message)) or True
-    task = await streaming(dispatcher, tools, max_tokens=20)
+    task = await tools.streaming(dispatcher, PROMPT, max_tokens=20)
     victim, other = sorted(cluster.prefill, key=lambda worker: not worker.of(PrefillRequest))
     other.on_request = lambda router, message: True
     victim.die()
@@ -153,7 +140,7 @@ async def test_two_that_disagree_in_one_attempt_are_at_fault(cluster, tools):
     held = []
     for worker in cluster.decode:
         worker.on_request = lambda *call, worker=worker: call[1].attempt == 0 and not held.append((worker, *call))
-    task = await streaming(dispatcher, tools)
+    task = await tools.streaming(dispatcher, PROMPT)
     liar, router, message = held[0]
     liar.output(router, message, 0, [998, 999])
     tokens, last = await task

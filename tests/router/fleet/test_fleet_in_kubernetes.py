@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +12,6 @@ from common.wire.messages import DecodeRequest
 from ...kubernetes_api import KubernetesAPI
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def api(tmp_path: Path) -> Iterator[KubernetesAPI]:
-    api = KubernetesAPI(tmp_path / "serviceaccount").start()
-    yield api
-    api.stop()
 
 
 async def start(cluster: Any, api: KubernetesAPI) -> Any:
