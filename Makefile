@@ -33,10 +33,10 @@ help:
 	@echo "make check      lint and the tests of what is pure, in a minute"
 	@echo "make test       lint and every quick test; says which 30 were slowest"
 	@echo "make test-all   lint and every test that this machine can run, but for make clients"
-	@echo "make clients    every client of docs/compatibility.md, in environments of their own (ARGS='-k aider')"
+	@echo "make clients    every client of docs/reference/clients.md, in environments of their own (ARGS='-k aider')"
 	@echo "make chaos      kills, freezes and cuts off workers for minutes (SEED=1 DURATION=180)"
 	@echo "make soak       half an hour of load, to see what grows (DURATION=1800 PLOT=build/soak.png)"
-	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/configuration.md and helm/"
+	@echo "make lint       ruff and mypy;  make format  rewrites as ruff wants it;  make docs  rewrites docs/reference/configuration.md and helm/"
 	@echo "make wheel      wheel and sdist into dist/, with CPU kernels for KERNELS=all instruction sets or those named"
 	@echo "make images     router, and workers for cpu, cuda and rocm (REGISTRY=ghcr.io/acme PUSH=yes IMAGES=router,worker-cpu)"
 	@echo "make release    wheel, sdist, bills of materials, images, chart, signatures into dist/ (REGISTRY=...; IMAGES=none)"
@@ -103,7 +103,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.dev
-	$(BIN)/python docs/write_configuration.py > docs/configuration.md
+	$(BIN)/python docs/reference/write_configuration.py > docs/reference/configuration.md
 	@for page in schema readme dashboards; do $(BIN)/python helm/write_$$page.py; done
 
 check: lint

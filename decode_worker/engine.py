@@ -29,7 +29,7 @@ from decode_worker.sequence import DecodeSequence, RequestStatus
 from decode_worker.speculation import Speculation
 
 FEW_SEQUENCES = 4
-"""A step of fewer sequences reads the weights with one core nearly as fast as with two (docs/performance.md)."""
+"""A step of fewer sequences reads the weights with one core nearly as fast as with two (docs/measurements.md)."""
 EXPIRE_INTERVAL_S = 0.05
 """How often deadlines are checked: each check looks at every request."""
 

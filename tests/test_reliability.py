@@ -15,7 +15,7 @@ FLAG = re.compile(r"`--([a-z][a-z0-9-]+)`")
 
 @pytest.fixture
 def page(repository: Path) -> str:
-    return (repository / "docs" / "reliability.md").read_text(encoding="utf-8")
+    return (repository / "docs" / "concepts" / "reliability.md").read_text(encoding="utf-8")
 
 
 def names_in(file: Path) -> set[str]:
@@ -48,6 +48,6 @@ def test_every_way_to_fail_is_answered_by_a_test(page: str) -> None:
 
 
 def test_every_setting_that_the_page_names_exists(repository: Path, page: str) -> None:
-    documented = (repository / "docs" / "configuration.md").read_text(encoding="utf-8")
+    documented = (repository / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     known = set(FLAG.findall(documented))
     assert sorted(set(FLAG.findall(page)) - known) == []

@@ -27,7 +27,7 @@ examples:
   diptych plan --from http://127.0.0.1:8000 --trace mooncake.jsonl.gz --speedup 0.5 --duration-s 600 --slo-ttft-ms 2000
   diptych plan --profile smollm2-135m --rate 2 --slo-ttft-ms 800 --slo-tpot-ms 60
 
-docs/plan.md describes the file, the method and its limits. The command only plans: nothing is deployed.
+docs/guides/plan.md describes the file, the method and its limits. The command only plans: nothing is deployed.
 """
 FIELDS = {
     "trace": ("load", "trace"),

@@ -29,7 +29,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog=PROG,
         description="Simulates a scenario in virtual time: real routers and schedulers, modelled steps and links.",
     )
-    parser.add_argument("scenario", type=Path, help="TOML or JSON file; docs/simulator.md describes it")
+    parser.add_argument("scenario", type=Path, help="TOML or JSON file; docs/guides/simulate.md describes it")
     parser.add_argument(
         "--policy",
         default="",

@@ -1,4 +1,4 @@
-"""Every setting of every Diptych process. docs/configuration.md lists them; a test compares the two.
+"""Every setting of every Diptych process. docs/reference/configuration.md lists them; a test compares the two.
 
     ServeConfig                      one machine: how many of each worker
     CommonConfig <- RouterConfig

@@ -16,7 +16,7 @@ from common.errors import ConfigError
 AUTO = "auto"
 """The value of a setting that a process chooses for itself."""
 
-# The order in which `--help` and docs/configuration.md show settings.
+# The order in which `--help` and docs/reference/configuration.md show settings.
 GROUPS = (
     "HTTP",
     "Workers",

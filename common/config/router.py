@@ -175,13 +175,13 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     models_file: str = setting(
         "",
         "TOML file with all models to serve, in place of --model, with their aliases, fallbacks and limits, and with "
-        "names that divide requests among models (docs/operations.md)",
+        "names that divide requests among models (docs/guides/operate.md)",
         group="Model",
         **FILE,
     )
     lora_file: str = setting(
         "",
-        "TOML file with LoRA adapters that the workers are to hold, read again whenever it changes (docs/lora.md)",
+        "TOML file with LoRA adapters that the workers are to hold, read again whenever it changes (docs/guides/lora.md)",
         group="Model",
         **FILE,
     )

@@ -51,7 +51,7 @@ Each option can also be set by environment variable or in a TOML file (--config 
   {variable:<40} in the environment, for every process that has it
   {own_variable:<40} in the environment, for this kind of process only
   {name} = ...  under [{section}] in the file, or above all sections for every process
-A flag wins over the environment, the environment over the file. docs/configuration.md lists everything."""
+A flag wins over the environment, the environment over the file. docs/reference/configuration.md lists everything."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 They map one page with a byte for each worker: 1 while it has work, and behind these another one: 1 while that work is
 prompts alone, for which decode workers make room. A worker holds a lock on its byte as long as it
 lives, and the kernel drops the locks of a process that dies, so a byte without a lock does not count. Two workers that
-each ran as many threads as there are cores would wait for each other at every barrier (docs/performance.md). Results do
+each ran as many threads as there are cores would wait for each other at every barrier (docs/measurements.md). Results do
 not depend on the number of threads.
 
 Settings of compute threads take effect only before torch is imported.
@@ -29,7 +29,7 @@ NUM_PLACES: Final = 64
 IDLE, COMPUTING = b"\0", b"\1"
 SPIN_COUNT = "2000"
 """Rounds that an idle OpenMP thread spins before it sleeps. By default it spins for milliseconds, during which other
-workers cannot use its core: two workers on two cores then miss whole scheduler ticks (docs/performance.md)."""
+workers cannot use its core: two workers on two cores then miss whole scheduler ticks (docs/measurements.md)."""
 
 
 class CoreShare:

@@ -2,7 +2,7 @@
 
 A process has one key pair and trusts its own public key and those of an authorised list: processes with a trusted key
 may connect to it, and it connects to no others. Processes that share one pair need no list. To change a cluster's key,
-the list holds both keys for a while. See docs/security.md.
+the list holds both keys for a while. See docs/guides/secure.md.
 
 A pair is a small TOML file with `public` and `secret`, in ZeroMQ's 40-character form (Z85). The list has one public key
 a line and may name its owner behind it; lines that begin with "# " are comments. No error message shows a secret key.

@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         PROGRAM,
         description="Write a new CURVE key pair to FILE, readable by its owner alone, and print its public key.",
-        epilog="Every process of a cluster takes the file by --curve-key FILE. docs/security.md says more.",
+        epilog="Every process of a cluster takes the file by --curve-key FILE. docs/guides/secure.md says more.",
     )
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("--force", action="store_true", help="replace FILE when it is there already")

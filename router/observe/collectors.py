@@ -1,6 +1,6 @@
 """Metrics that are read at scrape time: the dispatcher's load, the pools and the plan for them.
 
-Autoscalers and operators read those of pools and plan; docs/metrics.md says what to do with each.
+Autoscalers and operators read those of pools and plan; docs/reference/metrics.md says what to do with each.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ Worker options can be set for one pool alone: --prefill-threads 2, --decode-core
 Every option but those of `serve` itself is also an environment variable (DIPTYCH_MAX_NUM_SEQS, for one kind of process
 DIPTYCH_DECODE_MAX_NUM_SEQS) and a key in the TOML file (max_num_seqs at the top, or under [router], [prefill_worker],
 [decode_worker]); --prefill, --decode and --liveness-s are DIPTYCH_SERVE_PREFILL and so on, or keys under [serve].
-A flag wins over the environment, the environment over the file. docs/configuration.md lists everything."""
+A flag wins over the environment, the environment over the file. docs/reference/configuration.md lists everything."""
 
 
 def on_gpus(workers: Sequence[WorkerConfig], num_gpus: int, *, may_share: bool = False) -> list[WorkerConfig]:

@@ -115,7 +115,7 @@ def test_settings_that_exclude_each_other(flags: tuple[str, ...]) -> None:
 
 
 def test_the_example_of_the_documentation_is_read(tmp_path: Path, repository: Path) -> None:
-    lines = (repository / "docs" / "operations.md").read_text(encoding="utf-8").splitlines()
+    lines = (repository / "docs" / "guides" / "operate.md").read_text(encoding="utf-8").splitlines()
     begin = lines.index("    [[model]]")
     end = next(number for number in range(begin, len(lines)) if lines[number] and not lines[number].startswith("    "))
     table = read_models(write(tmp_path, "\n".join(lines[begin:end])))

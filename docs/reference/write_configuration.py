@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the config classes: `make docs`."""
+"""Writes docs/reference/configuration.md from the config classes: `make docs`."""
 
 from __future__ import annotations
 
