@@ -48,7 +48,8 @@ def check_named(names: set[str], page: Path) -> None:
 
 def test_the_configuration_page_is_what_make_docs_writes(repository: Path) -> None:
     page = runpy.run_path(str(repository / "docs" / "reference" / "write_configuration.py"))
-    assert (repository / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8") == page["render"](), "run `make docs`"
+    written = (repository / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    assert written == page["render"](), "run `make docs`"
 
 
 @pytest.mark.parametrize("cls", (*CONFIG_CLASSES, BenchConfig))
@@ -82,7 +83,7 @@ def test_the_clients_that_were_tried_are_those_that_tests_pin(repository: Path) 
         ", ".join(re.sub(r"\[\w+\]", "", one).replace("==", " ") for one in row["requires"]) for row in pinned.values()
     ]
     versions = [version for version, _, _ in rows if not version.startswith("requests of ")]
-    hint = "name the versions of tests/clients/versions.toml in docs/reference/clients.md, after a run of `make clients`"
+    hint = "run `make clients`, and name the versions of tests/clients/versions.toml in docs/reference/clients.md"
     assert sorted(versions) == sorted(wanted), hint
     for _, file, name in rows:
         tree = ast.parse((repository / "tests" / "clients" / file).read_text(encoding="utf-8"))

@@ -181,7 +181,7 @@ class RouterConfig(CommonConfig, DiscoverySettings, PlannerSettings, AccessSetti
     )
     lora_file: str = setting(
         "",
-        "TOML file with LoRA adapters that the workers are to hold, read again whenever it changes (docs/guides/lora.md)",
+        "TOML file with the LoRA adapters of the workers, read again when it changes (docs/guides/lora.md)",
         group="Model",
         **FILE,
     )

@@ -3,8 +3,8 @@
 They map one page with a byte for each worker: 1 while it has work, and behind these another one: 1 while that work is
 prompts alone, for which decode workers make room. A worker holds a lock on its byte as long as it
 lives, and the kernel drops the locks of a process that dies, so a byte without a lock does not count. Two workers that
-each ran as many threads as there are cores would wait for each other at every barrier (docs/measurements.md). Results do
-not depend on the number of threads.
+each ran as many threads as there are cores would wait for each other at every barrier (docs/measurements.md).
+Results do not depend on the number of threads.
 
 Settings of compute threads take effect only before torch is imported.
 """
