@@ -164,3 +164,15 @@ def names_defined_by(node: ast.stmt) -> set[str]:
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def test_every_error_code_is_documented(repository: Path) -> None:
+    assigned = re.compile(r"""\bcode(?:: [\w |]+)? ?= ?"([a-z_]+)\"""")
+    texts = [
+        file.read_text(encoding="utf-8") for top in ("common", "router") for file in (repository / top).rglob("*.py")
+    ]
+    codes = {
+        code for text in texts if "RequestError" in text or "InvalidRequest" in text for code in assigned.findall(text)
+    }
+    assert len(codes) > 15
+    check_named(codes, repository / "docs" / "reference" / "errors.md")
