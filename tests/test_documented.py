@@ -176,3 +176,28 @@ def test_every_error_code_is_documented(repository: Path) -> None:
     }
     assert len(codes) > 15
     check_named(codes, repository / "docs" / "reference" / "errors.md")
+
+
+OTHER_PROGRAMS = {"--enable-helm", "--from-file", "--previous"}
+"""Options of kubectl, Argo CD and others."""
+
+
+def test_options_that_pages_name_exist(repository: Path) -> None:
+    known = {"--prefill-NAME", "--decode-NAME", *OTHER_PROGRAMS}
+    for top in (*PACKAGES, "benchmarks", "helm"):
+        for file in (repository / top).rglob("*.py"):
+            known |= set(re.findall(r'"(--[a-z][\w-]*)', file.read_text(encoding="utf-8")))
+    for cls in (*CONFIG_CLASSES, BenchConfig):
+        for field in fields_of(cls):
+            name = field.flag.removeprefix("--")
+            known |= {field.flag, f"--no-{name}", f"--prefill-{name}", f"--decode-{name}"}
+    wrong = []
+    for page in pages(repository):
+        if page.parent.name != "decisions" and page.name not in ("CHANGELOG.md", "configuration.md"):
+            for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
+                wrong += [
+                    f"{page.relative_to(repository)} names {option}"
+                    for option in re.findall(r"(?<![\w-])(--[a-z][\w-]*)", code)
+                    if option not in known
+                ]
+    assert not wrong, "\n".join(wrong)
