@@ -178,6 +178,7 @@ def test_every_error_code_is_documented(repository: Path) -> None:
     check_named(codes, repository / "docs" / "reference" / "errors.md")
 
 
+NAMES_OTHERS = {"CHANGELOG.md", "configuration.md", "migrate-from-vllm.md"}
 OTHER_PROGRAMS = {"--enable-helm", "--set", "--api-versions", "--require-hashes", "--endpoint-type", "--model_args"}
 """Options of helm, Argo CD, pip, vLLM's bench and lm-eval."""
 
