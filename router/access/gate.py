@@ -1,9 +1,9 @@
-"""Checks the key and the limits of each HTTP request, and records the request at its end.
+"""Access control of HTTP requests: checks keys and limits, and records each request when it ends.
 
     arrive ─> admit: 401, 403, 429 ─> (the endpoint: take_prompt, spend) ─> leave: metrics, audit log
 
-A changed key file or certificate takes effect within two seconds, or at once on SIGHUP; of several processes, none goes
-by old keys for more than a look (`LOOK_EVERY_S`) longer than another. A file with an error is logged and has no effect.
+A changed key file or certificate takes effect within two seconds, or immediately on SIGHUP. Several processes of a
+router differ for at most `LOOK_EVERY_S`. Errors in a changed file are logged, and the old content remains in force.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from router.observe import RequestRecord, RouterMetrics
 from router.siblings import RouterPart, SharedUsage
 
 MAX_SHOWN_CHARS = 200
-"""Of a method or a path in the log."""
+"""Maximum length, in characters, of a method or a path in the log."""
 WINDOW_S, MAX_ENDS = 30.0, 256
-"""The estimate counts the ends of this long, and no more than these."""
+"""Window, in seconds, and maximum number of completed requests used to estimate the request rate."""
 MIN_ENDS = 4
-"""Fewer ends give no estimate."""
+"""With fewer completed requests there is no estimate."""
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset(("/", "/dashboard", "/live", "/health", "/ready", "/metrics", "/ping"))
 ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 LOOK_EVERY_S = 0.5
-"""Between two looks at what other processes know of the files: at most so long one goes by old keys."""
+"""Polling interval for changes that sibling processes have accepted."""
 
 
 @dataclass(slots=True)
 class Visit:
-    """Made when the request's head is here; `began` is perf_counter seconds, `client` an address and port.
+    """State of one HTTP request, from its headers to its end.
 
-    `admitted` is set while the request counts among the active ones of its key, and it counts against `model_quotas`
-    while a model answers it. `status` is what the client was told, or in the end was not: 499 for one that went away,
-    5xx for a stream that broke. `record` is there once a generation request has ended.
+    `began` is in perf_counter seconds; `client` is an address with port. `admitted` is set while the request counts as
+    active for its key. It counts against `model_quotas` while a model answers it. `status` is the status sent, or 499
+    if the client disconnected, or 5xx if a stream failed. `record` is set when a generation request has ended.
     """
 
     request_id: str
@@ -67,14 +67,14 @@ class Visit:
     error: str = ""
     record: RequestRecord | None = None
     left_out: tuple[str, ...] = ()
-    """Types of declared tools that the server ignored."""
+    """Types of declared tools that the server has ignored."""
 
     def answered(self, record: RequestRecord) -> None:
-        """A generation request has ended."""
+        """Store the record of a completed generation request."""
         self.record, self.status, self.error = record, record.status, record.error_name
 
     def audit_entry(self) -> dict[str, object]:
-        """Names and numbers only."""
+        """Return the audit log entry: names and numbers only."""
         entry: dict[str, object] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "key": self.key.name or None,
@@ -97,17 +97,17 @@ class Visit:
 
 
 class Pace:
-    """The times at which the last requests ended."""
+    """Estimates the rate at which requests complete, from the most recent completions."""
 
     def __init__(self) -> None:
         self._ends: deque[float] = deque(maxlen=MAX_ENDS)
 
     def ended(self, now: float) -> None:
-        """Note that a request ended."""
+        """Record a completed request."""
         self._ends.append(now)
 
     def drain_s(self, num_requests: int, now: float) -> float | None:
-        """Seconds until `num_requests` will have ended, at most MAX_RETRY_AFTER_S; None without enough recent ends."""
+        """Estimate the seconds until `num_requests` complete, at most MAX_RETRY_AFTER_S; None without enough data."""
         while self._ends and now - self._ends[0] > WINDOW_S:
             self._ends.popleft()
         if len(self._ends) < MIN_ENDS:
@@ -117,7 +117,10 @@ class Pace:
 
 
 class Gate:
-    """Owned by one event loop. Raises ConfigError for a key file, certificate or audit log that cannot be used."""
+    """Access control of a router process. Owned by one event loop.
+
+    Raises ConfigError if a key file, certificate or audit log cannot be used.
+    """
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class Gate:
         usage: SharedUsage | None = None,
         part: RouterPart | None = None,
     ) -> None:
-        """`part`: which process of a router this is, of several, and `usage` that of the keys at all of them."""
+        """`part` identifies this process among the several of a router. `usage` is the key usage of all of them."""
         self._config, self._metrics, self._clock, self._usage = config, metrics, clock, usage
         self._watches: list[tuple[str, FileWatch | KeySource, Callable[[], Awaitable[None]]]] = []
         self._hurry = asyncio.Event()
@@ -148,30 +151,30 @@ class Gate:
     # ------------------------------------------------------------ a request
 
     def arrive(self, scope: Scope, request_id: str) -> Visit:
-        """The visit of a request whose head has arrived."""
+        """Create the state of a request whose headers have arrived."""
         host, port = scope.get("client") or ("", 0)
         return Visit(request_id, scope["method"], scope["path"], f"{host}:{port}", ANONYMOUS, self._anonymous)
 
     def admit(self, visit: Visit, given: bytes) -> None:
-        """Admit the holder of the key `given` (may be empty). Raises Unauthorized, Forbidden or RateLimited."""
+        """Check the key `given` (may be empty) and its limits. Raises Unauthorized, Forbidden or RateLimited."""
         if visit.path in OPEN_PATHS:
             return
         if self.ring is not None:
             key = self.ring.find(given)
             if key is None:
-                raise Unauthorized("the API key is missing or wrong: send Authorization: Bearer KEY")
+                raise Unauthorized("The API key is missing or incorrect. Send the header 'Authorization: Bearer KEY'.")
             visit.key, visit.quota = key, self._quota(key)
         if visit.path in ADMIN_PATHS and not visit.key.admin:
-            raise Forbidden(f"{visit.path} is only for keys with admin = true")
+            raise Forbidden(f"{visit.path} requires an API key with admin = true.")
         denied = visit.quota.enter(self._clock())
         if denied is not None:
             raise self._refusal(visit, denied)
         visit.admitted = True
 
     def on_behalf(self, owner: str, request_id: str, *, method: str, path: str, client: str) -> Visit | None:
-        """The visit of a request that the router makes for the holder of the key of this name; None without the key.
+        """Create the state of a request that the router makes for the holder of the key `owner`; None if it is gone.
 
-        It takes the key's tokens like any other. The limits of its requests are not touched: the router has its own.
+        The request uses the key's tokens but does not count against its request limits.
         """
         if self.ring is None:
             return None if owner else Visit(request_id, method, path, client, ANONYMOUS, self._anonymous)
@@ -179,15 +182,15 @@ class Gate:
         return None if key is None else Visit(request_id, method, path, client, key, self._quota(key))
 
     def check_tokens(self, visit: Visit) -> None:
-        """Raises RateLimited when the key has no token left."""
+        """Raise RateLimited if the key has no tokens left."""
         denied = visit.quota.check_tokens(self._clock())
         if denied is not None:
             raise self._refusal(visit, denied)
 
     def take_prompt(self, visit: Visit, num_tokens: int) -> None:
-        """Count a prompt for its model and its key.
+        """Count a prompt against the limits of its model and its key.
 
-        Raises RateLimited, or InvalidRequest for a prompt that always exceeds a limit.
+        Raises RateLimited, or InvalidRequest for a prompt that exceeds a limit by itself.
         """
         self.models.take_prompt(visit, num_tokens)
         denied = visit.quota.take_prompt(num_tokens, self._clock())
@@ -196,23 +199,23 @@ class Gate:
         self.models.spend(visit, -num_tokens)
         if math.isinf(denied.retry_after_s):
             raise InvalidRequest(
-                f"the prompt has {num_tokens:,} tokens, and this key may use {denied.allowed:,} tokens per minute",
+                f"The prompt has {num_tokens:,} tokens, but this key's limit is {denied.allowed:,} tokens per minute.",
                 code="rate_limit_exceeded",
             )
         raise self._refusal(visit, denied)
 
     def spend(self, visit: Visit, num_tokens: int) -> None:
-        """Count generated tokens; a negative number gives back those of a prompt that was not computed."""
+        """Count generated tokens. A negative number refunds a prompt that was not computed."""
         visit.quota.spend(num_tokens, self._clock())
         if visit.model_quotas:
             self.models.spend(visit, num_tokens)
 
     def headers(self, visit: Visit) -> dict[str, str]:
-        """The headers of an answer about the limits of its key."""
+        """Return the response headers about the limits of the key."""
         return visit.quota.headers(self._clock())
 
     def leave(self, visit: Visit) -> None:
-        """Record the end of a request."""
+        """Record the end of a request in the metrics and the audit log."""
         if visit.admitted:
             visit.admitted = False
             visit.quota.leave()
@@ -226,11 +229,11 @@ class Gate:
     # ------------------------------------------------------------ the files
 
     def also_watch(self, field: str, watch: FileWatch, reload: Callable[[], Awaitable[None]]) -> None:
-        """Have `watch` apply changes of another setting's file. `reload` raises ConfigError for one that is refused."""
+        """Make `watch` apply changes of another setting's file. `reload` raises ConfigError for invalid content."""
         self._watches.append((field, watch, reload))
 
     async def watch(self) -> None:
-        """Watch the files until cancelled."""
+        """Poll the files and apply their changes until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(LOOK_EVERY_S):
@@ -246,7 +249,7 @@ class Gate:
                     await self._apply(field, reload)
 
     def reload(self) -> None:
-        """Make `watch` read every file at once, changed or not, and reopen the audit log (SIGHUP)."""
+        """Make `watch` reload all files immediately, changed or not, and reopen the audit log (SIGHUP)."""
         self._hurry.set()
         if self._audit is not None:
             self._audit.reopen()
@@ -257,7 +260,7 @@ class Gate:
         return bool(self._watches) or self._audit is not None
 
     def close(self) -> None:
-        """Write the queued entries of the audit log."""
+        """Write the queued entries of the audit log and close it."""
         if self._audit is not None:
             self._audit.close()
 
@@ -266,10 +269,10 @@ class Gate:
             await reload()
         except ConfigError as error:
             self._metrics.count_reload(field, ok=False)
-            log.error("a changed file is refused, its old content stays in force: %s", error)
+            log.error("changed file rejected, the old content remains in force: %s", error)
             return
         self._metrics.count_reload(field, ok=True)
-        log.info("read a changed file", extra={"setting": field})
+        log.info("changed file loaded", extra={"setting": field})
 
     async def _reload_keys(self) -> None:
         """Parse the key file in a thread, because ten thousand keys take long, and apply the new limits."""
@@ -298,8 +301,8 @@ class Gate:
     def _refusal(self, visit: Visit, denied: Denied) -> RequestError:
         self._metrics.count_rate_limited(visit.key.name, denied.limit)
         return RateLimited(
-            f"key {visit.key.name!r} may have {denied.allowed:,} {PER[denied.limit]}; try again in "
-            f"{max(1, math.ceil(denied.retry_after_s)):,} s",
+            f"Rate limit reached for key {visit.key.name!r}: limit {denied.allowed:,} {PER[denied.limit]}. Please try "
+            f"again in {max(1, math.ceil(denied.retry_after_s)):,} s.",
             limit=denied.limit,
             retry_after_s=denied.retry_after_s,
         )

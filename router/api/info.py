@@ -1,4 +1,4 @@
-"""The endpoints that do not generate: probes, metrics, models, tokens, and the chat page."""
+"""Endpoints without generation: probes, metrics, models, tokenisation, and web pages."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ from router.text import SHORT_TEXT
 EITHER_ERROR = (openai_answers.ErrorBody, anthropic_answers.AnthropicErrorBody)
 
 probe_routes = APIRouter(tags=["operate"])
-"""`/health`, `/ready`, `/metrics` and others for operators and orchestrators."""
+"""`/health`, `/ready`, `/metrics` and other endpoints for operators and orchestrators."""
 
 
 @probe_routes.get("/", response_class=HTMLResponse)
 async def index() -> Response:
-    """A chat page."""
+    """The chat web page."""
     return HTMLResponse(page(CHAT), headers=HEADERS)
 
 
 @probe_routes.get("/dashboard", response_class=HTMLResponse)
 async def dashboard() -> Response:
-    """A page that shows what `/load` says, each second: traffic, times, workers, classes, plan."""
+    """The dashboard web page. It shows the data of `/load` every second: traffic, latencies, workers, classes, plan."""
     return HTMLResponse(page(DASHBOARD), headers=HEADERS)
 
 
 @probe_routes.get("/live", response_class=RedirectResponse, status_code=308)
 async def live() -> Response:
-    """The dashboard, under its old name."""
+    """Redirect of the dashboard's former path."""
     return RedirectResponse("/dashboard", status_code=308)
 
 
 @probe_routes.get("/health", **documented(None, service_answers.Status))
 async def health(request: Request) -> Response:
-    """200 while the process is healthy."""
+    """Liveness probe: 200 while the process is healthy."""
     failure = front_door_of(request).failure()
     if failure:
         return error_response(Unavailable(failure))
@@ -69,7 +69,7 @@ async def health(request: Request) -> Response:
 
 @probe_routes.get("/ready", **documented(None, service_answers.Readiness))
 async def ready(request: Request) -> Response:
-    """200 when the service takes requests: for some model, or with `?model=` for that one."""
+    """Readiness probe: 200 while the service accepts requests for any model, or for the model in `?model=`."""
     door, asked = front_door_of(request), request.query_params.get("model")
     is_ready, detail = door.ready
     if asked is not None and (is_ready or not door.draining):
@@ -82,13 +82,13 @@ async def ready(request: Request) -> Response:
 @probe_routes.get("/ping", **documented(None, service_answers.Status))
 @probe_routes.post("/ping", operation_id="ping_by_post", **documented(None, service_answers.Status))
 async def ping(request: Request) -> Response:
-    """Like `/health`, under SageMaker's name."""
+    """Liveness probe for SageMaker, equivalent to `/health`."""
     return await health(request)
 
 
 @probe_routes.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
+    """Metrics in Prometheus text format."""
     door = front_door_of(request)
     text = door.metrics.render() if door.siblings is None else await door.siblings.metrics()
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
@@ -96,15 +96,15 @@ async def metrics(request: Request) -> Response:
 
 @probe_routes.get("/version", **documented(None, service_answers.Version))
 async def version() -> Response:
-    """The version of this server."""
+    """Return the version of this server."""
     return _json({"version": __version__})
 
 
 @probe_routes.get("/load", **documented(None, service_answers.Load))
 async def load(request: Request) -> Response:
-    """Requests by stage and class, the traffic of late, each worker's load, the plan, and the latest events.
+    """Return request counts by stage and class, recent traffic, the load of each worker, the plan, and recent events.
 
-    Of several models together, or with `?model=` of that one.
+    Covers all models together, or only the model in `?model=`.
     """
     door, asked = front_door_of(request), request.query_params.get("model")
     model = None if asked is None else door.models.one(asked)
@@ -133,7 +133,7 @@ model_routes = APIRouter(tags=["models"])
     **documented(None, openai_answers.ModelList | anthropic_answers.AnthropicModelList, errors=EITHER_ERROR),
 )
 async def models(request: Request) -> Response:
-    """What a key may ask for now; in the shape of Anthropic's API for requests with the header `anthropic-version`."""
+    """List the models that the API key may use now. With the header `anthropic-version`, in Anthropic's format."""
     door = front_door_of(request)
     shown = door.models.listed(key_of(request))
     if speaks_anthropic(request.scope):
@@ -146,7 +146,7 @@ async def models(request: Request) -> Response:
     **documented(None, openai_answers.Model | anthropic_answers.AnthropicModel, errors=EITHER_ERROR),
 )
 async def model(model: str, request: Request) -> Response:
-    """One model, by name."""
+    """Retrieve one model by name."""
     door = front_door_of(request)
     one = door.models.shown(model, key_of(request))
     return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(door, one))
@@ -174,7 +174,7 @@ def _anthropic_model(door: FrontDoor, one: ShownModel) -> dict[str, object]:
 
 
 def _anthropic_page(models: list[dict[str, object]], asked: Mapping[str, str]) -> dict[str, object]:
-    """The models behind `after_id` and before `before_id`, all on one page."""
+    """Return the page of models after `after_id` and before `before_id`. One page contains all of them."""
     names = [one["id"] for one in models]
     after, before = asked.get("after_id"), asked.get("before_id")
     first = names.index(after) + 1 if after in names else 0
@@ -185,12 +185,12 @@ def _anthropic_page(models: list[dict[str, object]], asked: Mapping[str, str]) -
 
 
 token_routes = APIRouter(tags=["tokens"])
-"""`/tokenize`, `/detokenize`, `/tokenizer_info`: a tokenizer for remote clients."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer for remote clients."""
 
 
 @token_routes.post("/tokenize", **documented(TokenizeRequest, service_answers.Tokens))
 async def tokenize(request: Request) -> Response:
-    """The tokens of a text or of a rendered conversation."""
+    """Tokenise a text or a conversation."""
     door = front_door_of(request)
     with door.bodies.lease() as lease:
         fields = await door.reader.read(request, TokenizeRequest, lease)
@@ -208,7 +208,7 @@ async def tokenize(request: Request) -> Response:
 
 @token_routes.post("/detokenize", **documented(DetokenizeRequest, service_answers.Text))
 async def detokenize(request: Request) -> Response:
-    """The text of tokens."""
+    """Convert tokens to text."""
     door = front_door_of(request)
     with door.bodies.lease() as lease:
         fields = await door.reader.read(request, DetokenizeRequest, lease)
@@ -221,7 +221,7 @@ async def detokenize(request: Request) -> Response:
 
 @token_routes.get("/tokenizer_info", **documented(None, service_answers.TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
-    """Special tokens and the chat template; with `?model=` those of that model."""
+    """Return the special tokens and the chat template of the default model, or of the model in `?model=`."""
     model = front_door_of(request).models.one(request.query_params.get("model"), key_of(request))
     text, files = model.text, model.files
     tokens = {"bos_token": files.bos_token or None, "eos_token": files.eos_token or None}
@@ -233,7 +233,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 async def _tokens(model: ServedModel, fields: TokenizeRequest) -> list[int]:
     if (fields.prompt is None) == (fields.messages is None):
-        raise InvalidRequest("prompt: send either prompt or messages", param="prompt")
+        raise InvalidRequest("prompt: send either prompt or messages, not both or neither", param="prompt")
     most = model.max_tokenize_bytes
     if fields.prompt is not None:
         special = fields.add_special_tokens is not False

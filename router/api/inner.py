@@ -1,4 +1,4 @@
-"""What a process of a router tells and does for the others (`router.siblings`), of itself alone."""
+"""Internal endpoints of a router process for its sibling processes (`router.siblings`), on a Unix socket."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:  # loaded with a store; only routers of several processes need
     from router.siblings import Siblings
 
 ABLE = "/able"
-"""The path of the models that have workers for a request now."""
+"""Path that returns the models with workers for a request now."""
 EVENTS, CANCEL, DELETE, SETTLE = "/responses/events", "/responses/cancel", "/responses/delete", "/responses/settle"
 
 
 def inner_app(door: FrontDoor, kept: KeptResponses, siblings: Siblings) -> Starlette:
-    """The application at the process's Unix socket. The process that was asked first has checked the key."""
+    """Create the application at the process's Unix socket. The sibling that received a request has checked its key."""
     inner = _Inner(door, kept, siblings)
     routes = [
         Route("/health", inner.health),
@@ -49,7 +49,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 class _Inner:
-    """The endpoints. Those about a response answer NOT_MINE unless it is made here, or was a short time ago."""
+    """The endpoints. Those about a response return NOT_MINE unless this process generates it or recently did."""
 
     def __init__(self, door: FrontDoor, kept: KeptResponses, siblings: Siblings) -> None:
         self._door, self._kept, self._siblings = door, kept, siblings
@@ -69,7 +69,7 @@ class _Inner:
         return _json(self._door.models.available)
 
     async def settle(self, request: Request) -> Response:
-        """Wait until what was kept here so far is in the store."""
+        """Wait until everything kept here so far is stored."""
         await self._kept.settle(*_asked(request))
         return Response()
 
@@ -98,7 +98,7 @@ class _Inner:
 
 
 def _asked(request: Request) -> tuple[str, str]:
-    """The id of a response, and the key that asks for it."""
+    """Return the id of a response and the name of the requesting key."""
     return request.query_params["id"], request.headers.get(OWNER, "").encode("latin-1").decode("utf-8")
 
 

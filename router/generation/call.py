@@ -1,4 +1,4 @@
-"""A request to a generation endpoint, from its body to the plan of its answer."""
+"""A request to a generation endpoint, from parsing its body to planning its answer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ M = TypeVar("M", bound=BaseModel)
 
 @asynccontextmanager
 async def generation_call(request: Request, model: type[M]) -> AsyncIterator[tuple[GenerationCall, M]]:
-    """A request to a generation endpoint, and its body as a checked `model`.
+    """Read and validate the body of a generation request as `model`.
 
-    Logs the error that ends it, and then releases the memory of its body. Raises RequestError, and ClientDisconnect
-    when the client leaves before the body is there.
+    Logs the error that ends the request and releases the memory of its body. Raises RequestError, and ClientDisconnect
+    if the client disconnects while the body is read.
     """
     call = GenerationCall(request)
     try:
@@ -48,7 +48,7 @@ async def generation_call(request: Request, model: type[M]) -> AsyncIterator[tup
 
 
 class GenerationCall:
-    """One request: `plan` its answer at a model, and `answer` it."""
+    """One request to a generation endpoint: `plan` its answer, then `answer` it."""
 
     def __init__(self, request: Request) -> None:
         self.door = front_door_of(request)
@@ -57,7 +57,7 @@ class GenerationCall:
         self._request, self.lease = request, self.door.bodies.lease()
 
     async def plan(self, fields: F, plan: Plan[F], *tasks: Task) -> tuple[ServedModel, AnswerPlan]:
-        """Choose a model that is served for one of `tasks`, or without any to generate text, and plan the answer.
+        """Choose a model that is served for one of `tasks` (default: generate) and plan the answer.
 
         Raises RequestError.
         """
@@ -77,9 +77,9 @@ class GenerationCall:
         frames: Frames,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> Exchange:
-        """The response that generates the answer and writes its `frames`; `before_end`: see `Exchange`.
+        """Return the response that generates the answer and writes it as `frames`. `before_end`: see `Exchange`.
 
-        From now on it owns the memory of the body, of which it needs no more than the fields without the prompt.
+        The response takes ownership of the body's memory and keeps only the fields without the prompt.
         """
         self.lease.keep_rest()
         return Exchange(self.door, model, plan, frames, self.log, self.lease, before_end)

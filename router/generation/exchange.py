@@ -1,9 +1,9 @@
-"""Makes one answer, streamed or whole, and ends its generation when the client leaves.
+"""The response to one generation request, streamed or complete. Aborts the generation when the client disconnects.
 
-    start every choice ─> wait for the first arrival, at most keepalive_s ─> error? its own status
-                                                                         └─> 200: opening chunks, text, usage, [DONE]
+    start every choice ─> wait for the first event, at most keepalive_s ─> error? its own status
+                                                                       └─> 200: opening chunks, text, usage, [DONE]
 
-The status waits for the first arrival, so that a full or empty router still answers 429 or 503.
+The status is sent only after the first event, so that a router without capacity or workers can still answer 429 or 503.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from router.request import BodyLease
 from router.request.errors import CLIENT_CLOSED, error_response
 
 SEND_GRACE_S = 30.0
-"""How much longer than its deadline a request may take when its client reads slowly."""
+"""Additional time, in seconds after its deadline, for a request whose client reads slowly."""
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-# More than this takes milliseconds to write, and is written in a thread: an answer may have millions.
+# Larger answers take milliseconds to write, so a thread writes them. An answer can have millions of tokens.
 MANY_LOGPROBS, MANY_TOKENS = 2000, 20_000
 MANY_PIECES = 64
-"""Pieces of a stream's choices that are written before other tasks have their turn."""
+"""Pieces of one stream that are written before yielding to other tasks."""
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Exchange(Response):
-    """The answer to one generation request. It owns the request's generations while it is sent.
+    """Response to one generation request. Owns the request's generations while it is sent.
 
-    It also owns the `lease` of what it needs of the request's body. `before_end` is awaited once the end of the answer
-    is made and before it is sent.
+    Also owns `lease`, the memory of the request's body. `before_end` is awaited after the end of the answer is known
+    and before it is sent.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Exchange(Response):
         except ClientGone:
             self._log.client_gone()
         except TimeoutError:
-            self._log.fail(DeadlineExceeded("the client took too long to read its answer"))
-        except asyncio.CancelledError:  # the server ends
+            self._log.fail(DeadlineExceeded("the client did not read its answer in time"))
+        except asyncio.CancelledError:  # the server is shutting down
             self._log.client_gone()
             raise
         finally:
@@ -140,7 +140,7 @@ class Exchange(Response):
         await response(scope, receive, send)
 
     def _keep(self, pieces: Sequence[list[Piece]], index: int, at: float, event: TokenEvent) -> bool:
-        """Take an event in the middle of an answer at once; False leaves it to `_answer_whole`."""
+        """Implement `ChoiceSink`: process a mid-answer event immediately."""
         choice = self._plan.choices[index]
         if event.logprobs or not self._is_middle(choice, event):
             return False
@@ -159,7 +159,7 @@ class Exchange(Response):
             return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         opened = False
-        # A token without text, such as half a character, is no silence: no comment is due for it.
+        # A token without text, such as part of a character, counts as activity: it needs no keep-alive comment.
         self._next_comment = time.perf_counter() + (keepalive_s if arrivals else 0.0)
         self._pieces = pieces_of(scope)
         if self._pieces is not None:
@@ -197,9 +197,9 @@ class Exchange(Response):
         await send(_body(b"".join(chunks), more=False))
 
     def _pass_on(self, index: int, at: float, event: TokenEvent) -> bool:
-        """Write an event in the middle of a stream at once; False leaves it to `_answer_stream`.
+        """Implement `ChoiceSink`: write a mid-stream event immediately.
 
-        Events without log-probabilities do not wait for the turn budget.
+        Only events with log-probabilities count towards the turn budget.
         """
         choice, pieces = self._plan.choices[index], self._pieces
         if pieces is None or not pieces.ready or not self._is_middle(choice, event):
@@ -220,11 +220,11 @@ class Exchange(Response):
     # ------------------------------------------------------------ both
 
     def _is_middle(self, choice: AnswerChoice, event: TokenEvent) -> bool:
-        """Whether an event is one in the middle of a choice, that is made into text at once."""
+        """Whether an event is in the middle of a choice and small enough to be converted to text immediately."""
         return not (not choice.num_pieces or event.finish_reason or self._is_many(len(event.token_ids), first=False))
 
     def _pushed(self, choice: AnswerChoice, at: float, event: TokenEvent) -> Piece:
-        """What an event that came to a sink adds to its choice; a stop string ends the choice."""
+        """Push an event from a sink to its choice. Stops the generation if a stop string ends the choice."""
         piece = choice.push(event)
         self._measure(choice, at, len(piece.token_ids))
         if choice.finish_reason and self._generations is not None:
@@ -233,11 +233,10 @@ class Exchange(Response):
         return piece
 
     async def _made(self, write: Callable[[], bytes], num_tokens: int, *, first: bool = True) -> bytes:
-        """The bytes that `write` makes of so many tokens, in a thread if they are many. Raises Unavailable.
+        """Return the bytes that `write` makes of `num_tokens` tokens. Raises Unavailable.
 
-        Log-probabilities wait for a turn of the event loop that has time.
-
-        The `first` bytes of an answer also have the log-probabilities of its prompts.
+        Large answers are written in a thread; log-probabilities wait for an event loop iteration with time left. The
+        `first` bytes of an answer also contain the log-probabilities of its prompts.
         """
         if self._is_many(num_tokens, first=first):
             return await self._model.text.apart(write)
@@ -250,19 +249,18 @@ class Exchange(Response):
         return num_logprobs > MANY_LOGPROBS or num_tokens > MANY_TOKENS
 
     async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with an error."""
         self._door.add_retry_after(error)
         self._log.fail(error)
         await error_response(error)(scope, receive, send)
 
     def _take(self, generations: Generations, arrivals: Sequence[Arrival]) -> Iterator[tuple[AnswerChoice, Piece]]:
-        """Yield what each arrival adds to its choice. Raises the error that ended one of them."""
+        """Yield each arrival's choice and piece. Raises the error that ended a choice."""
         for arrival in arrivals:
             choice = self._plan.choices[arrival.index]
-            if choice.finish_reason:  # ended by a stop string: tokens that were under way come too late
+            if choice.finish_reason:  # ended by a stop string; ignore tokens that arrive afterwards
                 continue
             if arrival.event is None:
-                raise arrival.error or RequestError("the answer ended early")
+                raise arrival.error or RequestError("the answer ended unexpectedly")
             piece = choice.push(arrival.event)
             self._measure(choice, arrival.at, len(piece.token_ids))
             if choice.finish_reason and not arrival.event.finish_reason:
@@ -270,7 +268,7 @@ class Exchange(Response):
             yield choice, piece
 
     def _measure(self, choice: AnswerChoice, at: float, num_tokens: int) -> None:
-        """Count tokens that came now, and the time since those before them."""
+        """Count tokens that arrived at `at`, and the time since the previous ones."""
         if not num_tokens:
             if choice.pooled:
                 choice.first_at = choice.last_at = at
@@ -285,7 +283,7 @@ class Exchange(Response):
         choice.last_at = at
 
     def _settle(self) -> None:
-        """Count an answer in the pace of the router, or give the key back the tokens of a prompt never computed."""
+        """Update the router's request rate, or refund the key's prompt tokens if the prompt was not computed."""
         log = self._log
         if log.status == 200:
             self._door.pace.ended(time.monotonic())
@@ -298,7 +296,7 @@ class Exchange(Response):
 
 
 async def _watch(receive: Receive, generations: Generations) -> None:
-    """Wait until the client leaves: its body is read, so nothing else can come from it."""
+    """Wait until the client disconnects. Its body has been read, so no other message can arrive."""
     while (await receive())["type"] != "http.disconnect":
         continue
     generations.leave()

@@ -1,4 +1,4 @@
-"""What a router has once, for all of its models: keys, limits, memory budgets, metrics, and its state."""
+"""State of a router that its models share: keys, limits, memory budgets and metrics."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # only routers of several processes need its HTTP client
 
 @dataclass
 class FrontDoor:
-    """The entrance of a router. Each of its `models` is a `ServedModel`.
+    """Shared state of a router. Each of its `models` is a `ServedModel`.
 
-    `config` and `metrics` are the router's; with a single model they are also that model's. `draining` refuses new
-    requests, and `num_active` counts HTTP requests that are being answered. `is_loopback`: clients connect to a
+    `config` and `metrics` are the router's; with a single model they are also that model's. While `draining`, new
+    requests are refused. `num_active` counts HTTP requests that are being answered. `is_loopback`: clients connect to a
     loopback address. `failure` returns why this process must be restarted; "" while it is healthy. `siblings` are the
     other processes that serve the port; None for a router of one process.
     """
@@ -62,7 +62,7 @@ class FrontDoor:
         )
 
     def begin(self, visit: Visit, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
-        """The log of a request to a generation endpoint, and the `traceparent` for its workers."""
+        """Create the log of a generation request, and return it with the `traceparent` for its workers."""
         log = RequestLog(self.metrics, visit)
         if self.tracing is None:
             return log, headers.get("traceparent", "")
@@ -70,12 +70,12 @@ class FrontDoor:
         return log, trace.traceparent
 
     def check_open(self) -> None:
-        """Raises Unavailable while the process is about to end."""
+        """Raise Unavailable while the process is shutting down."""
         if self.draining:
             raise Unavailable("this router is shutting down", retry_after_s=RETRY_AFTER_S)
 
     def check_capacity(self, is_longer: Callable[[int], bool], caller: Caller) -> None:
-        """Raises RequestError if the only model has no capacity. Of several models only the body names one."""
+        """Raise RequestError if the only model has no capacity. With several, the body must be read first."""
         if len(self.models.served) == 1:
             self.models.default.client.check_room(is_longer, caller)
 
@@ -88,7 +88,7 @@ class FrontDoor:
 
     @property
     def has_workers(self) -> tuple[bool, str]:
-        """Whether workers of some model would answer a request now, and which models lack workers."""
+        """Whether any model has workers for a request now, and which models have none."""
         found = {name: model.availability for name, model in self.models.served.items()}
         if len(found) == 1:
             return next(iter(found.values()))
@@ -97,17 +97,17 @@ class FrontDoor:
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether this router serves requests, and if not, why."""
+        """Whether this router serves requests, and the reason if not."""
         return (False, "this router is shutting down") if self.draining else self.has_workers
 
 
 def key_of(request: Request) -> ApiKey:
-    """The key that the request came with."""
+    """Return the API key of the request."""
     visit: Visit = request.state.visit
     return visit.key
 
 
 def front_door_of(request: Request) -> FrontDoor:
-    """The front door of the application that got the request: all applications share the endpoints."""
+    """Return the `FrontDoor` of the application that received the request. All applications share the endpoints."""
     door: FrontDoor = request.app.state.front_door
     return door

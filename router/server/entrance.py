@@ -1,7 +1,7 @@
-"""Checks a request before its body is read, so that a refusal for lack of room costs next to nothing.
+"""Checks of a generation request before its body is read, so that refusals for lack of capacity cost little.
 
-The connection's parser reads the rest of the body behind the answer. It is thus not taken for the next request, and a
-client that writes its whole body before it reads finds the answer.
+After such a refusal, the connection's parser still reads the rest of the body. The body is therefore not parsed as the
+next request, and a client that writes its whole body before it reads receives the answer.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from router.request import COMPLETION_PATH, GENERATING, POOLING
 
 MANY_PROMPTS = POOLING | {COMPLETION_PATH}
 MAX_OTHER_BYTES, MAX_TOKEN_BYTES = 64 * 1024, 128
-"""The most bytes of a conversation's body beside its messages, and the most bytes of messages for each token."""
+"""Maximum size of a conversation's body without its messages, and maximum size of messages per token."""
 
 
 def generates(scope: Mapping[str, object]) -> bool:
-    """Whether the request is one for generation."""
+    """Whether the request is for a generation endpoint."""
     return scope["method"] == "POST" and scope["path"] in GENERATING
 
 
 def check_entrance(door: FrontDoor, visit: Visit, headers: Headers) -> None:
-    """Raises RequestError for a generation request that cannot be served now with any body, and counts the refusal."""
+    """Raise RequestError, and count it, if a generation request would be refused whatever its body."""
     try:
         door.check_open()
         door.gate.check_tokens(visit)
-        # 0 for those whose body may hold many short prompts
+        # These bodies may contain many short prompts, so their size says nothing about the longest prompt.
         num_bytes = 0 if visit.path in MANY_PROMPTS else declared_bytes(headers)
         caller = caller_of(door.config.classes, visit.key, headers.get(HEADER, ""))
         door.check_capacity(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens, caller)
@@ -43,6 +43,6 @@ def check_entrance(door: FrontDoor, visit: Visit, headers: Headers) -> None:
 
 
 def declared_bytes(headers: Headers) -> int:
-    """The `Content-Length`; 0 without a valid one."""
+    """Return the `Content-Length`; 0 if it is missing or invalid."""
     declared = headers.get("content-length", "0")
     return int(declared) if declared.isascii() and declared.isdigit() else 0

@@ -1,5 +1,7 @@
-"""The outermost layer of every HTTP request: request id, origin check, API key, limits, capacity and counters, and the
-response to unexpected errors."""
+"""ASGI middleware of all HTTP requests: request id, origin check, API key, limits, capacity checks and counters.
+
+It also answers unexpected errors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Front:
-    """Pure ASGI, so that streams and disconnects pass through untouched."""
+    """Pure ASGI middleware, so that streams and disconnects pass through unchanged."""
 
     def __init__(self, app: ASGIApp, door: FrontDoor) -> None:
         self._app, self._door = app, door
@@ -39,7 +41,7 @@ class Front:
         visit = gate.arrive(scope, request_id)
         scope.setdefault("state", {}).update(request_id=request_id, visit=visit)
         is_head = scope["method"] == "HEAD"
-        if is_head:  # answered like GET, without the body
+        if is_head:  # handled as GET, without sending the body
             scope = {**scope, "method": "GET"}
 
         async def send_with_headers(message: Message) -> None:
@@ -65,10 +67,10 @@ class Front:
             else:
                 await error_response(refusal)(scope, receive, send_with_headers)
         except Exception:
-            log.exception("failed to answer", extra={"path": scope["path"], "request_id": request_id})
+            log.exception("request failed", extra={"path": scope["path"], "request_id": request_id})
             visit.error = InternalError.__name__
             if not visit.status:
-                error = InternalError("the server failed to handle this request")
+                error = InternalError("The server failed to process this request.")
                 door.metrics.count_error(error.status, error.type)
                 await error_response(error)(scope, receive, send_with_headers)
         finally:
@@ -77,7 +79,7 @@ class Front:
             gate.leave(visit)
 
     def _refusal(self, scope: Scope, headers: Headers, visit: Visit) -> RequestError | None:
-        """Why the request is refused before its body is read, which is counted; None if it is not."""
+        """Return the error that refuses the request before its body is read, after counting it; None otherwise."""
         try:
             if self._door.is_loopback and self._door.gate.ring is None:
                 check_web_page(visit.method, headers.raw)
@@ -93,7 +95,7 @@ class Front:
 
 
 def shown_key(headers: Headers) -> bytes:
-    """The key in `Authorization: Bearer` or `x-api-key`; empty without one."""
+    """Return the key in `Authorization: Bearer` or `x-api-key`; empty without one."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return given.encode("latin-1")

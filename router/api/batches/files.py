@@ -1,4 +1,4 @@
-"""The endpoints under `/v1/files`: they take, show, list and delete files."""
+"""OpenAI's Files API, under `/v1/files`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:  # loaded with a store
     from router.stored import FileStore
 
 file_routes = APIRouter()
-"""`/v1/files` and the files below it."""
+"""`/v1/files` and the files under it."""
 
 TAGS: list[str | Enum] = ["files"]
 ONE: Final = "/v1/files/{file_id}"
 MAX_LISTED = 10_000
-"""Files in one answer, as OpenAI has it."""
+"""OpenAI's limit on the number of files in one page."""
 DOWNLOAD_BYTES = 1024 * 1024
-"""What a download holds in memory."""
+"""Maximum memory of a download."""
 
 UPLOADED: dict[str, Any] = documented(None, FileBody) | {
     "openapi_extra": {
@@ -71,7 +71,7 @@ DOWNLOADED: dict[str, Any] = {
 
 
 def batches_of(request: Request) -> KeptBatches:
-    """The files and batches of the application that got the request. Raises NoFiles where there is no store."""
+    """Return the application's files and batches. Raises NoFiles if there is no store."""
     kept: KeptBatches | None = request.app.state.batches
     if kept is None:
         raise NoFiles(OFF)
@@ -80,13 +80,13 @@ def batches_of(request: Request) -> KeptBatches:
 
 @file_routes.post("/v1/files", tags=TAGS, **UPLOADED)
 async def upload(request: Request) -> Response:
-    """Keep a file: `file` and its `purpose`, in a form."""
+    """Upload a file. The multipart form must have the parts `file` and `purpose`."""
     return json_answer(file_object(await batches_of(request).upload(request, owner_of(request))))
 
 
 @file_routes.get("/v1/files", tags=TAGS, **LISTED)
 async def list_files(request: Request) -> Response:
-    """The key's files, the latest first."""
+    """List the files of the API key, newest first by default."""
     asked = request.query_params
     limit = number(asked, "limit", default=MAX_LISTED, least=1, most=MAX_LISTED)
     found = await batches_of(request).files(
@@ -101,13 +101,13 @@ async def list_files(request: Request) -> Response:
 
 @file_routes.get(ONE, tags=TAGS, **documented(None, FileBody))
 async def show_file(file_id: str, request: Request) -> Response:
-    """A file's record, without its content."""
+    """Retrieve information about a file."""
     return json_answer(file_object(await batches_of(request).file(file_id, owner_of(request))))
 
 
 @file_routes.get("/v1/files/{file_id}/content", tags=TAGS, **DOWNLOADED)
 async def download(file_id: str, request: Request) -> Response:
-    """What a file holds."""
+    """Download the content of a file."""
     kept = batches_of(request)
     file = await kept.file(file_id, owner_of(request))
     return StreamingResponse(
@@ -119,7 +119,7 @@ async def download(file_id: str, request: Request) -> Response:
 
 @file_routes.delete(ONE, tags=TAGS, **documented(None, DeletedFile))
 async def delete_file(file_id: str, request: Request) -> Response:
-    """Forget a file."""
+    """Delete a file."""
     await batches_of(request).delete_file(file_id, owner_of(request))
     return json_answer({"id": file_id, "object": "file", "deleted": True})
 

@@ -1,4 +1,4 @@
-"""Why and how a batch stops before its last line."""
+"""Reasons and ways to stop a batch before its last line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Halted(Enum):
-    """`NOT` halted; by its client, by the end of its time, because the router ends, or because another one has it."""
+    """Why a batch was halted: by its client, at the end of its window, by shutdown, or because its lease was lost."""
 
     NOT = "not"
     CANCELLED = "cancelled"
@@ -17,7 +17,7 @@ class Halted(Enum):
 
 
 class Halt:
-    """The brakes of one batch. The first reason stays, but for one that leaves the batch to another router."""
+    """Stop signal of one batch. The first reason is kept, except that `DRAINING` and `LOST` replace others."""
 
     def __init__(self) -> None:
         self.reason = Halted.NOT
@@ -25,21 +25,21 @@ class Halt:
 
     @property
     def stops(self) -> bool:
-        """Whether no more lines are begun."""
+        """Whether no new lines are started."""
         return self._no_more.is_set()
 
     @property
     def aborts(self) -> bool:
-        """Whether answers under way are given up."""
+        """Whether running lines are aborted."""
         return self._abort.is_set()
 
     @property
     def leaves(self) -> bool:
-        """Whether the rest of the batch is another router's, or another life's of this one."""
+        """Whether the rest of the batch is left to another router, or to this one after a restart."""
         return self.reason in (Halted.DRAINING, Halted.LOST)
 
     def set(self, reason: Halted, *, abort: bool = False) -> None:
-        """Begin no more lines; `abort` those under way as well."""
+        """Start no new lines. With `abort`, running lines are aborted too."""
         if self.reason is Halted.NOT or reason in (Halted.DRAINING, Halted.LOST):
             self.reason = reason
         self._no_more.set()
@@ -47,7 +47,7 @@ class Halt:
             self._abort.set()
 
     async def pause(self, seconds: float) -> None:
-        """Wait, but not for longer than until it stops."""
+        """Sleep, but at most until the batch is halted."""
         try:
             async with asyncio.timeout(seconds):
                 await self._no_more.wait()
@@ -55,5 +55,5 @@ class Halt:
             pass
 
     async def aborted(self) -> None:
-        """Wait until answers under way are given up."""
+        """Wait until running lines are aborted."""
         await self._abort.wait()

@@ -1,4 +1,4 @@
-"""The endpoints under `/v1/batches`: they make, show, list and cancel batches."""
+"""OpenAI's Batches API, under `/v1/batches`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, json_answer, number, owne
 from router.generation import front_door_of
 
 batch_routes = APIRouter()
-"""`/v1/batches` and the batches below it."""
+"""`/v1/batches` and the batches under it."""
 
 TAGS: list[str | Enum] = ["batches"]
 ONE: Final = "/v1/batches/{batch_id}"
@@ -33,7 +33,7 @@ LISTED: dict[str, Any] = documented(None, BatchListBody) | {
 
 @batch_routes.post("/v1/batches", tags=TAGS, **documented(NewBatch, BatchBody))
 async def create_batch(request: Request) -> Response:
-    """Begin to answer all requests of a file."""
+    """Create a batch from an uploaded file of requests and start processing it."""
     door = front_door_of(request)
     with door.bodies.lease() as lease:
         fields = await door.reader.read(request, NewBatch, lease)
@@ -42,7 +42,7 @@ async def create_batch(request: Request) -> Response:
 
 @batch_routes.get("/v1/batches", tags=TAGS, **LISTED)
 async def list_batches(request: Request) -> Response:
-    """The key's batches, the latest first."""
+    """List the batches of the API key, newest first."""
     asked = request.query_params
     limit = number(asked, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
     found = await batches_of(request).batches(owner_of(request), limit=limit + 1, after=asked.get("after"))
@@ -51,11 +51,11 @@ async def list_batches(request: Request) -> Response:
 
 @batch_routes.get(ONE, tags=TAGS, **documented(None, BatchBody))
 async def show_batch(batch_id: str, request: Request) -> Response:
-    """A batch as it is now."""
+    """Retrieve a batch."""
     return json_answer(batch_object(await batches_of(request).batch(batch_id, owner_of(request))))
 
 
 @batch_routes.post("/v1/batches/{batch_id}/cancel", tags=TAGS, **documented(None, BatchBody))
 async def cancel_batch(batch_id: str, request: Request) -> Response:
-    """Begin no more requests of a batch; what it answered stays."""
+    """Cancel a batch. Results of completed requests remain available."""
     return json_answer(batch_object(await batches_of(request).cancel(batch_id, owner_of(request))))

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: continues texts, in OpenAI's shape. `POST /invocations` also answers conversations."""
+"""OpenAI's Completions API: `POST /v1/completions`. `POST /invocations` accepts conversations too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ completion_routes = APIRouter(tags=["generate"])
 
 @completion_routes.post(COMPLETION_PATH, **documented(CompletionRequest, Completion, streams=True))
 async def completions(request: Request) -> Response:
-    """Continue a text."""
+    """Generate the continuation of a text (OpenAI's Completions API)."""
     async with generation_call(request, CompletionRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_completion)
         return call.answer(model, plan, OpenAIFrames(model, plan, CompletionShape(model, fields), call.log))
@@ -40,7 +40,7 @@ async def completions(request: Request) -> Response:
     INVOCATIONS_PATH, **documented(ChatRequest | CompletionRequest, ChatCompletion | Completion, streams=True)
 )
 async def invocations(request: Request) -> Response:
-    """Answer a conversation, or continue a text: as the body has `messages` or a `prompt`."""
+    """Generate a chat completion if the body has `messages`, or a text completion if it has a `prompt`."""
     shape: ChatShape | CompletionShape
     async with generation_call(request, Invocation) as (call, body):
         fields = body.root
@@ -54,7 +54,7 @@ async def invocations(request: Request) -> Response:
 
 
 class CompletionShape(ChoiceShape):
-    """Completion answers and chunks."""
+    """Formatter of text completions and their chunks."""
 
     object = chunk_object = "text_completion"
 
@@ -65,7 +65,7 @@ class CompletionShape(ChoiceShape):
         self.only_text = self._logprobs is None and not self._token_ids
 
     def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
-        """The echo, unless it needs log-probabilities, and the prompt's token ids if the client wants them."""
+        """Return the echo, unless it needs log-probabilities, and the prompt's token ids if requested."""
         text = "" if self._echo_has_logprobs else choice.echo
         if not text and prompt_token_ids is None:
             return None
@@ -109,7 +109,7 @@ class CompletionShape(ChoiceShape):
         return {}
 
     def _logprobs_of(self, choice: AnswerChoice, tokens: Sequence[TokenWithLogprobs], *, echoes: bool) -> Object | None:
-        """Log-probabilities of generated tokens; with `echoes` those of the prompt's tokens come first."""
+        """Return log-probabilities of generated tokens; with `echoes`, those of the prompt's tokens come first."""
         if self._logprobs is None:
             return None
         generated = self._logprobs.completion(tokens, len(choice.echo))

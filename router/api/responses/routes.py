@@ -1,4 +1,4 @@
-"""The endpoints under `/v1/responses`: they make responses, and show, list, cancel and delete stored ones."""
+"""OpenAI's Responses API, under `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # loaded with a store
     from router.api.responses.background import BackgroundAnswer
 
 response_routes = APIRouter()
-"""`/v1/responses` and the responses below it."""
+"""`/v1/responses` and the responses under it."""
 
 TAGS: list[str | Enum] = ["responses"]
 ONE = f"{RESPONSES_PATH}/{{response_id}}"
@@ -56,14 +56,14 @@ LISTED: dict[str, Any] = documented(None, InputItems) | {
 
 
 def kept_of(request: Request) -> KeptResponses:
-    """What the application that got the request remembers."""
+    """Return the stored and background responses of the application that received the request."""
     kept: KeptResponses = request.app.state.responses
     return kept
 
 
 @response_routes.post(RESPONSES_PATH, tags=["generate"], **documented(ResponsesRequest, ResponseBody, streams=True))
 async def respond(request: Request) -> Response:
-    """Answer a conversation, in the shape of OpenAI's Responses API."""
+    """Generate a response to a conversation (OpenAI's Responses API)."""
     kept = kept_of(request)
     async with generation_call(request, ResponsesRequest) as (call, fields):
         model, plan = await call.plan(fields, kept.plan)
@@ -80,7 +80,7 @@ async def respond(request: Request) -> Response:
 
 @response_routes.get(ONE, tags=TAGS, **SHOWN)
 async def show(response_id: str, request: Request) -> Response:
-    """A stored response, or one that is made in the background; with `stream` the events of the latter."""
+    """Retrieve a stored or background response. With `stream`, the events of a background response."""
     kept, owner = kept_of(request), owner_of(request)
     asked = request.query_params
     if not flag(asked, "stream"):
@@ -90,11 +90,11 @@ async def show(response_id: str, request: Request) -> Response:
     if answer is None and (theirs := await _by_maker(request, response_id, EVENTS, start=str(start))):
         return theirs
     if answer is None:
-        await kept.find(response_id, owner)  # raises for an unknown one
+        await kept.find(response_id, owner)  # raises if the response does not exist
     if answer is None or answer.events is None:
         raise InvalidRequest(
-            "stream: only a response that was made with background: true and stream: true has events to read again, on "
-            "the router that made it, until minutes after its end; ask without stream",
+            "stream: events are available only for responses created with background: true and stream: true, on the "
+            "router that generates them, until a few minutes after their end. Retry without stream.",
             param="stream",
         )
     return _stream(front_door_of(request), answer, start)
@@ -102,7 +102,7 @@ async def show(response_id: str, request: Request) -> Response:
 
 @response_routes.delete(ONE, tags=TAGS, **documented(None, DeletedResponse))
 async def delete(response_id: str, request: Request) -> Response:
-    """Forget a response."""
+    """Delete a response."""
     if theirs := await _by_maker(request, response_id, DELETE):
         return theirs
     await kept_of(request).delete(response_id, owner_of(request))
@@ -111,7 +111,7 @@ async def delete(response_id: str, request: Request) -> Response:
 
 @response_routes.post(f"{ONE}/cancel", tags=TAGS, **documented(None, ResponseBody))
 async def cancel(response_id: str, request: Request) -> Response:
-    """End a response that is made in the background."""
+    """Cancel a background response."""
     if theirs := await _by_maker(request, response_id, CANCEL):
         return theirs
     return json_answer(await kept_of(request).cancel(response_id, owner_of(request)))
@@ -119,7 +119,7 @@ async def cancel(response_id: str, request: Request) -> Response:
 
 @response_routes.get(f"{ONE}/input_items", tags=TAGS, **LISTED)
 async def list_input_items(response_id: str, request: Request) -> Response:
-    """The items that a response was made from, those of the conversation before it included."""
+    """List the input items of a response, including those of the conversation before it."""
     asked = request.query_params
     limit = number(asked, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
     order = order_of(asked)
@@ -135,7 +135,7 @@ async def _in_background(
     given: bytes,
     plan: AnswerPlan,
 ) -> Response:
-    """Begin to make a response in the background, and answer with its state."""
+    """Start a background response and return its state."""
     try:
         answer = await kept.background.start(call, model, fields, given, plan)
     except StoreFailed as failed:
@@ -144,7 +144,7 @@ async def _in_background(
 
 
 async def _by_maker(request: Request, response_id: str, path: str, **params: str) -> Response | None:
-    """The answer of that process of this router which makes a response in the background, if that is another one."""
+    """Forward a request about a background response to the sibling process that generates it; None if there is none."""
     door, owner = front_door_of(request), owner_of(request)
     if door.siblings is None or kept_of(request).background.find(response_id, owner) is not None:
         return None

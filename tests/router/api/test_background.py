@@ -231,7 +231,7 @@ async def test_their_number_is_bounded(start: Any, tools: Any, tmp_path: Path) -
     running = await start(tools.Engine(hold_after=0), max_background=4, api_key_file=str(keys))
     async with client_of(running, "alice") as alice, client_of(running, "bob") as bob:
         names = [(await alice.responses.create(**ASKED, background=True)).id for _ in range(2)]
-        with pytest.raises(openai.RateLimitError, match="2 of them for this key; this router makes 4 at once, 2 for"):
+        with pytest.raises(openai.RateLimitError, match="2 of this key. The limits are 4 in total and 2 per key"):
             await alice.responses.create(**ASKED, background=True)
         others = [(await bob.responses.create(**ASKED, background=True)).id for _ in range(2)]
         for name in others:
@@ -319,7 +319,7 @@ async def test_after_a_crash_it_reads_as_failed(start: Any, tools: Any, tmp_path
     store._running.clear()  # as if it renewed its leases no more
     other.app.state.responses.store._clock = WallClock(lambda: time.time() + 60)
     failed = await shown(other, name)
-    assert failed["status"] == "failed" and "ended before the response was complete" in failed["error"]["message"]
+    assert failed["status"] == "failed" and "stopped before the response was complete" in failed["error"]["message"]
     assert (await other.http.post(f"/v1/responses/{name}/cancel")).json()["status"] == "failed"
     reply = await other.http.post("/v1/responses", json=ASKED | {"previous_response_id": name})
     assert reply.status_code == 400

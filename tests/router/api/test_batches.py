@@ -94,7 +94,7 @@ async def test_results_are_no_input(sdk: openai.AsyncOpenAI) -> None:
     assert done.output_file_id is not None
     file = await sdk.files.retrieve(done.output_file_id)
     assert file.expires_at == file.created_at + 3600 and file.filename == f"{done.id}_output.jsonl"
-    with pytest.raises(openai.BadRequestError, match="purpose 'batch_output'"):
+    with pytest.raises(openai.BadRequestError, match="got 'batch_output'"):
         await sdk.batches.create(input_file_id=done.output_file_id, endpoint=COMPLETIONS, completion_window="24h")
 
 
@@ -206,7 +206,7 @@ async def test_batches_are_bounded(start: Any, tools: Any, tmp_path: Path, monke
     running = await start(tools.Engine(hold_after=0), api_key_file=str(path))
     async with client_of(running, "alice") as alice, client_of(running, "bob") as bob:
         first = await made(alice, [line("a")])
-        with pytest.raises(openai.RateLimitError, match="1 batches have not ended, 1 of them this key's") as full:
+        with pytest.raises(openai.RateLimitError, match="unfinished batches: 1 in total, 1 of this key") as full:
             await made(alice, [line("a")])
         assert int(full.value.response.headers["retry-after"]) == 60
         second = await made(bob, [line("a")])

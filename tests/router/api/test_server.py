@@ -101,7 +101,7 @@ async def test_answers_in_the_background_finish_or_are_cancelled(served: Served,
     found, _ = await again.find(name, "") or (None, None)
     again.close()
     assert found is not None and found.status == ("incomplete" if in_time else "cancelled")
-    assert (b"the router shut down" in found.head) is not in_time
+    assert (b"The router shut down" in found.head) is not in_time
 
 
 # ---------------------------------------------------------------- the process

@@ -76,7 +76,7 @@ async def test_its_time_ends_here_too() -> None:
     client = InTurnClient(pools, 1)
     first = asyncio.create_task(answer(client, request(0)))
     await asyncio.sleep(0.01)
-    with pytest.raises(DeadlineExceeded, match="before the turn of all its prompts"):
+    with pytest.raises(DeadlineExceeded, match="before all prompts started"):
         await answer(client, request(1, deadline_s=0.05))
     pools.go.set()
     assert len(await first) == 1

@@ -113,7 +113,7 @@ async def test_what_fails_is_tried_again_and_said_once(
         await one.follower.follow()
         one.now += 0.1 * wait_s
     assert len(one.small.asked) == 3
-    said = [f"adapter a is not as the file wants it, more attempts follow: {error}"]
+    said = [f"adapter a: order failed, will be retried: {error}"]
     is_only_early = isinstance(error, Unavailable)
     assert [record.getMessage() for record in caplog.records] == ([] if is_only_early else said)
     one.small.error = None

@@ -220,7 +220,7 @@ async def test_processes_of_a_router_grant_the_limits_of_a_model_together(servin
     for number, visit in enumerate(visits[:3]):
         gates[number % 2].models.enter(visit, "small")
     for gate in gates:
-        with pytest.raises(RateLimited, match="model 'small' may have 3 requests per minute of all keys"):
+        with pytest.raises(RateLimited, match="model 'small': limit 3 requests per minute for all keys together"):
             gate.models.enter(visits[3], "small")
 
 
