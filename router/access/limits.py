@@ -25,7 +25,7 @@ from router.access.keys import NO_LIMITS, ApiKey, Limits
 from router.siblings import KeyUsage, SharedUsage, UsedUp
 
 if TYPE_CHECKING:
-    from router.access.gate import Visit
+    from router.access.access_control import ClientRequest
 
 CONCURRENCY_RETRY_S = 1.0
 """Retry hint for concurrency limits, because the end of the key's running requests is unknown."""
@@ -34,7 +34,7 @@ PER = {"requests": "requests per minute", "tokens": "tokens per minute", "concur
 
 
 @dataclass(frozen=True, slots=True)
-class Denied:
+class LimitExceeded:
     """An exceeded limit (requests, tokens or concurrency). `retry_after_s` is inf if waiting does not help."""
 
     limit: str
@@ -91,31 +91,31 @@ class Quota:
     def look(self, now: float) -> None:
         """Apply the usage of sibling processes."""
 
-    def enter(self, now: float) -> Denied | None:
+    def enter(self, now: float) -> LimitExceeded | None:
         """Admit a request, or return why not. Each admitted request must `leave`."""
         most = self.limits.concurrent_requests
         if most and self.num_active + self.num_elsewhere >= most:
-            return Denied("concurrency", most, CONCURRENCY_RETRY_S)
-        denied = _denied("requests", self._requests, 1, now)
-        if denied is None:
+            return LimitExceeded("concurrency", most, CONCURRENCY_RETRY_S)
+        exceeded = _exceeded("requests", self._requests, 1, now)
+        if exceeded is None:
             self.num_active += 1
             if self._requests is not None:
                 self._requests.take(1, now)
-        return denied
+        return exceeded
 
     def leave(self) -> None:
         self.num_active -= 1
 
-    def check_tokens(self, now: float) -> Denied | None:
+    def check_tokens(self, now: float) -> LimitExceeded | None:
         """Return why no request may generate now; checked before a body is read."""
-        return _denied("tokens", self._tokens, 1, now)
+        return _exceeded("tokens", self._tokens, 1, now)
 
-    def take_prompt(self, num_tokens: int, now: float) -> Denied | None:
+    def take_prompt(self, num_tokens: int, now: float) -> LimitExceeded | None:
         """Count a prompt, or return why it exceeds the limit."""
-        denied = _denied("tokens", self._tokens, num_tokens, now)
-        if denied is None:
+        exceeded = _exceeded("tokens", self._tokens, num_tokens, now)
+        if exceeded is None:
             self.spend(num_tokens, now)
-        return denied
+        return exceeded
 
     def spend(self, num_tokens: int, now: float) -> None:
         """Count generated tokens. A negative number refunds a prompt that was not computed."""
@@ -150,10 +150,10 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class ModelQuota:
-    """A quota that a request counts against. `whose` names it, such as "model 'small'"; `of_key`: for one key only."""
+    """A quota that a request counts against. `label` names it, such as "model 'small'"; `of_key`: for one key only."""
 
     quota: Quota
-    whose: str
+    label: str
     of_key: bool
 
 
@@ -175,9 +175,9 @@ def _changed(bucket: TokenBucket | None, per_minute: int, now: float) -> TokenBu
     return bucket
 
 
-def _denied(limit: str, bucket: TokenBucket | None, amount: int, now: float) -> Denied | None:
+def _exceeded(limit: str, bucket: TokenBucket | None, amount: int, now: float) -> LimitExceeded | None:
     wait_s = bucket.wait_s(amount, now) if bucket is not None else 0.0
-    return Denied(limit, bucket.per_minute, wait_s) if bucket is not None and wait_s > 0 else None
+    return LimitExceeded(limit, bucket.per_minute, wait_s) if bucket is not None and wait_s > 0 else None
 
 
 def quota_of(name: str, limits: Limits, now: float, usage: SharedUsage | None) -> Quota:
@@ -207,39 +207,39 @@ class SharedQuota(Quota):
         found, before = self._usage.of_others(), self._before
         self._before, self.num_elsewhere = found, round(found.active)
         self._take(found.requests - before.requests, found.tokens - before.tokens, now)
-        self._tell(now)
+        self._publish(now)
 
-    def enter(self, now: float) -> Denied | None:
+    def enter(self, now: float) -> LimitExceeded | None:
         self.look(now)
-        denied = super().enter(now)
-        if denied is None:
+        exceeded = super().enter(now)
+        if exceeded is None:
             self._usage.add(requests=1, active=1)
-            self._tell(now)
-        return denied
+            self._publish(now)
+        return exceeded
 
     def leave(self) -> None:
         super().leave()
         self._usage.add(active=-1)
 
-    def check_tokens(self, now: float) -> Denied | None:
+    def check_tokens(self, now: float) -> LimitExceeded | None:
         self.look(now)
         return super().check_tokens(now)
 
-    def take_prompt(self, num_tokens: int, now: float) -> Denied | None:
+    def take_prompt(self, num_tokens: int, now: float) -> LimitExceeded | None:
         self.look(now)
         return super().take_prompt(num_tokens, now)
 
     def spend(self, num_tokens: int, now: float) -> None:
         super().spend(num_tokens, now)
         self._usage.add(tokens=num_tokens)
-        self._tell(now)
+        self._publish(now)
 
-    def _tell(self, now: float) -> None:
+    def _publish(self, now: float) -> None:
         self._usage.saw(UsedUp(*self._used(now), now))
 
 
 class ModelLimits:
-    """Rate limits per model. Owned by the event loop of the gate.
+    """Rate limits per model. Owned by the event loop of `AccessControl`.
 
     `on_limited` is called with the name of the key and of the exceeded limit. `usage` is that of all processes of a
     router of several.
@@ -275,62 +275,62 @@ class ModelLimits:
         for one in (*self._of_all.values(), *self._of_keys.values()):
             one.quota.look(now)
 
-    def enter(self, visit: Visit, model: str) -> None:
+    def enter(self, client_request: ClientRequest, model: str) -> None:
         """Count the request for a model. Raises RateLimited."""
         now = self._clock()
-        for one in self._quotas(visit.key, model):
-            denied = one.quota.check_tokens(now) or one.quota.enter(now)
-            if denied is not None:
-                self.leave(visit)
-                raise self._refusal(visit, one, denied)
-            visit.model_quotas = (*visit.model_quotas, one)
+        for one in self._quotas(client_request.key, model):
+            exceeded = one.quota.check_tokens(now) or one.quota.enter(now)
+            if exceeded is not None:
+                self.leave(client_request)
+                raise self._refusal(client_request, one, exceeded)
+            client_request.model_quotas = (*client_request.model_quotas, one)
 
-    def take_prompt(self, visit: Visit, num_tokens: int) -> None:
+    def take_prompt(self, client_request: ClientRequest, num_tokens: int) -> None:
         """Count a prompt. Raises RateLimited, or InvalidRequest for a prompt that exceeds a limit by itself."""
         now = self._clock()
-        for number, one in enumerate(visit.model_quotas):
-            denied = one.quota.take_prompt(num_tokens, now)
-            if denied is None:
+        for number, one in enumerate(client_request.model_quotas):
+            exceeded = one.quota.take_prompt(num_tokens, now)
+            if exceeded is None:
                 continue
-            for before in visit.model_quotas[:number]:
+            for before in client_request.model_quotas[:number]:
                 before.quota.spend(-num_tokens, now)
-            if math.isinf(denied.retry_after_s):
-                limit = f"{one.whose} is limited to {denied.allowed:,} tokens per minute."
+            if math.isinf(exceeded.retry_after_s):
+                limit = f"{one.label} is limited to {exceeded.allowed:,} tokens per minute."
                 raise InvalidRequest(f"The prompt has {num_tokens:,} tokens, but {limit}", code="rate_limit_exceeded")
-            raise self._refusal(visit, one, denied)
+            raise self._refusal(client_request, one, exceeded)
 
-    def spend(self, visit: Visit, num_tokens: int) -> None:
+    def spend(self, client_request: ClientRequest, num_tokens: int) -> None:
         """Count generated tokens. A negative number refunds a prompt that was not computed."""
-        for one in visit.model_quotas:
+        for one in client_request.model_quotas:
             one.quota.spend(num_tokens, self._clock())
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, client_request: ClientRequest) -> None:
         """Stop counting a request, because it ended or another model takes it."""
-        for one in visit.model_quotas:
+        for one in client_request.model_quotas:
             one.quota.leave()
-        visit.model_quotas = ()
+        client_request.model_quotas = ()
 
     def _quotas(self, key: ApiKey, model: str) -> list[ModelQuota]:
         found = [one for one in (self._of_all.get(model),) if one is not None and one.quota.limits != NO_LIMITS]
         if (limits := key.limits_at(model)) != NO_LIMITS:
             place = key.name, model
             if place not in self._of_keys:
-                whose = f"key {key.name!r} at model {model!r}"
-                self._of_keys[place] = self._quota(whose, limits, of_key=True)
+                label = f"key {key.name!r} at model {model!r}"
+                self._of_keys[place] = self._quota(label, limits, of_key=True)
             found.append(self._of_keys[place])
         return found
 
-    def _quota(self, whose: str, limits: Limits, *, of_key: bool) -> ModelQuota:
-        """Create a quota. `whose` contains spaces, so it never equals the name of a key."""
-        return ModelQuota(quota_of(whose, limits, self._clock(), self._usage), whose, of_key=of_key)
+    def _quota(self, label: str, limits: Limits, *, of_key: bool) -> ModelQuota:
+        """Create a quota. `label` contains spaces, so it never equals the name of a key."""
+        return ModelQuota(quota_of(label, limits, self._clock(), self._usage), label, of_key=of_key)
 
-    def _refusal(self, visit: Visit, one: ModelQuota, denied: Denied) -> RateLimited:
-        self._on_limited(visit.key.name, f"{'key_model' if one.of_key else 'model'}_{denied.limit}")
+    def _refusal(self, client_request: ClientRequest, one: ModelQuota, exceeded: LimitExceeded) -> RateLimited:
+        self._on_limited(client_request.key.name, f"{'key_model' if one.of_key else 'model'}_{exceeded.limit}")
         all_keys = "" if one.of_key else " for all keys together"
         return RateLimited(
-            f"Rate limit reached for {one.whose}: limit {denied.allowed:,} {PER[denied.limit]}{all_keys}. Please try "
-            f"again in {max(1, math.ceil(denied.retry_after_s)):,} s.",
-            limit=denied.limit,
-            retry_after_s=denied.retry_after_s,
+            f"Rate limit reached for {one.label}: limit {exceeded.allowed:,} {PER[exceeded.limit]}{all_keys}. Please "
+            f"try again in {max(1, math.ceil(exceeded.retry_after_s)):,} s.",
+            limit=exceeded.limit,
+            retry_after_s=exceeded.retry_after_s,
             of_key=one.of_key,
         )

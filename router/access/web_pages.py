@@ -35,7 +35,7 @@ def check_web_page(method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
             f"{', '.join(LOCAL_DOMAINS)}. Make the proxy send 'Host: localhost', or start the router with an API key."
         )
     if origin == "null":  # a page without an address, or no page
-        is_foreign = found.get(b"sec-fetch-site") == "cross-site" and not _is_visit(method, found)
+        is_foreign = found.get(b"sec-fetch-site") == "cross-site" and not _is_navigation(method, found)
         origin = "another site"
     else:
         is_foreign = not _is_own(origin, host)
@@ -46,7 +46,7 @@ def check_web_page(method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         )
 
 
-def _is_visit(method: str, found: dict[bytes, str]) -> bool:
+def _is_navigation(method: str, found: dict[bytes, str]) -> bool:
     """Whether the user followed a link to the router. The linking page cannot read the response."""
     return (
         method in ("GET", "HEAD")

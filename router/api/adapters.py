@@ -14,7 +14,7 @@ from common.config import ADAPTER_NAME
 from common.errors import InvalidRequest
 from router.api import service_answers
 from router.api.openapi import documented
-from router.generation import FrontDoor, ServedModel, front_door_of, key_of
+from router.generation import RouterState, ServedModel, key_of, router_state_of
 from router.request import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH, Fields
 
 AdapterName = Annotated[str, StringConstraints(pattern=rf"^{ADAPTER_NAME}$")]
@@ -46,13 +46,13 @@ adapter_routes = APIRouter(tags=["operate"])
 @adapter_routes.post(LOAD_ADAPTER_PATH, **documented(LoadAdapterRequest, service_answers.LoadedAdapter))
 async def load_lora_adapter(request: Request) -> Response:
     """Load a LoRA adapter on every worker of a model that supports adapters. Returns when all have loaded it."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, LoadAdapterRequest, lease)
-    base = _base(door, request, fields.model)
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, LoadAdapterRequest, lease)
+    base = _base(router_state, request, fields.model)
     name = fields.lora_name
-    known = door.models.base_of(name)
-    if door.models.catalog.has(name) or known not in (None, base.name):
+    known = router_state.models.base_of(name)
+    if router_state.models.catalog.has(name) or known not in (None, base.name):
         raise InvalidRequest(
             f"lora_name: {name!r} is already the name of a model or of another model's adapter", param="lora_name"
         )
@@ -64,15 +64,15 @@ async def load_lora_adapter(request: Request) -> Response:
 @adapter_routes.post(UNLOAD_ADAPTER_PATH, **documented(UnloadAdapterRequest, service_answers.Status))
 async def unload_lora_adapter(request: Request) -> Response:
     """Unload a LoRA adapter from every worker. Running requests that use it are completed."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, UnloadAdapterRequest, lease)
-    known = door.models.base_of(fields.lora_name)
-    base = door.models.served[known] if known is not None else _base(door, request, fields.model)
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, UnloadAdapterRequest, lease)
+    known = router_state.models.base_of(fields.lora_name)
+    base = router_state.models.served[known] if known is not None else _base(router_state, request, fields.model)
     await base.adapters.unload(fields.lora_name)
     return Response(orjson.dumps({"status": "ok"}), media_type="application/json")
 
 
-def _base(door: FrontDoor, request: Request, asked: str | None) -> ServedModel:
-    """Return the base model: `asked`, or else the default model."""
-    return door.models.one(asked, key_of(request))
+def _base(router_state: RouterState, request: Request, requested: str | None) -> ServedModel:
+    """Return the base model: `requested`, or else the default model."""
+    return router_state.models.one(requested, key_of(request))

@@ -21,13 +21,13 @@ from router.api.openai import answers as openai_answers
 from router.api.openapi import documented
 from router.api.pages import CHAT, DASHBOARD, HEADERS, page
 from router.generation import (
-    FrontDoor,
+    RouterState,
     ServedModel,
     ShownModel,
     conversation_tokens,
-    front_door_of,
     functions_of,
     key_of,
+    router_state_of,
 )
 from router.request import MODELS_PATH, check_number_of_ids
 from router.request.errors import error_response, speaks_anthropic
@@ -61,7 +61,7 @@ async def live() -> Response:
 @probe_routes.get("/health", **documented(None, service_answers.Status))
 async def health(request: Request) -> Response:
     """Liveness probe: 200 while the process is healthy."""
-    failure = front_door_of(request).failure()
+    failure = router_state_of(request).failure()
     if failure:
         return error_response(Unavailable(failure))
     return _json({"status": "ok"})
@@ -70,10 +70,10 @@ async def health(request: Request) -> Response:
 @probe_routes.get("/ready", **documented(None, service_answers.Readiness))
 async def ready(request: Request) -> Response:
     """Readiness probe: 200 while the service accepts requests for any model, or for the model in `?model=`."""
-    door, asked = front_door_of(request), request.query_params.get("model")
-    is_ready, detail = door.ready
-    if asked is not None and (is_ready or not door.draining):
-        is_ready, detail = door.models.one(asked).availability
+    router_state, asked = router_state_of(request), request.query_params.get("model")
+    is_ready, detail = router_state.ready
+    if asked is not None and (is_ready or not router_state.draining):
+        is_ready, detail = router_state.models.one(asked).availability
     if not is_ready:
         return error_response(Unavailable(detail, retry_after_s=RETRY_AFTER_S))
     return _json({"status": "ready", "detail": detail})
@@ -89,8 +89,8 @@ async def ping(request: Request) -> Response:
 @probe_routes.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus text format."""
-    door = front_door_of(request)
-    text = door.metrics.render() if door.siblings is None else await door.siblings.metrics()
+    router_state = router_state_of(request)
+    text = router_state.metrics.render() if router_state.siblings is None else await router_state.siblings.metrics()
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -106,20 +106,20 @@ async def load(request: Request) -> Response:
 
     Covers all models together, or only the model in `?model=`.
     """
-    door, asked = front_door_of(request), request.query_params.get("model")
-    model = None if asked is None else door.models.one(asked)
-    if door.siblings is None:
-        return _json(load_of(door, model))
+    router_state, asked = router_state_of(request), request.query_params.get("model")
+    model = None if asked is None else router_state.models.one(asked)
+    if router_state.siblings is None:
+        return _json(load_of(router_state, model))
     params = {} if model is None else {"model": model.name}
-    others = (orjson.loads(body) for body in (await door.siblings.ask_all("/load", **params)).values())
-    told = [orjson.loads(orjson.dumps(own_load(door, model))), *others]
-    return _json(merged_load([one["load"] for one in told], [one["counts"] for one in told]))
+    others = (orjson.loads(body) for body in (await router_state.siblings.ask_all("/load", **params)).values())
+    loads = [orjson.loads(orjson.dumps(own_load(router_state, model))), *others]
+    return _json(merged_load([one["load"] for one in loads], [one["counts"] for one in loads]))
 
 
 @probe_routes.post("/reset_prefix_cache", **documented(None, service_answers.Status))
 async def reset_prefix_cache(request: Request) -> Response:
     """Make every worker drop its prefix cache."""
-    for served in front_door_of(request).models.served.values():
+    for served in router_state_of(request).models.served.values():
         served.client.reset_prefix_cache()
     return _json({"status": "ok"})
 
@@ -134,11 +134,11 @@ model_routes = APIRouter(tags=["models"])
 )
 async def models(request: Request) -> Response:
     """List the models that the API key may use now. With the header `anthropic-version`, in Anthropic's format."""
-    door = front_door_of(request)
-    shown = door.models.listed(key_of(request))
+    router_state = router_state_of(request)
+    shown = router_state.models.listed(key_of(request))
     if speaks_anthropic(request.scope):
-        return _json(_anthropic_page([_anthropic_model(door, one) for one in shown], request.query_params))
-    return _json({"object": "list", "data": [_model(door, one) for one in shown]})
+        return _json(_anthropic_page([_anthropic_model(router_state, one) for one in shown], request.query_params))
+    return _json({"object": "list", "data": [_model(router_state, one) for one in shown]})
 
 
 @model_routes.get(
@@ -147,16 +147,16 @@ async def models(request: Request) -> Response:
 )
 async def model(model: str, request: Request) -> Response:
     """Retrieve one model by name."""
-    door = front_door_of(request)
-    one = door.models.shown(model, key_of(request))
-    return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(door, one))
+    router_state = router_state_of(request)
+    one = router_state.models.shown(model, key_of(request))
+    return _json((_anthropic_model if speaks_anthropic(request.scope) else _model)(router_state, one))
 
 
-def _model(door: FrontDoor, one: ShownModel) -> dict[str, object]:
+def _model(router_state: RouterState, one: ShownModel) -> dict[str, object]:
     return {
         "id": one.name,
         "object": "model",
-        "created": door.created,
+        "created": router_state.created,
         "owned_by": "diptych",
         "root": one.name if one.model is None else one.model.files.model_id,
         "parent": one.parent or None,
@@ -165,9 +165,9 @@ def _model(door: FrontDoor, one: ShownModel) -> dict[str, object]:
     }
 
 
-def _anthropic_model(door: FrontDoor, one: ShownModel) -> dict[str, object]:
+def _anthropic_model(router_state: RouterState, one: ShownModel) -> dict[str, object]:
     name = one.name
-    created = datetime.fromtimestamp(door.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    created = datetime.fromtimestamp(router_state.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     unknown = dict.fromkeys(("max_tokens", "capabilities", "deprecated_at", "retires_at", "line"))
     known = {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active"}
     return {**known, "max_input_tokens": one.max_model_len, **unknown}
@@ -191,10 +191,10 @@ token_routes = APIRouter(tags=["tokens"])
 @token_routes.post("/tokenize", **documented(TokenizeRequest, service_answers.Tokens))
 async def tokenize(request: Request) -> Response:
     """Tokenise a text or a conversation."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, TokenizeRequest, lease)
-        model = door.models.one(fields.model, key_of(request))
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, TokenizeRequest, lease)
+        model = router_state.models.one(fields.model, key_of(request))
         token_ids = await _tokens(model, fields)
     body = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
 
@@ -209,10 +209,10 @@ async def tokenize(request: Request) -> Response:
 @token_routes.post("/detokenize", **documented(DetokenizeRequest, service_answers.Text))
 async def detokenize(request: Request) -> Response:
     """Convert tokens to text."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, DetokenizeRequest, lease)
-        model = door.models.one(fields.model, key_of(request))
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, DetokenizeRequest, lease)
+        model = router_state.models.one(fields.model, key_of(request))
         check_number_of_ids(len(fields.tokens), model.max_detokenize_ids)
         shown = await model.text.decode(fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
     many = len(fields.tokens) > SHORT_TEXT
@@ -222,7 +222,7 @@ async def detokenize(request: Request) -> Response:
 @token_routes.get("/tokenizer_info", **documented(None, service_answers.TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
     """Return the special tokens and the chat template of the default model, or of the model in `?model=`."""
-    model = front_door_of(request).models.one(request.query_params.get("model"), key_of(request))
+    model = router_state_of(request).models.one(request.query_params.get("model"), key_of(request))
     text, files = model.text, model.files
     tokens = {"bos_token": files.bos_token or None, "eos_token": files.eos_token or None}
     ids = {f"{name}_id": text.tokenizer.token_to_id(token) if token else None for name, token in tokens.items()}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from router.dispatch import ClassLoad, DispatchLoad
-from router.generation import FrontDoor, ServedModel
+from router.generation import RouterState, ServedModel
 from router.observe import Traffic, percentiles_of
 from router.planner import Goals, Outlook, goals_of
 
@@ -27,20 +27,22 @@ OWN_OF_WORKER = ("num_booked_requests", "num_dropped_frames", "num_unsent", "num
 """Values that differ between processes. All other values describe the same workers."""
 
 
-def load_of(door: FrontDoor, model: ServedModel | None = None) -> dict[str, object]:
+def load_of(router_state: RouterState, model: ServedModel | None = None) -> dict[str, object]:
     """Return the load of a model, or of all models, in this process."""
-    models = list(door.models.served.values()) if model is None else [model]
+    models = list(router_state.models.served.values()) if model is None else [model]
     alone = models[0] if len(models) == 1 else None
     load = joined_load([one.client.load() for one in models])
-    outlook, goals = (None, goals_of(door.config)) if alone is None else (alone.outlook(), goals_of(alone.config))
-    traffic = (door if alone is None else alone).metrics.traffic.summary(time.monotonic())
+    outlook, goals = (
+        (None, goals_of(router_state.config)) if alone is None else (alone.outlook(), goals_of(alone.config))
+    )
+    traffic = (router_state if alone is None else alone).metrics.traffic.summary(time.monotonic())
     return load_body(load, outlook, goals, [_model(one) for one in models], traffic)
 
 
-def own_load(door: FrontDoor, model: ServedModel | None = None) -> dict[str, object]:
+def own_load(router_state: RouterState, model: ServedModel | None = None) -> dict[str, object]:
     """Return `load_of` with latency histograms, from which the percentiles of several processes are computed."""
-    metrics = (door if model is None else model).metrics
-    return {"load": load_of(door, model), "counts": metrics.traffic.counts(time.monotonic())}
+    metrics = (router_state if model is None else model).metrics
+    return {"load": load_of(router_state, model), "counts": metrics.traffic.counts(time.monotonic())}
 
 
 def _model(model: ServedModel) -> dict[str, object]:
@@ -165,13 +167,13 @@ def _merged_model(first: Load, loads: Sequence[Load], weights: Sequence[int]) ->
     return {**first, "classes": _merged_classes([one["classes"] for one in same], weights)}
 
 
-def _merged_classes(told: Sequence[Sequence[Load]], weights: Sequence[int]) -> list[dict[str, Any]]:
-    return [_merged_class(one, told, weights) for one in told[0]]
+def _merged_classes(per_process: Sequence[Sequence[Load]], weights: Sequence[int]) -> list[dict[str, Any]]:
+    return [_merged_class(one, per_process, weights) for one in per_process[0]]
 
 
-def _merged_class(first: Load, told: Sequence[Sequence[Load]], weights: Sequence[int]) -> dict[str, Any]:
+def _merged_class(first: Load, per_process: Sequence[Sequence[Load]], weights: Sequence[int]) -> dict[str, Any]:
     """Merge a class. Attainments are weighted by the number of recent answers of each process."""
-    same = [next((one for one in classes if one["name"] == first["name"]), first) for classes in told]
+    same = [next((one for one in classes if one["name"] == first["name"]), first) for classes in per_process]
     attained = {}
     for goal in first["attainment"]:
         total = sum(weights)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import InvalidRequest
-from router.access import Visit
+from router.access import ClientRequest
 
 MAX_VALUE_SHOWN = 40
 """Maximum length, in characters, of an invalid value quoted in an error."""
@@ -25,21 +25,21 @@ def parameters(**names: dict[str, Any]) -> dict[str, Any]:
 
 def owner_of(request: Request) -> str:
     """Return the name of the request's key."""
-    visit: Visit = request.state.visit
-    return visit.key.name
+    client_request: ClientRequest = request.state.client_request
+    return client_request.key.name
 
 
-def flag(asked: Mapping[str, str], name: str) -> bool:
+def flag(query: Mapping[str, str], name: str) -> bool:
     """Return a boolean parameter. Raises InvalidRequest."""
-    value = asked.get(name, "false").lower()
+    value = query.get(name, "false").lower()
     if value not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"{name}: must be true or false, got {value[:MAX_VALUE_SHOWN]!r}", param=name)
     return value in ("true", "1")
 
 
-def number(asked: Mapping[str, str], name: str, *, default: int, least: int, most: int) -> int:
+def number(query: Mapping[str, str], name: str, *, default: int, least: int, most: int) -> int:
     """Return an integer parameter. Raises InvalidRequest."""
-    text = asked.get(name)
+    text = query.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
@@ -48,9 +48,9 @@ def number(asked: Mapping[str, str], name: str, *, default: int, least: int, mos
     return int(text)
 
 
-def order_of(asked: Mapping[str, str]) -> str:
+def order_of(query: Mapping[str, str]) -> str:
     """Return the parameter `order`: asc or desc. Raises InvalidRequest."""
-    order = asked.get("order") or "desc"
+    order = query.get("order") or "desc"
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order: must be asc or desc, got {order[:MAX_VALUE_SHOWN]!r}", param="order")
     return order

@@ -77,7 +77,7 @@ class UnreadBudget:
             slowest.give_up(error)
 
 
-class TurnBudget:
+class LoopTimeBudget:
     """Runs jobs of many answers in FIFO order, for about `turn_s` seconds per iteration of the event loop.
 
     Without this limit, the loop would write all answers with new tokens before it serves anything else. A running job

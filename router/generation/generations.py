@@ -21,7 +21,7 @@ from router.generation.logprobs import PackedLogprobs
 from router.request.errors import as_request_error
 
 
-class InTurnClient:
+class LimitedClient:
     """Client that runs at most `most_at_once` requests of one answer at a time. Waiting counts towards the deadline.
 
     When the workers refuse a request for lack of capacity while other requests of the answer are running, the limit is
@@ -29,15 +29,15 @@ class InTurnClient:
     """
 
     def __init__(self, client: TokenSource, most_at_once: int) -> None:
-        self._client, self._places = client, asyncio.Semaphore(most_at_once)
-        self._began, self._num_there = time.monotonic(), 0
+        self._client, self._slots = client, asyncio.Semaphore(most_at_once)
+        self._began, self._num_running = time.monotonic(), 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `TokenSource.generate`. A request that fails after its first event is not retried."""
         while True:
-            placed = msgspec.structs.replace(request, deadline_s=await self._turn(request))
-            self._num_there += 1
-            began = gives_up_place = False
+            placed = msgspec.structs.replace(request, deadline_s=await self._acquire_slot(request))
+            self._num_running += 1
+            began = drops_slot = False
             try:
                 async with aclosing(self._client.generate(placed)) as events:
                     async for event in events:
@@ -45,31 +45,31 @@ class InTurnClient:
                         yield event
                 return
             except Overloaded:
-                if began or self._num_there == 1:
+                if began or self._num_running == 1:
                     raise
-                gives_up_place = True
+                drops_slot = True
             finally:
-                self._num_there -= 1
-                if not gives_up_place:
-                    self._places.release()
+                self._num_running -= 1
+                if not drops_slot:
+                    self._slots.release()
 
-    async def _turn(self, request: GenerationRequest) -> float:
+    async def _acquire_slot(self, request: GenerationRequest) -> float:
         """Wait for a slot. Returns the remaining time in seconds. Raises DeadlineExceeded."""
         try:
-            async with asyncio.timeout(self._left_s(request)):
-                await self._places.acquire()
+            async with asyncio.timeout(self._remaining_s(request)):
+                await self._slots.acquire()
         except TimeoutError:
-            raise self._late(request) from None
-        left_s = self._left_s(request)
-        if left_s <= 0:
-            self._places.release()
-            raise self._late(request)
-        return left_s
+            raise self._timed_out(request) from None
+        remaining_s = self._remaining_s(request)
+        if remaining_s <= 0:
+            self._slots.release()
+            raise self._timed_out(request)
+        return remaining_s
 
-    def _left_s(self, request: GenerationRequest) -> float:
+    def _remaining_s(self, request: GenerationRequest) -> float:
         return request.deadline_s - (time.monotonic() - self._began)
 
-    def _late(self, request: GenerationRequest) -> DeadlineExceeded:
+    def _timed_out(self, request: GenerationRequest) -> DeadlineExceeded:
         return DeadlineExceeded(f"the request timeout of {request.deadline_s:g} s passed before all prompts started")
 
 

@@ -62,7 +62,7 @@ def floored(logprob: float) -> float:
     return logprob if LOGPROB_FLOOR <= logprob <= 0.0 else 0.0 if logprob > 0.0 else LOGPROB_FLOOR
 
 
-class LogprobShapes:
+class LogprobFormatter:
     """Formatter of log-probabilities. `as_ids` names tokens `token_id:ID`, which is unambiguous where text is not."""
 
     def __init__(self, text: TextPipeline, num_alternatives: int, *, as_ids: bool = False) -> None:

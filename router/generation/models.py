@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from common.errors import RETRY_AFTER_S, ModelNotFound, Overloaded, Unavailable
 from common.model_files import Task
-from router.access import ANONYMOUS, ApiKey, Forbidden, Gate, RateLimited, Visit
+from router.access import ANONYMOUS, AccessControl, ApiKey, ClientRequest, Forbidden, RateLimited
 from router.dispatch import Caller
 from router.generation.context import RequestContext
 from router.generation.plan import AnswerPlan
@@ -65,15 +65,15 @@ class Models:
         """The model for requests that name none."""
         return next(iter(self.served.values()))
 
-    def candidates(self, asked: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates:
+    def candidates(self, requested: str | None, key: ApiKey = ANONYMOUS, requester: str = "") -> ModelCandidates:
         """Return the models to try: those with ready workers, then one that may wait for workers.
 
         `requester` is the identity that splits draw a model for. Raises ModelNotFound, Forbidden, and Unavailable when
         no model has a worker or may wait for one.
         """
-        base = self.base_of(asked, key)  # an adapter has no fallbacks
-        adapter = "" if base is None else asked or ""
-        chain = (base,) if base is not None else self.catalog.chain(asked, key, requester)
+        base = self.base_of(requested, key)  # an adapter has no fallbacks
+        adapter = "" if base is None else requested or ""
+        chain = (base,) if base is not None else self.catalog.chain(requested, key, requester)
         if len(chain) == 1 and self.catalog.entries[chain[0]].holds:
             return ModelCandidates(only := self.served[chain[0]], (only,), adapter)
         found = {name: self.served[name].availability for name in chain}
@@ -84,15 +84,15 @@ class Models:
             return ModelCandidates(self.served[first], usable, adapter)
         raise Unavailable(f"model {first!r}: {found[first][1]}", param="model", retry_after_s=RETRY_AFTER_S)
 
-    def lacking(self, asked: str | None) -> str:
+    def model_without_workers(self, requested: str | None) -> str:
         """Return a model whose workers a request for this name may have to wait for; "" if there is none.
 
         Always "" for a router with one model. Raises ModelNotFound.
         """
-        self.catalog.chain(asked)
+        self.catalog.chain(requested)
         if len(self.served) == 1:
             return ""
-        names = self.catalog.models[:1] if asked is None else self.catalog.targets(asked)
+        names = self.catalog.models[:1] if requested is None else self.catalog.targets(requested)
         available = set(self.available)
         return next((name for name in names if available.isdisjoint(self.catalog.with_fallbacks(name))), "")
 
@@ -101,42 +101,42 @@ class Models:
         """The models that have workers for a request now."""
         return [name for name, model in self.served.items() if model.availability[0]]
 
-    def one(self, asked: str | None, key: ApiKey = ANONYMOUS) -> ServedModel:
+    def one(self, requested: str | None, key: ApiKey = ANONYMOUS) -> ServedModel:
         """Return the model for work without workers, such as tokenizing. Raises ModelNotFound, Forbidden."""
-        base = self.base_of(asked, key)
-        return self.served[self.catalog.chain(asked, key)[0] if base is None else base]
+        base = self.base_of(requested, key)
+        return self.served[self.catalog.chain(requested, key)[0] if base is None else base]
 
-    def base_of(self, asked: str | None, key: ApiKey = ANONYMOUS) -> str | None:
-        """Return the base model of the adapter `asked`; None if there is no such adapter. Raises Forbidden.
+    def base_of(self, requested: str | None, key: ApiKey = ANONYMOUS) -> str | None:
+        """Return the base model of the adapter `requested`; None if there is no such adapter. Raises Forbidden.
 
         A key may use the adapters on its list and all adapters of the models that it may use.
         """
-        if asked is None or asked in self.served or self.catalog.has(asked):
+        if requested is None or requested in self.served or self.catalog.has(requested):
             return None
-        base = next((name for name, model in self.served.items() if model.adapters.has(asked)), None)
-        if base is not None and asked not in key.models and not self.catalog.may_use(key, base):
-            raise Forbidden(f"key {key.name!r} may not use adapter {asked!r} of model {base!r}", param="model")
+        base = next((name for name, model in self.served.items() if model.adapters.has(requested)), None)
+        if base is not None and requested not in key.models and not self.catalog.may_use(key, base):
+            raise Forbidden(f"key {key.name!r} may not use adapter {requested!r} of model {base!r}", param="model")
         return base
 
-    def checked_name(self, asked: str | None) -> str:
+    def checked_name(self, requested: str | None) -> str:
         """Return the model name that a batch reports for a line. Raises ModelNotFound."""
-        if asked is None or len(self.served) == 1:
-            return self.name_of(asked, self.default.name)
-        if self.base_of(asked) is None:
-            self.catalog.chain(asked)
-        return asked
+        if requested is None or len(self.served) == 1:
+            return self.name_of(requested, self.default.name)
+        if self.base_of(requested) is None:
+            self.catalog.chain(requested)
+        return requested
 
-    def name_of(self, asked: str | None, own: str) -> str:
+    def name_of(self, requested: str | None, own: str) -> str:
         """Return the model name in an answer of model `own`: the requested name if it denotes `own`, else `own`.
 
         Raises ModelNotFound.
         """
-        if asked is None or asked == own:
+        if requested is None or requested == own:
             return own
-        if self.base_of(asked) == own:
-            return asked
-        self.catalog.chain(asked)
-        return asked if asked in self.catalog.own_names(own) else own
+        if self.base_of(requested) == own:
+            return requested
+        self.catalog.chain(requested)
+        return requested if requested in self.catalog.own_names(own) else own
 
     def listed(self, key: ApiKey = ANONYMOUS) -> list[ShownModel]:
         """List the names that clients with this key may request now. Unready models are listed if requests may wait."""
@@ -145,14 +145,16 @@ class Models:
         found = [one for one in shown if one.ready or self._holds(one.name)]
         return [*found, *(one for name in self.served for one in self._adapters(name, key))]
 
-    def shown(self, asked: str, key: ApiKey = ANONYMOUS) -> ShownModel:
+    def shown(self, requested: str, key: ApiKey = ANONYMOUS) -> ShownModel:
         """Return one entry of the model list. Raises ModelNotFound, Forbidden."""
-        if (base := self.base_of(asked, key)) is not None:
-            if (one := next((one for one in self._adapters(base, key) if one.name == asked), None)) is not None:
+        if (base := self.base_of(requested, key)) is not None:
+            if (one := next((one for one in self._adapters(base, key) if one.name == requested), None)) is not None:
                 return one
-            raise ModelNotFound(f"adapter {asked!r} is being loaded", param="model")
-        self.catalog.chain(asked, key)
-        return self._shown(asked, {name: self.served[name].availability[0] for name in self.catalog.targets(asked)})
+            raise ModelNotFound(f"adapter {requested!r} is being loaded", param="model")
+        self.catalog.chain(requested, key)
+        return self._shown(
+            requested, {name: self.served[name].availability[0] for name in self.catalog.targets(requested)}
+        )
 
     def _adapters(self, base: str, key: ApiKey) -> Iterator[ShownModel]:
         """Yield the adapters of a model that clients with this key may request."""
@@ -171,7 +173,7 @@ class Models:
         return ShownModel(name, models[0] if self.catalog.is_model(name) else None, ready, shortest)
 
 
-class Asked(Protocol):
+class SelectionFields(Protocol):
     """Fields of a request body that model selection reads."""
 
     @property
@@ -187,16 +189,16 @@ class Asked(Protocol):
     def longest_text(self) -> str | list[int]: ...
 
 
-F = TypeVar("F", bound=Asked)
+F = TypeVar("F", bound=SelectionFields)
 Plan = Callable[[ServedModel, F, RequestContext], Awaitable[AnswerPlan]]
 """Plans the answer of a model to a request body."""
 
 
 async def choose_model(
     models: Models,
-    gate: Gate,
+    access: AccessControl,
     log: RequestLog,
-    asked: F,
+    requested: F,
     context: RequestContext,
     plan: Plan[F],
     tasks: Collection[Task],
@@ -206,25 +208,27 @@ async def choose_model(
     The model must be served for one of `tasks`. `log.metrics` become those of the requested model, and then those of
     the model that answers. Raises RequestError; if several candidates have no capacity, the error of the first.
     """
-    visit = log.visit
-    candidates = models.candidates(asked.model, visit.key, requester_of(visit, asked.end_user))
+    client_request = log.client_request
+    candidates = models.candidates(
+        requested.model, client_request.key, requester_of(client_request, requested.end_user)
+    )
     log.metrics = candidates.first.metrics
     refusals: list[Overloaded | Unavailable] = []
     for model in candidates.usable:
         try:
-            _check_capacity(model, partial(_is_longer, model, asked), context)
-            gate.models.enter(visit, model.name)
+            _check_capacity(model, partial(_is_longer, model, requested), context)
+            access.models.enter(client_request, model.name)
             model.check_task(*tasks)
-            name = candidates.adapter or models.name_of(asked.model, model.name)
-            planned = await plan(model, asked, replace(context, model_name=name, adapter=candidates.adapter))
-            gate.take_prompt(visit, planned.num_prompt_tokens)
+            name = candidates.adapter or models.name_of(requested.model, model.name)
+            planned = await plan(model, requested, replace(context, model_name=name, adapter=candidates.adapter))
+            access.take_prompt(client_request, planned.num_prompt_tokens)
             if len(candidates.usable) > 1:
-                _check_length(model, gate, visit, planned, context)
+                _check_length(model, access, client_request, planned, context)
             break
         except (Overloaded, Unavailable) as refusal:
             if len(candidates.usable) == 1:
                 raise
-            gate.models.leave(visit)
+            access.models.leave(client_request)
             if isinstance(refusal, RateLimited) and refusal.of_key:
                 raise
             refusals.append(refusal)
@@ -237,22 +241,28 @@ async def choose_model(
     return model, planned
 
 
-def requester_of(visit: Visit, end_user: str) -> str:
+def requester_of(client_request: ClientRequest, end_user: str) -> str:
     """Return the identity that a split draws a model for: the user in the body, or else this request."""
-    return f"user:{visit.key.name}:{end_user}" if end_user else f"request:{visit.request_id}"
+    return f"user:{client_request.key.name}:{end_user}" if end_user else f"request:{client_request.request_id}"
 
 
-def _check_length(model: ServedModel, gate: Gate, visit: Visit, planned: AnswerPlan, context: RequestContext) -> None:
+def _check_length(
+    model: ServedModel,
+    access: AccessControl,
+    client_request: ClientRequest,
+    planned: AnswerPlan,
+    context: RequestContext,
+) -> None:
     """Check the capacity again with the exact length of the prompts."""
     try:
         _check_capacity(model, max(len(prompt.token_ids) for prompt in planned.prompts).__gt__, context)
     except (Overloaded, Unavailable):
-        gate.spend(visit, -planned.num_prompt_tokens)
+        access.spend(client_request, -planned.num_prompt_tokens)
         raise
 
 
-def _is_longer(model: ServedModel, asked: Asked, num_tokens: int) -> bool:
-    return model.text.exceeds(asked.longest_text(), num_tokens)
+def _is_longer(model: ServedModel, requested: SelectionFields, num_tokens: int) -> bool:
+    return model.text.exceeds(requested.longest_text(), num_tokens)
 
 
 def _check_capacity(model: ServedModel, is_longer: Callable[[int], bool], context: RequestContext) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from router.generation.choice import AnswerChoice, Piece
 from router.generation.served_model import ServedModel
-from router.generation.structure import ToolCalling, is_held, tool_calling
+from router.generation.structure import ToolCalling, is_constrained, tool_calling
 from router.request.fields import ChatRequest, SamplingFields
 from router.text import (
     TAIL_TOKENS,
@@ -48,7 +48,7 @@ def is_scanned(model: ServedModel, calling: ToolCalling | None) -> bool:
 
 def reads_thoughts(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> bool:
     """Whether answers may begin with a thought between marks; not if they must match a grammar from the first token."""
-    return model.thinks and not is_held(fields, calling) and not model.dialect.format.has_channels
+    return model.thinks and not is_constrained(fields, calling) and not model.dialect.format.has_channels
 
 
 def marks_of(model: ServedModel, fields: ChatRequest, calling: ToolCalling | None) -> frozenset[int]:
@@ -71,7 +71,7 @@ class AnswerParts:
         self._is_scanned, self._form = is_scanned(model, calling), model.dialect.format
         self._functions = {function.name: function for function in calling.functions} if calling is not None else {}
         self._has_thoughts = model.shows_thoughts
-        self._only_calls = is_held(fields, calling)  # or only JSON of a schema
+        self._only_calls = is_constrained(fields, calling)  # or only JSON of a schema
         self._thinks = reads_thoughts(model, fields, calling)
         continued = fields.continued_text
         self._continues_thought = bool(continued and (open_thought(continued) or "").strip())
@@ -88,13 +88,13 @@ class AnswerParts:
         """Number of reasoning tokens of all choices so far, including their marks."""
         return sum(scanners.num_reasoning_tokens for scanners in self._scanners.values())
 
-    def stops_of(self, stops: StopScanner, prompt_token_ids: Sequence[int]) -> StopScanner | ContentStops:
+    def stop_scanner(self, stops: StopScanner, prompt_token_ids: Sequence[int]) -> StopScanner | ContentStops:
         """Create the scanner that finds stop strings in the content of one answer."""
         if self.only_text:
             return stops
         return ContentStops(stops, self._thinking_of(prompt_token_ids), self._calls_from if self._is_scanned else None)
 
-    def taken_apart(self, choice: AnswerChoice, piece: Piece) -> list[Part]:
+    def split(self, choice: AnswerChoice, piece: Piece) -> list[Part]:
         """Split a piece into parts, in text order. Adjacent parts differ in kind or in their call."""
         scanners = self._scanners_of(choice)
         scanners.num_chars += len(piece.text)
@@ -116,7 +116,7 @@ class AnswerParts:
 
     def whole(self, choice: AnswerChoice, pieces: Iterable[Piece]) -> list[Part]:
         """Return all parts of a choice in text order, with adjacent parts of a kind merged."""
-        return joined([part for piece in pieces for part in self.taken_apart(choice, piece)])
+        return joined([part for piece in pieces for part in self.split(choice, piece)])
 
     def finish_reason(self, choice: AnswerChoice, reason: str) -> str:
         """Return `reason`, or "tool_calls" for a stopped answer with complete calls."""

@@ -250,7 +250,7 @@ def _choice(
     if fields.stops:
         stops = StopScanner(fields.stops, include_stop=include_stop)
         if parts is not None:
-            stops = parts.stops_of(stops, request.prompt_token_ids)
+            stops = parts.stop_scanner(stops, request.prompt_token_ids)
     skip_special = fields.skip_special_tokens is not False
     return AnswerChoice(
         index,

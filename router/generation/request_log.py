@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from common.config import DEFAULT
 from common.errors import RequestError
-from router.access import Visit
+from router.access import ClientRequest
 from router.generation.choice import AnswerChoice
 from router.generation.tracing import RequestTrace
 from router.observe import RequestRecord, RouterMetrics
@@ -33,7 +33,7 @@ class RequestLog:
     """The facts of one request to a generation endpoint. `end` must be called once."""
 
     metrics: RouterMetrics
-    visit: Visit
+    client_request: ClientRequest
     trace: RequestTrace | None = None
     id: str = ""
     model: str = ""
@@ -57,9 +57,11 @@ class RequestLog:
         """Pass the record to metrics, audit log, log and trace."""
         record = self._record()
         self.metrics.observe_request(record)
-        self.visit.answered(record)
-        left_out = {"tools_left_out": ",".join(self.visit.left_out)} if self.visit.left_out else {}
-        log.info("request", extra=_fields(record) | left_out)
+        self.client_request.answered(record)
+        ignored_tools = (
+            {"tools_left_out": ",".join(self.client_request.ignored_tools)} if self.client_request.ignored_tools else {}
+        )
+        log.info("request", extra=_fields(record) | ignored_tools)
         if self.trace is not None:
             self.trace.end(record)
 
@@ -77,12 +79,12 @@ class RequestLog:
 
     def _record(self) -> RequestRecord:
         return RequestRecord(
-            request_id=self.visit.request_id,
-            path=self.visit.path,
-            began=self.visit.began,
+            request_id=self.client_request.request_id,
+            path=self.client_request.path,
+            began=self.client_request.began,
             ended=time.perf_counter(),
             status=self.status,
-            key=self.visit.key.name,
+            key=self.client_request.key.name,
             id=self.id,
             model=self.model,
             error=self.error,

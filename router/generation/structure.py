@@ -73,7 +73,7 @@ def functions_of(tools: Sequence[Tool]) -> tuple[Function, ...]:
     return tuple(tool.function.called for tool in tools)
 
 
-def is_held(fields: ChatRequest, calling: ToolCalling | None) -> bool:
+def is_constrained(fields: ChatRequest, calling: ToolCalling | None) -> bool:
     """Whether the answer must match a grammar from its first token."""
     return bool(_forms(fields)) or (calling is not None and calling.required)
 

@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from common.errors import InvalidRequest, RequestError, Unavailable
 from router.request.errors import HeadTimeout, HeadTooLarge, error_object
-from router.server.entrance import generates
+from router.server.precheck import generates
 
 IDLE_S = 1.0
 """Idle time, in seconds, after which a connection may be evicted. It gives new clients time to send a request, and
@@ -135,10 +135,10 @@ class HTTPBounds:
     on_reject: Callable[[str], None]
 
 
-class CyclePieces:
+class CycleWriter:
     """Writes the data of a streamed answer without the application's ASGI layers, which would only add cost.
 
-    Implements `router.generation.pieces.Pieces`.
+    Implements `router.generation.answer_writer.AnswerWriter`.
     """
 
     __slots__ = ("_on_gone", "comment", "cycle")
@@ -303,7 +303,7 @@ class HTTPConnection(HttpToolsProtocol):
         self._check_head()
         self._in_body = True
         super().on_headers_complete()
-        self.cycle.scope["state"]["pieces"] = CyclePieces(self.cycle)
+        self.cycle.scope["state"]["answer_writer"] = CycleWriter(self.cycle)
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
@@ -436,11 +436,11 @@ class HTTPConnection(HttpToolsProtocol):
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        pieces: CyclePieces = self._unanswered[0].scope["state"]["pieces"]
+        writer: CycleWriter = self._unanswered[0].scope["state"]["answer_writer"]
         if not self._unanswered[0].response_started:
             self.transport.write(CONTINUE)
-        elif pieces.comment and pieces.ready:
-            pieces.write(pieces.comment)
+        elif writer.comment and writer.ready:
+            writer.write(writer.comment)
         self.loop.call_later(delay_s, self._probe, min(2 * delay_s, MAX_PROBE_S))
 
     def _drop_requests(self) -> None:
@@ -448,8 +448,8 @@ class HTTPConnection(HttpToolsProtocol):
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
-            pieces: CyclePieces = cycle.scope["state"]["pieces"]
-            pieces.lost()
+            writer: CycleWriter = cycle.scope["state"]["answer_writer"]
+            writer.lost()
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -491,7 +491,7 @@ def _unchunked(app: ASGIApp) -> ASGIApp:
     """Wrap `app` for HTTP/1.0 clients, which do not support chunks: closing the connection ends a stream."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        cycle: RequestResponseCycle = scope["state"]["pieces"].cycle
+        cycle: RequestResponseCycle = scope["state"]["answer_writer"].cycle
         is_streamed = False
 
         async def send_unchunked(message: Message) -> None:
@@ -517,7 +517,7 @@ def _after_body(app: ASGIApp) -> ASGIApp:
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        cycle: RequestResponseCycle = scope["state"]["pieces"].cycle
+        cycle: RequestResponseCycle = scope["state"]["answer_writer"].cycle
 
         async def send_after_body(message: Message) -> None:
             if cycle.more_body and message["type"] == "http.response.start":

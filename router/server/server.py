@@ -35,14 +35,14 @@ from starlette.applications import Starlette
 
 from common.config import RouterConfig, is_loopback
 from common.wire import CLIENTS_BACKLOG, listening
-from router.api import ABLE, inner_app
-from router.api.responses import KeptResponses
+from router.api import AVAILABLE, internal_app
+from router.api.responses import ResponseService
 from router.fleet import MAX_DISCOVERED
-from router.generation import SEND_GRACE_S, FrontDoor
+from router.generation import SEND_GRACE_S, RouterState
 from router.server.http_connection import ConnectionSlots, HTTPBounds, HTTPConnection
 
 if TYPE_CHECKING:  # loaded where there is a store, or several processes
-    from router.api.batches import KeptBatches
+    from router.api.batches import BatchService
     from router.siblings import Siblings
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class InnerServer:
+class InternalServer:
     """Server of the Unix socket for sibling processes: `start`, serve, `close`."""
 
     def __init__(self, app: Starlette, siblings: Siblings) -> None:
@@ -114,11 +114,11 @@ class InnerServer:
         await self._siblings.close()
 
 
-async def catch_up(door: FrontDoor, siblings: Siblings, stop: asyncio.Event) -> None:
+async def catch_up(router_state: RouterState, siblings: Siblings, stop: asyncio.Event) -> None:
     """Wait until `stop` is set, or until every model that has workers at a sibling has workers here too."""
-    began, told = time.monotonic(), (await siblings.ask_all(ABLE)).values()
-    awaited = set(itertools.chain.from_iterable(orjson.loads(body) for body in told))
-    while missing := awaited.difference(door.models.available):
+    began, replies = time.monotonic(), (await siblings.ask_all(AVAILABLE)).values()
+    awaited = set(itertools.chain.from_iterable(orjson.loads(body) for body in replies))
+    while missing := awaited.difference(router_state.models.available):
         if stop.is_set():
             return
         if time.monotonic() - began > PATIENCE_S:
@@ -196,21 +196,21 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(_Server):
     """uvicorn server with limits on its connections."""
 
-    def __init__(self, door: FrontDoor, config: uvicorn.Config) -> None:
+    def __init__(self, router_state: RouterState, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._door, settings, self._metrics = door, door.config, door.metrics
-        reject = door.metrics.count_rejected
+        self._router_state, settings, self._metrics = router_state, router_state.config, router_state.metrics
+        reject = router_state.metrics.count_rejected
         slots = ConnectionSlots(connections_possible(settings), lambda: reject("evicted"), time.monotonic)
         answer_s = settings.request_timeout_s + SEND_GRACE_S
         self._bounds = HTTPBounds(slots, settings.header_timeout_s, answer_s, reject)
-        certificate = door.gate.certificate
+        certificate = router_state.access.certificate
         self._tls: ssl.SSLContext | None = None if certificate is None else certificate.context
         self._accepting: list[asyncio.Task[None]] = []
         self._listed: list[asyncio.Protocol] = []  # the connections to check in the current second
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        self._door.is_loopback = all(is_loopback(each.getsockname()[0]) for each in sockets or ())
+        self._router_state.is_loopback = all(is_loopback(each.getsockname()[0]) for each in sockets or ())
         await self.lifespan.startup()
         if self._tls is None:
             self.servers = [
@@ -289,21 +289,25 @@ async def serve(
     app: FastAPI, listener: socket.socket, close: Callable[[], Awaitable[None]], stop: asyncio.Event
 ) -> None:
     """Serve on `listener` until `stop` is set. `close` closes the application's client after the drain."""
-    door: FrontDoor = app.state.front_door
-    kept: KeptResponses = app.state.responses
-    batches: KeptBatches | None = app.state.batches
-    allow_files(door.config)
-    inner = None if door.siblings is None else InnerServer(inner_app(door, kept, door.siblings), door.siblings)
+    router_state: RouterState = app.state.router_state
+    kept: ResponseService = app.state.responses
+    batches: BatchService | None = app.state.batches
+    allow_files(router_state.config)
+    inner = (
+        None
+        if router_state.siblings is None
+        else InternalServer(internal_app(router_state, kept, router_state.siblings), router_state.siblings)
+    )
     if inner is not None:
         await inner.start()
-    if door.gate.reloads:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, door.gate.reload)
-    if door.siblings is not None:
-        await catch_up(door, door.siblings, stop)
+    if router_state.access.reloads:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router_state.access.reload)
+    if router_state.siblings is not None:
+        await catch_up(router_state, router_state.siblings, stop)
     server = server_of(app)
     running = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task(stop.wait(), name="stop")
-    watching = asyncio.create_task(door.gate.watch(), name="watch")
+    watching = asyncio.create_task(router_state.access.watch(), name="watch")
     if batches is not None:
         batches.start()
     await asyncio.wait((running, stopping, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -311,7 +315,7 @@ async def serve(
     try:
         if batches is not None:
             batches.drain()
-        await _drain(door)
+        await _drain(router_state)
         if batches is not None:
             await batches.stop()
         await kept.stop()
@@ -326,7 +330,7 @@ async def serve(
         if batches is not None:
             await batches.close()
         await kept.close()
-        await asyncio.to_thread(door.gate.close)
+        await asyncio.to_thread(router_state.access.close)
     if watching.done() and not watching.cancelled():
         watching.result()  # it ends only because of a bug; raise it
 
@@ -348,7 +352,7 @@ def server_of(app: FastAPI) -> Server:
         timeout_graceful_shutdown=UVICORN_CLOSE_S,
     )
     config.load()
-    server = Server(app.state.front_door, config)
+    server = Server(app.state.router_state, config)
     server.lifespan = config.lifespan_class(config)
     return server
 
@@ -392,14 +396,14 @@ def _other_files(config: RouterConfig) -> int:
     return FILES_A_WORKER * num_workers + OTHER_FILES
 
 
-async def _drain(door: FrontDoor) -> None:
+async def _drain(router_state: RouterState) -> None:
     """Refuse new requests and wait for the running ones, for at most `drain_timeout_s`."""
-    door.draining = True
+    router_state.draining = True
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + door.config.drain_timeout_s
-    while door.num_active and loop.time() < deadline:  # noqa: ASYNC110 (polls a counter for a short time)
+    deadline = loop.time() + router_state.config.drain_timeout_s
+    while router_state.num_active and loop.time() < deadline:  # noqa: ASYNC110 (polls a counter for a short time)
         await asyncio.sleep(POLL_S)
-    log.info("stopping", extra={"unfinished": door.num_active})
+    log.info("stopping", extra={"unfinished": router_state.num_active})
 
 
 def _on_signal(stop: asyncio.Event) -> None:

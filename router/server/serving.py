@@ -1,7 +1,7 @@
-"""Everything that a router serves: one model, or several that share one `FrontDoor`.
+"""Everything that a router serves: one model, or several that share one `RouterState`.
 
-one       app ── FrontDoor ── Models ─── ServedModel ── ModelBackend ── workers
-several   app ── FrontDoor ── Models ─┬─ ServedModel ── ModelBackend ── workers of a <─┐
+one       app ── RouterState ── Models ─── ServedModel ── ModelBackend ── workers
+several   app ── RouterState ── Models ─┬─ ServedModel ── ModelBackend ── workers of a <─┐
                                       └─ ServedModel ── ModelBackend ── workers of b <─┴─ ModelCensus
 """
 
@@ -14,7 +14,7 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from common.model_files import resolve_model
 from router.fleet import ModelCensus
-from router.generation import FrontDoor, Models, Tracing
+from router.generation import Models, RouterState, Tracing
 from router.models import (
     LORA_FIELD,
     MODELS_FIELD,
@@ -27,7 +27,7 @@ from router.models import (
 )
 from router.observe import ENGINE, DiscoveryCollector, RouterMetrics
 from router.planner import budget_of
-from router.server.adapter_follower import AdapterFollower
+from router.server.adapter_reconciler import AdapterReconciler
 from router.server.app import build_app
 from router.server.model_backend import ModelBackend
 from router.siblings import RouterPart
@@ -81,16 +81,16 @@ class Serving:
             self.census = self._census(config, names, metrics)
         models = Models(self.catalog, {model.name: model.served for model in self.models})
         self.app = build_app(config, models, metrics, lambda: self.failure, self.tracing, part)
-        door: FrontDoor = self.app.state.front_door
-        door.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
+        router_state: RouterState = self.app.state.router_state
+        router_state.access.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
         if (watch := self._source.watch) is not None:
-            door.gate.also_watch(MODELS_FIELD, watch, self._read_anew)
-        self._adapters: AdapterFollower | None = None
+            router_state.access.add_watch(MODELS_FIELD, watch, self._read_anew)
+        self._adapters: AdapterReconciler | None = None
         if config.lora_file and (part is None or part.index == 0):
             self._adapters_source = AdaptersSource(config.lora_file, self.catalog, part)
             orders = {model.name: model.dispatcher.adapters for model in self.models}
-            self._adapters = AdapterFollower(orders, self._adapters_source.entries)
-            door.gate.also_watch(LORA_FIELD, self._adapters_source.watch, self._read_adapters)
+            self._adapters = AdapterReconciler(orders, self._adapters_source.entries)
+            router_state.access.add_watch(LORA_FIELD, self._adapters_source.watch, self._read_adapters)
 
     async def start(self) -> None:
         """Start connecting to the workers, without waiting for connections."""
@@ -135,9 +135,9 @@ class Serving:
             allowed = "the same models, names, parsers, goals and prefill, in the same order (else restart)"
             raise ConfigError(MODELS_FIELD, self._config.models_file, allowed)
         self.catalog = Catalog(table, [model.files.model_id for model in self.models])
-        door: FrontDoor = self.app.state.front_door
-        door.models.catalog = self.catalog
-        door.gate.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
+        router_state: RouterState = self.app.state.router_state
+        router_state.models.catalog = self.catalog
+        router_state.access.models.change({name: entry.limits for name, entry in self.catalog.entries.items()})
         self._source.accept()
 
     async def _read_adapters(self) -> None:

@@ -27,10 +27,10 @@ from router.generation import (
     chat_of,
     conversation_tokens,
     event,
-    front_door_of,
     generation_call,
     key_of,
     plan_translated,
+    router_state_of,
     tool_calling,
 )
 from router.request import MESSAGES_PATH, named_as
@@ -52,7 +52,7 @@ async def messages(request: Request) -> Response:
     """Generate the next message of a conversation (Anthropic's Messages API)."""
     async with generation_call(request, MessagesRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_messages)
-        return call.answer(model, plan, MessagesFrames(model, plan, call.log))
+        return call.answer(model, plan, MessagesSerializer(model, plan, call.log))
 
 
 @message_routes.post(
@@ -62,10 +62,10 @@ async def messages(request: Request) -> Response:
 )
 async def message_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation (Anthropic's Messages API)."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, CountTokensRequest, lease)
-        model = door.models.one(fields.model, key_of(request))
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, CountTokensRequest, lease)
+        model = router_state.models.one(fields.model, key_of(request))
         chat = await chat_of(model, fields.as_chat, is_long=fields.is_long)
         with named_as(fields.names):
             calling = tool_calling(chat)
@@ -79,7 +79,7 @@ async def plan_messages(model: ServedModel, fields: MessagesRequest, context: Re
     return await plan_translated(model, fields, context, fields.as_chat, is_long=fields.is_long)
 
 
-class MessagesFrames:
+class MessagesSerializer:
     """Serialises an answer as blocks of thinking, text and tool calls. A stream sends the blocks sequentially."""
 
     def __init__(self, model: ServedModel, plan: AnswerPlan, log: RequestLog) -> None:
@@ -104,7 +104,7 @@ class MessagesFrames:
         return _event("message_start", {"message": message})
 
     def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
-        events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        events = [self._add(choice, part) for part in self._parts.split(choice, piece)]
         if piece.finish_reason:
             if self._open in ("", "thinking"):
                 events.append(self._begin(self._block(choice, TextPart(""))))

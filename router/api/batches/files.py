@@ -13,14 +13,14 @@ from starlette.responses import Response, StreamingResponse
 from router.api.batches.answers import DeletedFile, FileBody, FileListBody
 from router.api.batches.errors import OFF, NoFiles
 from router.api.batches.fields import PURPOSES
-from router.api.batches.shape import file_object, page_object
+from router.api.batches.objects import file_object, page_object
 from router.api.openapi import documented
 from router.api.query import json_answer, number, order_of, owner_of, parameters
 from router.stored import StoredFile
 from router.stored import asked as asked_of_store
 
 if TYPE_CHECKING:  # loaded with a store
-    from router.api.batches.kept import KeptBatches
+    from router.api.batches.service import BatchService
     from router.stored import FileStore
 
 file_routes = APIRouter()
@@ -70,9 +70,9 @@ DOWNLOADED: dict[str, Any] = {
 }
 
 
-def batches_of(request: Request) -> KeptBatches:
+def batches_of(request: Request) -> BatchService:
     """Return the application's files and batches. Raises NoFiles if there is no store."""
-    kept: KeptBatches | None = request.app.state.batches
+    kept: BatchService | None = request.app.state.batches
     if kept is None:
         raise NoFiles(OFF)
     return kept
@@ -87,14 +87,14 @@ async def upload(request: Request) -> Response:
 @file_routes.get("/v1/files", tags=TAGS, **LISTED)
 async def list_files(request: Request) -> Response:
     """List the files of the API key, newest first by default."""
-    asked = request.query_params
-    limit = number(asked, "limit", default=MAX_LISTED, least=1, most=MAX_LISTED)
+    query = request.query_params
+    limit = number(query, "limit", default=MAX_LISTED, least=1, most=MAX_LISTED)
     found = await batches_of(request).files(
         owner_of(request),
-        purpose=asked.get("purpose"),
-        descending=order_of(asked) == "desc",
+        purpose=query.get("purpose"),
+        descending=order_of(query) == "desc",
         limit=limit + 1,
-        after=asked.get("after"),
+        after=query.get("after"),
     )
     return json_answer(page_object([file_object(file) for file in found], limit))
 

@@ -6,7 +6,7 @@ import asyncio
 from enum import Enum
 
 
-class Halted(Enum):
+class HaltReason(Enum):
     """Why a batch was halted: by its client, at the end of its window, by shutdown, or because its lease was lost."""
 
     NOT = "not"
@@ -16,11 +16,11 @@ class Halted(Enum):
     LOST = "lost"
 
 
-class Halt:
+class HaltSignal:
     """Stop signal of one batch. The first reason is kept, except that `DRAINING` and `LOST` replace others."""
 
     def __init__(self) -> None:
-        self.reason = Halted.NOT
+        self.reason = HaltReason.NOT
         self._no_more, self._abort = asyncio.Event(), asyncio.Event()
 
     @property
@@ -36,11 +36,11 @@ class Halt:
     @property
     def leaves(self) -> bool:
         """Whether the rest of the batch is left to another router, or to this one after a restart."""
-        return self.reason in (Halted.DRAINING, Halted.LOST)
+        return self.reason in (HaltReason.DRAINING, HaltReason.LOST)
 
-    def set(self, reason: Halted, *, abort: bool = False) -> None:
+    def set(self, reason: HaltReason, *, abort: bool = False) -> None:
         """Start no new lines. With `abort`, running lines are aborted too."""
-        if self.reason is Halted.NOT or reason in (Halted.DRAINING, Halted.LOST):
+        if self.reason is HaltReason.NOT or reason in (HaltReason.DRAINING, HaltReason.LOST):
             self.reason = reason
         self._no_more.set()
         if abort:

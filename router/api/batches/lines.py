@@ -31,7 +31,7 @@ MAX_MEMBER_BYTES = 16 * 1024
 NULL = msgspec.Raw(b"null")
 
 
-class FaultyLine(Exception):
+class InvalidLine(Exception):
     """An invalid line, which makes its batch fail."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
@@ -69,7 +69,7 @@ class InputLine:
 
 
 @dataclass
-class InputReport:
+class ValidationReport:
     """Result of validating all lines. `model` is the model of all lines, or None if they name several."""
 
     num_lines: int = 0
@@ -82,22 +82,22 @@ class InputReport:
 
 
 def parse_line(number: int, line: bytes, endpoint: str) -> InputLine:
-    """Parse a line as a request to `endpoint`. Raises FaultyLine. The body is validated when the line is executed."""
+    """Parse a line as a request to `endpoint`. Raises InvalidLine. The body is validated when the line is executed."""
     try:
         fields = msgspec.json.decode(line, type=_Line)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
-        raise FaultyLine("invalid_json_line", f"This line is not a valid JSON object: {error}") from error
+        raise InvalidLine("invalid_json_line", f"This line is not a valid JSON object: {error}") from error
     name, method, url = _value(fields.custom_id), _value(fields.method), _value(fields.url)
     if name is None:
-        raise FaultyLine("missing_required_parameter", "custom_id is required", "custom_id")
+        raise InvalidLine("missing_required_parameter", "custom_id is required", "custom_id")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARS:
-        raise FaultyLine(
+        raise InvalidLine(
             "invalid_request", f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters", "custom_id"
         )
     if method != "POST":
-        raise FaultyLine("invalid_method", f"method must be POST, got {_shown(method)}", "method")
+        raise InvalidLine("invalid_method", f"method must be POST, got {_shown(method)}", "method")
     if url != endpoint:
-        raise FaultyLine("url_mismatch", f"url must be the batch's endpoint {endpoint!r}, got {_shown(url)}", "url")
+        raise InvalidLine("url_mismatch", f"url must be the batch's endpoint {endpoint!r}, got {_shown(url)}", "url")
     return _with_body(number, name, bytes(fields.body))
 
 
@@ -112,20 +112,20 @@ def _value(raw: msgspec.Raw) -> Any:
 
 def _with_body(number: int, name: str, body: bytes) -> InputLine:
     if not body:
-        raise FaultyLine("missing_required_parameter", "body is required", "body")
+        raise InvalidLine("missing_required_parameter", "body is required", "body")
     try:
         fields = msgspec.json.decode(body, type=_Body)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
-        raise FaultyLine("invalid_request", "body must be a JSON object", "body") from error
+        raise InvalidLine("invalid_request", "body must be a JSON object", "body") from error
     for param in ("stream", "background"):
         if _value(getattr(fields, param)):
-            raise FaultyLine("invalid_request", f"{param} is not supported in batches", f"body.{param}")
+            raise InvalidLine("invalid_request", f"{param} is not supported in batches", f"body.{param}")
     names_class = any(_value(named) is not None for named in (fields.service_tier, fields.request_class))
     return InputLine(number, name, body, _value(fields.model), names_class)
 
 
 async def parsed(number: int, line: bytes, endpoint: str) -> InputLine:
-    """Run `parse_line`, in a thread if the line is long. Raises FaultyLine."""
+    """Run `parse_line`, in a thread if the line is long. Raises InvalidLine."""
     if len(line) <= LARGE_BYTES:
         return parse_line(number, line, endpoint)
     return await asyncio.to_thread(parse_line, number, line, endpoint)
@@ -170,7 +170,7 @@ async def lines_of(store: FileStore, file_id: str, max_bytes: int) -> AsyncGener
         yield number, last
 
 
-async def judge(
+async def validate_lines(
     lines: AsyncIterator[tuple[int, bytes | None]],
     endpoint: str,
     check_model: Callable[[Any], str],
@@ -178,9 +178,9 @@ async def judge(
     max_lines: int,
     max_bytes: int,
     stopped: Callable[[], bool],
-) -> InputReport:
+) -> ValidationReport:
     """Validate all lines, until `stopped` or `MAX_PROBLEMS` errors. `check_model` raises ModelNotFound."""
-    report, known = InputReport(), set()
+    report, known = ValidationReport(), set()
     async for number, line in lines:
         report.num_lines += 1
         if stopped():
@@ -191,18 +191,18 @@ async def judge(
             return report
         try:
             if line is None:
-                raise FaultyLine("invalid_request", f"This line exceeds the limit of {max_bytes:,} bytes.")
+                raise InvalidLine("invalid_request", f"This line exceeds the limit of {max_bytes:,} bytes.")
             request = await parsed(number, line, endpoint)
             mark = hashlib.blake2b(request.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
             if mark in known:
-                raise FaultyLine(
+                raise InvalidLine(
                     "duplicate_custom_id",
                     f"custom_id must be unique; {_shown(request.custom_id)} is used by another line",
                     "custom_id",
                 )
             known.add(mark)
             report.models.add(_model_of(request, check_model))
-        except FaultyLine as fault:
+        except InvalidLine as fault:
             report.problems.append(fault.problem(number))
             if len(report.problems) >= MAX_PROBLEMS:
                 return report
@@ -213,11 +213,11 @@ async def judge(
 
 def _model_of(request: InputLine, check_model: Callable[[Any], str]) -> str:
     if request.model is not None and not isinstance(request.model, str):
-        raise FaultyLine("invalid_request", "model must be a string", "body.model")
+        raise InvalidLine("invalid_request", "model must be a string", "body.model")
     try:
         return check_model(request.model)
     except ModelNotFound as unknown:
-        raise FaultyLine("model_not_found", unknown.message, "body.model") from unknown
+        raise InvalidLine("model_not_found", unknown.message, "body.model") from unknown
 
 
 def _shown(value: object) -> str:

@@ -12,10 +12,10 @@ from starlette.responses import Response
 from router.api.batches.answers import BatchBody, BatchListBody
 from router.api.batches.fields import NewBatch
 from router.api.batches.files import batches_of
-from router.api.batches.shape import batch_object, page_object
+from router.api.batches.objects import batch_object, page_object
 from router.api.openapi import documented
 from router.api.query import DEFAULT_LIMIT, MAX_LIMIT, json_answer, number, owner_of, parameters
-from router.generation import front_door_of
+from router.generation import router_state_of
 
 batch_routes = APIRouter()
 """`/v1/batches` and the batches under it."""
@@ -34,18 +34,18 @@ LISTED: dict[str, Any] = documented(None, BatchListBody) | {
 @batch_routes.post("/v1/batches", tags=TAGS, **documented(NewBatch, BatchBody))
 async def create_batch(request: Request) -> Response:
     """Create a batch from an uploaded file of requests and start processing it."""
-    door = front_door_of(request)
-    with door.bodies.lease() as lease:
-        fields = await door.reader.read(request, NewBatch, lease)
+    router_state = router_state_of(request)
+    with router_state.bodies.lease() as lease:
+        fields = await router_state.reader.read(request, NewBatch, lease)
     return json_answer(batch_object(await batches_of(request).create(fields, owner_of(request))))
 
 
 @batch_routes.get("/v1/batches", tags=TAGS, **LISTED)
 async def list_batches(request: Request) -> Response:
     """List the batches of the API key, newest first."""
-    asked = request.query_params
-    limit = number(asked, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
-    found = await batches_of(request).batches(owner_of(request), limit=limit + 1, after=asked.get("after"))
+    query = request.query_params
+    limit = number(query, "limit", default=DEFAULT_LIMIT, least=1, most=MAX_LIMIT)
+    found = await batches_of(request).batches(owner_of(request), limit=limit + 1, after=query.get("after"))
     return json_answer(page_object([batch_object(batch) for batch in found], limit))
 
 

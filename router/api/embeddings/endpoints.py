@@ -151,14 +151,14 @@ class _Inputs:
             try:
                 return await encode(text, add_special_tokens=special, limit=self._limit, second=second)
             except ContextLengthExceeded as error:
-                told = ContextLengthExceeded(error.num_prompt_tokens, self._limit, 0, where=param, at_least=True)
-                raise told from error
+                exceeded = ContextLengthExceeded(error.num_prompt_tokens, self._limit, 0, where=param, at_least=True)
+                raise exceeded from error
         most, side = self._model.max_tokenize_bytes, self._side
         return await encode(text, add_special_tokens=special, max_bytes=most, second=second, keep=keep, side=side)
 
 
-class PooledFrames(ABC):
-    """Base class of `Frames` without streaming: these requests have no `stream`."""
+class PooledSerializer(ABC):
+    """Base class of `AnswerSerializer` without streaming: these requests have no `stream`."""
 
     def __init__(self, model: ServedModel, fields: PoolingFields, plan: AnswerPlan) -> None:
         self.task, self.plan = model.task, plan
@@ -185,7 +185,7 @@ class PooledFrames(ABC):
         return {"prompt_tokens": number, "total_tokens": number}
 
 
-class EmbeddingFrames(PooledFrames):
+class EmbeddingSerializer(PooledSerializer):
     """Serialises OpenAI's list of embeddings."""
 
     def __init__(self, model: ServedModel, fields: EmbeddingRequest, plan: AnswerPlan) -> None:
@@ -207,7 +207,7 @@ class EmbeddingFrames(PooledFrames):
         return base64.b64encode(vector.tobytes()).decode() if self._in_base64 else vector.tolist()
 
 
-class ScoringFrames(PooledFrames):
+class ScoringSerializer(PooledSerializer):
     """Base class of answers with one score per pair of texts."""
 
     def __init__(self, model: ServedModel, fields: ScoreRequest | RerankRequest, plan: AnswerPlan) -> None:
@@ -229,7 +229,7 @@ class ScoringFrames(PooledFrames):
         return {"id": self.plan.id, "model": self.plan.model}
 
 
-class ScoreFrames(ScoringFrames):
+class ScoreSerializer(ScoringSerializer):
     """Serialises vLLM's list of scores."""
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
@@ -237,7 +237,7 @@ class ScoreFrames(ScoringFrames):
         return {**self.head, "object": "list", "created": self.plan.created, "data": data, "usage": self.usage}
 
 
-class RerankFrames(ScoringFrames):
+class RerankSerializer(ScoringSerializer):
     """Serialises documents by descending score, in the format of Jina's and Cohere's APIs."""
 
     def __init__(self, model: ServedModel, fields: RerankRequest, plan: AnswerPlan) -> None:
@@ -264,7 +264,7 @@ async def embeddings(request: Request) -> Response:
     """Create an embedding vector for each input text."""
     async with generation_call(request, EmbeddingRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_embeddings, "embed")
-        return call.answer(model, plan, EmbeddingFrames(model, fields, plan))
+        return call.answer(model, plan, EmbeddingSerializer(model, fields, plan))
 
 
 @embedding_routes.post(SCORE_PATH, **documented(ScoreRequest, ScoreList))
@@ -272,7 +272,7 @@ async def score(request: Request) -> Response:
     """Score pairs of texts (vLLM's score API)."""
     async with generation_call(request, ScoreRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_scores, "embed", "score")
-        return call.answer(model, plan, ScoreFrames(model, fields, plan))
+        return call.answer(model, plan, ScoreSerializer(model, fields, plan))
 
 
 @embedding_routes.post(RERANK_PATH, **documented(RerankRequest, Ranking))
@@ -280,4 +280,4 @@ async def rerank(request: Request) -> Response:
     """Rank documents by relevance to a query (Jina's and Cohere's rerank APIs)."""
     async with generation_call(request, RerankRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_scores, "embed", "score")
-        return call.answer(model, plan, RerankFrames(model, fields, plan))
+        return call.answer(model, plan, RerankSerializer(model, fields, plan))

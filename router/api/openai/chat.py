@@ -13,9 +13,9 @@ from router.api.openapi import documented
 from router.generation import (
     AnswerChoice,
     AnswerParts,
-    LogprobShapes,
+    LogprobFormatter,
     Object,
-    OpenAIFrames,
+    OpenAISerializer,
     Piece,
     ServedModel,
     generation_call,
@@ -26,7 +26,7 @@ from router.request.fields import ChatRequest, SamplingFields
 from router.text import OPEN, CallPart, Part, TextPart, ThoughtPart, open_thought
 
 
-class ChoiceShape:
+class BaseFormatter:
     """Request settings that both shapes use."""
 
     @property
@@ -38,9 +38,9 @@ class ChoiceShape:
         self._logprobs = self._prompt_logprobs = None
         if wanted is not None:
             number = len(fields.logprob_token_ids or ()) or model.num_alternatives(wanted, "logprobs")
-            self._logprobs = LogprobShapes(model.text, number, as_ids=bool(as_ids))
+            self._logprobs = LogprobFormatter(model.text, number, as_ids=bool(as_ids))
         if of_prompt is not None:
-            self._prompt_logprobs = LogprobShapes(model.text, model.num_alternatives(of_prompt, "prompt_logprobs"))
+            self._prompt_logprobs = LogprobFormatter(model.text, model.num_alternatives(of_prompt, "prompt_logprobs"))
         self._token_ids, self._streams = bool(fields.return_token_ids), bool(fields.stream)
 
     def _of_prompt(self, choice: AnswerChoice) -> Object:
@@ -69,10 +69,10 @@ async def chat_completions(request: Request) -> Response:
     """Generate the next message of a conversation (OpenAI's Chat Completions API)."""
     async with generation_call(request, ChatRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_chat)
-        return call.answer(model, plan, OpenAIFrames(model, plan, ChatShape(model, fields), call.log))
+        return call.answer(model, plan, OpenAISerializer(model, plan, ChatFormatter(model, fields), call.log))
 
 
-class ChatShape(ChoiceShape):
+class ChatFormatter(BaseFormatter):
     """Formatter of chat completions and their chunks."""
 
     object = "chat.completion"
@@ -96,7 +96,7 @@ class ChatShape(ChoiceShape):
         """Return a chunk for each part, in text order. The first has the log-probabilities and token ids."""
         if self.only_text and piece.text and not piece.finish_reason:  # the common case
             return [_chunk(choice, {"content": piece.text})]
-        deltas = [self._delta(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        deltas = [self._delta(choice, part) for part in self._parts.split(choice, piece)]
         with_logprobs = piece.with_logprobs if self._logprobs is not None else []
         if not deltas:
             if not (with_logprobs or piece.finish_reason or self._token_ids or at_least_one):

@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.openai.answers import ChatCompletion, Completion
-from router.api.openai.chat import ChatShape, ChoiceShape, merged
+from router.api.openai.chat import BaseFormatter, ChatFormatter, merged
 from router.api.openapi import documented
 from router.generation import (
     AnswerChoice,
     Object,
-    OpenAIFrames,
+    OpenAISerializer,
     Piece,
     ServedModel,
     TokenWithLogprobs,
@@ -33,7 +33,7 @@ async def completions(request: Request) -> Response:
     """Generate the continuation of a text (OpenAI's Completions API)."""
     async with generation_call(request, CompletionRequest) as (call, fields):
         model, plan = await call.plan(fields, plan_completion)
-        return call.answer(model, plan, OpenAIFrames(model, plan, CompletionShape(model, fields), call.log))
+        return call.answer(model, plan, OpenAISerializer(model, plan, CompletionFormatter(model, fields), call.log))
 
 
 @completion_routes.post(
@@ -41,19 +41,19 @@ async def completions(request: Request) -> Response:
 )
 async def invocations(request: Request) -> Response:
     """Generate a chat completion if the body has `messages`, or a text completion if it has a `prompt`."""
-    shape: ChatShape | CompletionShape
+    formatter: ChatFormatter | CompletionFormatter
     async with generation_call(request, Invocation) as (call, body):
         fields = body.root
         if isinstance(fields, ChatRequest):
             model, plan = await call.plan(fields, plan_chat)
-            shape = ChatShape(model, fields)
+            formatter = ChatFormatter(model, fields)
         else:
             model, plan = await call.plan(fields, plan_completion)
-            shape = CompletionShape(model, fields)
-        return call.answer(model, plan, OpenAIFrames(model, plan, shape, call.log))
+            formatter = CompletionFormatter(model, fields)
+        return call.answer(model, plan, OpenAISerializer(model, plan, formatter, call.log))
 
 
-class CompletionShape(ChoiceShape):
+class CompletionFormatter(BaseFormatter):
     """Formatter of text completions and their chunks."""
 
     object = chunk_object = "text_completion"

@@ -12,7 +12,7 @@ from router.generation import (
     AnswerChoice,
     AnswerParts,
     AnswerPlan,
-    LogprobShapes,
+    LogprobFormatter,
     Object,
     Piece,
     RequestLog,
@@ -29,7 +29,7 @@ FULL = ("completed", "incomplete")
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
-class ResponsesFrames:
+class ResponsesSerializer:
     """Serialises a response as items: reasoning, messages and function calls. A stream sends the items sequentially.
 
     `keep` is called with the response whenever its status changes after the first event. Background responses get
@@ -48,7 +48,7 @@ class ResponsesFrames:
     ) -> None:
         self._fields, self._plan, self._log, self._keep, self._stored = fields, plan, log, keep, stored
         self._parts = AnswerParts(model, plan.fields)
-        self._logprobs = LogprobShapes(model.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
+        self._logprobs = LogprobFormatter(model.text, fields.top_logprobs or 0) if fields.wants_logprobs else None
         self._items: list[Object] = []
         self._text: list[str] = []
         self._arguments: list[str] = []
@@ -77,7 +77,7 @@ class ResponsesFrames:
     def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
         if self._logprobs is not None:
             self._waiting += piece.with_logprobs
-        events = [self._add(choice, part) for part in self._parts.taken_apart(choice, piece)]
+        events = [self._add(choice, part) for part in self._parts.split(choice, piece)]
         if piece.finish_reason:
             cut = piece.finish_reason == "length" and not (self._in_call and self._parts.calls_are_whole(choice))
             if not self._items or (self._open == "reasoning" and not cut):  # clients expect a message
@@ -125,7 +125,7 @@ class ResponsesFrames:
             "temperature": 1.0 if fields.temperature is None else fields.temperature,
             "text": {"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)},
             "tool_choice": _shown_choice(fields),
-            "tools": [tool.model_dump() for tool in fields.tools or () if tool.type not in fields.left_out],
+            "tools": [tool.model_dump() for tool in fields.tools or () if tool.type not in fields.ignored_tools],
             "top_p": 1.0 if fields.top_p is None else fields.top_p,
             "truncation": "disabled",
             "usage": self._usage() if is_full else None,

@@ -3,7 +3,7 @@
     queued ─> in_progress ─> completed, incomplete, failed ─> the store
        └────────────┴─ cancelled: by its client, or by shutdown
 
-An `Exchange` generates them like other answers, with a `BackgroundAnswer` as its client until the end.
+An `GenerationResponse` generates them like other answers, with a `BackgroundAnswer` as its client until the end.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from functools import partial
 from starlette.types import Message, Scope
 
 from common.errors import DeadlineExceeded, InternalError, Overloaded
-from router.access import Visit
-from router.api.responses.answers import ResponsesFrames
+from router.access import ClientRequest
+from router.api.responses.answers import ResponsesSerializer
 from router.api.responses.fields import ResponsesRequest
 from router.api.responses.items import record_of
 from router.generation import (
     KEEP_ALIVE,
     AnswerPlan,
-    Exchange,
-    FrontDoor,
     GenerationCall,
+    GenerationResponse,
     Object,
     RequestLog,
+    RouterState,
     ServedModel,
 )
 from router.request import RESPONSES_PATH
@@ -60,10 +60,12 @@ SCOPE: Scope = {"type": "http", "http_version": "1.1", "method": "POST", "path":
 class BackgroundAnswer:
     """One background response. `response` is its current state. `events` is None unless its client wants a stream."""
 
-    def __init__(self, fields: ResponsesRequest, given: bytes, visit: Visit, request_log: RequestLog) -> None:
+    def __init__(
+        self, fields: ResponsesRequest, given: bytes, client_request: ClientRequest, request_log: RequestLog
+    ) -> None:
         """`given` are the input items as stored."""
         self._fields, self._given = fields, given
-        self.visit, self.log = visit, request_log
+        self.client_request, self.log = client_request, request_log
         self.on_growth: Callable[[], None] = lambda: None
         self.response: Object = {}
         self.events: list[bytes] | None = [] if fields.stream else None
@@ -78,7 +80,7 @@ class BackgroundAnswer:
 
     @property
     def owner(self) -> str:
-        return self.visit.key.name
+        return self.client_request.key.name
 
     @property
     def is_running(self) -> bool:
@@ -103,7 +105,7 @@ class BackgroundAnswer:
             raise DeadlineExceeded(f"The response did not end within {END_S:g} s.") from None
         return self.response
 
-    async def make(self, exchange: Exchange, frames: ResponsesFrames) -> None:
+    async def make(self, generation: GenerationResponse, serializer: ResponsesSerializer) -> None:
         """Generate the response. It always ends in a final status."""
         begun = False
 
@@ -119,16 +121,16 @@ class BackgroundAnswer:
                 self.add(message["body"])
 
         try:
-            await exchange(SCOPE, receive, send)
+            await generation(SCOPE, receive, send)
         except Exception:
             log.exception("background response failed", extra={"id": self.id})
         finally:
             if self.is_running:
                 if self._cancelled.is_set():
-                    self.add(frames.cancelled(self._reason))
+                    self.add(serializer.cancelled(self._reason))
                 else:
                     failed = InternalError("The server failed to generate this response.")
-                    self.add(frames.error(self.log.error or failed))
+                    self.add(serializer.error(self.log.error or failed))
 
     def add(self, data: bytes) -> None:
         """Store events for clients that read the stream."""
@@ -168,8 +170,8 @@ class BackgroundAnswer:
 class BackgroundAnswers:
     """Background responses of this process: the running ones and, for a while, those that have ended."""
 
-    def __init__(self, door: FrontDoor, store: ResponseStore) -> None:
-        self._door, self._store = door, store
+    def __init__(self, router_state: RouterState, store: ResponseStore) -> None:
+        self._router_state, self._store = router_state, store
         self._answers: dict[str, BackgroundAnswer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -194,9 +196,9 @@ class BackgroundAnswers:
         """Remove a response from memory."""
         self._answers.pop(response_id, None)
 
-    def check_room(self, owner: str) -> None:
+    def check_capacity(self, owner: str) -> None:
         """Raise Overloaded if all keys together, or this key, already have the maximum of running responses."""
-        most = self._door.config.max_background
+        most = self._router_state.config.max_background
         own = most if not owner else max(1, most // 2)
         running = [answer.owner for answer in self._answers.values() if not answer.ended.is_set()]
         num_own = running.count(owner)
@@ -216,26 +218,26 @@ class BackgroundAnswers:
 
         Raises StoreFailed, Overloaded.
         """
-        answer = BackgroundAnswer(fields, given, call.visit, call.log)
-        frames = ResponsesFrames(model, fields, plan, call.log, partial(self._keep, answer), stored=True)
-        exchange = call.answer(model, plan, frames)
+        answer = BackgroundAnswer(fields, given, call.client_request, call.log)
+        serializer = ResponsesSerializer(model, fields, plan, call.log, partial(self._keep, answer), stored=True)
+        generation = call.answer(model, plan, serializer)
         self._loop = asyncio.get_running_loop()
-        self.check_room(answer.owner)  # others may have started while the prompt was tokenised
-        answer.response = frames.response(QUEUED)
-        answer.add(frames.queued())
+        self.check_capacity(answer.owner)  # others may have started while the prompt was tokenised
+        answer.response = serializer.response(QUEUED)
+        answer.add(serializer.queued())
         self._answers[answer.id] = answer
         try:
             await self._store.begin(answer.record(answer.response))
         except BaseException:
             self.forget(answer.id)
             raise
-        came, answer.visit = answer.visit, _continued(answer.visit)
+        came, answer.client_request = answer.client_request, _continued(answer.client_request)
         came.admitted, came.model_quotas = False, ()
-        answer.log.visit = answer.visit
+        answer.log.client_request = answer.client_request
         answer.on_growth = self._bound_events
-        task = asyncio.create_task(self._run(answer, exchange, frames), name=f"{answer.id}-background")
+        task = asyncio.create_task(self._run(answer, generation, serializer), name=f"{answer.id}-background")
         self._tasks.add(task)
-        self._door.num_active += 1
+        self._router_state.num_active += 1
         task.add_done_callback(self._on_done)
         return answer
 
@@ -257,10 +259,12 @@ class BackgroundAnswers:
 
     # ------------------------------------------------------------ inside
 
-    async def _run(self, answer: BackgroundAnswer, exchange: Exchange, frames: ResponsesFrames) -> None:
+    async def _run(
+        self, answer: BackgroundAnswer, generation: GenerationResponse, serializer: ResponsesSerializer
+    ) -> None:
         stored = False
         try:
-            await answer.make(exchange, frames)
+            await answer.make(generation, serializer)
             await self._store.finish(answer.record(answer.response))
             stored = True
         except StoreFailed:  # already counted and logged; only the copy in memory remains
@@ -268,7 +272,7 @@ class BackgroundAnswers:
         finally:
             answer.ended.set()
             answer.add(b"")  # wakes the readers
-            self._door.gate.leave(answer.visit)
+            self._router_state.access.leave(answer.client_request)
             if stored and answer.events is None:
                 self.forget(answer.id)
             else:
@@ -277,7 +281,7 @@ class BackgroundAnswers:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._door.num_active -= 1
+        self._router_state.num_active -= 1
         if not task.cancelled() and task.exception() is not None:
             log.error("background response was lost", exc_info=task.exception())
 
@@ -303,8 +307,15 @@ class BackgroundAnswers:
                 self._answers[name].cancel()
 
 
-def _continued(visit: Visit) -> Visit:
+def _continued(client_request: ClientRequest) -> ClientRequest:
     """Create the state of a response whose request has ended: same key and limits, but a separate audit entry."""
-    continued = Visit(visit.request_id, METHOD, visit.path, visit.client, visit.key, visit.quota)
-    continued.admitted, continued.model_quotas = visit.admitted, visit.model_quotas
+    continued = ClientRequest(
+        client_request.request_id,
+        METHOD,
+        client_request.path,
+        client_request.client,
+        client_request.key,
+        client_request.quota,
+    )
+    continued.admitted, continued.model_quotas = client_request.admitted, client_request.model_quotas
     return continued

@@ -206,7 +206,7 @@ class ResponsesRequest(Extensions):
         return self.top_logprobs is not None or WITH_LOGPROBS in (self.include or ())
 
     @cached_property
-    def left_out(self) -> tuple[str, ...]:
+    def ignored_tools(self) -> tuple[str, ...]:
         """Types of declared tools that this server ignores, because OpenAI's servers run them."""
         return tuple(dict.fromkeys(tool.type for tool in self.tools or () if HOSTED_TOOL.fullmatch(tool.type)))
 

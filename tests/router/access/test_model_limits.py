@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, InvalidRequest
+from router.access.access_control import ClientRequest
 from router.access.errors import RateLimited
-from router.access.gate import Visit
 from router.access.keys import ANONYMOUS, ApiKey, Limits, read_keys
 from router.access.limits import ModelLimits
 
@@ -19,10 +19,10 @@ class World:
         self.limits = ModelLimits(lambda key, limit: self.limited.append((key, limit)), lambda: self.now)
         self.limits.change(limits)
 
-    def enter(self, model: str, key: ApiKey = ANONYMOUS) -> Visit:
-        visit = Visit("id", "POST", "/", "client", key)
-        self.limits.enter(visit, model)
-        return visit
+    def enter(self, model: str, key: ApiKey = ANONYMOUS) -> ClientRequest:
+        client_request = ClientRequest("id", "POST", "/", "client", key)
+        self.limits.enter(client_request, model)
+        return client_request
 
 
 def test_a_model_without_limits_counts_nothing() -> None:
@@ -57,13 +57,13 @@ def test_both_limits_count_and_a_refusal_by_one_leaves_the_other_as_it_was() -> 
 def test_a_prompt_that_one_limit_refuses_is_not_counted_by_the_other() -> None:
     world = World(a=Limits(tokens_per_minute=100))
     key = ApiKey("alice", (), by_model=(("a", Limits(tokens_per_minute=50)),))
-    visit = world.enter("a", key)
-    world.limits.take_prompt(visit, 30)
+    client_request = world.enter("a", key)
+    world.limits.take_prompt(client_request, 30)
     with pytest.raises(RateLimited):
-        world.limits.take_prompt(visit, 30)
+        world.limits.take_prompt(client_request, 30)
     with pytest.raises(InvalidRequest, match="The prompt has 60 tokens, but key 'alice' at model 'a' is limited to 50"):
-        world.limits.take_prompt(visit, 60)
-    world.limits.spend(visit, -30)
+        world.limits.take_prompt(client_request, 60)
+    world.limits.spend(client_request, -30)
     world.limits.take_prompt(world.enter("a"), 100)
 
 

@@ -183,11 +183,11 @@ async def test_uploads_are_bounded(running: Any, connect: Any, tools: Any, monke
     _, writer = await connect(running)
     head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=B\r\n"
     writer.write(head + b"Content-Length: 5000\r\n\r\n--B")
-    await tools.until(lambda: running.app.state.front_door.num_active)
+    await tools.until(lambda: running.app.state.router_state.num_active)
     reply = await upload(running, b"x")
     assert reply.status_code == 503 and reply.headers["retry-after"]
     writer.close()
-    await tools.until(lambda: not running.app.state.front_door.num_active)
+    await tools.until(lambda: not running.app.state.router_state.num_active)
     assert (await upload(running, b"x")).status_code == 200
 
 

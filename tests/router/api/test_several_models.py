@@ -1,4 +1,4 @@
-"""Several models behind one front door: scripted engines, each with a text of its own."""
+"""Several models behind one router: scripted engines, each with a text of its own."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ async def test_a_conversation_above_the_bounds_is_refused(start: Any) -> None:
 
 async def test_the_number_of_items_of_a_conversation_is_bounded(start: Any, monkeypatch: Any) -> None:
     running = await start()
-    monkeypatch.setattr("router.api.responses.kept.MAX_MESSAGES", 4)
+    monkeypatch.setattr("router.api.responses.service.MAX_MESSAGES", 4)
     made = await answered(running)
     made = await answered(running, previous_response_id=made["id"])
     reply = await post(running, previous_response_id=made["id"])
@@ -299,7 +299,7 @@ async def test_the_number_of_items_of_a_conversation_is_bounded(start: Any, monk
 
 
 async def test_a_long_conversation_is_read_apart(running: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("router.api.responses.kept.MANY_BYTES", 0)
+    monkeypatch.setattr("router.api.responses.service.MANY_BYTES", 0)
     made = await answered(running, input="one")
     made = await answered(running, previous_response_id=made["id"])
     assert "one" in messages_of(running)

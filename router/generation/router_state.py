@@ -11,9 +11,9 @@ from starlette.requests import Request
 
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, RequestError, Unavailable
-from router.access import ApiKey, Gate, Pace, Visit
+from router.access import AccessControl, ApiKey, ClientRequest, CompletionRate
 from router.dispatch import Caller
-from router.generation.budgets import LogprobBudget, TurnBudget, UnreadBudget
+from router.generation.budgets import LogprobBudget, LoopTimeBudget, UnreadBudget
 from router.generation.models import Models
 from router.generation.request_log import RequestLog
 from router.generation.tracing import Tracing
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # only routers of several processes need its HTTP client
 
 
 @dataclass
-class FrontDoor:
+class RouterState:
     """Shared state of a router. Each of its `models` is a `ServedModel`.
 
     `config` and `metrics` are the router's; with a single model they are also that model's. While `draining`, new
@@ -37,7 +37,7 @@ class FrontDoor:
     models: Models
     config: RouterConfig
     metrics: RouterMetrics
-    gate: Gate
+    access: AccessControl
     failure: Callable[[], str] = str
     tracing: Tracing | None = None
     siblings: Siblings | None = None
@@ -45,12 +45,12 @@ class FrontDoor:
     draining: bool = False
     is_loopback: bool = False
     num_active: int = 0
-    pace: Pace = field(default_factory=Pace)
+    completion_rate: CompletionRate = field(default_factory=CompletionRate)
     bodies: BodyBudget = field(init=False)
     reader: BodyReader = field(init=False)
     prompt_logprobs: LogprobBudget = field(default_factory=LogprobBudget)
     unread: UnreadBudget = field(default_factory=UnreadBudget)
-    logprob_turns: TurnBudget = field(default_factory=TurnBudget)
+    logprob_time: LoopTimeBudget = field(default_factory=LoopTimeBudget)
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.config.max_body_bytes)
@@ -61,12 +61,12 @@ class FrontDoor:
             lambda: max(model.max_detokenize_ids for model in served),
         )
 
-    def begin(self, visit: Visit, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
+    def begin(self, client_request: ClientRequest, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
         """Create the log of a generation request, and return it with the `traceparent` for its workers."""
-        log = RequestLog(self.metrics, visit)
+        log = RequestLog(self.metrics, client_request)
         if self.tracing is None:
             return log, headers.get("traceparent", "")
-        trace = log.trace = self.tracing.begin(visit.path, headers, visit.began)
+        trace = log.trace = self.tracing.begin(client_request.path, headers, client_request.began)
         return log, trace.traceparent
 
     def check_open(self) -> None:
@@ -83,7 +83,7 @@ class FrontDoor:
         """Add a `Retry-After` estimate to a capacity error that has none."""
         unknown = error.retry_after_s is None or error.retry_after_s <= RETRY_AFTER_S
         if error.status in (429, 503) and unknown and not self.draining:
-            seconds = self.pace.drain_s(self.num_active, time.monotonic())
+            seconds = self.completion_rate.drain_s(self.num_active, time.monotonic())
             error.retry_after_s = error.retry_after_s if seconds is None else max(RETRY_AFTER_S, seconds)
 
     @property
@@ -103,11 +103,11 @@ class FrontDoor:
 
 def key_of(request: Request) -> ApiKey:
     """Return the API key of the request."""
-    visit: Visit = request.state.visit
-    return visit.key
+    client_request: ClientRequest = request.state.client_request
+    return client_request.key
 
 
-def front_door_of(request: Request) -> FrontDoor:
-    """Return the `FrontDoor` of the application that received the request. All applications share the endpoints."""
-    door: FrontDoor = request.app.state.front_door
-    return door
+def router_state_of(request: Request) -> RouterState:
+    """Return the `RouterState` of the application that received the request. All applications share the endpoints."""
+    router_state: RouterState = request.app.state.router_state
+    return router_state

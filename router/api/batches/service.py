@@ -11,13 +11,13 @@ from contextlib import suppress
 from starlette.requests import Request
 
 from common.errors import InvalidRequest, Overloaded, quoted
-from router.api.batches.asker import Answer, LineAsker
 from router.api.batches.errors import UnknownBatch, UnknownFile, answered
 from router.api.batches.fields import WINDOW_S, NewBatch
-from router.api.batches.halt import Halted
+from router.api.batches.halt import HaltReason
+from router.api.batches.line_executor import Answer, LineExecutor
 from router.api.batches.run import BatchRun
 from router.api.batches.upload import Upload, Uploads
-from router.generation import FrontDoor
+from router.generation import RouterState
 from router.stored import (
     BATCH_INPUT,
     CANCELLING,
@@ -39,12 +39,12 @@ GIVE_UP_S = 5.0
 """Maximum time, in seconds, for aborting lines during shutdown."""
 
 
-class KeptBatches:
+class BatchService:
     """Files and batches of one application. `answer` is the ASGI application of its generation endpoints."""
 
-    def __init__(self, door: FrontDoor, store: FileStore, answer: Answer) -> None:
-        self._door, self.store = door, store
-        self._asker = LineAsker(door, answer)
+    def __init__(self, router_state: RouterState, store: FileStore, answer: Answer) -> None:
+        self._router_state, self.store = router_state, store
+        self._executor = LineExecutor(router_state, answer)
         self._uploads = Uploads()
         self._runs: dict[str, BatchRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -54,7 +54,7 @@ class KeptBatches:
     @property
     def running(self) -> tuple[int, int]:
         """The number of batches that this router processes, and of their lines that are being executed."""
-        return len(self._runs), self._asker.num_asking
+        return len(self._runs), self._executor.num_running_lines
 
     # ------------------------------------------------------------ files
 
@@ -67,11 +67,11 @@ class KeptBatches:
 
     async def upload(self, request: Request, owner: str) -> StoredFile:
         """Store the file in the request's form. Raises RequestError."""
-        self._door.check_open()
+        self._router_state.check_open()
         with self._uploads.place(owner):
             now = time.time()
             file = StoredFile(new_file_id(), owner, BATCH_INPUT, "", now, now + self.store.max_age_s)
-            return await Upload(self.store, file, self._door.config.max_file_mib * 2**20).read(request)
+            return await Upload(self.store, file, self._router_state.config.max_file_mib * 2**20).read(request)
 
     async def delete_file(self, file_id: str, owner: str) -> None:
         """Delete a file. Raises RequestError."""
@@ -92,7 +92,7 @@ class KeptBatches:
 
     async def create(self, fields: NewBatch, owner: str) -> StoredBatch:
         """Create a batch and start processing it. Raises RequestError."""
-        self._door.check_open()
+        self._router_state.check_open()
         file = await self.file(fields.input_file_id, owner, param="input_file_id")
         if file.purpose != BATCH_INPUT:
             raise InvalidRequest(
@@ -114,7 +114,7 @@ class KeptBatches:
             metadata=fields.metadata,
         )
         self._loop = asyncio.get_running_loop()
-        await answered(store.batches.create(batch, lambda total, own: self._check_room(owner, total, own)))
+        await answered(store.batches.create(batch, lambda total, own: self._check_capacity(owner, total, own)))
         self._begin(batch)
         return batch
 
@@ -138,7 +138,7 @@ class KeptBatches:
         if batch is None:
             raise UnknownBatch(batch_id)
         if batch.status == CANCELLING and batch_id in self._runs:
-            self._runs[batch_id].halt.set(Halted.CANCELLED)
+            self._runs[batch_id].halt.set(HaltReason.CANCELLED)
         return batch
 
     # ------------------------------------------------------------ the router's life
@@ -154,13 +154,13 @@ class KeptBatches:
         """Start no new lines. Running lines get the same time as other requests."""
         self._stopping = True
         for run in self._runs.values():
-            run.halt.set(Halted.DRAINING)
+            run.halt.set(HaltReason.DRAINING)
 
     async def stop(self) -> None:
         """Abort running lines and release the batches for other routers."""
         self.drain()
         for run in self._runs.values():
-            run.halt.set(Halted.DRAINING, abort=True)
+            run.halt.set(HaltReason.DRAINING, abort=True)
         if self._tasks:
             _, late = await asyncio.wait(set(self._tasks), timeout=GIVE_UP_S)
             for task in late:
@@ -177,7 +177,7 @@ class KeptBatches:
 
     # ------------------------------------------------------------ inside
 
-    def _check_room(self, owner: str, total: int, own: int) -> None:
+    def _check_capacity(self, owner: str, total: int, own: int) -> None:
         """Raise Overloaded if all keys together, or this key, already have the maximum of unfinished batches."""
         most = MAX_UNFINISHED
         share = most if not owner else max(1, most // 2)
@@ -202,19 +202,19 @@ class KeptBatches:
     def _on_news(self, news: BatchNews) -> None:
         for name in news.lost:
             if name in self._runs:
-                self._runs[name].halt.set(Halted.LOST, abort=True)
+                self._runs[name].halt.set(HaltReason.LOST, abort=True)
         for batch in news.claimed:
             self._begin(batch)
         for name in news.cancelled:
             if name in self._runs:
-                self._runs[name].halt.set(Halted.CANCELLED)
+                self._runs[name].halt.set(HaltReason.CANCELLED)
 
     def _begin(self, batch: StoredBatch) -> None:
         if self._stopping or batch.id in self._runs:
             return  # `stop` releases the batch; the lease of a run that ends expires
-        run = self._runs[batch.id] = BatchRun(self._door, self.store, self._asker, batch)
+        run = self._runs[batch.id] = BatchRun(self._router_state, self.store, self._executor, batch)
         if batch.status == CANCELLING:
-            run.halt.set(Halted.CANCELLED)
+            run.halt.set(HaltReason.CANCELLED)
         task = asyncio.create_task(run.run(), name=batch.id)
         task.add_done_callback(lambda _: self._runs.pop(batch.id, None))
         self._keep(task)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from common.errors import InvalidRequest, RequestError, quoted
 from router.api.responses.fields import Item, ResponsesRequest
 from router.api.responses.items import conversation_items, input_items, listed, record_of, shown
-from router.generation import AnswerPlan, FrontDoor, Object, RequestContext, ServedModel, plan_translated
+from router.generation import AnswerPlan, Object, RequestContext, RouterState, ServedModel, plan_translated
 from router.request import BodyLease
 from router.request.fields import MAX_MESSAGES
 from router.stored import (
@@ -61,16 +61,16 @@ class UnknownResponse(NothingKept):
         )
 
 
-class KeptResponses:
+class ResponseService:
     """Stored and background responses of one application. Without a `store`, nothing is kept."""
 
-    def __init__(self, door: FrontDoor, store: ResponseStore | None) -> None:
-        self._door, self._store = door, store
+    def __init__(self, router_state: RouterState, store: ResponseStore | None) -> None:
+        self._router_state, self._store = router_state, store
         self._background: BackgroundAnswers | None = None
         if store is not None:
             from router.api.responses.background import BackgroundAnswers
 
-            self._background = BackgroundAnswers(door, store)
+            self._background = BackgroundAnswers(router_state, store)
 
     @property
     def store(self) -> ResponseStore:
@@ -108,7 +108,7 @@ class KeptResponses:
     async def plan(self, model: ServedModel, fields: ResponsesRequest, context: RequestContext) -> AnswerPlan:
         """Plan the chat request for the conversation so far and its new items. Raises RequestError."""
         self.check(fields, context.key.name)
-        with self._door.bodies.lease() as lease:
+        with self._router_state.bodies.lease() as lease:
             past = await self.past(fields, context.key.name, lease)
             if fields.background:  # always generated as a stream
                 fields = fields.model_copy(update={"stream": True})
@@ -123,14 +123,14 @@ class KeptResponses:
         if fields.background and fields.store is False:
             raise InvalidRequest("store: must not be false with background: true", param="store")
         if fields.background:
-            self.background.check_room(owner)
+            self.background.check_capacity(owner)
 
     async def given(self, fields: ResponsesRequest, response_id: str) -> bytes:
         """Serialise a request's input items for the store; b"" if they are not stored. Raises Unavailable."""
         if not self.stores(fields):
             return b""
         write = partial(listed, fields, response_id)
-        return await self._door.models.default.text.apart(write) if fields.is_long(()) else write()
+        return await self._router_state.models.default.text.apart(write) if fields.is_long(()) else write()
 
     def keep(self, fields: ResponsesRequest, given: bytes, owner: str, response: Object) -> None:
         """Store a response that has ended. Does not block; thread-safe."""
@@ -150,7 +150,7 @@ class KeptResponses:
 
     async def past(self, fields: ResponsesRequest, owner: str, lease: BodyLease) -> list[Item]:
         """Return the items of the conversation that a request continues, counted by `lease`. Raises RequestError."""
-        name, most = fields.previous_response_id, self._door.config.max_body_bytes
+        name, most = fields.previous_response_id, self._router_state.config.max_body_bytes
         if not name:
             return []
         await self.background.settled(name, owner)
@@ -220,7 +220,7 @@ class KeptResponses:
     async def input_items(self, response_id: str, owner: str) -> list[Object]:
         """Return all input items of a response, without its instructions. Raises RequestError."""
         try:
-            turns = await asked(self.store.turns_left(response_id, owner, 2 * self._door.config.max_body_bytes))
+            turns = await asked(self.store.turns_left(response_id, owner, 2 * self._router_state.config.max_body_bytes))
         except ConversationTooLong as long:
             raise InvalidRequest(str(long)) from long
         if not turns:
@@ -248,12 +248,12 @@ class KeptResponses:
 
     async def _settle_others(self, response_id: str, owner: str) -> bool:
         """Make sibling processes store what they have queued. Returns False if there are no siblings."""
-        siblings = self._door.siblings
+        siblings = self._router_state.siblings
         return siblings is not None and bool(await siblings.ask_all("/responses/settle", owner, id=response_id))
 
     async def _read(self, turns: Sequence[StoredTurn], read: Callable[[], T]) -> T:
         many = sum(len(turn.input) + len(turn.output) for turn in turns) > MANY_BYTES
-        return await self._door.models.default.text.apart(read) if many else read()
+        return await self._router_state.models.default.text.apart(read) if many else read()
 
 
 def _shown(record: StoredResponse, *, lapsed: bool) -> Object:

@@ -3,7 +3,7 @@
     arrive ─> admit: 401, 403, 429 ─> (the endpoint: take_prompt, spend) ─> leave: metrics, audit log
 
 A changed key file or certificate takes effect within two seconds, or immediately on SIGHUP. Several processes of a
-router differ for at most `LOOK_EVERY_S`. Errors in a changed file are logged, and the old content remains in force.
+router differ for at most `WATCH_POLL_S`. Errors in a changed file are logged, and the old content remains in force.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router.access.audit import AuditLog
 from router.access.errors import Forbidden, RateLimited, Unauthorized
 from router.access.files import FileWatch
 from router.access.keys import ANONYMOUS, ApiKey, KeyRing, KeySource, Limits
-from router.access.limits import PER, Denied, ModelLimits, ModelQuota, Quota, quota_of
+from router.access.limits import PER, LimitExceeded, ModelLimits, ModelQuota, Quota, quota_of
 from router.access.tls import Certificate
 from router.observe import RequestRecord, RouterMetrics
 from router.siblings import RouterPart, SharedUsage
@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset(("/", "/dashboard", "/live", "/health", "/ready", "/metrics", "/ping"))
 ADMIN_PATHS = frozenset(("/load", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
-LOOK_EVERY_S = 0.5
+WATCH_POLL_S = 0.5
 """Polling interval for changes that sibling processes have accepted."""
 
 
 @dataclass(slots=True)
-class Visit:
+class ClientRequest:
     """State of one HTTP request, from its headers to its end.
 
     `began` is in perf_counter seconds; `client` is an address with port. `admitted` is set while the request counts as
@@ -66,7 +66,7 @@ class Visit:
     status: int = 0
     error: str = ""
     record: RequestRecord | None = None
-    left_out: tuple[str, ...] = ()
+    ignored_tools: tuple[str, ...] = ()
     """Types of declared tools that the server has ignored."""
 
     def answered(self, record: RequestRecord) -> None:
@@ -96,7 +96,7 @@ class Visit:
         return entry
 
 
-class Pace:
+class CompletionRate:
     """Estimates the rate at which requests complete, from the most recent completions."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Pace:
         return min(MAX_RETRY_AFTER_S, num_requests * span_s / len(self._ends))
 
 
-class Gate:
+class AccessControl:
     """Access control of a router process. Owned by one event loop.
 
     Raises ConfigError if a key file, certificate or audit log cannot be used.
@@ -133,7 +133,7 @@ class Gate:
         """`part` identifies this process among the several of a router. `usage` is the key usage of all of them."""
         self._config, self._metrics, self._clock, self._usage = config, metrics, clock, usage
         self._watches: list[tuple[str, FileWatch | KeySource, Callable[[], Awaitable[None]]]] = []
-        self._hurry = asyncio.Event()
+        self._reload_requested = asyncio.Event()
         self._keys = KeySource(config, part)
         self.ring: KeyRing | None = self._keys.ring
         if config.api_key_file:
@@ -150,85 +150,87 @@ class Gate:
 
     # ------------------------------------------------------------ a request
 
-    def arrive(self, scope: Scope, request_id: str) -> Visit:
+    def arrive(self, scope: Scope, request_id: str) -> ClientRequest:
         """Create the state of a request whose headers have arrived."""
         host, port = scope.get("client") or ("", 0)
-        return Visit(request_id, scope["method"], scope["path"], f"{host}:{port}", ANONYMOUS, self._anonymous)
+        return ClientRequest(request_id, scope["method"], scope["path"], f"{host}:{port}", ANONYMOUS, self._anonymous)
 
-    def admit(self, visit: Visit, given: bytes) -> None:
+    def admit(self, client_request: ClientRequest, given: bytes) -> None:
         """Check the key `given` (may be empty) and its limits. Raises Unauthorized, Forbidden or RateLimited."""
-        if visit.path in OPEN_PATHS:
+        if client_request.path in OPEN_PATHS:
             return
         if self.ring is not None:
             key = self.ring.find(given)
             if key is None:
                 raise Unauthorized("The API key is missing or incorrect. Send the header 'Authorization: Bearer KEY'.")
-            visit.key, visit.quota = key, self._quota(key)
-        if visit.path in ADMIN_PATHS and not visit.key.admin:
-            raise Forbidden(f"{visit.path} requires an API key with admin = true.")
-        denied = visit.quota.enter(self._clock())
-        if denied is not None:
-            raise self._refusal(visit, denied)
-        visit.admitted = True
+            client_request.key, client_request.quota = key, self._quota(key)
+        if client_request.path in ADMIN_PATHS and not client_request.key.admin:
+            raise Forbidden(f"{client_request.path} requires an API key with admin = true.")
+        exceeded = client_request.quota.enter(self._clock())
+        if exceeded is not None:
+            raise self._refusal(client_request, exceeded)
+        client_request.admitted = True
 
-    def on_behalf(self, owner: str, request_id: str, *, method: str, path: str, client: str) -> Visit | None:
+    def internal_request(
+        self, owner: str, request_id: str, *, method: str, path: str, client: str
+    ) -> ClientRequest | None:
         """Create the state of a request that the router makes for the holder of the key `owner`; None if it is gone.
 
         The request uses the key's tokens but does not count against its request limits.
         """
         if self.ring is None:
-            return None if owner else Visit(request_id, method, path, client, ANONYMOUS, self._anonymous)
+            return None if owner else ClientRequest(request_id, method, path, client, ANONYMOUS, self._anonymous)
         key = self.ring.named(owner)
-        return None if key is None else Visit(request_id, method, path, client, key, self._quota(key))
+        return None if key is None else ClientRequest(request_id, method, path, client, key, self._quota(key))
 
-    def check_tokens(self, visit: Visit) -> None:
+    def check_tokens(self, client_request: ClientRequest) -> None:
         """Raise RateLimited if the key has no tokens left."""
-        denied = visit.quota.check_tokens(self._clock())
-        if denied is not None:
-            raise self._refusal(visit, denied)
+        exceeded = client_request.quota.check_tokens(self._clock())
+        if exceeded is not None:
+            raise self._refusal(client_request, exceeded)
 
-    def take_prompt(self, visit: Visit, num_tokens: int) -> None:
+    def take_prompt(self, client_request: ClientRequest, num_tokens: int) -> None:
         """Count a prompt against the limits of its model and its key.
 
         Raises RateLimited, or InvalidRequest for a prompt that exceeds a limit by itself.
         """
-        self.models.take_prompt(visit, num_tokens)
-        denied = visit.quota.take_prompt(num_tokens, self._clock())
-        if denied is None:
+        self.models.take_prompt(client_request, num_tokens)
+        exceeded = client_request.quota.take_prompt(num_tokens, self._clock())
+        if exceeded is None:
             return
-        self.models.spend(visit, -num_tokens)
-        if math.isinf(denied.retry_after_s):
+        self.models.spend(client_request, -num_tokens)
+        if math.isinf(exceeded.retry_after_s):
             raise InvalidRequest(
-                f"The prompt has {num_tokens:,} tokens, but this key's limit is {denied.allowed:,} tokens per minute.",
+                f"The prompt has {num_tokens:,} tokens, but this key is limited to {exceeded.allowed:,} per minute.",
                 code="rate_limit_exceeded",
             )
-        raise self._refusal(visit, denied)
+        raise self._refusal(client_request, exceeded)
 
-    def spend(self, visit: Visit, num_tokens: int) -> None:
+    def spend(self, client_request: ClientRequest, num_tokens: int) -> None:
         """Count generated tokens. A negative number refunds a prompt that was not computed."""
-        visit.quota.spend(num_tokens, self._clock())
-        if visit.model_quotas:
-            self.models.spend(visit, num_tokens)
+        client_request.quota.spend(num_tokens, self._clock())
+        if client_request.model_quotas:
+            self.models.spend(client_request, num_tokens)
 
-    def headers(self, visit: Visit) -> dict[str, str]:
+    def headers(self, client_request: ClientRequest) -> dict[str, str]:
         """Return the response headers about the limits of the key."""
-        return visit.quota.headers(self._clock())
+        return client_request.quota.headers(self._clock())
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, client_request: ClientRequest) -> None:
         """Record the end of a request in the metrics and the audit log."""
-        if visit.admitted:
-            visit.admitted = False
-            visit.quota.leave()
-        self.models.leave(visit)
-        if visit.path in OPEN_PATHS:
+        if client_request.admitted:
+            client_request.admitted = False
+            client_request.quota.leave()
+        self.models.leave(client_request)
+        if client_request.path in OPEN_PATHS:
             return
-        self._metrics.count_key_request(visit.key.name, visit.status)
+        self._metrics.count_key_request(client_request.key.name, client_request.status)
         if self._audit is not None:
-            self._audit.write(visit.audit_entry())
+            self._audit.write(client_request.audit_entry())
 
     # ------------------------------------------------------------ the files
 
-    def also_watch(self, field: str, watch: FileWatch, reload: Callable[[], Awaitable[None]]) -> None:
+    def add_watch(self, field: str, watch: FileWatch, reload: Callable[[], Awaitable[None]]) -> None:
         """Make `watch` apply changes of another setting's file. `reload` raises ConfigError for invalid content."""
         self._watches.append((field, watch, reload))
 
@@ -236,21 +238,21 @@ class Gate:
         """Poll the files and apply their changes until cancelled."""
         while True:
             try:
-                async with asyncio.timeout(LOOK_EVERY_S):
-                    await self._hurry.wait()
+                async with asyncio.timeout(WATCH_POLL_S):
+                    await self._reload_requested.wait()
             except TimeoutError:
                 pass
             if self._usage is not None:
-                self._look_at_others()
-            hurry = self._hurry.is_set()
-            self._hurry.clear()
+                self._apply_sibling_usage()
+            reload_requested = self._reload_requested.is_set()
+            self._reload_requested.clear()
             for field, watch, reload in self._watches:
-                if await asyncio.to_thread(watch.look) or hurry:
+                if await asyncio.to_thread(watch.look) or reload_requested:
                     await self._apply(field, reload)
 
     def reload(self) -> None:
         """Make `watch` reload all files immediately, changed or not, and reopen the audit log (SIGHUP)."""
-        self._hurry.set()
+        self._reload_requested.set()
         if self._audit is not None:
             self._audit.reopen()
 
@@ -292,17 +294,17 @@ class Gate:
             quota = self._quotas[key.name] = quota_of(key.name, key.limits, self._clock(), self._usage)
         return quota
 
-    def _look_at_others(self) -> None:
+    def _apply_sibling_usage(self) -> None:
         now = self._clock()
         for quota in self._quotas.values():
             quota.look(now)
         self.models.look(now)
 
-    def _refusal(self, visit: Visit, denied: Denied) -> RequestError:
-        self._metrics.count_rate_limited(visit.key.name, denied.limit)
+    def _refusal(self, client_request: ClientRequest, exceeded: LimitExceeded) -> RequestError:
+        self._metrics.count_rate_limited(client_request.key.name, exceeded.limit)
         return RateLimited(
-            f"Rate limit reached for key {visit.key.name!r}: limit {denied.allowed:,} {PER[denied.limit]}. Please try "
-            f"again in {max(1, math.ceil(denied.retry_after_s)):,} s.",
-            limit=denied.limit,
-            retry_after_s=denied.retry_after_s,
+            f"Rate limit reached for key {client_request.key.name!r}: limit {exceeded.allowed:,} {PER[exceeded.limit]}."
+            f" Please try again in {max(1, math.ceil(exceeded.retry_after_s)):,} s.",
+            limit=exceeded.limit,
+            retry_after_s=exceeded.retry_after_s,
         )

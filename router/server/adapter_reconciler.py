@@ -30,7 +30,7 @@ class Orders(Protocol):
     async def unload(self, name: str) -> None: ...
 
 
-class AdapterFollower:
+class AdapterReconciler:
     """Loads adapters that `entries` list, and unloads those that they no longer list. Owned by one event loop.
 
     Adapters that endpoints or flags have loaded under other names are not changed. Failed orders are retried with a
@@ -74,7 +74,7 @@ class AdapterFollower:
         """End the task. Orders that workers have received continue."""
         await self._task.close()
 
-    async def follow(self) -> None:
+    async def reconcile(self) -> None:
         """Execute all due orders sequentially, because each makes all workers read files."""
         for name, entry in list(self._in_force.items()):
             wanted = self._wanted.get(name)
@@ -90,7 +90,7 @@ class AdapterFollower:
 
     async def _run(self) -> None:
         while True:
-            await self.follow()
+            await self.reconcile()
             await asyncio.sleep(LOOK_S)
 
     def _is_due(self, name: str) -> bool:

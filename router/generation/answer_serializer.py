@@ -17,7 +17,7 @@ from router.request.errors import error_object
 Object = dict[str, object]
 
 
-class Shape(Protocol):
+class ChoiceFormatter(Protocol):
     """Formatter of choices as JSON objects. `prompt_token_ids` is None unless the client requested them."""
 
     object: str
@@ -55,7 +55,7 @@ ANY_TEXT = "\0text\0"
 """Placeholder for the text of a chunk."""
 
 
-class Frames(Protocol):
+class AnswerSerializer(Protocol):
     """Serialiser of one answer. A stream is `opening`, one `chunk` per piece, then `ending` or `error`."""
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
@@ -79,11 +79,11 @@ class Frames(Protocol):
         ...
 
 
-class OpenAIFrames:
-    """Writes chunks as `data:` events; a `Shape` formats their choices."""
+class OpenAISerializer:
+    """Writes chunks as `data:` events; a `ChoiceFormatter` formats their choices."""
 
-    def __init__(self, model: ServedModel, plan: AnswerPlan, shape: Shape, log: RequestLog) -> None:
-        self._plan, self._shape, self._log = plan, shape, log
+    def __init__(self, model: ServedModel, plan: AnswerPlan, formatter: ChoiceFormatter, log: RequestLog) -> None:
+        self._plan, self._formatter, self._log = plan, formatter, log
         fields = plan.fields
         options = fields.stream_options
         self._usage_at_end = bool(fields.stream) and options is not None and bool(options.include_usage)
@@ -91,12 +91,12 @@ class OpenAIFrames:
         self._returns_ids = bool(fields.return_token_ids)
         self._head: Object = {
             "id": plan.id,
-            "object": shape.chunk_object if fields.stream else shape.object,
+            "object": formatter.chunk_object if fields.stream else formatter.object,
             "created": plan.created,
             "model": plan.model,
             "system_fingerprint": model.fingerprint,
         }
-        self._repeats = shape.only_text and not self._usage_always
+        self._repeats = formatter.only_text and not self._usage_always
         self._around: dict[int, tuple[bytes, bytes]] = {}  # by choice index
         # A chunk with one choice and no other members always has these bytes before and after the choice.
         self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
@@ -107,7 +107,7 @@ class OpenAIFrames:
             orjson.Fragment(
                 orjson.dumps(
                     {
-                        **self._shape.whole(choice, pieces[choice.index], self._prompt_ids(choice.prompt)),
+                        **self._formatter.whole(choice, pieces[choice.index], self._prompt_ids(choice.prompt)),
                         "index": index,
                     }
                 )
@@ -118,7 +118,7 @@ class OpenAIFrames:
 
     def opening(self) -> bytes:
         """Return the first chunk of every choice; empty if the API has no such chunks."""
-        openings = [self._shape.opening(choice, self._prompt_ids(choice.prompt)) for choice in self._plan.choices]
+        openings = [self._formatter.opening(choice, self._prompt_ids(choice.prompt)) for choice in self._plan.choices]
         events: list[bytes] = []
         extra = self._envelope()
         for opening in filter(None, openings):
@@ -130,14 +130,14 @@ class OpenAIFrames:
         if piece.text and self._repeats and not (piece.finish_reason or piece.first):  # the common case
             before, behind = self._around.get(choice.index) or self._around_text(choice)
             return b"%b%b%b" % (before, orjson.dumps(piece.text), behind)
-        chunks = self._shape.chunks(choice, piece, at_least_one=self._usage_always)
+        chunks = self._formatter.chunks(choice, piece, at_least_one=self._usage_always)
         if self._usage_always:
             return b"".join([self._data([chunk]) for chunk in chunks])
         return b"".join([b"%b%b%b" % (self._before, orjson.dumps(chunk), self._behind) for chunk in chunks])
 
     def _around_text(self, choice: AnswerChoice) -> tuple[bytes, bytes]:
         """Return the constant bytes before and after the text in a choice's chunks, so only the text is encoded."""
-        (chunk,) = self._shape.chunks(choice, Piece(ANY_TEXT), at_least_one=False)
+        (chunk,) = self._formatter.chunks(choice, Piece(ANY_TEXT), at_least_one=False)
         first, _, last = orjson.dumps(chunk).partition(orjson.dumps(ANY_TEXT))
         around = self._around[choice.index] = (self._before + first, last + self._behind)
         return around
@@ -159,7 +159,7 @@ class OpenAIFrames:
         return event(chunk)
 
     def _envelope(self) -> Object:
-        return self._shape.envelope(self._plan.choices[0], self._prompt_ids(0))
+        return self._formatter.envelope(self._plan.choices[0], self._prompt_ids(0))
 
     def _prompt_ids(self, prompt: int) -> list[int] | None:
         """Return the token ids of a prompt; None if the client did not request them."""
@@ -173,7 +173,7 @@ class OpenAIFrames:
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._log.num_cached_tokens},
         }
-        if (num_reasoning := self._shape.num_reasoning_tokens) is not None:
+        if (num_reasoning := self._formatter.num_reasoning_tokens) is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
 

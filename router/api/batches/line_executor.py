@@ -30,9 +30,9 @@ from router.api.batches.batch_format import (
     BatchResult,
     new_request_id,
 )
-from router.api.batches.halt import Halt
+from router.api.batches.halt import HaltSignal
 from router.api.batches.lines import InputLine
-from router.generation import SEND_GRACE_S, FrontDoor
+from router.generation import SEND_GRACE_S, RouterState
 from router.request.errors import error_object
 from router.stored import BatchUsage, LineResult, StoredBatch
 
@@ -53,11 +53,11 @@ FAILURES = frozenset((500, 502, 504))
 """Statuses that the line itself may cause. After `MAX_FAILURES` of them, the last one is its result."""
 
 
-class KeyGone(Exception):
+class KeyDeleted(Exception):
     """The API key of a batch no longer exists."""
 
 
-class ModelAway(Exception):
+class NoWorkers(Exception):
     """No worker serves the line's model, and another line already waits for one."""
 
     def __init__(self, model: str) -> None:
@@ -119,34 +119,34 @@ class _Reply:
         return cls(500, parts=[orjson.dumps(error_object(error))])
 
 
-class LineAsker:
+class LineExecutor:
     """Executes lines of all batches of a router, at most `batch_concurrency` at a time, in FIFO order.
 
     With several models, one more line may wait for each model without workers, which lets an autoscaler start one.
     """
 
-    def __init__(self, door: FrontDoor, answer: Answer) -> None:
-        self._door, self._answer = door, answer
-        self._slots = asyncio.Semaphore(door.config.batch_concurrency)
-        self._waited_for: set[str] = set()  # models without workers for which a line waits
-        self.num_asking = 0
+    def __init__(self, router_state: RouterState, answer: Answer) -> None:
+        self._router_state, self._answer = router_state, answer
+        self._slots = asyncio.Semaphore(router_state.config.batch_concurrency)
+        self._models_waited_for: set[str] = set()  # models without workers for which a line waits
+        self.num_running_lines = 0
 
     @property
-    def num_places(self) -> int:
+    def max_lines(self) -> int:
         """Maximum number of concurrent lines."""
-        num_models = len(self._door.models.served)
-        return self._door.config.batch_concurrency + (num_models if num_models > 1 else 0)
+        num_models = len(self._router_state.models.served)
+        return self._router_state.config.batch_concurrency + (num_models if num_models > 1 else 0)
 
-    async def result(self, line: InputLine, batch: StoredBatch, halt: Halt) -> LineResult | None:
-        """Return the line's result; None if the batch stopped first. Raises KeyGone, and ModelAway to retry later."""
+    async def result(self, line: InputLine, batch: StoredBatch, halt: HaltSignal) -> LineResult | None:
+        """Return the line's result; None if the batch stopped first. Raises KeyDeleted, NoWorkers (retry later)."""
         request_id, wait_s, num_failures = new_request_id(), FIRST_WAIT_S, 0
-        metrics = self._door.metrics.batches
+        metrics = self._router_state.metrics.batches
         while True:
-            lacking = self._lacking(line)
-            if self.is_away(lacking):
-                raise ModelAway(lacking)
-            async with self._place(lacking):
-                if not lacking and self._lacking(line):  # the model's last worker left while the line was queued
+            model = self._model_without_workers(line)
+            if self.is_deferred(model):
+                raise NoWorkers(model)
+            async with self._slot(model):
+                if not model and self._model_without_workers(line):  # its last worker left while the line was queued
                     continue
                 reply = await self._once(line, batch, halt, request_id) if await self._ready(halt) else None
             if reply is None:
@@ -160,51 +160,57 @@ class LineAsker:
             await halt.pause(max(reply.retry_after_s, wait_s * random.uniform(0.5, 1.0)))
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
 
-    def is_away(self, model: str) -> bool:
+    def is_deferred(self, model: str) -> bool:
         """Whether a model has no workers and a line already waits for them."""
-        return model in self._waited_for and self._door.models.lacking(model) == model
+        return model in self._models_waited_for and self._router_state.models.model_without_workers(model) == model
 
-    def _lacking(self, line: InputLine) -> str:
-        """See `Models.lacking`. Errors of the model name are left to the endpoint."""
+    def _model_without_workers(self, line: InputLine) -> str:
+        """See `Models.model_without_workers`. Errors of the model name are left to the endpoint."""
         try:
-            return self._door.models.lacking(line.model if isinstance(line.model, str) else None)
+            return self._router_state.models.model_without_workers(line.model if isinstance(line.model, str) else None)
         except RequestError:
             return ""
 
     @asynccontextmanager
-    async def _place(self, lacking: str) -> AsyncIterator[None]:
-        """Hold a general slot, or the slot for lines that wait for workers of the model `lacking`."""
-        if not lacking:
+    async def _slot(self, model: str) -> AsyncIterator[None]:
+        """Hold a general slot, or the slot for lines that wait for workers of `model`, unless it is ""."""
+        if not model:
             async with self._slots:
                 yield
             return
-        self._waited_for.add(lacking)
+        self._models_waited_for.add(model)
         try:
             yield
         finally:
-            self._waited_for.discard(lacking)
+            self._models_waited_for.discard(model)
 
-    async def _ready(self, halt: Halt) -> bool:
+    async def _ready(self, halt: HaltSignal) -> bool:
         """Wait until any model has workers; False if the batch stopped first."""
         while not halt.stops:
-            if self._door.has_workers[0]:
+            if self._router_state.has_workers[0]:
                 return True
             await halt.pause(NOT_READY_S)
         return False
 
-    async def _once(self, line: InputLine, batch: StoredBatch, halt: Halt, request_id: str) -> _Reply | None:
+    async def _once(self, line: InputLine, batch: StoredBatch, halt: HaltSignal, request_id: str) -> _Reply | None:
         """Execute the line once; None if it was aborted."""
-        door, path = self._door, batch.endpoint
-        visit = door.gate.on_behalf(batch.owner, request_id, method=METHOD, path=path, client=batch.id)
-        if visit is None:
-            raise KeyGone
+        router_state, path = self._router_state, batch.endpoint
+        client_request = router_state.access.internal_request(
+            batch.owner, request_id, method=METHOD, path=path, client=batch.id
+        )
+        if client_request is None:
+            raise KeyDeleted
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(line.body)).encode())]
         if not line.names_class:
-            name = batch_class_of(door.config.classes, visit.key).name
+            name = batch_class_of(router_state.config.classes, client_request.key).name
             headers.append((HEADER.encode(), name.encode()))
         scope: Scope = {
             **{"type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b""},
-            **{"headers": headers, "client": None, "state": {"request_id": request_id, "visit": visit}},
+            **{
+                "headers": headers,
+                "client": None,
+                "state": {"request_id": request_id, "client_request": client_request},
+            },
         }
         unread, reply = [line.body], _Reply()
 
@@ -214,19 +220,19 @@ class LineAsker:
             await halt.aborted()
             return {"type": "http.disconnect"}
 
-        self.num_asking += 1
-        door.num_active += 1
+        self.num_running_lines += 1
+        router_state.num_active += 1
         try:
-            async with asyncio.timeout(door.config.request_timeout_s + GRACE_S):
+            async with asyncio.timeout(router_state.config.request_timeout_s + GRACE_S):
                 await self._answer(scope, receive, reply.send)
         except Exception:
             log.exception("batch line failed", extra={"batch": batch.id, "line": line.number})
             reply = _Reply.failed()
         finally:
-            self.num_asking -= 1
-            door.num_active -= 1
-            visit.status = reply.status or visit.status
-            door.gate.leave(visit)
+            self.num_running_lines -= 1
+            router_state.num_active -= 1
+            client_request.status = reply.status or client_request.status
+            router_state.access.leave(client_request)
         return reply if reply.status and not (halt.aborts and reply.status in AGAIN) else None
 
 

@@ -4,7 +4,7 @@ Without it, a short request (100 prompt tokens, 4 output tokens) takes 0.94 ms o
 0.77 ms. The router process then serves 650 such requests per CPU second instead of 709 (medians of five alternating
 rounds, `python -m benchmarks.router --only short`).
 
-With `RouterApp.short_cut = None`, FastAPI calls the same endpoints and gives the same answers.
+With `RouterApp.fast_path = None`, FastAPI calls the same endpoints and gives the same answers.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import RequestError
 from router.request import GENERATING
 from router.request.errors import CLIENT_CLOSED, error_response
-from router.server.entrance import generates
+from router.server.precheck import generates
 
 
 class RouterApp(FastAPI):
     """FastAPI application with the fast path."""
 
-    short_cut: ASGIApp | None = None
+    fast_path: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.short_cut is not None and scope["type"] == "http" and generates(scope):
+        if self.fast_path is not None and scope["type"] == "http" and generates(scope):
             scope["app"] = self
-            await self.short_cut(scope, receive, send)
+            await self.fast_path(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 

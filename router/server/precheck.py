@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 
 from common.errors import RequestError
-from router.access import HEADER, Visit, caller_of
-from router.generation import FrontDoor
+from router.access import HEADER, ClientRequest, caller_of
+from router.generation import RouterState
 from router.request import COMPLETION_PATH, GENERATING, POOLING
 
 MANY_PROMPTS = POOLING | {COMPLETION_PATH}
@@ -25,18 +25,20 @@ def generates(scope: Mapping[str, object]) -> bool:
     return scope["method"] == "POST" and scope["path"] in GENERATING
 
 
-def check_entrance(door: FrontDoor, visit: Visit, headers: Headers) -> None:
+def precheck(router_state: RouterState, client_request: ClientRequest, headers: Headers) -> None:
     """Raise RequestError, and count it, if a generation request would be refused whatever its body."""
     try:
-        door.check_open()
-        door.gate.check_tokens(visit)
+        router_state.check_open()
+        router_state.access.check_tokens(client_request)
         # These bodies may contain many short prompts, so their size says nothing about the longest prompt.
-        num_bytes = 0 if visit.path in MANY_PROMPTS else declared_bytes(headers)
-        caller = caller_of(door.config.classes, visit.key, headers.get(HEADER, ""))
-        door.check_capacity(lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens, caller)
+        num_bytes = 0 if client_request.path in MANY_PROMPTS else declared_bytes(headers)
+        caller = caller_of(router_state.config.classes, client_request.key, headers.get(HEADER, ""))
+        router_state.check_capacity(
+            lambda num_tokens: num_bytes > MAX_OTHER_BYTES + MAX_TOKEN_BYTES * num_tokens, caller
+        )
     except RequestError as error:
-        door.add_retry_after(error)
-        log, _ = door.begin(visit, headers)
+        router_state.add_retry_after(error)
+        log, _ = router_state.begin(client_request, headers)
         log.fail(error)
         log.end()
         raise
