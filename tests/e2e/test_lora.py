@@ -316,10 +316,10 @@ def test_workers_hold_what_a_file_names(
     name_adapters(followed_file, b=adapted.folders["b"], c=adapted.folders["c"])
     serves("b", "c")
     followed_file.write_text("[[adapter]]")  # refused: what was in force stays
-    wait_until(lambda: "a changed file is refused" in system.stack.router.log.read_text(), "refused", PATIENCE_S)
+    wait_until(lambda: "changed file rejected" in system.stack.router.log.read_text(), "refused", PATIENCE_S)
     serves("b", "c")
     name_adapters(followed_file, a=adapted.folders["a"], c=adapted.folders["c"] / "missing")
-    wait_until(lambda: "is not as the file wants it" in system.stack.router.log.read_text(), "said why", PATIENCE_S)
+    wait_until(lambda: "order failed, will be retried" in system.stack.router.log.read_text(), "said why", PATIENCE_S)
     serves("a", "c")  # the former c
     name_adapters(followed_file)
     serves()

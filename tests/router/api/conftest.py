@@ -222,7 +222,7 @@ async def start(files: ModelFiles, text: TextPipeline) -> AsyncIterator[Start]:
         if server.config.app.state.batches is not None:
             await server.config.app.state.batches.close()
         await server.config.app.state.responses.close()
-        server.config.app.state.front_door.gate.close()
+        server.config.app.state.router_state.access.close()
         if tracing is not None:
             tracing.close()
 

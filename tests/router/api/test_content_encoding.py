@@ -36,7 +36,7 @@ async def test_a_compressed_body(
 ) -> None:
     reply = await post(running, encode(BODY + b" " * num_spaces), encoding)
     assert reply.status_code == 200, reply.text
-    assert running.app.state.front_door.bodies.num_bytes == 0
+    assert running.app.state.router_state.bodies.num_bytes == 0
     assert (
         await post(running, encode(b'{"prompt": "hi"}' + b" " * num_spaces), encoding, "/tokenize")
     ).status_code == 200
@@ -54,8 +54,8 @@ async def test_a_bomb_is_not_decoded(
     """A body of twenty thousand bytes would be twenty million. Nothing beyond the bound is decoded."""
     running = await start(max_body_bytes=200_000)
     held: list[int] = []
-    door = running.app.state.front_door
-    lease = type(door.bodies.lease())
+    router_state = running.app.state.router_state
+    lease = type(router_state.bodies.lease())
     take = lease.take
 
     def watched(self: Any, num_bytes: int) -> None:
@@ -68,7 +68,7 @@ async def test_a_bomb_is_not_decoded(
     reply = await post(running, bomb, encoding)
     assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
     assert "when decoded" in reply.json()["error"]["message"]
-    assert max(held) <= 200_000 and door.bodies.num_bytes == 0
+    assert max(held) <= 200_000 and router_state.bodies.num_bytes == 0
 
 
 @pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
@@ -102,7 +102,7 @@ async def test_encoded_bytes_have_the_bound_too(start: Any) -> None:
 
 async def test_decoded_bytes_count_among_those_of_all_bodies(start: Any) -> None:
     running = await start(max_body_bytes=2_000_000)
-    bodies = running.app.state.front_door.bodies
+    bodies = running.app.state.router_state.bodies
     bodies.num_bytes = bodies.max_bytes - 500_000
     reply = await post(running, gzip.compress(BODY + b" " * 1_000_000), "gzip")
     assert reply.status_code == 503 and bodies.num_bytes == bodies.max_bytes - 500_000

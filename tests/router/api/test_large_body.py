@@ -178,7 +178,7 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(
 
 
 async def test_small_requests_do_not_wait_for_large_ones(running: Any, tools: Any) -> None:
-    text, opened = running.app.state.front_door.models.default.text, threading.Event()
+    text, opened = running.app.state.router_state.models.default.text, threading.Event()
     blocked = asyncio.create_task(text.apart(opened.wait, HUGE_TEXT + 1))
     try:
         large = [asyncio.create_task(running.completion(prompt="hi", unknown=PADDING, max_tokens=2)) for _ in range(3)]

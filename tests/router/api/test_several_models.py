@@ -1,4 +1,4 @@
-"""Several models behind one front door: scripted engines, each with a text of its own."""
+"""Several models behind one router: scripted engines, each with a text of its own."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ async def test_a_model_has_limits_for_all_keys_together(several: Start) -> None:
     answers = [(await found.ask("small")).status_code for _ in range(3)]
     assert answers == [200, 200, 429]
     refused = (await found.ask("small")).json()["error"]["message"]
-    assert "model 'small' may have 2 requests per minute of all keys" in refused
+    assert "model 'small': limit 2 requests per minute for all keys together" in refused
     assert (await found.ask("large")).status_code == 200
     line = 'diptych_rate_limited_total{engine="router",key="",limit="model_requests",model_name=""'
     assert await found.running.metric(line) == 2
@@ -281,7 +281,7 @@ async def test_a_key_has_limits_at_a_model_of_its_own(several: Start, tmp_path: 
     assert (await found.ask("small", headers=key)).json()["model"] == "small"
     refused = await found.ask("fast", headers=key)  # its own limit does not lead to another model
     assert refused.status_code == 429
-    assert "key 'limited' at model 'small' may have 1 requests per minute" in refused.json()["error"]["message"]
+    assert "key 'limited' at model 'small': limit 1 requests per minute" in refused.json()["error"]["message"]
     assert (await found.ask("large", headers=key)).status_code == 200
     other = {"authorization": "Bearer a-key-for-the-small-one"}
     assert (await found.ask("small", headers=other)).status_code == 200

@@ -220,7 +220,7 @@ async def test_a_client_that_leaves_ends_its_generation(
     request.cancel()
     await tools.until(lambda: len(running.engine.aborted) == 2)
     assert set(running.engine.aborted) == {sent.request_id for sent in running.engine.requests}
-    await tools.until(lambda: running.app.state.front_door.num_active == 0)
+    await tools.until(lambda: running.app.state.router_state.num_active == 0)
     labels = f'path="{path}",status="499"'
     assert (
         await running.metric(f'diptych_http_requests_total{{engine="router",model_name="{tools.MODEL}",{labels}') == 1
@@ -234,4 +234,4 @@ async def test_a_client_that_reads_slowly_does_not_slow_others(start: Any, tools
     async with running.http.stream("POST", "/v1/completions", json=body) as slow:
         assert slow.status_code == 200
         assert (await running.completion(max_tokens=4)).json()["choices"][0]["text"] == "The "
-    await tools.until(lambda: running.app.state.front_door.num_active == 0)
+    await tools.until(lambda: running.app.state.router_state.num_active == 0)

@@ -24,7 +24,7 @@ STORES = (
     "router.stored.responses",
     "router.stored.files",
     "router.stored.batches",
-    "router.api.batches.kept",
+    "router.api.batches.service",
     "router.api.responses.background",
 )
 

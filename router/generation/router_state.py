@@ -1,4 +1,4 @@
-"""What a router has once, for all of its models: keys, limits, memory budgets, metrics, and its state."""
+"""State of a router that its models share: keys, limits, memory budgets and metrics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from starlette.requests import Request
 
 from common.config import RouterConfig
 from common.errors import RETRY_AFTER_S, RequestError, Unavailable
-from router.access import ApiKey, Gate, Pace, Visit
+from router.access import AccessControl, ApiKey, ClientRequest, CompletionRate
 from router.dispatch import Caller
-from router.generation.budgets import LogprobBudget, TurnBudget, UnreadBudget
+from router.generation.budgets import LogprobBudget, LoopTimeBudget, UnreadBudget
 from router.generation.models import Models
 from router.generation.request_log import RequestLog
 from router.generation.tracing import Tracing
@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # only routers of several processes need its HTTP client
 
 
 @dataclass
-class FrontDoor:
-    """The entrance of a router. Each of its `models` is a `ServedModel`.
+class RouterState:
+    """Shared state of a router. Each of its `models` is a `ServedModel`.
 
-    `config` and `metrics` are the router's; with a single model they are also that model's. `draining` refuses new
-    requests, and `num_active` counts HTTP requests that are being answered. `is_loopback`: clients connect to a
+    `config` and `metrics` are the router's; with a single model they are also that model's. While `draining`, new
+    requests are refused. `num_active` counts HTTP requests that are being answered. `is_loopback`: clients connect to a
     loopback address. `failure` returns why this process must be restarted; "" while it is healthy. `siblings` are the
     other processes that serve the port; None for a router of one process.
     """
@@ -37,7 +37,7 @@ class FrontDoor:
     models: Models
     config: RouterConfig
     metrics: RouterMetrics
-    gate: Gate
+    access: AccessControl
     failure: Callable[[], str] = str
     tracing: Tracing | None = None
     siblings: Siblings | None = None
@@ -45,12 +45,12 @@ class FrontDoor:
     draining: bool = False
     is_loopback: bool = False
     num_active: int = 0
-    pace: Pace = field(default_factory=Pace)
+    completion_rate: CompletionRate = field(default_factory=CompletionRate)
     bodies: BodyBudget = field(init=False)
     reader: BodyReader = field(init=False)
     prompt_logprobs: LogprobBudget = field(default_factory=LogprobBudget)
     unread: UnreadBudget = field(default_factory=UnreadBudget)
-    logprob_turns: TurnBudget = field(default_factory=TurnBudget)
+    logprob_time: LoopTimeBudget = field(default_factory=LoopTimeBudget)
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.config.max_body_bytes)
@@ -61,21 +61,21 @@ class FrontDoor:
             lambda: max(model.max_detokenize_ids for model in served),
         )
 
-    def begin(self, visit: Visit, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
-        """The log of a request to a generation endpoint, and the `traceparent` for its workers."""
-        log = RequestLog(self.metrics, visit)
+    def begin(self, client_request: ClientRequest, headers: Mapping[str, str]) -> tuple[RequestLog, str]:
+        """Create the log of a generation request, and return it with the `traceparent` for its workers."""
+        log = RequestLog(self.metrics, client_request)
         if self.tracing is None:
             return log, headers.get("traceparent", "")
-        trace = log.trace = self.tracing.begin(visit.path, headers, visit.began)
+        trace = log.trace = self.tracing.begin(client_request.path, headers, client_request.began)
         return log, trace.traceparent
 
     def check_open(self) -> None:
-        """Raises Unavailable while the process is about to end."""
+        """Raise Unavailable while the process is shutting down."""
         if self.draining:
             raise Unavailable("this router is shutting down", retry_after_s=RETRY_AFTER_S)
 
     def check_capacity(self, is_longer: Callable[[int], bool], caller: Caller) -> None:
-        """Raises RequestError if the only model has no capacity. Of several models only the body names one."""
+        """Raise RequestError if the only model has no capacity. With several, the body must be read first."""
         if len(self.models.served) == 1:
             self.models.default.client.check_room(is_longer, caller)
 
@@ -83,12 +83,12 @@ class FrontDoor:
         """Add a `Retry-After` estimate to a capacity error that has none."""
         unknown = error.retry_after_s is None or error.retry_after_s <= RETRY_AFTER_S
         if error.status in (429, 503) and unknown and not self.draining:
-            seconds = self.pace.drain_s(self.num_active, time.monotonic())
+            seconds = self.completion_rate.drain_s(self.num_active, time.monotonic())
             error.retry_after_s = error.retry_after_s if seconds is None else max(RETRY_AFTER_S, seconds)
 
     @property
     def has_workers(self) -> tuple[bool, str]:
-        """Whether workers of some model would answer a request now, and which models lack workers."""
+        """Whether any model has workers for a request now, and which models have none."""
         found = {name: model.availability for name, model in self.models.served.items()}
         if len(found) == 1:
             return next(iter(found.values()))
@@ -97,17 +97,17 @@ class FrontDoor:
 
     @property
     def ready(self) -> tuple[bool, str]:
-        """Whether this router serves requests, and if not, why."""
+        """Whether this router serves requests, and the reason if not."""
         return (False, "this router is shutting down") if self.draining else self.has_workers
 
 
 def key_of(request: Request) -> ApiKey:
-    """The key that the request came with."""
-    visit: Visit = request.state.visit
-    return visit.key
+    """Return the API key of the request."""
+    client_request: ClientRequest = request.state.client_request
+    return client_request.key
 
 
-def front_door_of(request: Request) -> FrontDoor:
-    """The front door of the application that got the request: all applications share the endpoints."""
-    door: FrontDoor = request.app.state.front_door
-    return door
+def router_state_of(request: Request) -> RouterState:
+    """Return the `RouterState` of the application that received the request. All applications share the endpoints."""
+    router_state: RouterState = request.app.state.router_state
+    return router_state

@@ -23,6 +23,6 @@ async def test_fastapi_calls_the_same_endpoints(running: Any) -> None:
     found = await answers(running)
     assert [status for status, _ in found] == [200, 400, 429]
     counted = await running.metric("diptych_http_errors_total")
-    running.app.short_cut = None
+    running.app.fast_path = None
     assert await answers(running) == found
     assert await running.metric("diptych_http_errors_total") == 2 * counted > 0

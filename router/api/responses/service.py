@@ -1,4 +1,4 @@
-"""What the Responses API remembers: responses in the store, and answers that are being made in the background."""
+"""State of the Responses API: stored responses, and background responses that are being generated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from common.errors import InvalidRequest, RequestError, quoted
 from router.api.responses.fields import Item, ResponsesRequest
 from router.api.responses.items import conversation_items, input_items, listed, record_of, shown
-from router.generation import AnswerPlan, FrontDoor, Object, RequestContext, ServedModel, plan_translated
+from router.generation import AnswerPlan, Object, RequestContext, RouterState, ServedModel, plan_translated
 from router.request import BodyLease
 from router.request.fields import MAX_MESSAGES
 from router.stored import (
@@ -33,16 +33,16 @@ if TYPE_CHECKING:  # loaded with a store
 T = TypeVar("T")
 
 MANY_BYTES = 64 * 1024
-"""A conversation of more bytes is read in a thread."""
+"""Size above which a conversation is parsed in a thread."""
 WRITTEN_S = 1.0
-"""A client's next turn may reach another router, which must know this one: milliseconds, unless a disk is stuck."""
+"""Maximum time, in seconds, to wait for a write. It takes milliseconds, and the next turn may use another router."""
 PREVIOUS = "previous_response_id"
-OFF = "this router keeps no responses (--response-store off)"
-LAPSED = "the router that made this response ended before the response was complete"
+OFF = "this router does not store responses (--response-store off)"
+LAPSED = "The router that was generating this response stopped before the response was complete."
 
 
 class NothingKept(RequestError):
-    """This router has no store."""
+    """This router has no response store."""
 
     status = 404
     type = "invalid_request_error"
@@ -50,97 +50,97 @@ class NothingKept(RequestError):
 
 
 class UnknownResponse(NothingKept):
-    """There is no such response for this key."""
+    """The response does not exist or belongs to another key."""
 
     def __init__(self, response_id: str, *, param: str | None = None, hint: str = "") -> None:
         super().__init__(
-            f"there is no response {quoted(response_id)} here: it was not stored, has expired, was deleted, belongs "
-            f"to another API key, or lives on another router, whose store this one does not share{hint}",
+            f"The response {quoted(response_id)} does not exist. It may not have been stored, may have expired, been "
+            f"deleted, or belong to another API key or to a router with a separate store.{hint}",
             param=param,
             code="previous_response_not_found" if param == PREVIOUS else None,
         )
 
 
-class KeptResponses:
-    """Owned by the application. Without a `store` nothing is kept."""
+class ResponseService:
+    """Stored and background responses of one application. Without a `store`, nothing is kept."""
 
-    def __init__(self, door: FrontDoor, store: ResponseStore | None) -> None:
-        self._door, self._store = door, store
+    def __init__(self, router_state: RouterState, store: ResponseStore | None) -> None:
+        self._router_state, self._store = router_state, store
         self._background: BackgroundAnswers | None = None
         if store is not None:
             from router.api.responses.background import BackgroundAnswers
 
-            self._background = BackgroundAnswers(door, store)
+            self._background = BackgroundAnswers(router_state, store)
 
     @property
     def store(self) -> ResponseStore:
-        """Raises NothingKept where there is none."""
+        """The response store. Raises NothingKept if there is none."""
         if self._store is None:
             raise NothingKept(OFF)
         return self._store
 
     @property
     def background(self) -> BackgroundAnswers:
-        """Raises NothingKept where there is no store."""
+        """The background responses. Raises NothingKept if there is no store."""
         if self._background is None:
             raise NothingKept(OFF)
         return self._background
 
     @property
     def num_in_background(self) -> int:
-        """Answers that are being made in the background."""
+        """Number of background responses that are being generated."""
         return 0 if self._background is None else self._background.num_running
 
     @property
     def place(self) -> str:
-        """The file in which responses are kept, ":memory:" or "off"."""
+        """The path of the store, ":memory:" or "off"."""
         return "off" if self._store is None else self._store.path
 
     @property
     def size(self) -> StoreSize:
-        """How much is kept."""
+        """The size of the store."""
         return StoreSize() if self._store is None else self._store.size
 
     def stores(self, fields: ResponsesRequest) -> bool:
-        """Whether the response to this request is kept."""
+        """Whether the response to this request will be stored."""
         return self._store is not None and fields.store is not False
 
     async def plan(self, model: ServedModel, fields: ResponsesRequest, context: RequestContext) -> AnswerPlan:
-        """Plan the chat request that the conversation so far and its new items mean. Raises RequestError."""
+        """Plan the chat request for the conversation so far and its new items. Raises RequestError."""
         self.check(fields, context.key.name)
-        with self._door.bodies.lease() as lease:
+        with self._router_state.bodies.lease() as lease:
             past = await self.past(fields, context.key.name, lease)
-            if fields.background:  # its events are what is made of it, read or not
+            if fields.background:  # always generated as a stream
                 fields = fields.model_copy(update={"stream": True})
             translate = partial(fields.as_chat, past)
             return await plan_translated(model, fields, context, translate, is_long=fields.is_long(past))
 
     def check(self, fields: ResponsesRequest, owner: str) -> None:
-        """Raises InvalidRequest for what the store does not allow, Overloaded for too much in the background."""
+        """Raise InvalidRequest for unsupported storage options, Overloaded for too many background responses."""
         for name in (PREVIOUS, "background"):
             if self._store is None and getattr(fields, name):
                 raise InvalidRequest(f"{name}: {OFF}", param=name)
         if fields.background and fields.store is False:
-            raise InvalidRequest("store: a response in the background must be stored", param="store")
+            raise InvalidRequest("store: must not be false with background: true", param="store")
         if fields.background:
-            self.background.check_room(owner)
+            self.background.check_capacity(owner)
 
     async def given(self, fields: ResponsesRequest, response_id: str) -> bytes:
-        """The input items of a request in the form that is stored; b"" if it is not. Raises Unavailable."""
+        """Serialise a request's input items for the store; b"" if they are not stored. Raises Unavailable."""
         if not self.stores(fields):
             return b""
         write = partial(listed, fields, response_id)
-        return await self._door.models.default.text.apart(write) if fields.is_long(()) else write()
+        return await self._router_state.models.default.text.apart(write) if fields.is_long(()) else write()
 
     def keep(self, fields: ResponsesRequest, given: bytes, owner: str, response: Object) -> None:
-        """Store a response that ended. Never waits; any thread may call."""
+        """Store a response that has ended. Does not block; thread-safe."""
         if self._store is not None and response["status"] != "in_progress":
             self._store.keep(record_of(response, fields, given, owner))
 
     async def written(self) -> None:
-        """Wait until other routers that share the store's file can read what was kept here, for a second at most.
+        """Wait until other routers that share the store can read what was kept here, for at most `WRITTEN_S`.
 
-        What cannot be written is counted and logged where it fails, and its answer is sent all the same.
+        Failed writes are counted and logged by the store, and the answer is sent nevertheless.
         """
         if self._store is None or self._store.path == IN_MEMORY:
             return
@@ -149,8 +149,8 @@ class KeptResponses:
                 await self._store.settle()
 
     async def past(self, fields: ResponsesRequest, owner: str, lease: BodyLease) -> list[Item]:
-        """The items of the conversation that a request goes on from, counted by the lease. Raises RequestError."""
-        name, most = fields.previous_response_id, self._door.config.max_body_bytes
+        """Return the items of the conversation that a request continues, counted by `lease`. Raises RequestError."""
+        name, most = fields.previous_response_id, self._router_state.config.max_body_bytes
         if not name:
             return []
         await self.background.settled(name, owner)
@@ -159,31 +159,31 @@ class KeptResponses:
             if (not turns or turns[-1].status in RUNNING) and await self._settle_others(name, owner):
                 turns = await asked(self.store.conversation(name, owner, most))
         except ConversationGone as gone:
-            hint = f"; the conversation that leads to {quoted(name)} begins before it"
+            hint = f" The conversation of {quoted(name)} depends on it."
             raise UnknownResponse(gone.missing, param=PREVIOUS, hint=hint) from gone
         except ConversationTooLong as long:
             raise InvalidRequest(f"{PREVIOUS}: {long}", param=PREVIOUS) from long
         if not turns:
             raise UnknownResponse(name, param=PREVIOUS)
         if (status := turns[-1].status) not in ("completed", "incomplete"):
-            raise InvalidRequest(f"{PREVIOUS}: its answer is not complete: its status is {status!r}", param=PREVIOUS)
+            raise InvalidRequest(f"{PREVIOUS}: the response is not complete, its status is {status!r}", param=PREVIOUS)
         lease.take_more_objects(part for turn in turns for part in (turn.input, turn.output))
         items = await self._read(turns, lambda: conversation_items(turns))
         if (num_items := len(items) + fields.num_items) > MAX_MESSAGES:
             raise InvalidRequest(
-                f"{PREVIOUS}: the conversation has {num_items:,} items, this server takes {MAX_MESSAGES:,}",
+                f"{PREVIOUS}: the conversation has {num_items:,} items; the limit is {MAX_MESSAGES:,}",
                 param=PREVIOUS,
             )
         return items
 
     async def settle(self, response_id: str, owner: str) -> None:
-        """Wait until all that ended here so far can be read by other processes. Raises RequestError."""
+        """Wait until other processes can read everything that has ended here so far. Raises RequestError."""
         if self._store is not None:
             await self.background.settled(response_id, owner)
             await asked(self._store.settle())
 
     async def find(self, response_id: str, owner: str) -> Object:
-        """A response as it is now, for `orjson`. Raises RequestError."""
+        """Return the current state of a response, for `orjson`. Raises RequestError."""
         answer = self.background.find(response_id, owner)
         if answer is not None:
             return answer.response
@@ -191,7 +191,7 @@ class KeptResponses:
         return _shown(record, lapsed=lapsed)
 
     async def delete(self, response_id: str, owner: str) -> None:
-        """Forget a response, and cancel it first if it runs. Raises RequestError."""
+        """Delete a response, cancelling it first if it runs. Raises RequestError."""
         answer = self.background.find(response_id, owner)
         if answer is not None:
             answer.cancel()
@@ -205,22 +205,22 @@ class KeptResponses:
             raise UnknownResponse(response_id)
 
     async def cancel(self, response_id: str, owner: str) -> Object:
-        """Cancel a response in the background; one that ended stays as it is. Raises RequestError."""
+        """Cancel a background response. Does nothing if it has ended. Raises RequestError."""
         answer = self.background.find(response_id, owner)
         if answer is not None:
             answer.cancel()
             return await answer.end()
         record, lapsed = await self._stored(response_id, owner)
         if not record.background:
-            raise InvalidRequest("only a response that was made with background: true can be cancelled")
+            raise InvalidRequest("Only responses that were created with background: true can be cancelled.")
         if record.status in RUNNING and not lapsed:
             await asked(self.store.ask_to_cancel(response_id, owner))
         return _shown(record, lapsed=lapsed)
 
     async def input_items(self, response_id: str, owner: str) -> list[Object]:
-        """All that a response was made from, but its instructions. Raises RequestError."""
+        """Return all input items of a response, without its instructions. Raises RequestError."""
         try:
-            turns = await asked(self.store.turns_left(response_id, owner, 2 * self._door.config.max_body_bytes))
+            turns = await asked(self.store.turns_left(response_id, owner, 2 * self._router_state.config.max_body_bytes))
         except ConversationTooLong as long:
             raise InvalidRequest(str(long)) from long
         if not turns:
@@ -228,12 +228,12 @@ class KeptResponses:
         return await self._read(turns, lambda: input_items(turns))
 
     async def stop(self) -> None:
-        """Cancel what runs in the background, and wait until that is stored."""
+        """Cancel all background responses and wait until they are stored."""
         if self._background is not None:
             await self._background.close()
 
     async def close(self) -> None:
-        """Stop, and close the store behind the last write."""
+        """Stop, and close the store after its last write."""
         await self.stop()
         if self._store is not None:
             await asyncio.to_thread(self._store.close)
@@ -247,13 +247,13 @@ class KeptResponses:
         return found
 
     async def _settle_others(self, response_id: str, owner: str) -> bool:
-        """Have the other processes of this router write what waits; False where there are none."""
-        siblings = self._door.siblings
+        """Make sibling processes store what they have queued. Returns False if there are no siblings."""
+        siblings = self._router_state.siblings
         return siblings is not None and bool(await siblings.ask_all("/responses/settle", owner, id=response_id))
 
     async def _read(self, turns: Sequence[StoredTurn], read: Callable[[], T]) -> T:
         many = sum(len(turn.input) + len(turn.output) for turn in turns) > MANY_BYTES
-        return await self._door.models.default.text.apart(read) if many else read()
+        return await self._router_state.models.default.text.apart(read) if many else read()
 
 
 def _shown(record: StoredResponse, *, lapsed: bool) -> Object:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from router.generation.exchange import Exchange
-from router.server.http_connection import CyclePieces
+from router.generation.generation_response import GenerationResponse
+from router.server.http_connection import CycleWriter
 
 TEXT = 'The "quick" brøwn 🦊\n jumps\\ over the lazy dog. '
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 80}
@@ -62,16 +62,16 @@ async def test_the_bytes_are_those_of_the_usual_way(
     path, body = CASES[case]
     running = await start(tools.Engine(text=TEXT, per_event=per_event))
     written: list[bytes] = []
-    write = CyclePieces.write
+    write = CycleWriter.write
 
-    def remember(self: CyclePieces, piece: bytes) -> None:
+    def remember(self: CycleWriter, piece: bytes) -> None:
         written.append(piece)
         write(self, piece)
 
-    monkeypatch.setattr(CyclePieces, "write", remember)
+    monkeypatch.setattr(CycleWriter, "write", remember)
     direct = await streamed(running, path, body)
     assert written and all(written), "no piece took the short way"
-    monkeypatch.setattr("router.generation.exchange.pieces_of", lambda scope: None)
+    monkeypatch.setattr("router.generation.generation_response.answer_writer_of", lambda scope: None)
     written.clear()
     assert await streamed(running, path, body) == direct and not written
 
@@ -85,16 +85,16 @@ async def test_whole_answers_take_the_middle_of_a_choice_at_once(
     engine = tools.Engine(text=TEXT)
     running = await start(engine)
     taken: list[bool] = []
-    keep = Exchange._keep
+    keep = GenerationResponse._keep
 
-    def remember(self: Exchange, *event: Any) -> bool:
+    def remember(self: GenerationResponse, *event: Any) -> bool:
         taken.append(keep(self, *event))
         return taken[-1]
 
-    monkeypatch.setattr(Exchange, "_keep", remember)
+    monkeypatch.setattr(GenerationResponse, "_keep", remember)
     direct = await whole(running, path, body)
     assert any(taken) is not any(request.params.logprobs >= 0 for request in engine.requests)
-    monkeypatch.setattr(Exchange, "_keep", lambda *_: False)
+    monkeypatch.setattr(GenerationResponse, "_keep", lambda *_: False)
     assert await whole(running, path, body) == direct
 
 
@@ -119,7 +119,7 @@ async def test_what_a_client_does_not_read_waits_for_it(start: Any, tools: Any) 
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     )
     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    unread = running.app.state.front_door.unread
+    unread = running.app.state.router_state.unread
     await tools.until(lambda: unread.num_bytes > 0)
     answer = await reader.read()
     writer.close()
@@ -136,6 +136,6 @@ async def test_a_bug_in_a_piece_ends_the_answer(start: Any, monkeypatch: pytest.
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(CyclePieces, "write", fail)
+    monkeypatch.setattr(CycleWriter, "write", fail)
     reply = await running.completion(stream=True, max_tokens=9)
     assert '"code":"internal_error"' in reply.text and "secret" not in reply.text

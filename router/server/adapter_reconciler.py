@@ -1,4 +1,4 @@
-"""Has the workers hold the LoRA adapters that an operator's file names."""
+"""Loads and unloads LoRA adapters on the workers as listed in the operator's file."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from router.models import AdapterEntry
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
-"""Between two looks for something to do, and between two attempts while no worker is ready."""
+"""Polling interval, and delay between attempts while no worker is ready."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 960.0
-"""Seconds before a refused order is retried, doubled each time, because at each attempt workers may read a large folder
-or wait for a file system that hangs."""
+"""Delay in seconds before a refused order is retried, doubled each time: an attempt may make workers read a large
+folder or wait for an unresponsive file system."""
 
 
 class Orders(Protocol):
-    """The adapters of one model: see `AdapterOrders`."""
+    """Adapter orders of one model; implemented by `AdapterOrders`."""
 
     def path_of(self, name: str) -> str: ...
     async def load(self, name: str, path: str, *, in_place: bool) -> Outcome: ...
     async def unload(self, name: str) -> None: ...
 
 
-class AdapterFollower:
-    """Loads what `entries` name, and unloads what they no longer name. Owned by one event loop.
+class AdapterReconciler:
+    """Loads adapters that `entries` list, and unloads those that they no longer list. Owned by one event loop.
 
     Adapters that endpoints or flags have loaded under other names are not changed. Failed orders are retried with a
     growing delay while the file lists them. `failure` is why the task has ended unexpectedly; "" while it runs.
@@ -43,39 +43,39 @@ class AdapterFollower:
         entries: Sequence[AdapterEntry],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`orders` by the name of the model."""
+        """`orders` maps model names to their adapter orders."""
         self._orders, self._clock = orders, clock
         self._wanted: dict[str, AdapterEntry] = {}
         self._in_force: dict[str, AdapterEntry] = {}
-        """Entries that workers have carried out, by name."""
+        """Entries that workers have applied, by name."""
         self._not_before: dict[str, float] = {}
         self._backoff_s: dict[str, float] = {}
         self._refused: dict[str, str] = {}
-        """Why the last attempt at a name failed: said once."""
-        self._task = OwnedTask("the task that follows the file of adapters")
+        """The last logged error per name, so that repeated errors are logged once."""
+        self._task = OwnedTask("the task that follows the adapter file")
         self.change(entries)
 
     @property
     def failure(self) -> str:
-        """Why the task has ended although it never should; "" while it runs."""
+        """Why the task has ended unexpectedly; "" while it runs."""
         return self._task.failure
 
     def start(self) -> None:
-        """Follow the entries from now on."""
+        """Start the task."""
         self._task.start(self._run())
 
     def change(self, entries: Sequence[AdapterEntry]) -> None:
-        """Follow these from now on."""
+        """Replace the entries and reset all retry delays."""
         self._wanted = {entry.name: entry for entry in entries}
         self._not_before.clear()
         self._backoff_s.clear()
 
     async def close(self) -> None:
-        """End the task; orders that workers have keep running."""
+        """End the task. Orders that workers have received continue."""
         await self._task.close()
 
-    async def follow(self) -> None:
-        """Give every order that is due, one after the other: each asks all workers to read files."""
+    async def reconcile(self) -> None:
+        """Execute all due orders sequentially, because each makes all workers read files."""
         for name, entry in list(self._in_force.items()):
             wanted = self._wanted.get(name)
             if (wanted is None or wanted.model != entry.model) and self._is_due(name):
@@ -90,14 +90,14 @@ class AdapterFollower:
 
     async def _run(self) -> None:
         while True:
-            await self.follow()
+            await self.reconcile()
             await asyncio.sleep(LOOK_S)
 
     def _is_due(self, name: str) -> bool:
         return self._clock() >= self._not_before.get(name, 0.0)
 
     async def _attempt(self, name: str, order: Coroutine[None, None, None]) -> None:
-        """Carry an order out, or log why it failed. It is tried again: soon, where workers are only not ready yet."""
+        """Execute an order, or log its error and schedule a retry: soon, if only no worker was ready."""
         try:
             await order
         except Unavailable:
@@ -108,13 +108,13 @@ class AdapterFollower:
             self._not_before[name] = self._clock() + backoff_s
             if self._refused.get(name) != error.message:
                 self._refused[name] = error.message
-                log.error("adapter %s is not as the file wants it, more attempts follow: %s", name, error)
+                log.error("adapter %s: order failed, will be retried: %s", name, error)
         else:
             self._refused.pop(name, None)
             self._backoff_s.pop(name, None)
 
     async def _load(self, entry: AdapterEntry, known: AdapterEntry | None) -> None:
-        """`known`: the entry of this name that is in force. Raises RequestError."""
+        """Load an adapter. `known` is the applied entry of this name. Raises RequestError."""
         orders = self._orders[entry.model]
         is_new_revision = known is not None and known.revision != entry.revision
         if is_new_revision or orders.path_of(entry.name) != entry.path:
@@ -125,17 +125,17 @@ class AdapterFollower:
                     raise
             else:
                 fields = {"adapter": entry.name, "model": entry.model, "workers": outcome.num_loaded}
-                log.info("loaded an adapter of the file", extra=fields)
+                log.info("adapter loaded from the adapter file", extra=fields)
         self._in_force[entry.name] = entry
 
     async def _unload(self, entry: AdapterEntry) -> None:
-        """Raises RequestError."""
+        """Unload an adapter. Raises RequestError."""
         orders = self._orders[entry.model]
-        if orders.path_of(entry.name) == entry.path:  # else it was loaded from elsewhere since: not the file's any more
+        if orders.path_of(entry.name) == entry.path:  # otherwise another source has replaced the file's adapter
             try:
                 await orders.unload(entry.name)
             except ModelNotFound:
-                pass  # another router unloaded it in between
+                pass  # another router has unloaded it
             else:
-                log.info("unloaded an adapter", extra={"adapter": entry.name, "model": entry.model})
+                log.info("adapter unloaded", extra={"adapter": entry.name, "model": entry.model})
         del self._in_force[entry.name]

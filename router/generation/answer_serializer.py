@@ -1,4 +1,4 @@
-"""An answer as bytes, whole or event by event: the interface, and OpenAI's older endpoints."""
+"""Serialisation of answers, complete or as server-sent events: the interface, and OpenAI's chat and completion APIs."""
 
 from __future__ import annotations
 
@@ -17,73 +17,73 @@ from router.request.errors import error_object
 Object = dict[str, object]
 
 
-class Shape(Protocol):
-    """Writes choices as JSON objects. `prompt_token_ids` is None unless the client wants them."""
+class ChoiceFormatter(Protocol):
+    """Formatter of choices as JSON objects. `prompt_token_ids` is None unless the client requested them."""
 
     object: str
     chunk_object: str
     only_text: bool
-    """Whether pieces in the middle of a stream differ in nothing but the text of their only chunk."""
+    """Whether the chunks in the middle of a stream differ only in their text."""
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Number of reasoning tokens so far; None for an API whose usage does not report them."""
+        """The number of reasoning tokens so far; None if the API does not report them in its usage."""
         ...
 
     def opening(self, choice: AnswerChoice, prompt_token_ids: list[int] | None) -> Object | None:
-        """The choice in a stream's first chunk; None for an endpoint without such."""
+        """Return the choice in a stream's first chunk; None if the API has no such chunk."""
         ...
 
     def chunks(self, choice: AnswerChoice, piece: Piece, *, at_least_one: bool) -> list[Object]:
-        """The chunks of a piece in a stream; none for a piece that adds nothing.
+        """Return the stream chunks of a piece; an empty list if the piece adds nothing.
 
-        With `at_least_one` such a piece has an empty chunk, which carries the usage so far.
+        With `at_least_one`, such a piece gets an empty chunk, which carries the usage so far.
         """
         ...
 
     def whole(self, choice: AnswerChoice, pieces: Sequence[Piece], prompt_token_ids: list[int] | None) -> Object:
-        """A complete choice."""
+        """Return a complete choice."""
         ...
 
     def envelope(self, first: AnswerChoice, prompt_token_ids: list[int] | None) -> Object:
-        """Members of the answer, or of a stream's first chunk, beside its choices."""
+        """Return the members of the answer, or of a stream's first chunk, other than its choices."""
         ...
 
 
 DONE = b"data: [DONE]\n\n"
 ANY_TEXT = "\0text\0"
-"""Stands for the text of a chunk."""
+"""Placeholder for the text of a chunk."""
 
 
-class Frames(Protocol):
-    """Writes one answer. A stream is an `opening`, a `chunk` for each piece, and an `ending`, or an `error`."""
+class AnswerSerializer(Protocol):
+    """Serialiser of one answer. A stream is `opening`, one `chunk` per piece, then `ending` or `error`."""
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
-        """The answer, from the pieces of each choice."""
+        """Return the complete answer. `pieces` has one list per choice."""
         ...
 
     def opening(self) -> bytes:
-        """The first bytes of a stream, before its first piece."""
+        """Return the first bytes of a stream, before its first piece."""
         ...
 
     def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
-        """The bytes of a piece; may be empty."""
+        """Return the bytes of a piece; may be empty."""
         ...
 
     def ending(self) -> bytes:
-        """The last bytes of a stream whose choices are finished."""
+        """Return the last bytes of a stream whose choices are finished."""
         ...
 
     def error(self, error: RequestError) -> bytes:
-        """The last bytes of a stream that fails."""
+        """Return the last bytes of a stream that fails."""
         ...
 
 
-class OpenAIFrames:
-    """Chunks as `data:` events; a `Shape` writes their choices."""
+class OpenAISerializer:
+    """Writes chunks as `data:` events; a `ChoiceFormatter` formats their choices."""
 
-    def __init__(self, model: ServedModel, plan: AnswerPlan, shape: Shape, log: RequestLog) -> None:
-        self._plan, self._shape, self._log = plan, shape, log
+    def __init__(self, model: ServedModel, plan: AnswerPlan, formatter: ChoiceFormatter, log: RequestLog) -> None:
+        self._plan, self._formatter, self._log = plan, formatter, log
         fields = plan.fields
         options = fields.stream_options
         self._usage_at_end = bool(fields.stream) and options is not None and bool(options.include_usage)
@@ -91,23 +91,23 @@ class OpenAIFrames:
         self._returns_ids = bool(fields.return_token_ids)
         self._head: Object = {
             "id": plan.id,
-            "object": shape.chunk_object if fields.stream else shape.object,
+            "object": formatter.chunk_object if fields.stream else formatter.object,
             "created": plan.created,
             "model": plan.model,
             "system_fingerprint": model.fingerprint,
         }
-        self._repeats = shape.only_text and not self._usage_always
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # by the index of a choice
-        # A chunk with one choice and nothing of its own beside it: the choice between the same bytes.
+        self._repeats = formatter.only_text and not self._usage_always
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # by choice index
+        # A chunk with one choice and no other members always has these bytes before and after the choice.
         self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":['
         self._behind = b'],"usage":null}\n\n' if self._usage_at_end else b"]}\n\n"
 
     def whole(self, pieces: Sequence[Sequence[Piece]]) -> Object:
-        choices = [  # one by one: the objects of all log-probabilities of a thousand choices would take gigabytes
+        choices = [  # encoded one at a time: the log-probability objects of a thousand choices would take gigabytes
             orjson.Fragment(
                 orjson.dumps(
                     {
-                        **self._shape.whole(choice, pieces[choice.index], self._prompt_ids(choice.prompt)),
+                        **self._formatter.whole(choice, pieces[choice.index], self._prompt_ids(choice.prompt)),
                         "index": index,
                     }
                 )
@@ -117,8 +117,8 @@ class OpenAIFrames:
         return self._head | {"choices": choices, "usage": self._usage()} | self._envelope()
 
     def opening(self) -> bytes:
-        """The first chunk of every choice, if the endpoint has such chunks."""
-        openings = [self._shape.opening(choice, self._prompt_ids(choice.prompt)) for choice in self._plan.choices]
+        """Return the first chunk of every choice; empty if the API has no such chunks."""
+        openings = [self._formatter.opening(choice, self._prompt_ids(choice.prompt)) for choice in self._plan.choices]
         events: list[bytes] = []
         extra = self._envelope()
         for opening in filter(None, openings):
@@ -127,17 +127,17 @@ class OpenAIFrames:
         return b"".join(events)
 
     def chunk(self, choice: AnswerChoice, piece: Piece) -> bytes:
-        if piece.text and self._repeats and not (piece.finish_reason or piece.first):  # nearly every piece
+        if piece.text and self._repeats and not (piece.finish_reason or piece.first):  # the common case
             before, behind = self._around.get(choice.index) or self._around_text(choice)
             return b"%b%b%b" % (before, orjson.dumps(piece.text), behind)
-        chunks = self._shape.chunks(choice, piece, at_least_one=self._usage_always)
+        chunks = self._formatter.chunks(choice, piece, at_least_one=self._usage_always)
         if self._usage_always:
             return b"".join([self._data([chunk]) for chunk in chunks])
         return b"".join([b"%b%b%b" % (self._before, orjson.dumps(chunk), self._behind) for chunk in chunks])
 
     def _around_text(self, choice: AnswerChoice) -> tuple[bytes, bytes]:
-        """The bytes before and behind the text of a choice's chunks: only the text is encoded for each."""
-        (chunk,) = self._shape.chunks(choice, Piece(ANY_TEXT), at_least_one=False)
+        """Return the constant bytes before and after the text in a choice's chunks, so only the text is encoded."""
+        (chunk,) = self._formatter.chunks(choice, Piece(ANY_TEXT), at_least_one=False)
         first, _, last = orjson.dumps(chunk).partition(orjson.dumps(ANY_TEXT))
         around = self._around[choice.index] = (self._before + first, last + self._behind)
         return around
@@ -159,10 +159,10 @@ class OpenAIFrames:
         return event(chunk)
 
     def _envelope(self) -> Object:
-        return self._shape.envelope(self._plan.choices[0], self._prompt_ids(0))
+        return self._formatter.envelope(self._plan.choices[0], self._prompt_ids(0))
 
     def _prompt_ids(self, prompt: int) -> list[int] | None:
-        """The token ids of a prompt; None if the client does not want them."""
+        """Return the token ids of a prompt; None if the client did not request them."""
         return list(self._plan.prompts[prompt].token_ids) if self._returns_ids else None
 
     def _usage(self) -> Object:
@@ -173,12 +173,12 @@ class OpenAIFrames:
             "total_tokens": num_prompt_tokens + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._log.num_cached_tokens},
         }
-        if (num_reasoning := self._shape.num_reasoning_tokens) is not None:
+        if (num_reasoning := self._formatter.num_reasoning_tokens) is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
 
 
 def event(data: object, kind: str = "") -> bytes:
-    """A server-sent event, with a name if its API has names for events."""
+    """Encode a server-sent event. `kind` is its event name; "" for APIs without event names."""
     name = f"event: {kind}\n".encode() if kind else b""
     return name + b"data: " + orjson.dumps(data) + b"\n\n"

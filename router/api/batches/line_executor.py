@@ -1,10 +1,10 @@
-"""Answers one line of a batch: a request of the router to its own endpoint, again until its answer will not change.
+"""Execution of one batch line as an internal request to the router's endpoint, retried until its answer is final.
 
     line ──> 2xx, 4xx ──> result
-      ^└─ 408, 409, 425, 429, 5xx: after Retry-After or a growing wait ─┐
-      └─────────────── until the batch stops ──────────────────────────┘
+      ^└─ 408, 409, 425, 429, 5xx: after Retry-After or an exponential backoff ─┐
+      └─────────────────────── until the batch stops ───────────────────────────┘
 
-It goes by the endpoint's own way: the same checks, limits, metrics and log lines, in the class `batch`.
+Lines pass the same checks, limits, metrics and log as other requests. Their default class is `batch`.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from router.api.batches.batch_format import (
     BatchResult,
     new_request_id,
 )
-from router.api.batches.halt import Halt
+from router.api.batches.halt import HaltSignal
 from router.api.batches.lines import InputLine
-from router.generation import SEND_GRACE_S, FrontDoor
+from router.generation import SEND_GRACE_S, RouterState
 from router.request.errors import error_object
 from router.stored import BatchUsage, LineResult, StoredBatch
 
 log = logging.getLogger(__name__)
 
 Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
-"""The endpoints of generation."""
+"""ASGI application of the generation endpoints."""
 
 METHOD = "BATCH"
-"""What the audit log shows as the method of a line."""
+"""Method of a line's request in the audit log."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
-"""Of one line's answer, which is held in memory until it is stored."""
+"""Maximum size of one line's answer, which is kept in memory until it is stored."""
 GRACE_S = 2 * SEND_GRACE_S
-"""How much longer than a request may take the router waits for its own answer."""
+"""Time, in seconds beyond the request timeout, after which the router stops waiting for its own answer."""
 NOT_READY_S = 1.0
-"""Between two tries of a line while no worker of its model is ready."""
+"""Interval between attempts while no worker of any model is ready."""
 FAILURES = frozenset((500, 502, 504))
-"""Statuses that may be the line's own fault: after `MAX_FAILURES` of them, the last one is its answer."""
+"""Statuses that the line itself may cause. After `MAX_FAILURES` of them, the last one is its result."""
 
 
-class KeyGone(Exception):
+class KeyDeleted(Exception):
     """The API key of a batch no longer exists."""
 
 
-class ModelAway(Exception):
-    """No worker of the line's model is there, and another line waits for one."""
+class NoWorkers(Exception):
+    """No worker serves the line's model, and another line already waits for one."""
 
     def __init__(self, model: str) -> None:
-        super().__init__(f"model {model!r} has no worker")
+        super().__init__(f"The model {model!r} has no workers.")
         self.model = model
 
 
@@ -90,7 +90,7 @@ class _Answered(msgspec.Struct):
 
 @dataclass
 class _Reply:
-    """An answer as it comes. `status` is 0 when none came."""
+    """An answer as it is received. `status` is 0 if there was none."""
 
     status: int = 0
     retry_after_s: float = 0.0
@@ -114,38 +114,39 @@ class _Reply:
 
     @classmethod
     def failed(cls) -> _Reply:
-        """The answer to a line whose endpoint broke."""
-        return cls(500, parts=[orjson.dumps(error_object(InternalError("the server failed to handle this request")))])
+        """Create the reply to a line whose endpoint raised an unexpected exception."""
+        error = InternalError("The server failed to process this request.")
+        return cls(500, parts=[orjson.dumps(error_object(error))])
 
 
-class LineAsker:
-    """Shared by all batches of a router: at most `batch_concurrency` lines are answered at once, in turn.
+class LineExecutor:
+    """Executes lines of all batches of a router, at most `batch_concurrency` at a time, in FIFO order.
 
-    One line more waits for each of several models that has no worker, and so has one started where that is done.
+    With several models, one more line may wait for each model without workers, which lets an autoscaler start one.
     """
 
-    def __init__(self, door: FrontDoor, answer: Answer) -> None:
-        self._door, self._answer = door, answer
-        self._slots = asyncio.Semaphore(door.config.batch_concurrency)
-        self._waited_for: set[str] = set()  # models without a worker
-        self.num_asking = 0
+    def __init__(self, router_state: RouterState, answer: Answer) -> None:
+        self._router_state, self._answer = router_state, answer
+        self._slots = asyncio.Semaphore(router_state.config.batch_concurrency)
+        self._models_waited_for: set[str] = set()  # models without workers for which a line waits
+        self.num_running_lines = 0
 
     @property
-    def num_places(self) -> int:
-        """The most lines that are asked at once."""
-        num_models = len(self._door.models.served)
-        return self._door.config.batch_concurrency + (num_models if num_models > 1 else 0)
+    def max_lines(self) -> int:
+        """Maximum number of concurrent lines."""
+        num_models = len(self._router_state.models.served)
+        return self._router_state.config.batch_concurrency + (num_models if num_models > 1 else 0)
 
-    async def result(self, line: InputLine, batch: StoredBatch, halt: Halt) -> LineResult | None:
-        """The line's result; None if the batch stopped before. Raises KeyGone, and ModelAway for a later try."""
+    async def result(self, line: InputLine, batch: StoredBatch, halt: HaltSignal) -> LineResult | None:
+        """Return the line's result; None if the batch stopped first. Raises KeyDeleted, NoWorkers (retry later)."""
         request_id, wait_s, num_failures = new_request_id(), FIRST_WAIT_S, 0
-        metrics = self._door.metrics.batches
+        metrics = self._router_state.metrics.batches
         while True:
-            lacking = self._lacking(line)
-            if self.is_away(lacking):
-                raise ModelAway(lacking)
-            async with self._place(lacking):
-                if not lacking and self._lacking(line):  # its last worker went while it waited for a place
+            model = self._model_without_workers(line)
+            if self.is_deferred(model):
+                raise NoWorkers(model)
+            async with self._slot(model):
+                if not model and self._model_without_workers(line):  # its last worker left while the line was queued
                     continue
                 reply = await self._once(line, batch, halt, request_id) if await self._ready(halt) else None
             if reply is None:
@@ -159,51 +160,57 @@ class LineAsker:
             await halt.pause(max(reply.retry_after_s, wait_s * random.uniform(0.5, 1.0)))
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
 
-    def is_away(self, model: str) -> bool:
-        """Whether a model has no worker, and a line waits for one already."""
-        return model in self._waited_for and self._door.models.lacking(model) == model
+    def is_deferred(self, model: str) -> bool:
+        """Whether a model has no workers and a line already waits for them."""
+        return model in self._models_waited_for and self._router_state.models.model_without_workers(model) == model
 
-    def _lacking(self, line: InputLine) -> str:
-        """See `Models.lacking`; what is wrong with the line's model is the endpoint's to say."""
+    def _model_without_workers(self, line: InputLine) -> str:
+        """See `Models.model_without_workers`. Errors of the model name are left to the endpoint."""
         try:
-            return self._door.models.lacking(line.model if isinstance(line.model, str) else None)
+            return self._router_state.models.model_without_workers(line.model if isinstance(line.model, str) else None)
         except RequestError:
             return ""
 
     @asynccontextmanager
-    async def _place(self, lacking: str) -> AsyncIterator[None]:
-        """One of the places of all lines, or the one of those that wait for the model that they lack."""
-        if not lacking:
+    async def _slot(self, model: str) -> AsyncIterator[None]:
+        """Hold a general slot, or the slot for lines that wait for workers of `model`, unless it is ""."""
+        if not model:
             async with self._slots:
                 yield
             return
-        self._waited_for.add(lacking)
+        self._models_waited_for.add(model)
         try:
             yield
         finally:
-            self._waited_for.discard(lacking)
+            self._models_waited_for.discard(model)
 
-    async def _ready(self, halt: Halt) -> bool:
-        """Wait for workers; False when the batch stopped before."""
+    async def _ready(self, halt: HaltSignal) -> bool:
+        """Wait until any model has workers; False if the batch stopped first."""
         while not halt.stops:
-            if self._door.has_workers[0]:
+            if self._router_state.has_workers[0]:
                 return True
             await halt.pause(NOT_READY_S)
         return False
 
-    async def _once(self, line: InputLine, batch: StoredBatch, halt: Halt, request_id: str) -> _Reply | None:
-        """One try; None when it was given up."""
-        door, path = self._door, batch.endpoint
-        visit = door.gate.on_behalf(batch.owner, request_id, method=METHOD, path=path, client=batch.id)
-        if visit is None:
-            raise KeyGone
+    async def _once(self, line: InputLine, batch: StoredBatch, halt: HaltSignal, request_id: str) -> _Reply | None:
+        """Execute the line once; None if it was aborted."""
+        router_state, path = self._router_state, batch.endpoint
+        client_request = router_state.access.internal_request(
+            batch.owner, request_id, method=METHOD, path=path, client=batch.id
+        )
+        if client_request is None:
+            raise KeyDeleted
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(line.body)).encode())]
         if not line.names_class:
-            name = batch_class_of(door.config.classes, visit.key).name
+            name = batch_class_of(router_state.config.classes, client_request.key).name
             headers.append((HEADER.encode(), name.encode()))
         scope: Scope = {
             **{"type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b""},
-            **{"headers": headers, "client": None, "state": {"request_id": request_id, "visit": visit}},
+            **{
+                "headers": headers,
+                "client": None,
+                "state": {"request_id": request_id, "client_request": client_request},
+            },
         }
         unread, reply = [line.body], _Reply()
 
@@ -213,26 +220,26 @@ class LineAsker:
             await halt.aborted()
             return {"type": "http.disconnect"}
 
-        self.num_asking += 1
-        door.num_active += 1
+        self.num_running_lines += 1
+        router_state.num_active += 1
         try:
-            async with asyncio.timeout(door.config.request_timeout_s + GRACE_S):
+            async with asyncio.timeout(router_state.config.request_timeout_s + GRACE_S):
                 await self._answer(scope, receive, reply.send)
         except Exception:
-            log.exception("a line of a batch failed", extra={"batch": batch.id, "line": line.number})
+            log.exception("batch line failed", extra={"batch": batch.id, "line": line.number})
             reply = _Reply.failed()
         finally:
-            self.num_asking -= 1
-            door.num_active -= 1
-            visit.status = reply.status or visit.status
-            door.gate.leave(visit)
+            self.num_running_lines -= 1
+            router_state.num_active -= 1
+            client_request.status = reply.status or client_request.status
+            router_state.access.leave(client_request)
         return reply if reply.status and not (halt.aborts and reply.status in AGAIN) else None
 
 
 def _result_of(line: InputLine, reply: _Reply, request_id: str) -> LineResult:
     name, is_good = line.custom_id, 200 <= reply.status < 300
     if reply.num_bytes > MAX_ANSWER_BYTES:
-        problem = f"the answer has {reply.num_bytes:,} bytes, a batch takes {MAX_ANSWER_BYTES:,}"
+        problem = f"The answer has {reply.num_bytes:,} bytes; the limit for batches is {MAX_ANSWER_BYTES:,} bytes."
         result = BatchResult(name, 0, problem=problem, code="answer_too_large")
         return LineResult(line.number, result.line(request_id), is_good=False)
     body = reply.body
@@ -241,7 +248,7 @@ def _result_of(line: InputLine, reply: _Reply, request_id: str) -> LineResult:
 
 
 def _usage_in(body: bytes) -> BatchUsage:
-    """The tokens of an answer of any endpoint, each of which names them differently."""
+    """Return the token usage in an answer of any endpoint; their field names differ."""
     try:
         used = msgspec.json.decode(body, type=_Answered).usage or _Usage()
     except (msgspec.ValidationError, msgspec.DecodeError):

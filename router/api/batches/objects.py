@@ -1,4 +1,4 @@
-"""Files and batches as JSON objects, in OpenAI's shape."""
+"""JSON objects of files and batches in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STAMPED = (IN_PROGRESS, FINALIZING, COMPLETED, FAILED, EXPIRED, CANCELLING, CANC
 
 
 def file_object(file: StoredFile) -> Object:
-    """A file that is complete."""
+    """Return the object of a complete file."""
     return {
         "id": file.id,
         "object": "file",
@@ -39,7 +39,7 @@ def file_object(file: StoredFile) -> Object:
 
 
 def batch_object(batch: StoredBatch) -> Object:
-    """A batch as it is now."""
+    """Return the object of a batch."""
     times = {f"{status}_at": int(batch.times[status]) if status in batch.times else None for status in STAMPED}
     return {
         "id": batch.id,
@@ -66,7 +66,7 @@ def batch_object(batch: StoredBatch) -> Object:
 
 
 def page_object(objects: Sequence[Object], limit: int) -> Object:
-    """A page of a list; `objects` has one more than `limit` where there are more."""
+    """Return a page of a list. `objects` has `limit` + 1 items if there are more pages."""
     page = objects[:limit]
     return {
         "object": "list",

@@ -1,9 +1,9 @@
-"""Makes one answer, streamed or whole, and ends its generation when the client leaves.
+"""The response to one generation request, streamed or complete. Aborts the generation when the client disconnects.
 
-    start every choice ─> wait for the first arrival, at most keepalive_s ─> error? its own status
-                                                                         └─> 200: opening chunks, text, usage, [DONE]
+    start every choice ─> wait for the first event, at most keepalive_s ─> error? its own status
+                                                                       └─> 200: opening chunks, text, usage, [DONE]
 
-The status waits for the first arrival, so that a full or empty router still answers 429 or 503.
+The status is sent only after the first event, so that a router without capacity or workers can still answer 429 or 503.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import DeadlineExceeded, RequestError, Unavailable
 from router.dispatch import TokenEvent, TokenSource
-from router.generation.answer_frames import Frames
+from router.generation.answer_serializer import AnswerSerializer
+from router.generation.answer_writer import AnswerWriter, answer_writer_of
 from router.generation.beam_search import BeamClient
 from router.generation.choice import AnswerChoice, Piece
-from router.generation.front_door import FrontDoor
-from router.generation.generations import Arrival, ClientGone, Generations, InTurnClient
-from router.generation.pieces import Pieces, pieces_of
+from router.generation.generations import Arrival, ClientGone, Generations, LimitedClient
 from router.generation.plan import AnswerPlan
 from router.generation.request_log import RequestLog
+from router.generation.router_state import RouterState
 from router.generation.served_model import ServedModel
 from router.request import BodyLease
 from router.request.errors import CLIENT_CLOSED, error_response
 
 SEND_GRACE_S = 30.0
-"""How much longer than its deadline a request may take when its client reads slowly."""
+"""Additional time, in seconds after its deadline, for a request whose client reads slowly."""
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-# More than this takes milliseconds to write, and is written in a thread: an answer may have millions.
+# Larger answers take milliseconds to write, so a thread writes them. An answer can have millions of tokens.
 MANY_LOGPROBS, MANY_TOKENS = 2000, 20_000
 MANY_PIECES = 64
-"""Pieces of a stream's choices that are written before other tasks have their turn."""
+"""AnswerWriter of one stream that are written before yielding to other tasks."""
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-class Exchange(Response):
-    """The answer to one generation request. It owns the request's generations while it is sent.
+class GenerationResponse(Response):
+    """Response to one generation request. Owns the request's generations while it is sent.
 
-    It also owns the `lease` of what it needs of the request's body. `before_end` is awaited once the end of the answer
-    is made and before it is sent.
+    Also owns `lease`, the memory of the request's body. `before_end` is awaited after the end of the answer is known
+    and before it is sent.
     """
 
     def __init__(
         self,
-        door: FrontDoor,
+        router_state: RouterState,
         model: ServedModel,
         plan: AnswerPlan,
-        frames: Frames,
+        serializer: AnswerSerializer,
         log: RequestLog,
         lease: BodyLease,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__()
-        self._door, self._model = door, model
-        self._plan, self._frames, self._log = plan, frames, log
+        self._router_state, self._model = router_state, model
+        self._plan, self._serializer, self._log = plan, serializer, log
         self._lease, self._before_end = lease, before_end
         self._stream = bool(plan.fields.stream)
         self._generations: Generations | None = None
-        self._pieces: Pieces | None = None
+        self._writer: AnswerWriter | None = None
         self._next_comment = 0.0
         log.id, log.model, log.choices = plan.id, plan.model, plan.choices
         log.num_prompt_tokens = plan.num_prompt_tokens
@@ -78,7 +78,7 @@ class Exchange(Response):
         with ExitStack() as held:
             held.callback(self._lease.release)
             try:
-                held.enter_context(self._door.prompt_logprobs.lease(self._plan.num_prompt_logprobs_held))
+                held.enter_context(self._router_state.prompt_logprobs.lease(self._plan.num_prompt_logprobs_held))
             except Unavailable as error:
                 await self._refuse(error, scope, receive, send)
                 self._settle()
@@ -87,29 +87,29 @@ class Exchange(Response):
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generations = self._generations = Generations(self._source(), self._door.unread)
-        pieces, watcher = pieces_of(scope), None
-        if pieces is None:
+        generations = self._generations = Generations(self._source(), self._router_state.unread)
+        writer, watcher = answer_writer_of(scope), None
+        if writer is None:
             watcher = asyncio.create_task(_watch(receive, generations), name=f"{self._plan.id}-watch")
         else:
-            pieces.watch(generations.leave)
+            writer.watch(generations.leave)
         try:
-            async with asyncio.timeout(self._door.config.request_timeout_s + SEND_GRACE_S):
+            async with asyncio.timeout(self._router_state.config.request_timeout_s + SEND_GRACE_S):
                 await generations.start([choice.request for choice in self._plan.choices])
                 answer = self._answer_stream if self._stream else self._answer_whole
                 await answer(generations, scope, receive, send)
         except ClientGone:
             self._log.client_gone()
         except TimeoutError:
-            self._log.fail(DeadlineExceeded("the client took too long to read its answer"))
-        except asyncio.CancelledError:  # the server ends
+            self._log.fail(DeadlineExceeded("the client did not read its answer in time"))
+        except asyncio.CancelledError:  # the server is shutting down
             self._log.client_gone()
             raise
         finally:
             if watcher is not None:
                 watcher.cancel()
-            if pieces is not None:
-                pieces.unwatch()
+            if writer is not None:
+                writer.unwatch()
             await generations.close()
             self._settle()
             self._log.end()
@@ -118,19 +118,19 @@ class Exchange(Response):
         client, plan = self._model.client, self._plan
         if plan.beams is not None:
             return BeamClient(client, plan.beams)
-        return InTurnClient(client, plan.most_at_once) if plan.most_at_once else client
+        return LimitedClient(client, plan.most_at_once) if plan.most_at_once else client
 
     # ------------------------------------------------------------ whole
 
     async def _answer_whole(self, generations: Generations, scope: Scope, receive: Receive, send: Send) -> None:
         pieces: list[list[Piece]] = [[] for _ in self._plan.choices]
-        keepalive_s = self._door.config.keepalive_s
+        keepalive_s = self._router_state.config.keepalive_s
         try:
             generations.sink = partial(self._keep, pieces)
             while not self._finished:
                 for choice, piece in self._take(generations, await generations.next(keepalive_s)):
                     pieces[choice.index].append(piece)
-            body = await self._made(lambda: orjson.dumps(self._frames.whole(pieces)), self._log.num_output_tokens)
+            body = await self._made(lambda: orjson.dumps(self._serializer.whole(pieces)), self._log.num_output_tokens)
         except RequestError as error:
             await self._refuse(error, scope, receive, send)
             return
@@ -140,7 +140,7 @@ class Exchange(Response):
         await response(scope, receive, send)
 
     def _keep(self, pieces: Sequence[list[Piece]], index: int, at: float, event: TokenEvent) -> bool:
-        """Take an event in the middle of an answer at once; False leaves it to `_answer_whole`."""
+        """Implement `ChoiceSink`: process a mid-answer event immediately."""
         choice = self._plan.choices[index]
         if event.logprobs or not self._is_middle(choice, event):
             return False
@@ -151,7 +151,7 @@ class Exchange(Response):
     # ------------------------------------------------------------ streamed
 
     async def _answer_stream(self, generations: Generations, scope: Scope, receive: Receive, send: Send) -> None:
-        keepalive_s, frames = self._door.config.keepalive_s, self._frames
+        keepalive_s, serializer = self._router_state.config.keepalive_s, self._serializer
         arrivals = await generations.next(keepalive_s)
         refused = next((arrival.error for arrival in arrivals if arrival.error is not None), None)
         if refused is not None:
@@ -159,35 +159,35 @@ class Exchange(Response):
             return
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         opened = False
-        # A token without text, such as half a character, is no silence: no comment is due for it.
+        # A token without text, such as part of a character, counts as activity: it needs no keep-alive comment.
         self._next_comment = time.perf_counter() + (keepalive_s if arrivals else 0.0)
-        self._pieces = pieces_of(scope)
-        if self._pieces is not None:
-            self._pieces.comment = KEEP_ALIVE
+        self._writer = answer_writer_of(scope)
+        if self._writer is not None:
+            self._writer.comment = KEEP_ALIVE
         while True:
             chunks: list[bytes] = []
             if arrivals and not opened:
-                chunks, opened = [frames.opening()], True
+                chunks, opened = [serializer.opening()], True
             try:
                 for number, (choice, piece) in enumerate(self._take(generations, arrivals), 1):
-                    make = partial(frames.chunk, choice, piece)
+                    make = partial(serializer.chunk, choice, piece)
                     chunks.append(await self._made(make, len(piece.token_ids), first=piece.first))
                     if number % MANY_PIECES == 0:
                         await asyncio.sleep(0)
             except RequestError as error:
                 self._log.fail(error)
-                chunks.append(frames.error(error))
+                chunks.append(serializer.error(error))
                 await self._send_end(chunks, send)
                 return
             if self._finished:
-                chunks.append(frames.ending())
+                chunks.append(serializer.ending())
                 await self._send_end(chunks, send)
                 return
             data = b"".join(chunks)
             if data or time.perf_counter() >= self._next_comment:
                 await send(_body(data or KEEP_ALIVE, more=True))
                 self._next_comment = time.perf_counter() + keepalive_s
-            if opened and self._pieces is not None:
+            if opened and self._writer is not None:
                 generations.sink = self._pass_on
             arrivals = await generations.next(self._next_comment - time.perf_counter())
 
@@ -197,34 +197,34 @@ class Exchange(Response):
         await send(_body(b"".join(chunks), more=False))
 
     def _pass_on(self, index: int, at: float, event: TokenEvent) -> bool:
-        """Write an event in the middle of a stream at once; False leaves it to `_answer_stream`.
+        """Implement `ChoiceSink`: write a mid-stream event immediately.
 
-        Events without log-probabilities do not wait for the turn budget.
+        Only events with log-probabilities count towards the turn budget.
         """
-        choice, pieces = self._plan.choices[index], self._pieces
-        if pieces is None or not pieces.ready or not self._is_middle(choice, event):
+        choice, writer = self._plan.choices[index], self._writer
+        if writer is None or not writer.ready or not self._is_middle(choice, event):
             return False
         if not event.logprobs:
-            self._write(pieces, choice, at, event)
-        elif (turns := self._door.logprob_turns).has_time:
-            turns.run_now(partial(self._write, pieces, choice, at, event))
+            self._write(writer, choice, at, event)
+        elif (budget := self._router_state.logprob_time).has_time:
+            budget.run_now(partial(self._write, writer, choice, at, event))
         else:
             return False
         return True
 
-    def _write(self, pieces: Pieces, choice: AnswerChoice, at: float, event: TokenEvent) -> None:
-        if not choice.finish_reason and (data := self._frames.chunk(choice, self._pushed(choice, at, event))):
-            pieces.write(data)
-            self._next_comment = at + self._door.config.keepalive_s
+    def _write(self, writer: AnswerWriter, choice: AnswerChoice, at: float, event: TokenEvent) -> None:
+        if not choice.finish_reason and (data := self._serializer.chunk(choice, self._pushed(choice, at, event))):
+            writer.write(data)
+            self._next_comment = at + self._router_state.config.keepalive_s
 
     # ------------------------------------------------------------ both
 
     def _is_middle(self, choice: AnswerChoice, event: TokenEvent) -> bool:
-        """Whether an event is one in the middle of a choice, that is made into text at once."""
+        """Whether an event is in the middle of a choice and small enough to be converted to text immediately."""
         return not (not choice.num_pieces or event.finish_reason or self._is_many(len(event.token_ids), first=False))
 
     def _pushed(self, choice: AnswerChoice, at: float, event: TokenEvent) -> Piece:
-        """What an event that came to a sink adds to its choice; a stop string ends the choice."""
+        """Push an event from a sink to its choice. Stops the generation if a stop string ends the choice."""
         piece = choice.push(event)
         self._measure(choice, at, len(piece.token_ids))
         if choice.finish_reason and self._generations is not None:
@@ -233,15 +233,14 @@ class Exchange(Response):
         return piece
 
     async def _made(self, write: Callable[[], bytes], num_tokens: int, *, first: bool = True) -> bytes:
-        """The bytes that `write` makes of so many tokens, in a thread if they are many. Raises Unavailable.
+        """Return the bytes that `write` makes of `num_tokens` tokens. Raises Unavailable.
 
-        Log-probabilities wait for a turn of the event loop that has time.
-
-        The `first` bytes of an answer also have the log-probabilities of its prompts.
+        Large answers are written in a thread; log-probabilities wait for an event loop iteration with time left. The
+        `first` bytes of an answer also contain the log-probabilities of its prompts.
         """
         if self._is_many(num_tokens, first=first):
             return await self._model.text.apart(write)
-        return write() if self._plan.num_logprobs < 0 else await self._door.logprob_turns.run(write)
+        return write() if self._plan.num_logprobs < 0 else await self._router_state.logprob_time.run(write)
 
     def _is_many(self, num_tokens: int, *, first: bool) -> bool:
         plan = self._plan
@@ -250,19 +249,18 @@ class Exchange(Response):
         return num_logprobs > MANY_LOGPROBS or num_tokens > MANY_TOKENS
 
     async def _refuse(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with an error."""
-        self._door.add_retry_after(error)
+        self._router_state.add_retry_after(error)
         self._log.fail(error)
         await error_response(error)(scope, receive, send)
 
     def _take(self, generations: Generations, arrivals: Sequence[Arrival]) -> Iterator[tuple[AnswerChoice, Piece]]:
-        """Yield what each arrival adds to its choice. Raises the error that ended one of them."""
+        """Yield each arrival's choice and piece. Raises the error that ended a choice."""
         for arrival in arrivals:
             choice = self._plan.choices[arrival.index]
-            if choice.finish_reason:  # ended by a stop string: tokens that were under way come too late
+            if choice.finish_reason:  # ended by a stop string; ignore tokens that arrive afterwards
                 continue
             if arrival.event is None:
-                raise arrival.error or RequestError("the answer ended early")
+                raise arrival.error or RequestError("the answer ended unexpectedly")
             piece = choice.push(arrival.event)
             self._measure(choice, arrival.at, len(piece.token_ids))
             if choice.finish_reason and not arrival.event.finish_reason:
@@ -270,27 +268,27 @@ class Exchange(Response):
             yield choice, piece
 
     def _measure(self, choice: AnswerChoice, at: float, num_tokens: int) -> None:
-        """Count tokens that came now, and the time since those before them."""
+        """Count tokens that arrived at `at`, and the time since the previous ones."""
         if not num_tokens:
             if choice.pooled:
                 choice.first_at = choice.last_at = at
             return
         metrics = self._model.metrics
-        self._door.gate.spend(self._log.visit, num_tokens)
+        self._router_state.access.spend(self._log.client_request, num_tokens)
         if not choice.first_at:
             choice.first_at = at
-            metrics.observe_first(at - self._log.visit.began, num_tokens)
+            metrics.observe_first(at - self._log.client_request.began, num_tokens)
         else:
             metrics.observe_gap(at - choice.last_at, num_tokens)
         choice.last_at = at
 
     def _settle(self) -> None:
-        """Count an answer in the pace of the router, or give the key back the tokens of a prompt never computed."""
+        """Update the router's request rate, or refund the key's prompt tokens if the prompt was not computed."""
         log = self._log
         if log.status == 200:
-            self._door.pace.ended(time.monotonic())
+            self._router_state.completion_rate.ended(time.monotonic())
         elif log.status >= 429 and log.status != CLIENT_CLOSED and not log.num_output_tokens:
-            self._door.gate.spend(log.visit, -log.num_prompt_tokens)
+            self._router_state.access.spend(log.client_request, -log.num_prompt_tokens)
 
     @property
     def _finished(self) -> bool:
@@ -298,7 +296,7 @@ class Exchange(Response):
 
 
 async def _watch(receive: Receive, generations: Generations) -> None:
-    """Wait until the client leaves: its body is read, so nothing else can come from it."""
+    """Wait until the client disconnects. Its body has been read, so no other message can arrive."""
     while (await receive())["type"] != "http.disconnect":
         continue
     generations.leave()
