@@ -94,7 +94,7 @@ def test_a_lost_place_is_found(rows: np.typing.NDArray[np.uint8]) -> None:
     ring = ring_over(rows, 4, LateStream())
     ring.put(A, HERE, [0])
     ring._free.pop()
-    with pytest.raises(BlockError, match="2 free and 1 lent places of 4"):
+    with pytest.raises(BlockError, match="2 free and 1 lent slots of 4"):
         ring.check_integrity()
     ring.close()
 
@@ -115,7 +115,7 @@ def test_the_device_reaches_the_places_until_they_are_unmapped(rows: np.typing.N
 
 
 def test_where_there_is_no_memory_there_is_no_ring(rows: np.typing.NDArray[np.uint8]) -> None:
-    with pytest.raises(NotShared, match="no room for"):
+    with pytest.raises(NotShared, match="no memory for"):
         ring_over(rows, 2**50, LateStream())
 
 

@@ -127,7 +127,7 @@ def test_a_frozen_owner_is_waited_for_only_briefly(
     process.send_signal(signal.SIGSTOP)
     wait(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())
     files = num_files()
-    with pytest.raises(NotGiven, match="gives no descriptor"):
+    with pytest.raises(NotGiven, match="cannot receive the memory descriptor"):
         ImportedMemory(offer, 0)
     process.send_signal(signal.SIGCONT)
     assert num_files() == files and not maps()
@@ -135,7 +135,7 @@ def test_a_frozen_owner_is_waited_for_only_briefly(
 
 def test_who_answers_must_be_the_process_that_offered(owner: tuple[subprocess.Popen[str], KVDevice]) -> None:
     _, offer = owner
-    with pytest.raises(NotGiven, match=f"process {offer.pid} of user .* answers for process {os.getpid()}"):
+    with pytest.raises(NotGiven, match=f"process {offer.pid} of user .* answered instead of process {os.getpid()}"):
         take_descriptor(offer.name, os.getpid())
     with pytest.raises(NotGiven, match="refused"):
         take_descriptor("diptych-kv-of-nobody", offer.pid)
@@ -152,7 +152,7 @@ def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         assert socket.recv_fds(asking, 1, 1)[1] == []
     monkeypatch.undo()
     given.close()
-    assert "got no access" in caplog.text and f"user {mine}'s" in caplog.text
+    assert "did not share GPU memory" in caplog.text and f"belongs to user {mine}" in caplog.text
     os.close(write)
 
 
@@ -178,7 +178,7 @@ def test_a_giver_without_a_free_descriptor_gives_later(
         assert time.monotonic() < deadline
     given.close()
     os.close(write)
-    assert caplog.text.count("gets access to this one's GPU memory now: [Errno 24]") == 2
+    assert caplog.text.count("for GPU memory: [Errno 24]") == 2
 
 
 def test_what_was_given_is_a_descriptor_of_its_own_and_ends_with_close() -> None:
@@ -267,7 +267,7 @@ def test_a_cache_in_exported_memory(new_cache: Callable[[int], KVCache]) -> None
 
 
 def test_a_cache_that_does_not_fit(new_cache: Callable[[int], KVCache]) -> None:
-    with pytest.raises(ModelError, match=r"no memory for a KV cache of .* \(cuMemCreate: out of memory"):
+    with pytest.raises(ModelError, match=r"cannot allocate a KV cache of .* \(cuMemCreate: out of memory"):
         new_cache(2**34)
 
 
@@ -275,11 +275,11 @@ def test_a_worker_is_refused_where_the_driver_exports_nothing(monkeypatch: pytes
     config = DecodeWorkerConfig(kv_transport="cuda-ipc", device="cuda")
     new_transport(config, "d")
     monkeypatch.setenv("PRETENDED_CUDA_FAILS", "NO_EXPORT")
-    with pytest.raises(ConfigError, match="kv_transport.*exports no memory of cuda:0"):
+    with pytest.raises(ConfigError, match="kv_transport.*cannot export memory of cuda:0"):
         new_transport(config, "d")
     monkeypatch.setattr("common.engine.kv.cuda_driver.LIBRARY", "libcuda-of-nobody.so")
     driver.cache_clear()
-    with pytest.raises(ConfigError, match="CUDA's driver cannot be used"):
+    with pytest.raises(ConfigError, match="cannot load the CUDA driver"):
         new_transport(config, "d")
 
 

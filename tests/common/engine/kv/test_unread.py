@@ -41,9 +41,12 @@ def test_what_docs_models_says() -> None:
 
 def test_the_words_of_the_log() -> None:
     assert in_words((0, 0), 16, 4096) == in_words((8192, 8192), 16, 4096) == ""
-    assert "no layer looks back further than 4096 tokens: a sequence owns 257 blocks at most" in in_words(
+    assert "all layers have attention windows of at most 4096 tokens: a sequence uses at most 257 blocks" in in_words(
         MISTRAL_7B, 16, 32768
     )
     said = in_words(GEMMA_3_270M, 16, 32768)
-    assert said.startswith("15 of 18 layers look back at most 512 tokens") and "82% at 32,768 tokens" in said
+    assert (
+        said.startswith("15 of 18 layers have attention windows of at most 512 tokens")
+        and "82% at 32,768 tokens" in said
+    )
     assert "at 2,048 tokens" in in_words(GEMMA_3_270M, 16, 2048)

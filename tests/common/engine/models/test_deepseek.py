@@ -96,7 +96,7 @@ def test_the_cache_holds_latents_alone(third: Path) -> None:
     kv.tensor.fill_(1.0)
     kv.clear_slots(2, 5)
     assert kv.tensor.sum() == (5 * 16 - 11) * config.kv_numbers
-    with pytest.raises(ModelError, match="int8 is not for latents.*use auto or fp8"):
+    with pytest.raises(ModelError, match="int8 is not supported for models with latent attention: use auto or fp8"):
         KVCache(config, 5, 16, "int8")
 
 
