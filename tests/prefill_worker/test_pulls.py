@@ -134,7 +134,7 @@ def test_nothing_is_pulled_in_frames_where_a_transport_is_required(
     other.puller._required = "teleport"
     with caplog.at_level("INFO"):
         assert ask(other, FIRST, "a", peer=peer_of(holder)) == (other.oracle(FIRST), 0)
-    assert "the memory of holder cannot be read here, and kv_transport is teleport" in caplog.text
+    assert "the memory of holder is not readable, and --kv-transport is teleport" in caplog.text
 
 
 @pytest.mark.parametrize("share", [True, False])

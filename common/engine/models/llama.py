@@ -1,4 +1,4 @@
-"""Llama, and families with layers of its form: Mistral, Qwen, Phi, Granite, SmolLM2 and 3, gpt-oss and others."""
+"""Llama and families with the same layers: Mistral, Qwen, Phi, Granite, SmolLM2 and 3, gpt-oss and others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels import add_rms_norm, rms_norm
 
 
 class Llama(Decoder):
-    """Pre-norm: x += attention(norm(x)); x += mlp(norm(x)). Each sum is fused with the norm that follows it."""
+    """Pre-norm: x += attention(norm(x)); x += mlp(norm(x)). Each sum is fused with the next norm."""
 
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
         eps, layers = self.config.rms_norm_eps, self.weights.layers

@@ -51,7 +51,7 @@ def open_tiers(
 def _host(config: WorkerConfig, kv: KVCache) -> BlockTier:
     num_slots = int(config.kv_host_gib * 2**30) // kv.wire_bytes
     if not num_slots:
-        raise ConfigError("kv_host_gib", config.kv_host_gib, f"space for at least one block of {kv.wire_bytes} bytes")
+        raise ConfigError("kv_host_gib", config.kv_host_gib, f"at least {kv.wire_bytes} bytes, the size of a block")
     try:
         return BlockTier("host", HostSlots(kv.wire_bytes, num_slots))
     except OSError as error:
@@ -61,7 +61,7 @@ def _host(config: WorkerConfig, kv: KVCache) -> BlockTier:
 def _disk(config: WorkerConfig, kv: KVCache, fingerprint: str) -> BlockTier:
     num_slots = slots_within(int(config.kv_disk_gib * 2**30), kv.wire_bytes)
     if not num_slots:
-        raise ConfigError("kv_disk_gib", config.kv_disk_gib, f"space for at least one block of {kv.wire_bytes} bytes")
+        raise ConfigError("kv_disk_gib", config.kv_disk_gib, f"at least {kv.wire_bytes} bytes, the size of a block")
     try:
         return BlockTier("disk", BlockFile(Path(config.kv_disk_path), fingerprint, kv.wire_bytes, num_slots))
     except OSError as error:

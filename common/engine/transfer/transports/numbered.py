@@ -1,6 +1,6 @@
-"""Shipping blocks by their numbers in memory that receivers read: the cache itself, or a ring of places.
+"""Sends block numbers instead of blocks: receivers read the cache, or a ring of slots.
 
-Shared memory and NIXL have this in common, and differ in what they offer.
+Base class of the shared-memory and NIXL transports, which differ in their offers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class NumberedBlocks(OutgoingEnd):
-    """With a `ring`, blocks are copied to places that are lent to their transfer. Without, receivers read the cache."""
+    """With a `ring`, blocks are copied to slots lent to their transfer. Without, receivers read the cache."""
 
     def __init__(self, frames: Frames, ring: BlockRing | None, *, is_required: bool = False) -> None:
         super().__init__(frames)
         self.ring, self.is_required = ring, is_required
 
     def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel | None:
-        """Fall back to frames for a receiver that holds no place itself while others hold all of them."""
+        """Fall back to frames if other receivers hold all slots and this one holds none."""
         blocks = [transfer.blocks[index] for index in indices]
         if self.ring is None:
             views = self.frames.read(blocks)

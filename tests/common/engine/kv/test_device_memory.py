@@ -115,7 +115,7 @@ def test_memory_outlives_its_owner(owner: tuple[subprocess.Popen[str], KVDevice]
     process.wait()
     assert (np.asarray(memory._map) == 7).all()
     memory.close()
-    with pytest.raises(NotGiven, match="not on this host"):
+    with pytest.raises(NotGiven, match="not visible on this host"):
         ImportedMemory(offer, 0)
 
 

@@ -139,7 +139,7 @@ def other_file(offer: KVMemory, path: str) -> KVMemory:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda offer: msgspec.structs.replace(offer, pid=2**22 + 1), "not on this host"),
+        (lambda offer: msgspec.structs.replace(offer, pid=2**22 + 1), "not visible on this host"),
         (lambda offer: msgspec.structs.replace(offer, fd=9999), "No such file"),
         (lambda offer: msgspec.structs.replace(offer, nonce=b"x" * 16), "different nonce"),
         (lambda offer: msgspec.structs.replace(offer, num_bytes=NUM_BYTES - 1), "bytes instead of"),
