@@ -14,7 +14,7 @@ import zmq
 from common.engine.kv.cache import KVCache
 from common.engine.kv.copy_stream import CopyStream
 from common.engine.kv.cuda_driver import driver
-from common.engine.kv.shared_memory import NotShared
+from common.engine.kv.shared_memory import SharedMemoryError
 from common.engine.kv.staging import StagedIncoming, StagedOutgoing
 from common.engine.transfer import peer_memories
 from common.engine.transfer.receiver import (
@@ -244,5 +244,5 @@ def test_sums_are_those_of_the_kernel_without_a_sign() -> None:
 
 
 def test_a_cache_that_was_not_exported_is_not_offered() -> None:
-    with pytest.raises(NotShared, match="was not created for export to other GPUs"):
+    with pytest.raises(SharedMemoryError, match="was not created for export to other GPUs"):
         DeviceBlocks(Frames(lambda index: memoryview(b"")), cache())

@@ -46,11 +46,11 @@ class BlockLog:
             self._held.discard(short)
             self._change(short)
 
-    def in_tier(self, block_hash: bytes, is_there: bool) -> None:
+    def in_tier(self, block_hash: bytes, present: bool) -> None:
         """Record that the block entered or left the tiers below the prefix cache. Thread-safe."""
         short = block_hash[:SHORT_HASH_BYTES]
         with self._lock:
-            (self._below.add if is_there else self._below.discard)(short)
+            (self._below.add if present else self._below.discard)(short)
             if short not in self._held:
                 self._change(short)
 

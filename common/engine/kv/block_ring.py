@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import torch
 
 from common.engine.kv.copy_stream import NotRegistered
-from common.engine.kv.shared_memory import KVMemory, NotShared, SharedMemory
+from common.engine.kv.shared_memory import KVMemory, SharedMemory, SharedMemoryError
 from common.engine.kv.staging import StagedOutgoing
 from common.errors import BlockError
 
 RING_BYTES = 128 * 2**20
 """Size of a ring: enough for several messages to several receivers."""
-LEAST_PLACES = 8
+MIN_SLOTS = 8
 """Minimum number of slots, however large a block is, so that copies in and out overlap."""
 
 Key = tuple[str, int]  # request_id and attempt of a transfer
@@ -38,23 +38,25 @@ class _Loan:
 class BlockRing:
     """Writer side of the ring, used only by the sender's thread. Each slot is free or lent to one transfer."""
 
-    def __init__(self, blocks: StagedOutgoing, num_places: int) -> None:
-        """Raises NotShared if shared memory is unavailable or the device cannot access it."""
-        self.block_bytes, self.num_places = blocks.block_bytes, num_places
+    def __init__(self, blocks: StagedOutgoing, num_slots: int) -> None:
+        """Raises SharedMemoryError if shared memory is unavailable or the device cannot access it."""
+        self.block_bytes, self.num_slots = blocks.block_bytes, num_slots
         self._blocks = blocks
         try:
-            self._memory = SharedMemory(num_places * self.block_bytes, is_ring=True)
+            self._memory = SharedMemory(num_slots * self.block_bytes, is_ring=True)
         except OSError as error:
-            raise NotShared(f"no memory for {num_places} slots of {self.block_bytes:,} bytes: {error}") from error
-        num_bytes = num_places * self.block_bytes
+            raise SharedMemoryError(
+                f"no memory for {num_slots} slots of {self.block_bytes:,} bytes: {error}"
+            ) from error
+        num_bytes = num_slots * self.block_bytes
         with torch.inference_mode(False):  # otherwise a sender thread outside inference mode may not write to it
             self._flat = torch.frombuffer(self._memory.pages, dtype=torch.uint8, count=num_bytes)
         try:
             blocks.stream.register(self._flat)
         except NotRegistered as error:
-            raise NotShared(str(error)) from error
-        self._places = list(self._flat.view(num_places, self.block_bytes))
-        self._free = deque(range(num_places))  # least recently freed first, which gives a slow reader the most time
+            raise SharedMemoryError(str(error)) from error
+        self._places = list(self._flat.view(num_slots, self.block_bytes))
+        self._free = deque(range(num_slots))  # least recently freed first, which gives a slow reader the most time
         self._loans: dict[Key, _Loan] = {}
 
     @property
@@ -81,7 +83,7 @@ class BlockRing:
         copies = [(block, self._places[place]) for block, place in zip(blocks, places, strict=False)]
         return places, self._blocks.copy_all(copies) if copies else []
 
-    def give_back(self, key: Key, places: Sequence[int]) -> bool:
+    def release(self, key: Key, places: Sequence[int]) -> bool:
         """Release slots of the transfer. Returns False and frees nothing unless the transfer holds all of them."""
         loan = self._loans.get(key)
         if loan is None or not loan.places.issuperset(places):
@@ -95,15 +97,15 @@ class BlockRing:
         if (loan := self._loans.pop(key, None)) is not None:
             self._free.extend(loan.places)
 
-    def waits_for(self, receiver: str) -> bool:
+    def holds_slots(self, receiver: str) -> bool:
         """Return whether transfers to this address hold slots, so that some will be released."""
         return any(loan.places for loan in self._loans.values() if loan.receiver == receiver)
 
     def check_integrity(self) -> None:
         """Raise BlockError unless every slot is free or lent to one transfer."""
         lent = [place for loan in self._loans.values() for place in loan.places]
-        if sorted([*self._free, *lent]) != list(range(self.num_places)):
-            raise BlockError(f"{len(self._free)} free and {len(lent)} lent slots of {self.num_places}")
+        if sorted([*self._free, *lent]) != list(range(self.num_slots)):
+            raise BlockError(f"{len(self._free)} free and {len(lent)} lent slots of {self.num_slots}")
 
     def close(self) -> None:
         """Unmap the memory. No `put` may follow. Receivers keep their mappings until they have copied."""
@@ -113,5 +115,5 @@ class BlockRing:
 
 
 def ring_for(blocks: StagedOutgoing, num_blocks: int) -> BlockRing:
-    """Create a ring of the default size for a cache of `num_blocks`. Raises NotShared."""
-    return BlockRing(blocks, min(num_blocks, max(LEAST_PLACES, RING_BYTES // blocks.block_bytes)))
+    """Create a ring of the default size for a cache of `num_blocks`. Raises SharedMemoryError."""
+    return BlockRing(blocks, min(num_blocks, max(MIN_SLOTS, RING_BYTES // blocks.block_bytes)))

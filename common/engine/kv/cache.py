@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.kv.cuda_driver import DriverError, NotGiven
+from common.engine.kv.cuda_driver import DescriptorError, DriverError
 from common.errors import BlockError, ModelError
 from kernels.cpu import prefer_large_pages
 from kernels.interface import UNSCALED, KVLayout, KVScales, numbers_of, row_width, scales_of
@@ -108,7 +108,7 @@ class KVCache:
                 self.tensor = self._in_host_memory(shape, share)
             else:
                 self.tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        except (OSError, RuntimeError, OverflowError, DriverError, NotGiven) as error:
+        except (OSError, RuntimeError, OverflowError, DriverError, DescriptorError) as error:
             raise ModelError(
                 f"cannot allocate a KV cache of {num_blocks} blocks ({num_blocks * self.block_bytes / 2**30:.2f} GiB) "
                 f"on {device}: lower kv_memory_gib or num_blocks ({error})"
@@ -145,11 +145,11 @@ class KVCache:
         num_bytes = math.prod(shape) * self.dtype.itemsize
         if share:
             # Imported lazily, like device_memory below: only shared memory needs the wire packages.
-            from common.engine.kv.shared_memory import NotShared, SharedMemory
+            from common.engine.kv.shared_memory import SharedMemory, SharedMemoryError
 
             try:
                 self.shared = SharedMemory(num_bytes)
-            except NotShared as error:
+            except SharedMemoryError as error:
                 log.warning("cannot share KV memory with decode workers on this host: %s", error)
         pages = self.shared.pages if self.shared else mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         prefer_large_pages(pages)

@@ -73,7 +73,7 @@ CALLS: Final = {
 """Argument types, as in cuda.h. Each function returns 0 or an error code."""
 
 
-class NotGiven(DiptychError):
+class DescriptorError(DiptychError):
     """A descriptor cannot be received from, or offered to, another process. The message gives the reason."""
 
 

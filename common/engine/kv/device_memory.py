@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from common.engine.kv.cuda_driver import CudaDriver, DriverError, NotGiven, driver
+from common.engine.kv.cuda_driver import CudaDriver, DescriptorError, DriverError, driver
 
 log = logging.getLogger(__name__)
 WAIT_S = 1.0
@@ -71,9 +71,9 @@ class ExportedMemory:
     """Owner side of exported GPU memory. The initial contents are undefined."""
 
     def __init__(self, num_bytes: int, device: int) -> None:
-        """Raises DriverError, or NotGiven if the system cannot pass descriptors."""
+        """Raises DriverError, or DescriptorError if the system cannot pass descriptors."""
         if sys.platform != "linux":
-            raise NotGiven(f"{sys.platform} does not support descriptors of GPU memory")
+            raise DescriptorError(f"{sys.platform} does not support descriptors of GPU memory")
         cuda = driver()
         size = cuda.whole_pages(num_bytes, device)
         handle = cuda.create(size, device)
@@ -83,9 +83,9 @@ class ExportedMemory:
         finally:
             cuda.release(handle)  # the mapping and the descriptor keep the memory alive
         try:
-            self._given = GivenDescriptor(descriptor)
+            self._given = DescriptorServer(descriptor)
         except OSError as error:
-            raise NotGiven(f"cannot offer GPU memory to other processes: {error}") from error
+            raise DescriptorError(f"cannot offer GPU memory to other processes: {error}") from error
         self.offer = KVDevice(os.getpid(), self._given.name, size)
 
     def close(self) -> None:
@@ -96,10 +96,10 @@ class ExportedMemory:
 def map_exported(offer: KVDevice, device: int) -> DeviceMap:
     """Map another process's `ExportedMemory` for `device`, read-only where the driver supports that.
 
-    Raises DriverError, or NotGiven if the owner does not pass its descriptor.
+    Raises DriverError, or DescriptorError if the owner does not pass its descriptor.
     """
     cuda = driver()
-    descriptor = take_descriptor(offer.name, offer.pid)
+    descriptor = receive_descriptor(offer.name, offer.pid)
     try:
         handle = cuda.take(descriptor)
     finally:
@@ -110,7 +110,7 @@ def map_exported(offer: KVDevice, device: int) -> DeviceMap:
         cuda.release(handle)
 
 
-class GivenDescriptor:
+class DescriptorServer:
     """Passes `descriptor` to each process of this user that asks, from a dedicated thread, until `close`."""
 
     def __init__(self, descriptor: int) -> None:
@@ -161,19 +161,19 @@ class GivenDescriptor:
         socket.send_fds(peer, [b"\0"], [self._descriptor])
 
 
-def take_descriptor(name: str, process: int) -> int:
-    """Receive the descriptor that `process` offers under `name`. The caller must close it. Raises NotGiven."""
+def receive_descriptor(name: str, process: int) -> int:
+    """Receive the descriptor that `process` offers under `name`. The caller must close it. Raises DescriptorError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
             asking.settimeout(WAIT_S)
             asking.connect(_address(name))
             if (giver := _who(asking)) != (process, os.geteuid()):
-                raise NotGiven(f"process {giver[0]} of user {giver[1]} answered instead of process {process}")
+                raise DescriptorError(f"process {giver[0]} of user {giver[1]} answered instead of process {process}")
             _, descriptors, _, _ = socket.recv_fds(asking, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except OSError as error:
-        raise NotGiven(f"cannot receive the memory descriptor of process {process}: {error}") from error
+        raise DescriptorError(f"cannot receive the memory descriptor of process {process}: {error}") from error
     if not descriptors:
-        raise NotGiven(f"process {process} did not pass its memory descriptor to this user")
+        raise DescriptorError(f"process {process} did not pass its memory descriptor to this user")
     return descriptors[0]
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 GROUP_BYTES = 4 * 2**20
 """Size of a group: blocks requested from, or sent to, another host in one message (at least one block)."""
-TURN_S = 60.0
+EXCHANGE_TIMEOUT_S = 60.0
 """Timeout, in seconds, for other threads to finish their exchange with ranks on other hosts."""
 
 Item = TypeVar("Item")
@@ -82,7 +82,7 @@ class ShardedCache(KVCache):
         self._parts: list[Tensor] = [self.tensor]  # ranks of this host, which come first
         self._remotes: list[RemoteHeads] = []
         self._order = StepOrder(self.tensor.device)
-        self._turn = threading.Lock()
+        self._exchange_lock = threading.Lock()
         self._on_host: Tensor | None = None  # staging for a block between another host and a GPU
 
     def attach(self, part: Tensor) -> None:
@@ -132,7 +132,7 @@ class ShardedCache(KVCache):
         Also raises RankLost.
         """
         self._check(index)
-        with self._turn_with_remotes():
+        with self._remote_exchange():
             for remote in self._remotes:
                 remote.clear(index, first)
             self._order.run([(part.device, partial(clear_slots, part[index], first)) for part in self._parts])
@@ -158,7 +158,7 @@ class ShardedCache(KVCache):
             for rank, (remote, owned) in enumerate(zip(self._remotes, owners[local:], strict=True), local)
             if owned
         ]
-        with self._turn_with_remotes():
+        with self._remote_exchange():
             for group in in_groups(blocks, self.wire_bytes):
                 for remote, owned, first in lenders:
                     remote.ask([index for index, _ in group], range(first, first + len(owned)))
@@ -174,7 +174,7 @@ class ShardedCache(KVCache):
         """Call `scatter` for several blocks, with one confirmation per group from other hosts."""
         for index, _ in blocks:
             self._check(index)
-        with self._turn_with_remotes():
+        with self._remote_exchange():
             for group in in_groups(blocks, self.wire_bytes):
                 for remote in self._remotes:
                     remote.put([index for index, _ in group])
@@ -230,13 +230,15 @@ class ShardedCache(KVCache):
         return self._on_host
 
     @contextlib.contextmanager
-    def _turn_with_remotes(self) -> Iterator[None]:
+    def _remote_exchange(self) -> Iterator[None]:
         """Serialise access to other hosts. After an error, pending replies would be misread, so disconnect."""
         if not self._remotes:
             yield
             return
-        if not self._turn.acquire(timeout=TURN_S):
-            raise RankLost(f"timed out after {TURN_S:g} s waiting for other threads' exchange with other hosts")
+        if not self._exchange_lock.acquire(timeout=EXCHANGE_TIMEOUT_S):
+            raise RankLost(
+                f"timed out after {EXCHANGE_TIMEOUT_S:g} s waiting for other threads' exchange with other hosts"
+            )
         try:
             yield
         except BaseException:
@@ -244,7 +246,7 @@ class ShardedCache(KVCache):
                 remote.cut()
             raise
         finally:
-            self._turn.release()
+            self._exchange_lock.release()
 
     def _heads_of(self, block: Tensor) -> Tensor:
         """View a block's bytes as [layers, all KV heads, block_size, 2, width]."""

@@ -39,7 +39,7 @@ class KVMemory(msgspec.Struct, frozen=True, array_like=True):
     is_ring: bool = False
 
 
-class NotShared(DiptychError):
+class SharedMemoryError(DiptychError):
     """Memory cannot be shared with, or mapped from, another process. The message gives the reason."""
 
 
@@ -49,10 +49,10 @@ class SharedMemory:
     def __init__(self, num_bytes: int, *, is_ring: bool = False) -> None:
         """`is_ring`: the memory contains ring slots instead of a whole cache.
 
-        Raises NotShared if the system does not support memory files, OSError if memory is insufficient.
+        Raises SharedMemoryError if the system does not support memory files, OSError if memory is insufficient.
         """
         if sys.platform != "linux":
-            raise NotShared(f"{sys.platform} does not support sealed memory files")
+            raise SharedMemoryError(f"{sys.platform} does not support sealed memory files")
         import fcntl
 
         # Memory files of any size can be created, but a private mapping that the system cannot back fails.
@@ -60,7 +60,7 @@ class SharedMemory:
         try:
             self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (OSError, AttributeError) as error:  # AttributeError: libc is too old
-            raise NotShared(f"cannot create a memory file: {error}") from error
+            raise SharedMemoryError(f"cannot create a memory file: {error}") from error
         try:
             os.fchmod(self._fd, stat.S_IRUSR | stat.S_IWUSR)
             os.ftruncate(self._fd, num_bytes + NONCE_BYTES)
@@ -82,8 +82,8 @@ class SharedMemory:
 def map_shared(offer: KVMemory) -> np.typing.NDArray[np.uint8]:
     """Map another process's `SharedMemory` read-only, without the nonce, until the last reference to the array ends.
 
-    Raises NotShared unless `offer` names a sealed memory file of this user with the same nonce, OSError or ValueError
-    if it cannot be read.
+    Raises SharedMemoryError unless `offer` names a sealed memory file of this user with the same nonce, OSError or
+    ValueError if it cannot be read.
     """
     assert sys.platform == "linux"
     import fcntl
@@ -92,18 +92,18 @@ def map_shared(offer: KVMemory) -> np.typing.NDArray[np.uint8]:
     path = f"/proc/{offer.pid}/fd/{offer.fd}"
     found = os.readlink(path)
     if found != _LINK:
-        raise NotShared(f"{path} is {found!r}, not KV memory")
+        raise SharedMemoryError(f"{path} is {found!r}, not KV memory")
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600:
-            raise NotShared(f"{path} must be a regular file of this user with mode 0600")
+            raise SharedMemoryError(f"{path} must be a regular file of this user with mode 0600")
         if status.st_size != offer.num_bytes + NONCE_BYTES:
-            raise NotShared(f"{path} has {status.st_size} bytes instead of {offer.num_bytes + NONCE_BYTES}")
+            raise SharedMemoryError(f"{path} has {status.st_size} bytes instead of {offer.num_bytes + NONCE_BYTES}")
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise NotShared(f"{path} is not sealed against shrinking")
+            raise SharedMemoryError(f"{path} is not sealed against shrinking")
         if os.pread(fd, NONCE_BYTES, offer.num_bytes) != offer.nonce:
-            raise NotShared(f"{path} has a different nonce: it is not the memory that was offered")
+            raise SharedMemoryError(f"{path} has a different nonce: it is not the memory that was offered")
         return np.frombuffer(mmap.mmap(fd, offer.num_bytes, prot=mmap.PROT_READ), np.uint8)
     finally:
         os.close(fd)

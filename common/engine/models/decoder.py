@@ -46,7 +46,7 @@ class LayerStates:
         self._wanted = wanted
         self._found: dict[int, Tensor] = {}
 
-    def pass_by(self, layer: int, hidden: Tensor) -> None:
+    def record(self, layer: int, hidden: Tensor) -> None:
         """Record `hidden`, the input of a layer, if it is wanted."""
         if layer in self._wanted:
             self._found[layer] = hidden

@@ -14,11 +14,11 @@ class Llama(Decoder):
     def layers(self, hidden: Tensor, step: Step) -> Tensor:
         eps, layers = self.config.rms_norm_eps, self.weights.layers
         following = [*(layer.norms["before_attention"] for layer in layers[1:]), self.weights.norm]
-        step.states.pass_by(0, hidden)
+        step.states.record(0, hidden)
         normed = rms_norm(hidden, layers[0].norms["before_attention"], eps)
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             mixed = self.attention(index, layer, normed, step)
             hidden, normed = add_rms_norm(self.wanted(index, hidden, step), mixed, layer.norms["before_mlp"], eps)
             hidden, normed = add_rms_norm(hidden, self.mlp(index, layer, normed, step), next_norm, eps)
-            step.states.pass_by(index + 1, hidden)
+            step.states.record(index + 1, hidden)
         return normed

@@ -17,7 +17,7 @@ from common.engine.kv.tiers import BlockRead, BlockTiers, ReadEnded
 from common.engine.sequences.awaited_grammars import AwaitedGrammars, MaskReady
 from common.engine.sequences.hidden_states import HiddenPlaces
 from common.engine.sequences.reports import Reports
-from common.engine.sequences.restores import Restores
+from common.engine.sequences.restores import BlockRestorer
 from common.engine.sequences.scheduler import Scheduler
 from common.engine.sequences.sequence import RequestRules, WorkerSequence
 from common.engine.sequences.step_budget import Knob
@@ -114,7 +114,7 @@ class RequestEngine(Engine, Generic[R, S]):
     ) -> None:
         super().__init__(send)
         self._tiers, self._adapters, self._hidden = parts.tiers, parts.adapters, parts.hidden
-        self._restores = Restores(parts.tiers, scheduler.block_size, metrics, parts.peers)
+        self._restores = BlockRestorer(parts.tiers, scheduler.block_size, metrics, parts.peers)
         self.scheduler: Scheduler[S] = scheduler
         self.metrics = metrics
         self._rules, self._max_waiting = rules, config.max_waiting

@@ -1,4 +1,4 @@
-"""Restores a prompt's blocks from tiers below the prefix cache, or from a peer, instead of computing them.
+"""BlockRestorer a prompt's blocks from tiers below the prefix cache, or from a peer, instead of computing them.
 
 A prompt that owns its blocks waits for a read only if the read is predicted to be faster than computing, and at most
 as long as computing would take. If the time is over, or a tier or peer fails, the prompt continues from what was read.
@@ -35,7 +35,7 @@ class _Source:
     peer: KVPeer | None = None
 
 
-class Restores:
+class BlockRestorer:
     """Starts and ends reads. Without `tiers` nothing is read, without `peers` nothing is pulled. Engine thread only."""
 
     def __init__(

@@ -49,7 +49,7 @@ class LentBlock:
     source: int | None
 
 
-class Lendable:
+class LendableBlocks:
     """Source of the blocks to lend. Used only by the lender's thread. `outgoing` provides views of cached blocks."""
 
     def __init__(
@@ -59,13 +59,13 @@ class Lendable:
         self.block_bytes, self.num_blocks = block_bytes, pool.num_blocks
 
     def find(self, block_hash: bytes) -> LentBlock | None:
-        """Return the block, or None. A cached block may change at any time: check `is_still` after reading it."""
+        """Return the block, or None. A cached block may change at any time: check `is_unchanged` after reading it."""
         if (block := self._pool.find(block_hash)) is not None:
             return LentBlock(block_hash, self._outgoing.view(block), block)
         copy = self._tiers.copy_of(block_hash) if self._tiers is not None else None
         return LentBlock(block_hash, copy, None) if copy is not None else None
 
-    def is_still(self, block: LentBlock) -> bool:
+    def is_unchanged(self, block: LentBlock) -> bool:
         """Return whether the block is unchanged since `find`."""
         return block.source is None or self._pool.is_published(block.source, block.block_hash)
 
@@ -101,13 +101,13 @@ class KVLender:
         self._places: OrderedDict[tuple[bytes, str, int], float] = OrderedDict()  # least recently used first
         self._drops = DropLog(log, "a pull")
         self._identity: LenderIdentity
-        self._blocks: Lendable
+        self._blocks: LendableBlocks
         self._batch = 1
         self._has_stopped = False
         self.num_lent_blocks = self.num_refused = 0
         self._thread = threading.Thread(target=self._main, name="kv-lender", daemon=True)
 
-    def start(self, identity: LenderIdentity, blocks: Lendable) -> None:
+    def start(self, identity: LenderIdentity, blocks: LendableBlocks) -> None:
         """Start lending `blocks`."""
         self._identity, self._blocks = identity, blocks
         self._batch = blocks_per_message(blocks.block_bytes)
@@ -224,7 +224,7 @@ class KVLender:
             if block is None:
                 return
             seal = checksum(block.view)
-            if not self._blocks.is_still(block):
+            if not self._blocks.is_unchanged(block):
                 return  # it may have been overwritten while the checksum was computed
             yield block, seal
 

@@ -104,7 +104,7 @@ class PeerMemories:
             memory = transport.accept(details)
         except DiptychError as error:
             return self._refuse(opened, str(error), refused_before)
-        log.info("KV transfer from %s: %s", opened.worker_id, memory.in_words)
+        log.info("KV transfer from %s: %s", opened.worker_id, memory.description)
         if self._poller is not None and memory.process is not None:
             self._poller.register(memory.process, zmq.POLLIN)
         return memory

@@ -282,7 +282,7 @@ class KVReceiver:
                     self._receive()
                 for transport in self._transports:
                     for read in transport.ended():
-                        self._land(read)
+                        self._finish_read(read)
                 self._drops.flush(time.monotonic())
         except BaseException as error:
             log.exception("KV receiver died")
@@ -363,28 +363,28 @@ class KVReceiver:
             self._fail(transfer, problem)
         return True
 
-    def _land(self, read: ReadEnded) -> None:
+    def _finish_read(self, read: ReadEnded) -> None:
         """Write the blocks of a completed read if their transfer still wants them."""
-        if read.landed is not None:
-            self._write(read.peer, read.header, read.landed)
+        if read.buffered is not None:
+            self._write(read.peer, read.header, read.buffered)
             return
         with self._lock:
             transfer = self._transfer_of(read.header)
         if transfer is not None:
             self._fail(transfer, read.problem)
 
-    def _write(self, peer: bytes, header: KVBlocks, landed: BlockSource | None = None) -> None:
-        """Write the blocks of a message: from its frames, from the memory it names, or from `landed`."""
+    def _write(self, peer: bytes, header: KVBlocks, buffered: BlockSource | None = None) -> None:
+        """Write the blocks of a message: from its frames, from the memory it names, or from `buffered`."""
         with self._lock:
             self._writing = transfer = self._transfer_of(header)
         if transfer is None:
             discard_rest(self._socket)
             self._drop_late(f"{len(header.checksums)} blocks", header)
-            self._give_back(peer, header)
+            self._return_slots(peer, header)
             return
         began = time.monotonic()
         try:
-            num_bytes, problem = self._write_blocks(transfer, header, landed)
+            num_bytes, problem = self._write_blocks(transfer, header, buffered)
             transfer.last_progress = now = time.monotonic()
             transfer.busy_s += now - began
             if num_bytes:
@@ -399,19 +399,19 @@ class KVReceiver:
         elif transfer.complete:
             self._complete(transfer)
         elif transfer.memory is not None and transfer.memory.is_ring:
-            self._give_back(peer, header)
+            self._return_slots(peer, header)
 
-    def _give_back(self, peer: bytes, header: KVBlocks) -> None:
+    def _return_slots(self, peer: bytes, header: KVBlocks) -> None:
         """Notify the sender that it may reuse the slots of this message."""
         if header.sources:
             self._answer(peer, KVTaken(request_id=header.request_id, attempt=header.attempt, places=header.sources))
 
     def _write_blocks(
-        self, transfer: IncomingTransfer, header: KVBlocks, landed: BlockSource | None
+        self, transfer: IncomingTransfer, header: KVBlocks, buffered: BlockSource | None
     ) -> tuple[int, str]:
         """Write a message's blocks into the cache. Returns the bytes written and the problem, or ""."""
         into = self._quantised if transfer.quantised and self._quantised is not None else self._blocks
-        source = landed or transfer.memory
+        source = buffered or transfer.memory
         received: list[int] = []
         num_bytes, problem = 0, ""
         if not header.sources:
@@ -421,7 +421,7 @@ class KVReceiver:
                 lambda index: into.view(transfer.blocks[index]) if transfer.wants(index) else None,
             )
             received, num_bytes, problem = committed(received, problem, transfer, into)
-        elif landed is None and (extra := discard_rest(self._socket)):
+        elif buffered is None and (extra := discard_rest(self._socket)):
             problem = f"{extra} unexpected frames: the message names blocks in memory"
         elif source is None:
             problem = "the message names blocks in memory that this worker cannot read"

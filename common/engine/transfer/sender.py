@@ -78,7 +78,7 @@ class TransferState(Enum):
     """All blocks and `KVDone` were sent; the receiver has not acknowledged yet."""
 
 
-class CatchUp(Enum):
+class CatchUpState(Enum):
     """Progress of a growing transfer. Its sequence may pause once the receiver has all full blocks."""
 
     NOT_GRANTED = auto()
@@ -119,7 +119,7 @@ class OutgoingTransfer:
     transport: str = "tcp"
     shared: bool = False
     quantised: bool = False
-    catch_up: CatchUp = CatchUp.NOT_GRANTED
+    catch_up: CatchUpState = CatchUpState.NOT_GRANTED
     first_block: int = 0
     next_block: int = 0
     granted_at: float = 0.0
@@ -160,13 +160,13 @@ class OutgoingTransfer:
 
     def ask(self) -> None:
         """Record that the sender asked, after all full blocks, whether they have arrived."""
-        if self.catch_up is CatchUp.GRANTED:
-            self.catch_up = CatchUp.ASKED
+        if self.catch_up is CatchUpState.GRANTED:
+            self.catch_up = CatchUpState.ASKED
 
     def answer(self) -> None:
         """Record that the receiver confirmed their arrival. Unsolicited confirmations are ignored."""
-        if self.catch_up is CatchUp.ASKED:
-            self.catch_up = CatchUp.ANSWERED
+        if self.catch_up is CatchUpState.ASKED:
+            self.catch_up = CatchUpState.ANSWERED
 
     def shippable(self, limit: int) -> range:
         """Return up to `limit` next block indices that are granted, computed and not sent."""
@@ -178,11 +178,13 @@ class OutgoingTransfer:
         """Return the event due for the engine, if any: once when granted, once when caught up."""
         if not self.room or self.state is TransferState.OPENED:
             return None
-        following = {CatchUp.NOT_GRANTED: CatchUp.GRANTED, CatchUp.ANSWERED: CatchUp.COMPLETE}.get(self.catch_up)
+        following = {CatchUpState.NOT_GRANTED: CatchUpState.GRANTED, CatchUpState.ANSWERED: CatchUpState.COMPLETE}.get(
+            self.catch_up
+        )
         if following is None:
             return None
         self.catch_up = following
-        return TransferAdvanced(self.request_id, self.attempt, following is CatchUp.COMPLETE)
+        return TransferAdvanced(self.request_id, self.attempt, following is CatchUpState.COMPLETE)
 
     def ended(self, reason: str, now: float) -> TransferEnded:
         """Return the end event of a transfer that ends at `now`."""
@@ -211,7 +213,7 @@ class OutgoingTransfer:
 
         Blocks passed to a socket may remain in its queue for a long time.
         """
-        return bool(self.room) and self.computing and self.catch_up is CatchUp.GRANTED
+        return bool(self.room) and self.computing and self.catch_up is CatchUpState.GRANTED
 
     @property
     def computing(self) -> bool:
@@ -348,7 +350,7 @@ class KVSender:
         now = time.monotonic()
         self._dial(now)
         self._ship()
-        self._tell_advanced()
+        self._notify_advanced()
         self._drops.flush(now)
         self._announce(now)
         self._expire(now)
@@ -377,7 +379,7 @@ class KVSender:
                             transfer.done, transfer.done_at = done, now
                 case _Cancel(transfer, reason, phase):
                     if self._transfers.get(transfer.key) is transfer:
-                        self._tell_failed(transfer, reason, phase)
+                        self._send_failed(transfer, reason, phase)
                         self._forget(transfer)
         return True
 
@@ -454,7 +456,7 @@ class KVSender:
             self._drop(f"grant for {transfer.request_id} requires {what}, which was not offered")
         elif outgoing is not None and outgoing.is_required and not grant.shared:
             why = f"decode worker {worker} cannot read this worker's memory, and --kv-transport is {outgoing.transport}"
-            self._tell_failed(transfer, why)
+            self._send_failed(transfer, why)
             self._end(transfer, why)
         elif not transfer.grant(grant.first_block, now):
             self._drop(
@@ -464,7 +466,7 @@ class KVSender:
             transfer.token, transfer.shared, transfer.quantised = grant.token, grant.shared, grant.quantised
             way = "TCP" + ", quantised to 8 bits" * grant.quantised
             if grant.shared and outgoing is not None:
-                transfer.transport, way = outgoing.transport, outgoing.in_words
+                transfer.transport, way = outgoing.transport, outgoing.description
             connection = self._connections[transfer.target.address]
             if connection.way != way:
                 connection.way = way
@@ -504,19 +506,19 @@ class KVSender:
                 blocked.add(stream)
                 return False
             end = self._outgoing if transfer.shared and self._outgoing is not None else self._frames
-            if (parcel := end.ship(transfer, indices)) is None:
+            if (prepared := end.ship(transfer, indices)) is None:
                 return False  # wait for the receiver to return slots
             with self._lock:
-                sent = not transfer.revoked and parcel.try_send(stream, transfer)
+                sent = not transfer.revoked and prepared.try_send(stream, transfer)
             if not sent:
                 if self._outgoing is not None:
-                    self._outgoing.undo(transfer, parcel)
+                    self._outgoing.undo(transfer, prepared)
                 blocked.update(() if transfer.revoked else (stream,))
                 return False
-            transfer.next_block, transfer.stream = parcel.indices.stop, transfer.stream + 1
+            transfer.next_block, transfer.stream = prepared.indices.stop, transfer.stream + 1
             transfer.lease_until = time.monotonic() + self._lease_s
-            transfer.num_bytes += parcel.num_bytes
-            self.num_bytes += parcel.num_bytes
+            transfer.num_bytes += prepared.num_bytes
+            self.num_bytes += prepared.num_bytes
             return bool(transfer.shippable(1)) or transfer.can_finish
         if transfer.can_finish and transfer.done is not None:
             if try_send(streams[0], replace(transfer.done, token=transfer.token)):
@@ -525,7 +527,7 @@ class KVSender:
                 blocked.add(streams[0])
         return False
 
-    def _tell_advanced(self) -> None:
+    def _notify_advanced(self) -> None:
         """Notify the engine of growing transfers that were granted or have caught up."""
         for transfer in self._transfers.values():
             if (event := transfer.advanced()) is not None:
@@ -541,7 +543,7 @@ class KVSender:
 
     def _expire(self, now: float) -> None:
         for transfer in [t for t in self._transfers.values() if t.lease_until < now and not t.computing]:
-            self._tell_failed(transfer, "lease expired")
+            self._send_failed(transfer, "lease expired")
             self._end(transfer, f"decode worker {transfer.target.worker_id} sent nothing for {self._lease_s:g} s")
         idle = [
             address
@@ -551,7 +553,7 @@ class KVSender:
         for address in idle:
             self._connections.pop(address).close()
 
-    def _tell_failed(self, transfer: OutgoingTransfer, reason: str, phase: str = "") -> None:
+    def _send_failed(self, transfer: OutgoingTransfer, reason: str, phase: str = "") -> None:
         message = KVFailed(request_id=transfer.request_id, attempt=transfer.attempt, reason=reason[:1000], phase=phase)
         if transfer.key not in self._unopened:
             try_send(self._streams(transfer)[0], message)  # if the queue is full, the receiver's deadline applies

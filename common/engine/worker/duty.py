@@ -21,7 +21,7 @@ from common.engine.transfer import (
     KVLender,
     KVPuller,
     KVSender,
-    Lendable,
+    LendableBlocks,
     LenderIdentity,
     PeerCaches,
     TransferEnded,
@@ -159,7 +159,7 @@ class Duty(ABC):
         )
         lender.start(
             LenderIdentity(identity.worker_id, identity.epoch, loaded.fingerprint, offer),
-            Lendable(pool, outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes)), kv.wire_bytes, self._tiers),
+            LendableBlocks(pool, outgoing_blocks(kv, blocks_in_queues(kv.wire_bytes)), kv.wire_bytes, self._tiers),
         )
         puller.start()
         return PeerCaches(lender, puller)

@@ -295,7 +295,7 @@ class Engine(ABC):
         if not self.has_work:
             self._cores.end()  # before waiting for commands: the other pool may be about to start
         self.num_steps += 1
-        self._tell_progress(now)
+        self._report_progress(now)
         self._publish()
         self._flush()
 
@@ -307,7 +307,7 @@ class Engine(ABC):
         with contextlib.suppress(Empty):
             self._carry_out([self._inbox.get(timeout=min(IDLE_WAIT_S, held_s))])
 
-    def _tell_progress(self, now: float) -> None:
+    def _report_progress(self, now: float) -> None:
         if now - self._progress_told_at >= PROGRESS_INTERVAL_S:
             self.tell_progress(has_stepped=self._has_stepped)
             self._has_stepped, self._progress_told_at = False, now

@@ -74,7 +74,7 @@ class WorkerProcess:
         self.curve = Curve.load(config.curve_key, config.curve_authorized)
         self.gatekeeper: Gatekeeper | None = None
         self.control: ControlServer | None = None
-        self.adapters = WorkerAdapters(self._tell_routers)
+        self.adapters = WorkerAdapters(self._notify_routers)
         self.metrics.register(lambda labels: AdapterCollector(self.adapters, self._status, labels, config.lora_places))
         self.duties = Duties(home, other, self.blocking_context, self.curve, self.metrics, identity)
 
@@ -125,7 +125,7 @@ class WorkerProcess:
             self.metrics.registry,
         )
         http_port = await http.start()
-        self._tell_addresses(self._advertised(address), http_port)
+        self._write_address_file(self._advertised(address), http_port)
         self.control = ControlServer(
             control_socket,
             self._hello,
@@ -284,7 +284,7 @@ class WorkerProcess:
             adapters=self.adapters.states,
         )
 
-    def _tell_routers(self) -> None:
+    def _notify_routers(self) -> None:
         if self.control is not None:
             self.control.broadcast_heartbeat()
 
@@ -304,7 +304,7 @@ class WorkerProcess:
             return address
         return f"tcp://{in_url(host)}:{address.rsplit(':', 1)[1]}"
 
-    def _tell_addresses(self, address: str, http_port: int, *, again: bool = False) -> None:
+    def _write_address_file(self, address: str, http_port: int, *, again: bool = False) -> None:
         """Write the address file. Retries later if the disk is full."""
         if not self.config.address_file:
             return
@@ -324,7 +324,7 @@ class WorkerProcess:
                 raise
             if not again:
                 log.error("cannot write --address-file, retrying every %g s: %s", ADDRESS_RETRY_S, error)
-            retry = partial(self._tell_addresses, address, http_port, again=True)
+            retry = partial(self._write_address_file, address, http_port, again=True)
             asyncio.get_running_loop().call_later(ADDRESS_RETRY_S, retry)
 
 

@@ -151,8 +151,8 @@ class BlockTiers:
 
     # ------------------------------------------------------------ writer and reader threads
 
-    def _changed(self, block_hash: bytes, is_there: bool) -> None:
-        self._pool.log.in_tier(block_hash, is_there or any(tier.holds(block_hash) for tier in self.tiers))
+    def _changed(self, block_hash: bytes, present: bool) -> None:
+        self._pool.log.in_tier(block_hash, present or any(tier.holds(block_hash) for tier in self.tiers))
 
     def _main(self, turn: Callable[[], bool]) -> None:
         try:

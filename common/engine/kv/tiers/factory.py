@@ -12,7 +12,7 @@ from common.engine.kv.cache import KVCache
 from common.engine.kv.tiers.block_file import BlockFile, slots_within
 from common.engine.kv.tiers.block_tiers import BlockTiers, ReadEnded
 from common.engine.kv.tiers.copies import copied_incoming, copied_outgoing
-from common.engine.kv.tiers.host_slots import HostSlots
+from common.engine.kv.tiers.host_slots import HostSlotStore
 from common.engine.kv.tiers.tier import BlockTier
 from common.errors import ConfigError
 
@@ -20,7 +20,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 """Errors of a full or failing disk, as opposed to an invalid path."""
 
 
-class NoSlots:
+class NullSlotStore:
     """Store of a tier that is disabled from the start."""
 
     num_slots = 0
@@ -53,7 +53,7 @@ def _host(config: WorkerConfig, kv: KVCache) -> BlockTier:
     if not num_slots:
         raise ConfigError("kv_host_gib", config.kv_host_gib, f"at least {kv.wire_bytes} bytes, the size of a block")
     try:
-        return BlockTier("host", HostSlots(kv.wire_bytes, num_slots))
+        return BlockTier("host", HostSlotStore(kv.wire_bytes, num_slots))
     except OSError as error:
         raise ConfigError("kv_host_gib", config.kv_host_gib, f"within the memory of this machine ({error})") from error
 
@@ -67,6 +67,6 @@ def _disk(config: WorkerConfig, kv: KVCache, fingerprint: str) -> BlockTier:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        tier = BlockTier("disk", NoSlots(kv.wire_bytes))
+        tier = BlockTier("disk", NullSlotStore(kv.wire_bytes))
         tier.fail("written", error)
         return tier

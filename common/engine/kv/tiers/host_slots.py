@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 
-class HostSlots:
+class HostSlotStore:
     """Slot store in host memory. Its contents end with the worker."""
 
     found: Iterable[tuple[int, int, bytes]] = ()

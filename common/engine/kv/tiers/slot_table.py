@@ -40,7 +40,7 @@ class SlotTable:
         if block_hash in self._slot_of:
             self._slot_of.move_to_end(block_hash)
 
-    def make_room(self) -> tuple[int, bytes] | None:
+    def allocate(self) -> tuple[int, bytes] | None:
         """Return a slot to write to and the hash of the block evicted from it (b"" if none).
 
         Returns None if all blocks are being read.
@@ -53,11 +53,11 @@ class SlotTable:
         return None
 
     def fill(self, slot: int, block_hash: bytes) -> None:
-        """Record that a slot from `make_room` contains the block."""
+        """Record that a slot from `allocate` contains the block."""
         self._slot_of[block_hash] = slot
 
-    def give_back(self, slot: int) -> None:
-        """Return an unused slot from `make_room`."""
+    def release(self, slot: int) -> None:
+        """Return an unused slot from `allocate`."""
         self._free.append(slot)
 
     def begin_read(self, block_hash: bytes) -> int | None:

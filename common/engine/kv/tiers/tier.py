@@ -105,7 +105,7 @@ class BlockTier:
     def write(self, block_hash: bytes, block: memoryview, life: int) -> None:
         """Store a block, evicting the least recently used one. Does nothing if `life` is outdated."""
         with self._lock:
-            if life != self.life or block_hash in self._table or (room := self._table.make_room()) is None:
+            if life != self.life or block_hash in self._table or (room := self._table.allocate()) is None:
                 return
             slot, evicted = room
             if evicted:

@@ -18,7 +18,7 @@ from torch import Tensor
 from common.engine.models.batch import ForwardBatch
 from common.engine.models.decoder import Decoder
 from common.engine.models.draft_heads.draft_head import DraftHead
-from common.engine.models.draft_heads.eagle3_form import Eagle3Form
+from common.engine.models.draft_heads.eagle3_config import Eagle3Config
 from common.engine.models.draft_heads.head_files import EAGLE_NORMS
 from common.engine.models.tensor_reader import WeightSource
 from common.engine.models.weights import Assembler, LayerWeights
@@ -51,7 +51,7 @@ class Eagle3Weights:
 class Eagle3Head(DraftHead):
     """EAGLE-3 head. States are combined in the step that computes them, so that the kept state is a third as wide."""
 
-    def __init__(self, decoder: Decoder, weights: Eagle3Weights, form: Eagle3Form) -> None:
+    def __init__(self, decoder: Decoder, weights: Eagle3Weights, form: Eagle3Config) -> None:
         super().__init__(decoder, weights.layer)
         self._weights, self._form = weights, form
         self.reads_layers = form.reads
@@ -103,7 +103,7 @@ class Eagle3Tensors(SafetensorsWeights):
 class Eagle3Reader:
     """Reads the parts of a head. `reader` has the head's configuration and tensors, `width` is the model's."""
 
-    def __init__(self, reader: Assembler, form: Eagle3Form, width: int) -> None:
+    def __init__(self, reader: Assembler, form: Eagle3Config, width: int) -> None:
         self._reader, self._form, self._width = reader, form, width
 
     def weights(self, lm_head: Linear | None) -> Eagle3Weights:

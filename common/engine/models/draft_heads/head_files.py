@@ -2,7 +2,7 @@
 
 MTP layers are in the model's own files, after its last layer (DeepSeek-V3, arXiv 2412.19437, section 2.2). EAGLE heads
 have their own folder with a config.json and one decoder layer preceded by a matrix `fc` (arXiv 2401.15077, section
-4.1). For EAGLE-3, see `eagle3_form.py`.
+4.1). For EAGLE-3, see `eagle3_config.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.engine.models.draft_heads.eagle3_form import Eagle3Form, is_eagle3, layer_fields, read_form
+from common.engine.models.draft_heads.eagle3_config import Eagle3Config, is_eagle3, layer_fields, read_eagle3_config
 from common.errors import ConfigError
 from common.model_files import HFReader, ModelConfig, ModelFiles, hash_weights, read_json, weight_files
 from common.model_files.architecture import RopeConfig
@@ -41,7 +41,7 @@ class HeadFiles:
     weights: tuple[Path, ...]
     layer: ModelConfig
     whole: ModelConfig
-    form: Eagle3Form | None = None
+    form: Eagle3Config | None = None
 
 
 def find_head(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
@@ -75,7 +75,7 @@ def _eagle(name: str, served: ModelFiles, config: ModelConfig) -> HeadFiles:
         raise ConfigError("draft_head", name, allowed)
     own = HFReader(of_layer, folder / "config.json").read()
     _check_fits(name, own, served, config, EAGLE3_SIZES if is_third else EAGLE_SIZES)
-    form = read_form(name, fields, config) if is_third else None
+    form = read_eagle3_config(name, fields, config) if is_third else None
     digest = hash_weights(weights, progress=False, also=_computation(fields))
     whole = with_layer(config, digest, own.layer_ropes[0], has_experts=False)
     index, window = config.num_layers, whole.layer_windows[-1]

@@ -10,7 +10,7 @@ import torch
 from common.engine.kv import torch_dtype
 from common.engine.models.draft_heads.draft_head import DraftHead
 from common.engine.models.draft_heads.drafting_model import DraftingModel
-from common.engine.models.draft_heads.eagle3_form import Eagle3Form
+from common.engine.models.draft_heads.eagle3_config import Eagle3Config
 from common.engine.models.draft_heads.eagle3_head import Eagle3Head, Eagle3Reader, Eagle3Tensors
 from common.engine.models.draft_heads.head_files import EAGLE_NORMS, MTP, HeadFiles, find_head, has_plain_logits
 from common.engine.models.draft_heads.merging_head import HeadWeights, MergingHead
@@ -69,7 +69,7 @@ def _load_head(found: HeadFiles, served: Assembler, weights: ModelWeights, lm_he
 
 
 def _eagle3(
-    found: HeadFiles, form: Eagle3Form, served: Assembler, weights: ModelWeights, lm_head: Linear
+    found: HeadFiles, form: Eagle3Config, served: Assembler, weights: ModelWeights, lm_head: Linear
 ) -> Eagle3Head:
     source = Eagle3Tensors(found.weights)
     of_head = Assembler(found.layer, source, served.dtype, served.device, served.quantization)

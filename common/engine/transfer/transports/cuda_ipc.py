@@ -16,21 +16,21 @@ import torch
 from common.config import WorkerConfig
 from common.engine.kv import (
     CopyStream,
+    DescriptorError,
     DriverError,
     ExportedMemory,
     KVCache,
     KVDevice,
-    NotGiven,
-    NotShared,
+    SharedMemoryError,
     driver,
     map_exported,
 )
 from common.engine.transfer.transports.interface import (
     Copied,
+    DeviceCopySource,
     IncomingEnd,
     OutgoingEnd,
-    Parcel,
-    Reached,
+    PreparedBlocks,
     SenderMemory,
     Transport,
     copy_on_device,
@@ -102,13 +102,13 @@ class DeviceBlocks(OutgoingEnd):
     """Offers a cache whose blocks receivers copy with their own GPU."""
 
     transport = NAME
-    in_words = "GPU to GPU (CUDA IPC)"
+    description = "GPU to GPU (CUDA IPC)"
 
     def __init__(self, frames: Frames, kv: KVCache) -> None:
-        """Raises NotShared unless the cache was created with `export`."""
+        """Raises SharedMemoryError unless the cache was created with `export`."""
         super().__init__(frames)
         if kv.exported is None:
-            raise NotShared(f"the KV cache on {kv.device} was not created for export to other GPUs")
+            raise SharedMemoryError(f"the KV cache on {kv.device} was not created for export to other GPUs")
         self._memory: ExportedMemory = kv.exported
         self._offer = KVOffer.of(NAME, self._memory.offer)
         self._sums = DeviceSums(kv, CopyStream(kv.device))
@@ -121,9 +121,9 @@ class DeviceBlocks(OutgoingEnd):
     def sums(self, blocks: Sequence[int]) -> list[int]:
         return self._sums.of(blocks)
 
-    def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel:
+    def ship(self, transfer: OutgoingTransfer, indices: range) -> PreparedBlocks:
         blocks = [transfer.blocks[index] for index in indices]
-        return Parcel(indices, len(blocks) * self._block_bytes, (), blocks, self.sums(blocks))
+        return PreparedBlocks(indices, len(blocks) * self._block_bytes, (), blocks, self.sums(blocks))
 
 
 class DeviceReads(IncomingEnd[KVDevice]):
@@ -136,11 +136,11 @@ class DeviceReads(IncomingEnd[KVDevice]):
         self._kv, self._sums = kv, DeviceSums(kv, CopyStream(kv.device))
 
     def accept(self, offer: KVDevice) -> ImportedMemory:
-        """Raises DriverError or NotGiven."""
+        """Raises DriverError or DescriptorError."""
         opened: list[ImportedMemory] = []
         self._sums.stream.wait_for(lambda: opened.append(ImportedMemory(offer, self._kv.device.index or 0)))
         (memory,) = opened
-        memory.reached = ReachedDevice(self._kv, self._sums, memory)
+        memory.reached = PeerDeviceSource(self._kv, self._sums, memory)
         return memory
 
 
@@ -152,19 +152,19 @@ class ImportedMemory(SenderMemory):
 
     transport = NAME
     is_ring = False
-    in_words = "GPU to GPU (CUDA IPC)"
+    description = "GPU to GPU (CUDA IPC)"
     process: int
-    reached: Reached
+    reached: DeviceCopySource
 
     def __init__(self, offer: KVDevice, device: int) -> None:
-        """Raises DriverError, or NotGiven if the owner does not pass its descriptor."""
+        """Raises DriverError, or DescriptorError if the owner does not pass its descriptor."""
         if sys.platform != "linux":
-            raise NotGiven(f"{sys.platform} does not support descriptors of GPU memory")
+            raise DescriptorError(f"{sys.platform} does not support descriptors of GPU memory")
         self.offer = offer
         try:
             self.process = os.pidfd_open(offer.pid)
         except (OSError, AttributeError) as error:
-            raise NotGiven(f"process {offer.pid} is not visible on this host: {error}") from error
+            raise DescriptorError(f"process {offer.pid} is not visible on this host: {error}") from error
         try:
             self._map = map_exported(offer, device)
         except DiptychError:
@@ -188,8 +188,8 @@ class ImportedMemory(SenderMemory):
             del self._map  # unmaps it
 
 
-class ReachedDevice:
-    """Implements `Reached`: this worker's GPU copies blocks out of another worker's cache."""
+class PeerDeviceSource:
+    """Implements `DeviceCopySource`: this worker's GPU copies blocks out of another worker's cache."""
 
     def __init__(self, kv: KVCache, sums: DeviceSums, memory: ImportedMemory) -> None:
         self._kv, self._sums, self._memory = kv, sums, memory

@@ -88,18 +88,18 @@ class OutgoingEnd(ABC):
 
     @property
     @abstractmethod
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Description for the log line "KV transfer to decode-0: ..."."""
 
     @abstractmethod
-    def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel | None:
+    def ship(self, transfer: OutgoingTransfer, indices: range) -> PreparedBlocks | None:
         """Prepare the first of these blocks (at least one) for a receiver that accepted the offer.
 
-        The parcel may contain frames instead. Returns None if the receiver must return slots first.
+        The prepared may contain frames instead. Returns None if the receiver must return slots first.
         """
 
-    def undo(self, transfer: OutgoingTransfer, parcel: Parcel) -> None:  # noqa: B027 - not every end lends places
-        """Release what `ship` lent for a parcel that was not sent."""
+    def undo(self, transfer: OutgoingTransfer, prepared: PreparedBlocks) -> None:  # noqa: B027 - not every end lends places
+        """Release what `ship` lent for a prepared that was not sent."""
 
     def taken(self, transfer: OutgoingTransfer, places: Sequence[int]) -> bool:
         """Release slots that the receiver has copied. Returns False if they were not lent to its transfer.
@@ -162,7 +162,7 @@ class SenderMemory(ABC):
 
     @property
     @abstractmethod
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Description for the log line "KV transfer from prefill-0: ..."."""
 
     @abstractmethod
@@ -188,16 +188,16 @@ class ReadAheadMemory(SenderMemory):
 
 @dataclass(slots=True, eq=False)
 class ReadEnded:
-    """Result of reading the blocks named in one message: `landed`, or the `problem`."""
+    """Result of reading the blocks named in one message: `buffered`, or the `problem`."""
 
     peer: bytes
     header: KVBlocks
-    landed: BlockSource | None = None
+    buffered: BlockSource | None = None
     problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PreparedBlocks:
     """Blocks `indices` of a transfer, ready to be sent.
 
     Frames have only `views`. With `sources` (block or slot numbers), only these and the checksums are sent: either
@@ -211,7 +211,7 @@ class Parcel:
     checksums: Sequence[int] = ()
 
     def try_send(self, socket: zmq.Socket[bytes], transfer: OutgoingTransfer) -> bool:
-        """Send the parcel; False if the socket's queue is full."""
+        """Send the prepared; False if the socket's queue is full."""
         return try_send_blocks(
             socket, *transfer.key, self.indices.start, self.views, self.sources, transfer.token, self.checksums
         )
@@ -230,7 +230,7 @@ class ReadableMemory(SenderMemory):
         return copy_on_host(self.read, header, transfer, into)
 
 
-class Reached(Protocol):
+class DeviceCopySource(Protocol):
     """Memory of another worker that this worker's device copies from."""
 
     block_bytes: int
@@ -257,7 +257,7 @@ def copy_on_host(
     return committed(received, problem, transfer, into)
 
 
-def copy_on_device(reached: Reached, header: KVBlocks, transfer: IncomingTransfer) -> Copied:
+def copy_on_device(reached: DeviceCopySource, header: KVBlocks, transfer: IncomingTransfer) -> Copied:
     """Copy blocks directly into the cache with the device."""
     try:
         received, problem = copy_blocks(

@@ -5,7 +5,7 @@ cache: the blocks of a message are read into a slot of dedicated memory, then co
 of an abandoned read is quarantined for a while. A later write cannot corrupt a block undetected, because a block
 counts only if its checksum in the cache matches.
 
-    waiting ──a slot is free──> reading ──> landed, or failed with all other reads of its memory
+    waiting ──a slot is free──> reading ──> buffered, or failed with all other reads of its memory
 
 Uses NIXL's bindings rather than its `nixl_agent`, whose progress thread never sleeps. With a delay, the thread waits
 for the network and uses 1 % of a core when idle (docs/decisions/0070-nixl.md).
@@ -132,9 +132,9 @@ class RemoteBlocks(NumberedBlocks):
         return self._offer
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         ring = self.ring
-        return f"NIXL, through a ring of {ring.num_places} slots" if ring is not None else "NIXL"
+        return f"NIXL, through a ring of {ring.num_slots} slots" if ring is not None else "NIXL"
 
     def close(self) -> None:
         self._offered.close()
@@ -173,7 +173,7 @@ class RemoteMemory(ReadAheadMemory):
         return self.offer.is_ring
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         return "NIXL"
 
     def regions(self, sources: Sequence[int], block_bytes: int) -> list[Region] | None:
@@ -191,7 +191,7 @@ class RemoteMemory(ReadAheadMemory):
 
 
 @dataclass(frozen=True, slots=True)
-class LandedBlocks:
+class BufferedBlocks:
     """Blocks of one message, read into memory outside the cache."""
 
     blocks: dict[int, memoryview]
@@ -267,7 +267,7 @@ class RemoteReads(IncomingEnd[KVRemote]):
         return ""
 
     def ended(self) -> Iterator[ReadEnded]:
-        """Yield completed reads. The landed blocks of each are valid until the next one is requested."""
+        """Yield completed reads. The buffered blocks of each are valid until the next one is requested."""
         now = self._clock()
         for read in list(self._under_way):
             state = ReadState.FAILED if read.memory.failed else self._agent.state(read.handle)
@@ -278,7 +278,7 @@ class RemoteReads(IncomingEnd[KVRemote]):
             self._agent.forget(read.handle)
             if state is ReadState.DONE:
                 numbered = zip(read.ended.header.sources, self._slots[read.slot], strict=False)
-                read.ended.landed = LandedBlocks({source: block.data for source, block in numbered})
+                read.ended.buffered = BufferedBlocks({source: block.data for source, block in numbered})
                 yield read.ended
                 self._free.append(read.slot)
             else:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.kv import KVMemory, NotShared, StagedIncoming, StagedOutgoing, map_shared, ring_for
+from common.engine.kv import KVMemory, SharedMemoryError, StagedIncoming, StagedOutgoing, map_shared, ring_for
 from common.engine.transfer.transports.interface import (
     Copied,
+    DeviceCopySource,
     IncomingEnd,
-    Reached,
     ReadableMemory,
     Transport,
     copy_on_device,
@@ -72,7 +72,7 @@ def shared_ring(blocks: OutgoingBlocks, num_blocks: int) -> BlockRing | None:
         return None
     try:
         return ring_for(blocks, num_blocks)
-    except NotShared as error:
+    except SharedMemoryError as error:
         log.warning("KV transfers to decode workers on this host use TCP: %s", error)
         return None
 
@@ -100,9 +100,9 @@ class SharedBlocks(NumberedBlocks):
         return self._offer
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         ring = self.ring
-        return f"shared memory, through a ring of {ring.num_places} slots" if ring is not None else "shared memory"
+        return f"shared memory, through a ring of {ring.num_slots} slots" if ring is not None else "shared memory"
 
 
 class SharedReads(IncomingEnd[KVMemory]):
@@ -111,7 +111,7 @@ class SharedReads(IncomingEnd[KVMemory]):
     transport = NAME
     details = KVMemory
 
-    def __init__(self, reach: Callable[[PeerMemory], Reached] | None = None) -> None:
+    def __init__(self, reach: Callable[[PeerMemory], DeviceCopySource] | None = None) -> None:
         self._reach = reach
 
     def accept(self, offer: KVMemory) -> PeerMemory:
@@ -120,7 +120,7 @@ class SharedReads(IncomingEnd[KVMemory]):
             memory.copied = self._reached(memory, self._reach)
         return memory
 
-    def _reached(self, memory: PeerMemory, reach: Callable[[PeerMemory], Reached]) -> str:
+    def _reached(self, memory: PeerMemory, reach: Callable[[PeerMemory], DeviceCopySource]) -> str:
         """Let the device access a ring, if possible. Returns how blocks are copied, for the log."""
         if not memory.is_ring:
             return ", staged in host buffers: the memory is a whole cache, too large to pin"
@@ -144,22 +144,22 @@ class PeerMemory(ReadableMemory):
     process: int
 
     def __init__(self, offer: KVMemory) -> None:
-        """Raises NotShared unless `offer` names a sealed memory file of this user with the same nonce."""
+        """Raises SharedMemoryError unless `offer` names a sealed memory file of this user with the same nonce."""
         if sys.platform != "linux":
-            raise NotShared(f"{sys.platform} does not support sealed memory files")
+            raise SharedMemoryError(f"{sys.platform} does not support sealed memory files")
         self.offer, self.copied = offer, ""
-        self.reached: Reached | None = None
+        self.reached: DeviceCopySource | None = None
         try:
             # Opened before the file: if the nonce then matches, the watched process is the one that offered it.
             self.process = os.pidfd_open(offer.pid)
         except (OSError, AttributeError) as error:
-            raise NotShared(f"process {offer.pid} is not visible on this host: {error}") from error
+            raise SharedMemoryError(f"process {offer.pid} is not visible on this host: {error}") from error
         try:
             self._blocks = map_shared(offer)
         except (OSError, ValueError) as error:
             os.close(self.process)
-            raise NotShared(f"cannot map memory file {offer.fd} of process {offer.pid}: {error}") from error
-        except NotShared:
+            raise SharedMemoryError(f"cannot map memory file {offer.fd} of process {offer.pid}: {error}") from error
+        except SharedMemoryError:
             os.close(self.process)
             raise
 
@@ -168,7 +168,7 @@ class PeerMemory(ReadableMemory):
         return self.offer.is_ring
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         return f"shared memory{self.copied}"
 
     @property
@@ -199,7 +199,7 @@ class PeerMemory(ReadableMemory):
 
 
 class ReachedPlaces:
-    """Implements `Reached`: the device copies blocks from another worker's ring into its cache."""
+    """Implements `DeviceCopySource`: the device copies blocks from another worker's ring into its cache."""
 
     def __init__(self, blocks: StagedIncoming, memory: PeerMemory) -> None:
         """Raises NotRegistered."""

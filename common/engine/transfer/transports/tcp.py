@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.engine.transfer.transports.interface import Parcel, Transport
+from common.engine.transfer.transports.interface import PreparedBlocks, Transport
 
 if TYPE_CHECKING:
     from common.engine.kv import IncomingBlocks, KVCache, OutgoingBlocks
@@ -40,9 +40,9 @@ class Frames:
     def read(self, blocks: Sequence[int]) -> Sequence[memoryview]:
         return self.views(blocks) if self.views is not None else [self.view(block) for block in blocks]
 
-    def ship(self, transfer: OutgoingTransfer, indices: range) -> Parcel:
+    def ship(self, transfer: OutgoingTransfer, indices: range) -> PreparedBlocks:
         """Prepare the blocks `indices` of a transfer, as 8-bit integers if it is quantised."""
         blocks = [transfer.blocks[index] for index in indices]
         quantise = self.quantise if transfer.quantised else None
         views = quantise(blocks) if quantise is not None else self.read(blocks)
-        return Parcel(indices, sum(map(len, views)), views)
+        return PreparedBlocks(indices, sum(map(len, views)), views)

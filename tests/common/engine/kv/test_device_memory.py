@@ -20,7 +20,13 @@ import torch
 from common.config import DecodeWorkerConfig
 from common.engine.kv.cache import KVCache
 from common.engine.kv.cuda_driver import CudaDriver, DriverError, driver
-from common.engine.kv.device_memory import ExportedMemory, GivenDescriptor, KVDevice, NotGiven, take_descriptor
+from common.engine.kv.device_memory import (
+    DescriptorError,
+    DescriptorServer,
+    ExportedMemory,
+    KVDevice,
+    receive_descriptor,
+)
 from common.engine.transfer.transports.cuda_ipc import ImportedMemory
 from common.engine.transfer.transports.registry import new_transport
 from common.errors import ConfigError, ModelError
@@ -115,7 +121,7 @@ def test_memory_outlives_its_owner(owner: tuple[subprocess.Popen[str], KVDevice]
     process.wait()
     assert (np.asarray(memory._map) == 7).all()
     memory.close()
-    with pytest.raises(NotGiven, match="not visible on this host"):
+    with pytest.raises(DescriptorError, match="not visible on this host"):
         ImportedMemory(offer, 0)
 
 
@@ -127,7 +133,7 @@ def test_a_frozen_owner_is_waited_for_only_briefly(
     process.send_signal(signal.SIGSTOP)
     wait(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text())
     files = num_files()
-    with pytest.raises(NotGiven, match="cannot receive the memory descriptor"):
+    with pytest.raises(DescriptorError, match="cannot receive the memory descriptor"):
         ImportedMemory(offer, 0)
     process.send_signal(signal.SIGCONT)
     assert num_files() == files and not maps()
@@ -135,15 +141,17 @@ def test_a_frozen_owner_is_waited_for_only_briefly(
 
 def test_who_answers_must_be_the_process_that_offered(owner: tuple[subprocess.Popen[str], KVDevice]) -> None:
     _, offer = owner
-    with pytest.raises(NotGiven, match=f"process {offer.pid} of user .* answered instead of process {os.getpid()}"):
-        take_descriptor(offer.name, os.getpid())
-    with pytest.raises(NotGiven, match="refused"):
-        take_descriptor("diptych-kv-of-nobody", offer.pid)
+    with pytest.raises(
+        DescriptorError, match=f"process {offer.pid} of user .* answered instead of process {os.getpid()}"
+    ):
+        receive_descriptor(offer.name, os.getpid())
+    with pytest.raises(DescriptorError, match="refused"):
+        receive_descriptor("diptych-kv-of-nobody", offer.pid)
 
 
 def test_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     read, write = os.pipe()
-    given = GivenDescriptor(read)
+    given = DescriptorServer(read)
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     with socket.socket(socket.AF_UNIX) as asking:  # the kernel says who asks
@@ -161,7 +169,7 @@ def test_a_giver_without_a_free_descriptor_gives_later(
 ) -> None:
     monkeypatch.setattr("common.engine.kv.device_memory.WAIT_S", 0.05)
     read, write = os.pipe()
-    given = GivenDescriptor(read)
+    given = DescriptorServer(read)
     left, accept = [OSError(24, "Too many open files")] * 2, socket.socket.accept
 
     def full(self: socket.socket) -> object:
@@ -172,8 +180,8 @@ def test_a_giver_without_a_free_descriptor_gives_later(
     monkeypatch.setattr(socket.socket, "accept", full)
     deadline, taken = time.monotonic() + 30, -1
     while left or taken < 0:  # one more is accepted before the first failure
-        with contextlib.suppress(NotGiven):
-            taken = take_descriptor(given.name, os.getpid())
+        with contextlib.suppress(DescriptorError):
+            taken = receive_descriptor(given.name, os.getpid())
             os.close(taken)
         assert time.monotonic() < deadline
     given.close()
@@ -183,15 +191,15 @@ def test_a_giver_without_a_free_descriptor_gives_later(
 
 def test_what_was_given_is_a_descriptor_of_its_own_and_ends_with_close() -> None:
     read, write = os.pipe()
-    given = GivenDescriptor(read)
-    taken = take_descriptor(given.name, os.getpid())
+    given = DescriptorServer(read)
+    taken = receive_descriptor(given.name, os.getpid())
     given.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read)
     os.write(write, b"x")
     assert os.read(taken, 1) == b"x"
-    with pytest.raises(NotGiven):
-        take_descriptor(given.name, os.getpid())
+    with pytest.raises(DescriptorError):
+        receive_descriptor(given.name, os.getpid())
     os.close(taken)
     os.close(write)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.engine.models.draft_heads.drafting_model import DraftingModel
-from common.engine.models.draft_heads.eagle3_form import is_eagle3
+from common.engine.models.draft_heads.eagle3_config import is_eagle3
 from common.engine.models.draft_heads.head_files import find_head
 from common.engine.models.draft_heads.load import load_drafting_model
 from common.engine.models.load import open_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.kv.unread import in_words, kept_kv
+from common.engine.kv.window_usage import in_words, kv_usage
 
 GEMMA_3_270M = tuple(0 if (layer + 1) % 6 == 0 else 512 for layer in range(18))
 GPT_OSS_20B = (128, 0) * 12
@@ -26,13 +26,13 @@ MISTRAL_7B = (4096,) * 32
 def test_blocks_that_are_kept_and_those_that_are_read(
     windows: tuple[int, ...], length: int, kept: int, read: int
 ) -> None:
-    found = kept_kv(windows, 16, length)
+    found = kv_usage(windows, 16, length)
     assert (found.num_kept, found.num_read) == (kept, read)
 
 
 def test_what_docs_models_says() -> None:
     shares = [
-        f"{kept_kv(windows, 16, length).unread_share:.0%}"
+        f"{kv_usage(windows, 16, length).unread_share:.0%}"
         for windows in (GEMMA_3_270M, GPT_OSS_20B)
         for length in (8192, 32768)
     ]

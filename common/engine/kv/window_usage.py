@@ -13,7 +13,7 @@ from common.blocks import Window
 
 
 @dataclass(frozen=True, slots=True)
-class KeptKV:
+class KVUsage:
     """Per-layer blocks of a sequence: `num_kept` are in memory, and `num_read` of them may be read again."""
 
     num_kept: int
@@ -25,12 +25,12 @@ class KeptKV:
         return 1.0 - self.num_read / self.num_kept
 
 
-def kept_kv(layer_windows: Sequence[int], block_size: int, num_tokens: int) -> KeptKV:
+def kv_usage(layer_windows: Sequence[int], block_size: int, num_tokens: int) -> KVUsage:
     """Return the kept and read blocks of a sequence of `num_tokens` tokens. A window of 0 means full attention."""
     widest = max(layer_windows) if all(layer_windows) else 0
     num_blocks = Window(widest, block_size).most_blocks(num_tokens)
     num_read = sum(Window(window, block_size).most_blocks(num_tokens) for window in layer_windows)
-    return KeptKV(len(layer_windows) * num_blocks, num_read)
+    return KVUsage(len(layer_windows) * num_blocks, num_read)
 
 
 def in_words(layer_windows: Sequence[int], block_size: int, max_model_len: int) -> str:
@@ -45,10 +45,10 @@ def in_words(layer_windows: Sequence[int], block_size: int, max_model_len: int) 
             f"a sequence uses at most {num_blocks} blocks"
         )
     shares = [
-        f"{kept_kv(layer_windows, block_size, length).unread_share:.0%} at {length:,} tokens"
+        f"{kv_usage(layer_windows, block_size, length).unread_share:.0%} at {length:,} tokens"
         for length in (8192, 32768)
         if length <= max_model_len
-    ] or [f"{kept_kv(layer_windows, block_size, max_model_len).unread_share:.0%} at {max_model_len:,} tokens"]
+    ] or [f"{kv_usage(layer_windows, block_size, max_model_len).unread_share:.0%} at {max_model_len:,} tokens"]
     return (
         f"{len(with_window)} of {len(layer_windows)} layers have attention windows of at most {max(with_window)} "
         f"tokens, the others full attention: share of a sequence's KV that is kept but never read again: "

@@ -19,7 +19,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Form:
+class Eagle3Config:
     """Format of a head. `reads`: layers whose inputs are combined, in order; `num_layers` is the final norm's input.
 
     `vocab_size`: size of its logits. `adds_to_normed`: attention is added to the normed state instead of the state.
@@ -46,7 +46,7 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return layer
 
 
-def read_form(name: str, fields: Mapping[str, Any], served: ModelConfig) -> Eagle3Form:
+def read_eagle3_config(name: str, fields: Mapping[str, Any], served: ModelConfig) -> Eagle3Config:
     """Return the format of the head in folder `name`, for model `served`. Raises ConfigError if not supported."""
     more = fields.get("eagle_config") or {}
     if more.get("use_aux_hidden_state") is False or fields.get("use_aux_hidden_state") is False:
@@ -57,7 +57,7 @@ def read_form(name: str, fields: Mapping[str, Any], served: ModelConfig) -> Eagl
         allowed = f"a head for models of hidden_size {served.hidden_size}: its target_hidden_size is {of_model}"
         raise ConfigError("draft_head", name, allowed)
     by_default = "transformer_layer_config" in fields  # speculators
-    return Eagle3Form(
+    return Eagle3Config(
         reads=_layers_read(name, fields.get(LAYER_IDS) or more.get(LAYER_IDS), served.num_layers),
         vocab_size=fields.get("draft_vocab_size") or served.vocab_size,
         adds_to_normed=bool(fields.get("norm_before_residual", by_default)),
