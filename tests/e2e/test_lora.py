@@ -225,7 +225,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
     assert answer.status_code == 400 and "--max-lora-rank" in answer.json()["error"]["message"]
     assert post(two_decode_workers, "completions", model="wide", prompt="hi").status_code == 404
     missing = load(two_decode_workers, "missing", tmp_path / "nowhere")
-    assert missing.status_code == 400 and "cannot be read" in missing.json()["error"]["message"]
+    assert missing.status_code == 400 and "cannot read" in missing.json()["error"]["message"]
     taken = load(two_decode_workers, MODEL, adapted.folders["a"])
     assert taken.status_code == 400 and "name of a model" in taken.json()["error"]["message"]
     assert post(two_decode_workers, "unload_lora_adapter", lora_name="missing").status_code == 404

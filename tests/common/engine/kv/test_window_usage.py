@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.kv.unread import in_words, kept_kv
+from common.engine.kv.window_usage import in_words, kv_usage
 
 GEMMA_3_270M = tuple(0 if (layer + 1) % 6 == 0 else 512 for layer in range(18))
 GPT_OSS_20B = (128, 0) * 12
@@ -26,13 +26,13 @@ MISTRAL_7B = (4096,) * 32
 def test_blocks_that_are_kept_and_those_that_are_read(
     windows: tuple[int, ...], length: int, kept: int, read: int
 ) -> None:
-    found = kept_kv(windows, 16, length)
+    found = kv_usage(windows, 16, length)
     assert (found.num_kept, found.num_read) == (kept, read)
 
 
 def test_what_docs_models_says() -> None:
     shares = [
-        f"{kept_kv(windows, 16, length).unread_share:.0%}"
+        f"{kv_usage(windows, 16, length).unread_share:.0%}"
         for windows in (GEMMA_3_270M, GPT_OSS_20B)
         for length in (8192, 32768)
     ]
@@ -41,9 +41,12 @@ def test_what_docs_models_says() -> None:
 
 def test_the_words_of_the_log() -> None:
     assert in_words((0, 0), 16, 4096) == in_words((8192, 8192), 16, 4096) == ""
-    assert "no layer looks back further than 4096 tokens: a sequence owns 257 blocks at most" in in_words(
+    assert "all layers have attention windows of at most 4096 tokens: a sequence uses at most 257 blocks" in in_words(
         MISTRAL_7B, 16, 32768
     )
     said = in_words(GEMMA_3_270M, 16, 32768)
-    assert said.startswith("15 of 18 layers look back at most 512 tokens") and "82% at 32,768 tokens" in said
+    assert (
+        said.startswith("15 of 18 layers have attention windows of at most 512 tokens")
+        and "82% at 32,768 tokens" in said
+    )
     assert "at 2,048 tokens" in in_words(GEMMA_3_270M, 16, 2048)
