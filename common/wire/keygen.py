@@ -1,4 +1,4 @@
-"""`diptych keygen FILE`: makes a CURVE key pair for --curve-key."""
+"""`diptych keygen FILE`: creates a CURVE key pair for --curve-key."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PROGRAM = "diptych keygen"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0, or 2 with one line on stderr when FILE exists already or cannot be written or read."""
+    """Return exit status 0, or 2 with a line on stderr if FILE exists or cannot be read or written."""
     parser = ArgumentParser(
         PROGRAM,
-        description="Write a new CURVE key pair to FILE, readable by its owner alone, and print its public key.",
-        epilog="Every process of a cluster takes the file by --curve-key FILE. docs/guides/secure.md says more.",
+        description="Write a new CURVE key pair to FILE, readable only by its owner, and print its public key.",
+        epilog="Pass the file to all processes of a cluster with --curve-key FILE. See docs/guides/secure.md.",
     )
     parser.add_argument("file", metavar="FILE")
-    parser.add_argument("--force", action="store_true", help="replace FILE when it is there already")
-    parser.add_argument("--public", action="store_true", help="write nothing: print the public key of the pair in FILE")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    parser.add_argument("--public", action="store_true", help="print the public key of the pair in FILE, write nothing")
     options = parser.parse_args(argv)
     try:
         if options.public:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
             pair = KeyPair.generate()
             write_key_pair(options.file, pair, force=options.force)
     except FileExistsError:
-        return refuse(f"{options.file} is there already: --force replaces it, --public prints its public key")
+        return refuse(f"{options.file} already exists: use --force to replace it, or --public to print its public key")
     except (ConfigError, OSError) as error:
         return refuse(str(error))
     print(pair.public.decode())

@@ -96,7 +96,7 @@ def test_a_malformed_offer_is_no_message(memories: PeerMemories, memory: SharedM
     """It also leaves the memory that the worker offered before."""
     first = memories.of(opened(memory))
     message = msgspec.structs.replace(opened(memory, epoch=2), offer=KVOffer("shm", details))
-    with pytest.raises(WireError, match="not an offer of shm"):
+    with pytest.raises(WireError, match="invalid offer of transport shm"):
         memories.of(message)
     assert isinstance(first, PeerMemory) and not first.closed
 

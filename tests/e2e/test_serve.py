@@ -115,10 +115,10 @@ def test_a_pool_at_zero_is_started_for_those_who_ask(served: list[Served], tmp_p
 
     def asked_and_planned() -> bool:
         ask(served[0].url)
-        return served[0].said("prefill", "ready: tiny-random") and served[0].said("(prefill) was found")
+        return served[0].said("prefill", "ready: tiny-random") and served[0].said("(prefill): discovered")
 
     wait_until(asked_and_planned, "a prefill worker", PATIENCE_S)
-    assert served[0].said("the plan wants workers", "role=prefill", "workers=1")
+    assert served[0].said("planner: wants 1 prefill workers", "role=prefill", "workers=1")
     assert served[0].end(signal.SIGTERM, whole_group=False) == set()
 
 

@@ -138,7 +138,7 @@ def test_a_worker_that_comes_back_with_another_model_serves_that_one(
             time.sleep(0.05)
         assert two.tokens("first", prompt) == oracles["first"](prompt)
         detail = two.http.get("/ready").json()["detail"]
-        assert detail.startswith("second: no decode worker says that it serves this model")
+        assert detail.startswith("second: no decode worker serves this model")
     finally:
         decode.kill()
         decode.command[place] = second

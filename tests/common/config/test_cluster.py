@@ -58,7 +58,7 @@ def credentials(folder: Path) -> Path:
 
 def test_a_router_in_a_cluster_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--discovery", "kubernetes", "--decode-services", "diptych-decode"]
-    with pytest.raises(ConfigError, match="where KUBERNETES_SERVICE_HOST is not set"):
+    with pytest.raises(ConfigError, match="because KUBERNETES_SERVICE_HOST is not set"):
         read(RouterConfig, flags, environ={})
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
@@ -70,7 +70,7 @@ def test_a_router_in_a_cluster_starts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config.cluster.url == "https://[fd00::1]:6443"
     assert config.cluster.namespace("", "discovery_namespace") == "serving"
     (tmp_path / "namespace").unlink()
-    with pytest.raises(ConfigError, match="discovery_namespace='' is refused: a namespace, where"):
+    with pytest.raises(ConfigError, match="discovery_namespace='' is refused: a namespace, because"):
         read(RouterConfig, flags, environ={})
     read(RouterConfig, [*flags, "--discovery-namespace", "other"], environ={})
 

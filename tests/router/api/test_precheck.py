@@ -25,7 +25,7 @@ Connect = Callable[[Any], Awaitable[Pipe]]
 
 
 def overloaded() -> Overloaded:
-    return Overloaded("a new request would wait about 42.0 s, the most it may is 30 s", retry_after_s=12.0)
+    return Overloaded("The request would wait about 42.0 s; the limit is 30 s.", retry_after_s=12.0)
 
 
 def post(num_bytes: int, *headers: bytes, path: str = "/v1/completions") -> bytes:

@@ -15,7 +15,7 @@ from router.cli import top
 from router.cli.top import BAD, WARM, WIDTH, picture
 from router.dispatch.client import RequestTimeline
 from router.dispatch.load import ClassLoad, DispatchLoad, WorkerLoad
-from router.fleet.lives import FleetEvent
+from router.fleet.worker_monitor import FleetEvent
 from router.observe.recent_traffic import RecentTraffic
 from router.observe.request_record import ChoiceRecord, RequestRecord
 from router.planner.loop import Outlook

@@ -231,7 +231,7 @@ def test_keys_come_from_the_file_of_a_pair(tmp_path: Path) -> None:
         write_key_pair(file, KeyPair.generate())
     assert key_of(files[0]) == key_of(files[0]) != key_of(files[1])
     assert key_of("") == b""
-    with pytest.raises(ConfigError, match="a file that `diptych keygen` wrote"):
+    with pytest.raises(ConfigError, match="a file written by `diptych keygen`"):
         key_of(str(tmp_path / "missing"))
 
 

@@ -1,4 +1,4 @@
-"""What workers' messages, and their silence, mean for their lives. No I/O: a fleet of connections feeds it."""
+"""Liveness of workers, from their messages and their silence. No I/O."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from router.fleet.registry import WorkerRegistry
 from router.fleet.worker import Worker
 
 NUM_KEPT = 50
-"""Events, for the page at /dashboard."""
+"""Number of stored events, shown at /dashboard."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetEvent:
-    """What happened to a worker, `age_s` seconds ago. `role` is the one that it had then.
+    """An event of a worker, `age_s` seconds ago. `worker` is its id, or its address before its first hello.
 
-    `kind`: found, gone (discovery), withheld, back (no new work, and again), ready, lost, role (it changed its role).
+    `kind`: found and gone (discovery), withheld and back (new requests), ready, lost, role (its role changed). `role`
+    is the role at that time.
     """
 
     kind: str
@@ -46,24 +47,17 @@ class FleetEvent:
 
 
 class FleetEvents:
-    """Keeps the last `NUM_KEPT` events."""
+    """The last `NUM_KEPT` events."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[float, FleetEvent]] = deque(maxlen=NUM_KEPT)
-        self._names: dict[str, str] = {}  # by address: a lost worker's hello is forgotten
 
     def add(self, kind: str, worker: Worker, now: float, detail: str = "") -> None:
-        """It happens now."""
-        address = worker.address
-        if worker.worker_id:
-            self._names[address] = worker.worker_id
-        name = self._names.get(address, address)
-        if kind == "gone":
-            self._names.pop(address, None)
-        self._events.append((now, FleetEvent(kind, name, worker.role, detail)))
+        """Record an event at `now`."""
+        self._events.append((now, FleetEvent(kind, worker.worker_id or worker.address, worker.role, detail)))
 
     def recent(self, now: float) -> tuple[FleetEvent, ...]:
-        """The newest first."""
+        """Return the events, newest first."""
         return tuple(replace(event, age_s=max(0.0, now - at)) for at, event in reversed(self._events))
 
 
@@ -71,28 +65,28 @@ log = logging.getLogger(__name__)
 
 
 class FleetListener(Protocol):
-    """Gets what workers send, and news of them. All calls come from the fleet's event loop."""
+    """Receives messages and state changes of workers. Called on the fleet's event loop."""
 
     def on_output(self, address: str, output: TokenOutput) -> None: ...
     def on_prompt_result(self, address: str, result: PromptResult) -> None: ...
     def on_failed(self, address: str, failed: RequestFailed) -> None: ...
     def on_lost(self, address: str, reason: str) -> None:
-        """The worker's life ended: all requests on it have failed."""
+        """The worker's incarnation ended, and all requests on it have failed."""
 
     def on_ready(self, address: str) -> None:
-        """The worker may get work from now on."""
+        """The worker accepts new requests."""
 
     def on_tick(self, now: float) -> None:
         """A heartbeat interval has passed."""
 
     def uses(self, address: str) -> bool:
-        """Whether a request still needs the worker."""
+        """Return whether a request still needs the worker."""
 
 
-class WorkerLives:
-    """Keeps `registry` and `index` up to date, and tells `listener` what it means.
+class WorkerMonitor:
+    """Updates `registry` and `index` from messages, and notifies `listener`.
 
-    `greet(address)` sends a worker a hello, and `send(address, message)` anything else. `events` are for people.
+    `greet(address)` sends a hello to a worker, `send(address, message)` any other message.
     """
 
     def __init__(
@@ -126,16 +120,16 @@ class WorkerLives:
                 self._reports.on_snapshot(address, message)
 
     def on_cut(self, address: str, now: float) -> None:
-        """The connection to the worker broke."""
+        """Process a broken connection."""
         if self._registry.on_cut(address):
             self._lost(address, now)
 
     def on_gone(self, address: str) -> None:
-        """The worker was removed."""
+        """Process the removal of a worker."""
         self._reports.end(address)
 
     def sweep(self, now: float) -> None:
-        """End the lives of workers that are silent or stuck."""
+        """Process workers that are silent or stuck."""
         for worker in self._registry.sweep(now):
             self._lost(worker.address, now)
 
@@ -151,15 +145,15 @@ class WorkerLives:
         started, had_served, role = worker.life.known_epoch != hello.epoch, worker.life.has_served, worker.role
         ended = self._registry.on_hello(address, hello, now)
         if worker.role != role:
-            log.info("worker %s (%s) has changed from %s to %s", hello.worker_id, address, role, worker.role)
+            log.info("worker %s: role changed from %s to %s", hello.worker_id, role, worker.role)
             self.events.add("role", worker, now, f"was {role}")
         if ended and worker.role != role:
-            self._listener.on_lost(address, f"became a {worker.role} worker")
+            self._listener.on_lost(address, f"role changed to {worker.role}")
         elif ended:
-            self._end_life(address, f"restarted as epoch {hello.epoch}", had_served, now)
+            self._end_life(address, f"restarted (epoch {hello.epoch})", had_served, now)
         if started:
             log.info(
-                "worker %s (%s, layout %s, weights %s) says hello",
+                "worker %s at %s: said hello (KV layout %s, weights %s)",
                 hello.worker_id,
                 address,
                 hello.fingerprint,
@@ -180,7 +174,7 @@ class WorkerLives:
             for order in self.adapters.on_heartbeat(beat, worker.hello.max_loras):
                 self._send(address, order)
         if worker.ready and not was_ready:
-            log.info("worker %s", worker.describe(now))
+            log.info("%s", worker.describe(now))
             self.events.add("ready", worker, now)
             self._listener.on_ready(address)
 
@@ -189,9 +183,10 @@ class WorkerLives:
         self._end_life(address, worker.reason, worker.life.has_served, now)
 
     def _end_life(self, address: str, reason: str, had_served: bool, now: float) -> None:
-        self.events.add("lost", self._registry.workers[address], now, reason)
+        worker = self._registry.workers[address]
+        self.events.add("lost", worker, now, reason)
         if had_served:
-            log.warning("worker %s is lost: %s", address, reason)
+            log.warning("%s: lost: %s", worker.name, reason)
         else:
-            log.info("worker %s went away before it was ready: %s", address, reason)
+            log.info("%s: lost before it was ready: %s", worker.name, reason)
         self._listener.on_lost(address, reason)
